@@ -204,7 +204,7 @@ class Replica(Trainer):
 
     def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
         found = super()._accumulate(step)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        trained = [p for p in self.model.module.parameters() if p.requires_grad]
         sum_gradients(trained, self.transport, self.peers)
         return found
 

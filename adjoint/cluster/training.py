@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,12 +26,12 @@ from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.shard import Microbatch, total_norm
 from adjoint.engine.autograd import draw_passing
 from adjoint.engine.generators import set_torch_states, torch_states
-from adjoint.engine.stages import check_windows
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
+from adjoint.train.model import StackLM, kind_of
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
 from adjoint.train.trainer import Gradients, Outcome, Start, Trainer
@@ -50,8 +50,7 @@ def train(config: Config) -> Outcome:
     Raises:
         UserError: something the user can mend; also more failures than ``cluster.max_failures``.
     """
-    if config.model.from_pretrained is None:  # before there is a folder, or text is read
-        check_windows(config.model, config.method.scheme(config.data.seqlen, config.data.seqlen))
+    kind_of(config.model.from_pretrained).check(config)
     if (here := torchrun.place(config.cluster.shards)) is not None:
         return torchrun.train(config, here)
     layout, method, data = config.cluster.layout, config.method, config.data
@@ -60,12 +59,11 @@ def train(config: Config) -> Outcome:
     layout.check(config.model, method)
     layout.check_rows(data.batch)
     layout.check_chunks(method, data.seqlen)
-    packed = data.documents == "packed" and config.model.from_pretrained is not None
     if config.training.profile:
         raise UserError("training.profile: records one process; set it or cluster.shards to 0")
     if config.training.save_async:
         raise UserError("training.save_async: shards save between steps; leave one of the two out")
-    layout.check_run(method, config.training, packed, config.model.lora is not None)
+    layout.check_run(method, config.training)
     each = placement.resources(config.training.device, config.cluster.cpus)
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None
@@ -81,6 +79,40 @@ def train(config: Config) -> Outcome:
                 import ray
 
                 ray.shutdown()
+
+
+class Whole(NamedTuple):
+    """What is known of a model before shards have it.
+
+    Attributes:
+        given: the StackConfig or `Pretrained`. names: of its parameters.
+        weights: the folder that shards begin from; None where they draw them.
+        samples: whether shards can continue a prompt.
+    """
+
+    given: Any
+    num_parameters: int
+    names: list[str]
+    weights: Path | None = None
+    samples: bool = True
+
+
+def whole_of(config: Config, folder: Path | None) -> Whole:
+    """The model of a configuration. Shards read a pretrained one's weights from its own folder where they
+    can, else from `folder`, to which they are written; None writes none."""
+    directory = config.model.from_pretrained
+    if directory is None:
+        with torch.device("meta"):
+            stack = StackLM.made(config).module  # draws its seed, as in one process
+        return Whole(config.model, stack.num_parameters(), [name for name, _ in stack.named_parameters()])
+    from adjoint.cluster.pretrained import described_by_files
+    from adjoint.hf.load import described
+
+    weights: Path | None = Path(directory)
+    found = described_by_files(directory, config.method)
+    if found is None:
+        found, weights = described(directory, config.method, folder), folder
+    return Whole(found, found.num_parameters, list(found.names), weights, samples=False)
 
 
 class ShardedTrainer(Trainer):
@@ -160,16 +192,8 @@ class ShardedTrainer(Trainer):
         config = self.config
         if not hasattr(self, "origin"):
             self.origin, self.gauges = checkpoint, dict[str, Any]()
-            self.described: Any = config.model
-            if config.model.from_pretrained is None:
-                with torch.device("meta"):
-                    whole = Stack(config.model)  # draws its seed, as in one process
-                self._check_carried(whole)
-                self.num_parameters = whole.num_parameters()
-                self.names = [name for name, _ in whole.named_parameters()]
-            else:
-                self._check_carried(None)
-                self._examine(config.model.from_pretrained)
+            self.whole = whole_of(config, self.folder.path / "pretrained" if checkpoint is None else None)
+            self.num_parameters = self.whole.num_parameters
             self.beginning = self.data.train.state_dict(), torch_states()
         if checkpoint is not None:
             check_config(checkpoint, config.to_dict())
@@ -184,26 +208,12 @@ class ShardedTrainer(Trainer):
                     raise
                 raise UserError(f"{self.folder.path}: {error}; then --resume auto") from None
 
-    def _examine(self, directory: str) -> None:
-        """Finds out how a pretrained model is cut, and where the shards read its weights from: its own folder
-        where they can, else one to which they are written, unless they go on from a checkpoint."""
-        from adjoint.cluster.pretrained import described_by_files
-        from adjoint.hf.load import described
-
-        self.weights: Path | None = Path(directory)
-        found = described_by_files(directory, self.method)
-        if found is None:
-            self.weights = self.folder.path / "pretrained" if self.origin is None else None
-            found = described(directory, self.method, self.weights)
-        self.described, self.num_parameters, self.names = found, found.num_parameters, list(found.names)
-
     def _make_group(self, checkpoint: Path | None) -> None:
         config, settings = self.config, self.config.cluster
-        if checkpoint is None and config.model.from_pretrained is not None:
-            checkpoint = self.weights
+        checkpoint = checkpoint or self.whole.weights
         threads = config.training.threads or settings.cpus
         self.group = Group(
-            self.described,
+            self.whole.given,
             dataclasses.replace(config.training, threads=threads),
             self.method,
             settings,
@@ -247,7 +257,7 @@ class ShardedTrainer(Trainer):
 
     def _update(self, step: int) -> float:
         norms = {name: norm for found in self._all("norms", first=True) for name, norm in found.items()}
-        total = total_norm([norms[name] for name in self.names if name in norms], self.precision)
+        total = total_norm([norms[name] for name in self.whole.names if name in norms], self.precision)
         if not math.isfinite(total):
             self._diverged("gradient norm", total, step)
         self._all("step", learning_rate(step, self.settings), total)
@@ -270,14 +280,11 @@ class ShardedTrainer(Trainer):
         return read_trainer(checkpoint), rng  # the shards have read the rest
 
     def _sample(self) -> None:
-        if self.config.model.from_pretrained is None:
+        if self.whole.samples:
+            self.model = StackLM(StackInShards(self.config.model, self.group), self.method)
             super()._sample()
         elif self.settings.sample_tokens:
             print("no sample: sharded pretrained models cannot sample; run adjoint export, then generate")
-
-    def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
-        self.model = StackInShards(self.config.model, self.group)
-        return super()._continue(prompt)
 
     def _peak_memory_bytes(self) -> int:
         return max(self._all("peak_memory_bytes"))

@@ -40,7 +40,7 @@ class Conditions(NamedTuple):
         batch, tokens: of the chunk. start: its first token in the sequence.
         precision: float32, bfloat16 (autocast) or float64. device: cpu or cuda; it need not be here.
         recompute: as the method's.
-        plain: whether transformers' own code runs, under autograd.
+        plain: whether autograd goes through it by itself; of a pretrained model transformers' own code runs.
     """
 
     batch: int

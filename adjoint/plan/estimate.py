@@ -22,6 +22,7 @@ from adjoint.engine.program import Send
 from adjoint.engine.tile import Gradients
 from adjoint.plan.count import Conditions, example
 from adjoint.plan.memory import Setup, weights
+from adjoint.plan.model import EMBEDDING, HEAD
 from adjoint.plan.rounds import Exchange, Walk, seen_pairs, step_bytes
 from adjoint.plan.simulate import Timeline, simulate
 from adjoint.stack import Stack
@@ -159,24 +160,20 @@ def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 5)
     return statistics.median(found[1:])
 
 
-def tile_seconds(setup: Setup, spans: Sequence[range], costs: Costs, grid: Grid, t: Tile) -> float:
-    """Seconds of a tile on a device of speed 1."""
+def tile_seconds(setup: Setup, pieces: Sequence[int], costs: Costs, grid: Grid, t: Tile) -> float:
+    """Seconds of a tile on a device of speed 1; `pieces`: its stage's."""
     start, stop = grid.cuts[t.chunk], grid.cuts[t.chunk + t.count]
-    # what the loss's gradient is made of is made with the loss
-    head = (stop - start) * {"forward": costs.head, "backward": 0.0}.get(t.kind, costs.head_backward)
-    if setup.model.stages_are_spans:
-        span = spans[t.stage]
-        seconds = sum(_layer_seconds(setup, costs, k, t.kind, start, stop) for k in span)
-        return seconds + head * (span.stop == setup.model.n_layer)
-    k = t.stage - 1
-    if k < 0:
-        return 0.0  # the embedding: rows are looked up, or added up
-    if k == setup.model.n_layer:
-        return head
-    if t.kind == "windowed":
-        left, _, _, halo_stop = grid.span(t)
-        return (halo_stop - left) * (costs.forward[k] + costs.backward[k])
-    return _layer_seconds(setup, costs, k, t.kind, start, stop)
+    seconds = 0.0  # the embedding's: rows are looked up, or added up
+    for piece in pieces:
+        if piece == HEAD:  # what the loss's gradient is made of is made with the loss
+            per_token = {"forward": costs.head, "backward": 0.0}.get(t.kind, costs.head_backward)
+            seconds += (stop - start) * per_token
+        elif t.kind == "windowed":
+            left, _, _, halo_stop = grid.span(t)
+            seconds += (halo_stop - left) * (costs.forward[piece] + costs.backward[piece])
+        elif piece != EMBEDDING:
+            seconds += _layer_seconds(setup, costs, piece, t.kind, start, stop)
+    return seconds
 
 
 def _layer_seconds(setup: Setup, costs: Costs, k: int, kind: str, start: int, stop: int) -> float:
@@ -213,7 +210,7 @@ def estimate(
         sent = step_bytes(setup, spans)
         return _step(setup, spans, bytes_per_second, line, line.busy, line.idle_share, sent)
     # attention takes a time that grows with the length's square
-    counts = setup.counted_chunks(tiles, 3 if costs.pairs else 2)
+    counts = setup.counted_chunks(spans, tiles, 3 if costs.pairs else 2)
     lengths = [min(setup.seqlen, n * setup.scheme.chunk_size) for n in counts]
     found = [_batch(setup, n, spans, costs, bytes_per_second, speed) for n in counts]
 
@@ -301,7 +298,7 @@ def _batch(
 ) -> tuple[Timeline, Counter[tuple[int, int]]]:
     """One batch, as workers go about it, and the bytes over each link."""
     pipeline = setup.pipeline(spans, chunks)
-    grid, states = pipeline.grid, setup.stage_states(spans)
+    grid, states, stages = pipeline.grid, setup.stage_states(spans), setup.model.stages(spans)
 
     def size(key: Key) -> int:
         if key[0] in ("S", "dS"):
@@ -313,7 +310,9 @@ def _batch(
         lines.append(
             simulate(
                 made,
-                lambda worker, tile: tile_seconds(setup, spans, costs, grid, tile) / speed[worker],
+                lambda worker, tile: (
+                    tile_seconds(setup, stages[tile.stage], costs, grid, tile) / speed[worker]
+                ),
                 lambda key: size(key) / bytes_per_second,
                 latency=LATENCY,
                 helpers=pipeline.helpers,

@@ -20,10 +20,9 @@ from adjoint.engine.budget import AUTO, RESERVED_CPU
 from adjoint.engine.grid import Grid, Key, Scheme
 from adjoint.engine.program import BUFFERS, Action, Owners, Plan, Recv, Run, Send, Share, keys_of
 from adjoint.engine.spread import AHEAD
-from adjoint.engine.tile import WAITING
 from adjoint.methods import Backprop
 from adjoint.plan.count import Conditions, Counted, composed
-from adjoint.plan.model import EMBEDDING, HEAD, Model
+from adjoint.plan.model import HEAD, Model
 from adjoint.plan.schedule import forward_plan, grid_of, meets, owners_of, step_plan
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
@@ -131,9 +130,8 @@ class Setup:
 
     def stage_states(self, spans: Sequence[range]) -> list[int]:
         """Of each stage the bytes of its state at a chunk's edge."""
-        if self.model.stages_are_spans:
-            return [sum(map(self.state, span)) for span in spans]
-        return [0, *map(self.state, range(self.model.n_layer)), 0]
+        stages = self.model.stages(spans)
+        return [sum(self.state(piece) for piece in pieces if piece >= 0) for pieces in stages]
 
     @functools.cached_property
     def shared(self) -> bool:
@@ -170,8 +168,7 @@ class Setup:
         """What a piece takes on the last chunk, which has the longest past."""
         tokens = min(self.scheme.chunk_size, self.seqlen)
         given = self.batch, tokens, max(0, self.seqlen - tokens), self.machine.precision, self.machine.kind
-        plain = self.whole and self.model.stages_are_spans
-        return self.model.piece(piece, Conditions(*given, self.scheme.recompute, plain))
+        return self.model.piece(piece, Conditions(*given, self.scheme.recompute, self.whole))
 
     def task(self, k: int) -> int:
         """The peak of a windowed vjp of layer k."""
@@ -181,21 +178,15 @@ class Setup:
         return self.model.task(k, on, tokens, min(window - 1, self.seqlen - tokens), window)
 
     def stages(self, spans: Sequence[range]) -> tuple[StageBytes, ...]:
-        """What the tiles of each stage take; a stage is a span of layers, or embedding, a layer or head."""
-        layers, head = range(self.model.n_layer), self.piece(HEAD)
-        if not self.model.stages_are_spans:
-            counted = {k: self.piece(k) for k in layers}
-            tasks = {k: 0 if self.window[0] is None else self.task(k) for k in layers}
-            middle = [StageBytes(counted[k], counted[k], self.state(k), tasks[k]) for k in layers]
-            first = self.piece(EMBEDDING)
-            return StageBytes(first, first), *middle, StageBytes(Counted(), head)
-        y, stages = self.y(min(self.scheme.chunk_size, self.seqlen)), []
-        for span in spans:
-            pieces = [self.piece(EMBEDDING)] * (span.start == 0) + [self.piece(k) for k in span]
-            ends = [head] * (span.stop == self.model.n_layer)
-            both = composed(pieces, y), composed([*pieces, *ends], y)
-            stages.append(StageBytes(*both, sum(map(self.state, span))))
-        return tuple(stages)
+        """What the tiles of each stage take."""
+        y, found = self.y(min(self.scheme.chunk_size, self.seqlen)), []
+        for pieces in self.model.stages(spans):
+            layers, counted = [k for k in pieces if k >= 0], [*map(self.piece, pieces)]
+            without = counted[:-1] if pieces[-1] == HEAD else counted
+            task = 0 if self.window[0] is None else max(map(self.task, layers), default=0)
+            both = composed(without, y), composed(counted, y)
+            found.append(StageBytes(*both, sum(map(self.state, layers)), task))
+        return tuple(found)
 
     def pipeline(self, spans: Sequence[range], chunks: int) -> Pipeline:
         """What workers go through on a batch of so many chunks."""
@@ -208,10 +199,10 @@ class Setup:
             scheme = dataclasses.replace(scheme, tapes=1)
         return Pipeline(grid, owners, scheme, helpers)
 
-    def counted_chunks(self, tiles: int, ends: int = 2) -> list[int]:
+    def counted_chunks(self, spans: Sequence[range], tiles: int, ends: int = 2) -> list[int]:
         """Numbers of chunks from which all of them are extrapolated, all of them alone where programs have
         no more tiles than given. Whole rounds of the workers that share a sequence, and of tasks."""
-        stages = self.layout.shards if self.model.stages_are_spans else self.model.n_layer + 2
+        stages = len(self.model.stages(spans))
         least, step = 2 * self.layout.shards + 2, self.layout.sequence
         if self.window[0] is not None:
             task, ahead = (-(-n // self.scheme.chunk_size) for n in (self.window[1], self.window[0]))
@@ -353,7 +344,8 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     if setup.shared:
         each = zip(needs(setup.own, spans), spans, strict=True)
         return [_meeting(setup, memory, span) for memory, span in each]
-    counts, stages, turns = setup.counted_chunks(COUNTED_TILES), setup.stages(spans), setup.layout.sequence
+    counts, turns = setup.counted_chunks(spans, COUNTED_TILES), setup.layout.sequence
+    stages = setup.stages(spans)
     pipelines = [setup.pipeline(spans, n) for n in counts]
     found = [_held(each, stages, setup.y(1), setup.alone and not setup.whole) for each in pipelines]
 
@@ -414,7 +406,7 @@ def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
     states = sum(map(setup.state, span)) * _edges(setup)
     values = sum(map(setup.grown, span))
     if setup.whole:  # autograd's cotangents are its own, and transformers' values are in its graph
-        past = setup.seqlen * values * (not model.stages_are_spans)
+        past = setup.seqlen * values * model.values_apart
     else:
         grown = setup.batch * sum(model.layers[k].grown for k in span)
         past = setup.seqlen * (values + setup.machine.element * grown)
@@ -460,8 +452,8 @@ def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> M
     parts = weights(setup, span, first, last) | {"ids": 2 * 8 * setup.batch * setup.seqlen}
     parts |= _of_sequence(setup, span) | {"kept": int(held.kept), "messages": int(held.messages)}
     host, work = 0, int(held.chunk)
-    if model.stages_are_spans and machine.kind == "cuda" and not setup.whole:
-        work += int(WAITING)  # gradients that a GPU has not added yet
+    if machine.kind == "cuda" and not setup.whole:
+        work += int(model.waiting)
     if scheme.offload and machine.kind == "cuda":
         host = _in_host(setup, span, held.kept)
         # keys and values come over for the layers at work; cotangents a chunk at a time
@@ -469,8 +461,7 @@ def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> M
         work += setup.y(scheme.chunk_size)
     # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
     copies = 9 if setup.training.optimizer == "adamw8bit" and machine.kind == "cpu" else 2
-    table = model.table if model.stages_are_spans and (first or last) else 0
-    largest = max(table, *(model.layers[k].largest for k in span))
+    largest = max(model.largest_end * (first or last), *(model.layers[k].largest for k in span))
     parts["chunk"] = max(work, copies * machine.element * largest)
     parts["head"] = max(0, int(work + held.head) - parts["chunk"])
     fixed, share = RESERVED[machine.kind]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage
-from adjoint.layers import State
+from adjoint.layers import StackConfig, State
 from adjoint.plan import count
 from adjoint.plan.count import Conditions, Counted
 
@@ -60,11 +60,14 @@ class Model:
         num_parameters, tie_embeddings: of the whole.
         in_8bit: the share of the parameters whose moments adamw8bit has in 8 bits.
         head_flops: operations per token of the head's forward pass.
-        stages_are_spans: whether a stage is a span of layers, with embedding and head at the ends; else
-            these are stages themselves, and each layer is one.
+        largest_end: of embedding and head the largest parameter, where the optimizer's step of it counts.
+        values_apart: whether plain autograd's keys and values are beside its graph.
+        waiting: bytes of gradients that a GPU has not added yet.
     """
 
-    stages_are_spans: ClassVar[bool] = False
+    largest_end = 0
+    values_apart: ClassVar[bool] = True
+    waiting: ClassVar[float] = 0.0
     given: Any
     layers: tuple[LayerSize, ...]
     costs: tuple[float, ...]
@@ -95,12 +98,20 @@ class Model:
         """What the engine is asked for; size: (batch, seqlen)."""
         raise NotImplementedError
 
+    def stages(self, spans: Sequence[range]) -> list[list[int]]:
+        """Of each stage the pieces that it is made of, bottom up; `spans`: each shard's layers."""
+        raise NotImplementedError
+
     def stage_costs(self, spans: Sequence[range]) -> tuple[float, ...]:
         """Of each stage the time of its forward per token, relative to others."""
-        if self.stages_are_spans:
-            return tuple(sum(self.costs[k] for k in span) for span in spans)
         head = self.head_flops / 2
-        return (0.0, *self.costs[:-1], self.costs[-1] - head, head)
+        own = {EMBEDDING: 0.0, **dict(enumerate(self.costs)), HEAD: head}
+        own[self.n_layer - 1] -= head
+        return tuple(sum(own[piece] for piece in pieces) for pieces in self.stages(spans))
+
+    def stand_in(self) -> StackConfig | None:
+        """Whose layer is timed in the place of the model's; None where its own are."""
+        return None
 
     def described(self) -> dict[str, Any]:
         """The model in plain types."""
@@ -110,7 +121,7 @@ class Model:
         """What a piece takes on a chunk; pieces that are alike are counted once."""
         grows = piece >= 0 and self.layers[piece].grown > 0
         if on.start and not grows:
-            on = on._replace(start=on.tokens if self.stages_are_spans else 0)
+            on = on._replace(start=on.tokens)
         kinds = [layer.kind for layer in self.layers]
         like = kinds.index(kinds[piece]) if piece >= 0 else piece
 

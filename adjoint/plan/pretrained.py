@@ -8,7 +8,7 @@ import contextlib
 import copy
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from transformers.integrations import moe
 from adjoint.batch import Batch
 from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage
+from adjoint.engine.tile import WAITING
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.call import check_method, scheme_of
@@ -26,10 +27,12 @@ from adjoint.hf.model import backbone_of
 from adjoint.hf.replacements import rebound
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
-from adjoint.layers import State
+from adjoint.layers import StackConfig, State
 from adjoint.plan.count import Conditions, Counted, Uncountable, fake_tensors
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.train.optimizer import share_in_8bit
+
+WIDEST = 1024  # d_model of the layer that is timed in the place of a model's own
 
 
 def outlined(directory: str) -> Pretrained:
@@ -90,7 +93,8 @@ class PretrainedModel(Model):
         found: how it is cut.
     """
 
-    stages_are_spans: ClassVar[bool] = True
+    values_apart: ClassVar[bool] = False
+    waiting: ClassVar[float] = WAITING
 
     def __init__(self, found: Pretrained) -> None:
         super().__init__()
@@ -100,7 +104,7 @@ class PretrainedModel(Model):
         self.others = sizes_of(found.part(model, range(-1, -1)).parameters())[0]
         self.first = sizes_of(found.part(model, range(0)).parameters())[0] - self.others
         self.last = sizes_of(found.part(model, range(n, n)).parameters())[0] - self.others
-        self.table = model.get_input_embeddings().weight.numel()
+        self.table = self.largest_end = model.get_input_embeddings().weight.numel()
         self.in_8bit = share_in_8bit(model.parameters())
         self.config = found.config.get_text_config()
         self.head_flops = 2.0 * self.config.vocab_size * found.d_model
@@ -152,6 +156,14 @@ class PretrainedModel(Model):
             if piece == HEAD:
                 return mode, CausalLM(part, [], multiplier), state
             return mode, Backbone(part, slots, multiplier, on.recompute), state
+
+    def stages(self, spans: Sequence[range]) -> list[list[int]]:
+        last = self.n_layer
+        return [[EMBEDDING] * (s.start == 0) + [*s] + [HEAD] * (s.stop == last) for s in spans]
+
+    def stand_in(self) -> StackConfig:
+        width = min(WIDEST, self.d_model)
+        return StackConfig(d_model=width, d_intermediate=4 * width, n_layer=1, mixer="attention")
 
     def _count(self, piece: int, on: Conditions) -> Counted:
         with _countable(self.given.kind):

@@ -15,6 +15,7 @@ first state: nobody waits for N recurrences, and each is computed twice. It is s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ import numpy as np
 
 from adjoint.engine.grid import Tile, TileKind
 from adjoint.plan.memory import Setup
+from adjoint.plan.model import HEAD
 from adjoint.plan.simulate import Span, Timeline
 
 Exchange = Literal["wave", "affine"]
@@ -115,6 +117,8 @@ class Walk:
         self.rounds = [(max(0, r * n - first), (r + 1) * n - first) for r in range(-(-chunks // n))]
         self.clock = np.zeros((len(self.spans), n))
         self.busy = np.zeros((len(self.spans), n))
+        stages = enumerate(setup.model.stages(self.spans))
+        self.stage_of = {piece: stage for stage, pieces in stages for piece in pieces}
         self.edge: dict[int, float] = {}  # of each layer, when the state at the last round's edge is there
 
     def run(self) -> Timeline:
@@ -168,34 +172,31 @@ class Walk:
     def _head(self, s: int, r: int, kind: TileKind, now: Times, per_token: float) -> Times:
         took = self._tokens(r) * per_token / self.speed[s]
         self.busy[s, self._places(r)] += took
-        if not self.setup.model.stages_are_spans:
-            self._note(s, r, Tile(kind, self.setup.model.n_layer + 1, 0), now, now + took)
+        self._note(s, r, Tile(kind, self.stage_of[HEAD], 0), now, now + took)
         return now + took
 
     def _layers(self, s: int, span: Sequence[int], kind: TileKind, r: int, now: Times) -> Times:
-        began = now
-        for k in span:
-            layer = self.setup.model.layers[k]
-            before, tokens = now, self._tokens(r)
-            whole = tokens * self.seconds[k, kind] / self.speed[s]
-            if layer.grown:
-                meets = now + whole / 2
-                shared = self._attention(s, k, kind, r)
-                now = np.full_like(now, meets.max()) + max(shared, self._exchanged(k, kind, r)) + whole / 2
-                self.busy[s, self._places(r)] += whole + shared
-            elif kind == "recompute" or not layer.state:  # states are kept
-                now = now + whole
-                self.busy[s, self._places(r)] += whole
-            else:
-                own = tokens * self.serial[k, kind] / self.speed[s]
-                done = self._recurrence(k, kind, now + (whole - own) / 2, own)
-                now = done + (whole - own) / 2
-                self.busy[s, self._places(r)] += whole + own * (self.exchange == "affine")
-            if not self.setup.model.stages_are_spans:
-                self._note(s, r, Tile(kind, k + 1, 0), before, now)
-        if self.setup.model.stages_are_spans:
-            self._note(s, r, Tile(kind, s, 0), began, now)
+        for stage, layers in itertools.groupby(span, self.stage_of.__getitem__):
+            began = now
+            for k in layers:
+                now = self._layer(s, k, kind, r, now)
+            self._note(s, r, Tile(kind, stage, 0), began, now)
         return now
+
+    def _layer(self, s: int, k: int, kind: TileKind, r: int, now: Times) -> Times:
+        layer, tokens = self.setup.model.layers[k], self._tokens(r)
+        whole = tokens * self.seconds[k, kind] / self.speed[s]
+        if layer.grown:
+            meets = now + whole / 2
+            shared = self._attention(s, k, kind, r)
+            self.busy[s, self._places(r)] += whole + shared
+            return np.full_like(now, meets.max()) + max(shared, self._exchanged(k, kind, r)) + whole / 2
+        if kind == "recompute" or not layer.state:  # states are kept
+            self.busy[s, self._places(r)] += whole
+            return now + whole
+        own = tokens * self.serial[k, kind] / self.speed[s]
+        self.busy[s, self._places(r)] += whole + own * (self.exchange == "affine")
+        return self._recurrence(k, kind, now + (whole - own) / 2, own) + (whole - own) / 2
 
     def _recurrence(self, k: int, kind: TileKind, ready: Times, own: Times) -> Times:
         """When each rank's recurrence is done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,6 +79,9 @@ class StackModel(Model):
         stage = part.stages(on.recompute)[{EMBEDDING: 0, HEAD: -1}.get(piece, 1)]
         assert stage is not None
         return mode, stage, initial
+
+    def stages(self, spans: Sequence[range]) -> list[list[int]]:
+        return [[piece] for piece in (EMBEDDING, *range(self.n_layer), HEAD)]
 
     def _part(self, piece: int, dtype: torch.dtype) -> tuple[Any, Stack]:
         """A stack of fake tensors, of one layer like `piece`."""

@@ -172,22 +172,14 @@ class Layout:
                 f"most {chunks} workers"
             )
 
-    def check_run(self, method: Any, training: Any, packed: bool, adapters: bool = False) -> None:
-        """Raises a UserError for what only one process can do; ``packed``: a row holds several documents of a
-        pretrained model."""
+    def check_run(self, method: Any, training: Any) -> None:
+        """Raises a UserError for what only one process can do."""
         if training.optimizer_in_backward:
             raise UserError("training.optimizer_in_backward: works in one process only; leave it out")
-        if adapters:
-            raise UserError("model.lora: shards do not train adapters; set cluster.shards to 0")
         if getattr(method, "memory", None) is not None:
             raise UserError("method.memory: works in one process only; leave it out")
         if training.carry_state != "none" and self.workers * self.replicas > self.shards:
             raise UserError(
                 "training.carry_state: a layer's states stay with one worker; leave out cluster.replicas, "
                 "cluster.sequence and cluster.helpers"
-            )
-        if packed:
-            raise UserError(
-                "data.documents: packed documents of a pretrained model work in one process only; set "
-                'cluster.shards to 0, or data.documents to "stream"'
             )

@@ -18,25 +18,22 @@ from typing import Any
 
 import torch
 
-from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
+from adjoint.batch import IGNORE_INDEX, labelled
 from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
 from adjoint.data.batches import Data, open_data
-from adjoint.data.tokenizer import check_bytes
-from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
-from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.methods import described
-from adjoint.stack import Stack
 from adjoint.train import machine
 from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.in_backward import SteppedInBackward
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
+from adjoint.train.model import LanguageModel, kind_of
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
@@ -58,6 +55,7 @@ class Outcome:
 def train(config: Config) -> Outcome:
     """Train as configured, from the beginning or from a checkpoint, and leave a finished run folder; a
     UserError for what the user can mend."""
+    kind_of(config.model.from_pretrained).check(config)
     folder, checkpoint = open_run(config.run)
     with folder:
         return Trainer(config, folder, checkpoint).run()
@@ -70,6 +68,7 @@ class Trainer:
     # Of the device, if its data sheet is known, and of the products with parameters for a token.
     peak_flops: float | None = None
     flops: float = 0.0
+    model: LanguageModel
     saving: Future[Path] | None = None  # of the checkpoint that a thread writes
     in_backward: SteppedInBackward | None = None
     sequence_group: Any = None  # of processes that share each sequence
@@ -81,8 +80,6 @@ class Trainer:
         self.precision = machine.pick_precision(settings.precision, self.device)
         machine.set_up(settings, self.device)
         on = settings.carry_state == "previous"
-        if config.model.from_pretrained is not None and config.data.tokenizer is None:
-            check_bytes(config.model.from_pretrained, config.model.vocab_size)
         self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, consecutive=on)
         self.method = config.method
         self.step = self.saved_step = 0
@@ -139,42 +136,17 @@ class Trainer:
     def _build(self, checkpoint: Path | None) -> None:
         """Make model and optimizer; a checkpoint is loaded into them by `_load`."""
         dtype = torch.float64 if self.precision == "float64" else None
-        plainly = self.method.name not in ("exact", "truncated")
-        if self.data.packed and self.config.model.from_pretrained is not None and plainly:
-            raise UserError("data.documents: packed, they need chunks; use --method.name exact")
-        self.model: Any
         self.carried = Carried(self.settings.carry_state, range(self.config.model.n_layer))
-        if self.config.model.from_pretrained is None:
-            self.model = Stack(self.config.model).to(self.device, dtype)
-            self._check_carried(self.model)
-        else:
-            from adjoint.hf.load import load
-            from adjoint.hf.wrap import wrap
-
-            self._check_carried(None)
-            lora = self.config.to_dict()["model"]["lora"]
-            self.model = load(self.config.model.from_pretrained, self.method, lora).to(self.device, dtype)
-            if self.sequence_group is not None:
-                wrap(self.model, self.method, self.sequence_group)
-        self.optimizer = make_optimizer(self.model, self.settings)
+        kind = kind_of(self.config.model.from_pretrained)
+        self.model = kind.made(self.config, self.device, dtype, self.sequence_group)
+        module = self.model.module
+        self.optimizer = make_optimizer(module, self.settings)
         if self.settings.optimizer_in_backward:
             self.in_backward = SteppedInBackward(self.optimizer)
-        self.num_parameters = self.model.num_parameters()
+        self.num_parameters = module.num_parameters()
         self.peak_flops = machine.peak_flops(self.precision, self.device)
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         self.flops = 4 * self.num_parameters + 2 * trained
-
-    def _check_carried(self, stack: Stack | None) -> None:
-        """Raises a UserError where states cannot be carried from batch to batch; None stands for a pretrained
-        model."""
-        if self.settings.carry_state == "none":
-            return
-        if stack is None:
-            raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
-        if any(dim is not None for block in stack.blocks() for dim in block.mixer.grows):
-            raise UserError(
-                "training.carry_state: attention's keys and values would grow for ever; leave it out"
-            )
 
     @property
     def rows(self) -> int:
@@ -186,18 +158,8 @@ class Trainer:
 
     def _picked_chunk_size(self) -> int:
         """Tokens of a chunk of a training batch."""
-        rows, seqlen = self.rows, self.config.data.seqlen
-        if not isinstance(self.model, Stack):
-            from adjoint.hf.call import scheme_of
-            from adjoint.hf.first_use import findings
-
-            with autocast(self.precision, self.device):
-                default = findings(self.model).chunk_size(rows, seqlen)
-            return scheme_of(self.method, seqlen, default).chunk_size
-        ids = torch.empty(rows, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.precision, self.device):
-            default = default_chunk_size(self.model, ids, getattr(self.method, "recompute", "none"))
-        return self.method.scheme(seqlen, default).chunk_size
+            return self.model.chunk_size(self.rows, self.config.data.seqlen)
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -211,36 +173,20 @@ class Trainer:
             ids: (batch, seqlen), see `labelled`. start: `Carried.start`'s arguments.
             heavier: how many times the weight of the batch the step's is.
         """
-        if math.isinf(heavier) and not isinstance(self.model, Stack):  # nothing is predicted: no loss, or nan
-            return 0.0, None
         carries = self.settings.carry_state != "none"
+        states = {"state": self.carried.start(*start), "return_state": True} if carries else {}
         with autocast(self.precision, self.device):
-            output = self._run(ids, self.carried.start(*start) if carries else None)
+            output = self._output(ids, **states)
         if carries:
             self.carried.end(output.state, self.data.ended(ids).to(self.device))
         loss = output.loss / heavier
         loss.backward()
         return loss.item(), getattr(output, "windows", None)
 
-    def _run(self, ids: torch.Tensor, state: list[State] | None = None) -> Any:
+    def _output(self, ids: torch.Tensor, **states: Any) -> Any:
         """The model's output on a batch, by the method."""
         tokens, labels = (t.to(self.device) for t in labelled(ids))
-        seq_idx = self.data.seq_idx(tokens)
-        if isinstance(self.model, Stack):
-            carries = self.settings.carry_state != "none"
-            return self.model(
-                tokens,
-                labels=labels,
-                method=self.method,
-                state=state,
-                return_state=carries,
-                seq_idx=seq_idx,
-                sequence_group=self.sequence_group,
-            )
-        self.model.train(torch.is_grad_enabled())  # it may have dropout
-        if seq_idx is None:
-            return self.model(input_ids=tokens, labels=labels)
-        return self.model(input_ids=tokens, shift_labels=shift_labels(labels, seq_idx), seq_idx=seq_idx)
+        return self.model.output(tokens, labels, self.data.seq_idx(tokens), **states)
 
     def _update(self, step: int) -> float:
         """Clip the gradients and step; the gradient's norm before that."""
@@ -253,14 +199,15 @@ class Trainer:
             self._warn_of_idle_adapters()
         # clip_grad_norm_ measures the norm whatever it clips to
         limit = self.settings.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), limit).item()
         if not math.isfinite(norm):
             self._diverged("gradient norm", norm, step)
         take_step(self.optimizer, learning_rate(step, self.settings))
         return norm
 
     def _warn_of_idle_adapters(self) -> None:
-        ends = [(n, p.grad) for n, p in self.model.named_parameters() if p.requires_grad and "lora_B" in n]
+        named = self.model.module.named_parameters()
+        ends = [(n, p.grad) for n, p in named if p.requires_grad and "lora_B" in n]
         if idle := [name for name, gradient in ends if gradient is None or not gradient.any()]:
             warnings.warn(
                 f"model.lora.target_modules: {len(idle)} adapters have no gradient, such as "
@@ -271,29 +218,18 @@ class Trainer:
     def _loss_of(self, ids: torch.Tensor) -> float:
         """The mean loss of a batch, without gradients."""
         with autocast(self.precision, self.device):
-            return self._run(ids).loss.item()
+            return self._output(ids).loss.item()
 
     def _files(self) -> Callable[[Path], dict[str, dict[str, Any]]]:
         """What writes the tensors of a checkpoint: `save_checkpoint`'s argument."""
         copied = self.settings.save_async
-        return model_files(self.model, self.optimizer, self.carried.tensors(), copied)
+        return model_files(self.model.module, self.optimizer, self.carried.tensors(), copied)
 
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
         here = self.config.to_dict()
         self.carried.load(StoredTensors(checkpoint, STEM), self.device)
-        return load_checkpoint(checkpoint, self.model, self.optimizer, here, verify=False)
-
-    def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
-        """The prompt (1, seqlen) with sampled tokens after it."""
-        settings = self.settings
-        prompt, temperature = prompt.to(self.device), settings.sample_temperature
-        if not isinstance(self.model, Stack):
-            from adjoint.hf.load import continued
-
-            return continued(self.model, prompt, settings.sample_tokens, temperature, settings.seed)
-        generator = torch.Generator(self.device).manual_seed(settings.seed)
-        return self.model.generate(prompt, settings.sample_tokens, temperature, generator=generator)
+        return load_checkpoint(checkpoint, self.model.module, self.optimizer, here, verify=False)
 
     def _peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)
@@ -416,7 +352,7 @@ class Trainer:
             return
         tokenizer = self.data.tokenizer
         prompt = tokenizer.encode(settings.sample_prompt) or list(tokenizer.separator_ids) or [0]
-        ids = self._continue(torch.tensor([prompt]))
+        ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
         # The model may have more rows in its embedding than the tokenizer has tokens.
         text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])
         write_atomically(self.folder.path / "sample.txt", text)
@@ -452,7 +388,7 @@ class Trainer:
         )
         pretrained, lora = self.config.model.from_pretrained, self.config.model.lora
         if lora is not None:
-            trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            trained = sum(p.numel() for p in self.model.module.parameters() if p.requires_grad)
             print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen")
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")

@@ -131,7 +131,7 @@ def test_a_few_chunks_tell_of_many(method: Any, layout: Layout, monkeypatch: pyt
     for most in (10**6, 10):
         monkeypatch.setattr(memory, "COUNTED_TILES", most)
         found.append([need.total for need in needs(setup, spans)])
-    assert len(setup.counted_chunks(10)) == 2 and setup.counted_chunks(10**6) == [120]
+    assert len(setup.counted_chunks(spans, 10)) == 2 and setup.counted_chunks(spans, 10**6) == [120]
     assert found[1] == pytest.approx(found[0], rel=0.03)
 
 

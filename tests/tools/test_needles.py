@@ -13,6 +13,7 @@ import adjoint
 from adjoint.cli import main
 from adjoint.data.tokenizer import load_tokenizer
 from adjoint.tools.eval import command, needles, positions
+from adjoint.train.model import PretrainedLM
 from benchmarks import recall
 from tests.hf.hf_models import float64_throughout, make
 from tests.training_helpers import train_tiny, write_text
@@ -84,7 +85,7 @@ def test_needles_of_a_run(
         hits, losses = [], []
         for start, each in zip((0, len(text) - room), pieces, strict=True):
             ids, _ = needles.hidden(text[None, start : start + room], *each, row["depth"])
-            logits = loaded.model(ids).logits[0, -6:-1]
+            logits = loaded.model.module(ids).logits[0, -6:-1]
             hits.append((logits.argmax(-1) == ids[0, -5:]).double())
             losses.append(torch.nn.functional.cross_entropy(logits, ids[0, -5:]))
         assert row["accuracy"] == pytest.approx(torch.cat(hits).mean().item())
@@ -94,14 +95,13 @@ def test_needles_of_a_run(
     assert "--lengths" in capsys.readouterr().err
 
 
-def test_needles_of_a_folder_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needles_of_a_folder_of_transformers(tmp_path: Path) -> None:
     with float64_throughout():
         model = make("BambaForCausalLM").eval()
         ids = torch.arange(45)[None] % 61
         with torch.no_grad():
             expected = model(ids).logits[:, -9:]
-        monkeypatch.setattr(needles, "CHUNK", 8)
-        found = needles._last_logits(adjoint.wrap(model, adjoint.Exact()), ids, 9)
+        found = PretrainedLM(adjoint.wrap(model, adjoint.Exact()), adjoint.Exact()).last_logits(ids, 9, 8)
     assert (found - expected).norm() <= 1e-10 * expected.norm()
     folder = tmp_path / "model"
     make("LlamaForCausalLM", torch.float32, vocab_size=200).save_pretrained(folder)

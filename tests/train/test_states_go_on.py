@@ -133,7 +133,9 @@ def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureF
     whole = command._held_out(loaded.data, str(text), 1024)
     assert len(whole) == text.stat().st_size + 1, "all of a text that is named, and the separator"
     ids = whole[None, :1024]
-    losses = torch.nn.functional.cross_entropy(loaded.model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        loaded.model.module(ids).logits[0, :-1], ids[0, 1:], reduction="none"
+    )
     for row in (r for r in rows if r["length"] == 1024):
         assert abs(row["loss"] - losses[row["start"] : row["stop"]].mean().item()) <= 1e-5 * row["loss"]
         assert f"{row['loss']:.4f}" in shown

@@ -19,23 +19,22 @@ from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
-from adjoint.stack import Stack
 from adjoint.tools.eval import needles, positions
 from adjoint.tools.points.show import print_table
-from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Precision
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
+from adjoint.train.model import LanguageModel, PretrainedLM, kind_of
 from adjoint.train.rundir import find_checkpoint
 
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
 
 
 class Loaded(NamedTuple):
-    """A `Stack`, or a wrapped model of transformers, the settings of its text, where results go, and of a run
-    the fingerprint of what it was trained on."""
+    """A model, the settings of its text, where results go, and of a run the fingerprint of what it was
+    trained on."""
 
-    model: Any
+    model: LanguageModel
     data: DataConfig
     folder: Path
     trained: str | None = None
@@ -70,17 +69,16 @@ def main(argv: list[str]) -> int:
     for run in dict.fromkeys(request.runs):
         loaded = load(run, device, precision)
         folder = folder or loaded.folder
-        ours, model = isinstance(loaded.model, Stack), loaded.model
-        known = model.config.vocab_size if ours else model.get_input_embeddings().num_embeddings
-        text = _held_out(loaded.data, request.path, max(lengths), known, loaded.trained)
+        model = loaded.model
+        text = _held_out(loaded.data, request.path, max(lengths), model.vocab_size, loaded.trained)
         tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
         for length in lengths:
             given = text, length, request.tokens or TOKENS[request.needles], device
             with autocast(precision, device):
                 if request.needles:
-                    found = needles.evaluate(loaded.model, tokenizer, *given)
+                    found = needles.evaluate(model, tokenizer, *given)
                 else:
-                    found = positions.evaluate(loaded.model, *given)
+                    found = positions.evaluate(model, *given)
             rows += [{"run": run, **row} for row in found]
     if request.needles:
         name, (head, *lines), figure = "needles", needles.table(rows), needles.heat_maps(rows)
@@ -105,22 +103,18 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     if (Path(run) / "config.json").is_file():
         from adjoint.hf.load import load as load_pretrained
 
-        found = load_pretrained(run, Exact()).to(device, dtype).eval()
+        module = load_pretrained(run, Exact()).to(device, dtype).eval()
         tokenizer = tokenizer_in(run)
         if tokenizer is None:
-            check_bytes(run, found.config.get_text_config().vocab_size)
-        return Loaded(found, DataConfig(tokenizer=tokenizer), Path("eval"))
+            check_bytes(run, module.config.get_text_config().vocab_size)
+        return Loaded(PretrainedLM(module, Exact()), DataConfig(tokenizer=tokenizer), Path("eval"))
     checkpoint = find_checkpoint(run)
     trainer = read_trainer(checkpoint)
     config = trainer["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
-    model: Any
-    if config["model"].get("from_pretrained") is None:
-        model = Stack.from_pretrained(checkpoint)
-    else:
-        model = trained_model(checkpoint, Exact()).eval()
-    trained = fingerprint_of(trainer["data"])
-    return Loaded(model.to(device, dtype), data, checkpoint.parent.parent / "eval", trained)
+    model = kind_of(config["model"].get("from_pretrained")).stored(checkpoint)
+    model.module.to(device, dtype)
+    return Loaded(model, data, checkpoint.parent.parent / "eval", fingerprint_of(trainer["data"]))
 
 
 def _held_out(

@@ -13,19 +13,17 @@ from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.data.tokenizer import Tokenizer
-from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.files import new_figure
-from adjoint.methods import Exact
-from adjoint.stack import Stack
 from adjoint.tools.eval.positions import CHUNK, curves
+from adjoint.train.model import LanguageModel
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)
 LINE = "\nThe pass key is {}.\n"
 
 
 def evaluate(
-    model: Any, tokenizer: Tokenizer, text: Tensor, length: int, budget: int, device: torch.device
+    model: LanguageModel, tokenizer: Tokenizer, text: Tensor, length: int, budget: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """How well a pass key is recalled that a text of one length hides at each of `DEPTHS`.
 
@@ -33,7 +31,7 @@ def evaluate(
     its tokens is predicted from those before it.
 
     Args:
-        model: a `Stack` or a wrapped model. text: (n,) int64, n >= length.
+        text: (n,) int64, n >= length.
         budget: tokens to read, of at least one needle a depth.
 
     Returns:
@@ -68,27 +66,14 @@ def evaluate(
 
 
 @torch.no_grad()
-def _graded(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+def _graded(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
     """Of each token of the answer, at the end of ids (1, seqlen), whether it is the most likely one, and its
     loss: (tokens, 2) float64 on the CPU."""
     tokens = int((labels >= 0).sum())
-    last = _last_logits(model, ids, tokens + 1)[0, :-1].double()
+    last = model.last_logits(ids, tokens + 1, CHUNK)[0, :-1].double()
     answer = labels[0, -tokens:]
     losses = torch.nn.functional.cross_entropy(last, answer, reduction="none")
     return torch.stack([(last.argmax(-1) == answer).double(), losses], dim=1).cpu()
-
-
-def _last_logits(model: Any, ids: Tensor, tokens: int) -> Tensor:
-    """Logits of the last `tokens` of ids (1, seqlen): (1, tokens, vocab_size)."""
-    if not isinstance(model, Stack):
-        from adjoint.hf.wrap import last_logits
-
-        return last_logits(model, ids, tokens, Scheme(CHUNK, least=2))
-    before, after = ids[:, :-tokens], ids[:, -tokens:]
-    read = model(before, labels=before, method=Exact(CHUNK), return_state=True)
-    logits = model(after, state=read.state).logits
-    assert logits is not None
-    return logits
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:

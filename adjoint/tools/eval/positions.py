@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
+from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine.grid import Scheme
 from adjoint.files import new_figure
-from adjoint.stack import Stack
+from adjoint.train.model import LanguageModel
 
 CHUNK = 1024  # tokens that are worked on at a time
 FIRST = 64  # tokens of the first bin; each further one ends at twice the position
 
 
 def evaluate(
-    model: Any, text: Tensor, length: int, budget: int, device: torch.device
+    model: LanguageModel, text: Tensor, length: int, budget: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """The loss by position in windows of one length, a row per bin of positions.
 
     Args:
-        model: a `Stack` or a wrapped model. text: (n,) int64, n >= length.
+        text: (n,) int64, n >= length.
         budget: tokens to read, at least one window of them.
 
     Returns:
@@ -49,18 +49,11 @@ def evaluate(
     ]
 
 
-def _losses(model: Any, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, float, int]]:
+def _losses(model: LanguageModel, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, float, int]]:
     """Of each chunk of ids (1, seqlen) its end, its summed loss and its number of predictions; no chunk
     crosses an edge."""
     scheme, targets = Scheme(CHUNK, cut_at=edges, least=2), shift_labels(ids)
-    if isinstance(model, Stack):
-        with torch.no_grad():
-            states = model.stage_states(model.initial_state(1))
-            found = model.steps(Batch(ids, targets, states=states), scheme).chunk_losses()
-    else:
-        from adjoint.hf.wrap import chunk_losses
-
-        found = chunk_losses(model, ids, scheme)
+    found = model.chunk_losses(ids, scheme)
     predictions = (targets != IGNORE_INDEX)[0]
     cuts = list(itertools.pairwise(scheme.cuts(ids.shape[1])))
     return [

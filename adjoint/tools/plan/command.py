@@ -14,7 +14,6 @@ import torch
 from tqdm import tqdm
 
 from adjoint.errors import UserError
-from adjoint.layers import StackConfig
 from adjoint.memory import size_bytes, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
@@ -31,7 +30,6 @@ from adjoint.train.layout import Layout
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
 SUSTAINED = 0.3  # of the peak, what a step is assumed to keep up
 IMPORTED = 400e6  # bytes of a process that has imported everything, above which memory is planned
-WIDEST = 1024  # d_model of the layer that is timed in the place of a pretrained model's
 BANDWIDTH = "10GB"  # a second from device to device: through host memory, as between MIG slices
 ALL = 1 << 30  # tiles: of what is drawn none is extrapolated
 
@@ -118,9 +116,7 @@ def _measured(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
     """Costs of this machine, whose cores the workers share. A pretrained model's are counted, at the rate of
     a layer of attention and MLP."""
     timed = setup
-    if setup.model.stages_are_spans:
-        width = min(WIDEST, setup.model.d_model)
-        config = StackConfig(d_model=width, d_intermediate=4 * width, n_layer=1, mixer="attention")
+    if (config := setup.model.stand_in()) is not None:
         timed = dataclasses.replace(setup, model=model_of(config), method=Exact())
     largest = max([layer.weights for layer in timed.model.layers] + [int(timed.model.head_flops / 2)])
     # a few seconds a layer on a slow CPU, and enough tokens to fill it

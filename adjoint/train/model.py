@@ -1,0 +1,194 @@
+"""The model of a run, a `Stack` or a causal LM of transformers, as the training loop and the tools use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
+from adjoint.data.tokenizer import check_bytes
+from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.grid import Scheme
+from adjoint.engine.stages import check_windows
+from adjoint.errors import UserError
+from adjoint.methods import Exact
+from adjoint.stack import Stack, StackOutput
+from adjoint.train.checkpoint import trained_model
+from adjoint.train.config import Config, TrainingConfig
+
+
+class LanguageModel(Protocol):
+    """A model with the method by which its gradients are computed.
+
+    Args:
+        module: it as PyTorch sees it.
+        group: of processes that share each sequence.
+    """
+
+    module: Any
+    method: Any
+    group: Any
+
+    def __init__(self, module: Any, method: Any, group: Any = None) -> None:
+        self.module, self.method, self.group = module, method, group
+
+    @staticmethod
+    def check(config: Config) -> None:
+        """Raises a UserError for what such a model cannot do, before there is a folder, or text is read."""
+
+    @classmethod
+    def made(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> LanguageModel:
+        """The model of a configuration, as it is before the first step."""
+
+    @classmethod
+    def stored(cls, checkpoint: Path) -> LanguageModel:
+        """The model of a run's checkpoint that is known to be whole, to be evaluated."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids it knows."""
+
+    def chunk_size(self, batch: int, seqlen: int) -> int:
+        """Tokens of a chunk, under the caller's autocast."""
+
+    def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
+        """What has the mean `loss` of a batch; arguments as `Stack.forward`'s, where states are carried also
+        `state` and `return_state`."""
+
+    def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
+        """The prompt (1, seqlen) with sampled tokens after it."""
+
+    def chunk_losses(self, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+        """The summed loss of each chunk of ids (1, seqlen), without gradients."""
+
+    def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
+        """Logits (1, tokens, vocab_size) of the last `tokens` of ids (1, seqlen), without gradients."""
+
+
+class StackLM(LanguageModel):
+    """A `Stack`."""
+
+    @staticmethod
+    def check(config: Config) -> None:
+        check_windows(config.model, config.method.scheme(config.data.seqlen, config.data.seqlen))
+
+    @classmethod
+    def made(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> StackLM:
+        module = Stack(config.model).to(device, dtype)
+        grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
+        if grows and config.training.carry_state != "none":
+            raise UserError(
+                "training.carry_state: attention's keys and values would grow for ever; leave it out"
+            )
+        return cls(module, config.method, group)
+
+    @classmethod
+    def stored(cls, checkpoint: Path) -> StackLM:
+        return cls(Stack.from_pretrained(checkpoint), Exact())
+
+    @property
+    def vocab_size(self) -> int:
+        return self.module.config.vocab_size
+
+    def chunk_size(self, batch: int, seqlen: int) -> int:
+        ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.module.embedding.weight.device)
+        default = default_chunk_size(self.module, ids, getattr(self.method, "recompute", "none"))
+        return self.method.scheme(seqlen, default).chunk_size
+
+    def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
+        how = {"method": self.method, "sequence_group": self.group, **states}
+        return self.module(ids, labels=labels, seq_idx=seq_idx, **how)
+
+    def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
+        generator = torch.Generator(prompt.device).manual_seed(settings.seed)
+        tokens, temperature = settings.sample_tokens, settings.sample_temperature
+        return self.module.generate(prompt, tokens, temperature, generator=generator)
+
+    @torch.no_grad()
+    def chunk_losses(self, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+        states = self.module.stage_states(self.module.initial_state(len(ids)))
+        return self.module.steps(Batch(ids, shift_labels(ids), states=states), scheme).chunk_losses()
+
+    @torch.no_grad()
+    def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
+        before, after = ids[:, :-tokens], ids[:, -tokens:]
+        read = self.module(before, labels=before, method=Exact(chunk_size), return_state=True)
+        return self.module(after, state=read.state).logits
+
+
+class PretrainedLM(LanguageModel):
+    """A causal LM of transformers, wrapped."""
+
+    @staticmethod
+    def check(config: Config) -> None:
+        directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
+        packed = config.data.documents == "packed"
+        if config.data.tokenizer is None:
+            check_bytes(directory, config.model.vocab_size)
+        if shards and config.model.lora is not None:
+            raise UserError("model.lora: shards do not train adapters; set cluster.shards to 0")
+        if config.training.carry_state != "none":
+            raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
+        if shards and packed:
+            raise UserError(
+                "data.documents: packed documents of a pretrained model work in one process only; set "
+                'cluster.shards to 0, or data.documents to "stream"'
+            )
+        if packed and config.method.name not in ("exact", "truncated"):
+            raise UserError("data.documents: packed, they need chunks; use --method.name exact")
+
+    @classmethod
+    def made(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> PretrainedLM:
+        from adjoint.hf.load import load
+        from adjoint.hf.wrap import wrap
+
+        directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
+        module = load(directory, config.method, lora).to(device, dtype)
+        return cls(module if group is None else wrap(module, config.method, group), config.method, group)
+
+    @classmethod
+    def stored(cls, checkpoint: Path) -> PretrainedLM:
+        return cls(trained_model(checkpoint, Exact()).eval(), Exact())
+
+    @property
+    def vocab_size(self) -> int:
+        return self.module.get_input_embeddings().num_embeddings
+
+    def chunk_size(self, batch: int, seqlen: int) -> int:
+        from adjoint.hf.call import scheme_of
+        from adjoint.hf.first_use import findings
+
+        return scheme_of(self.method, seqlen, findings(self.module).chunk_size(batch, seqlen)).chunk_size
+
+    def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
+        targets = shift_labels(labels, seq_idx)
+        if (targets == IGNORE_INDEX).all():  # transformers' own loss would be nan
+            return StackOutput(torch.zeros((), device=ids.device, requires_grad=True))
+        self.module.train(torch.is_grad_enabled())  # it may have dropout
+        if seq_idx is None:
+            return self.module(input_ids=ids, labels=labels)
+        return self.module(input_ids=ids, shift_labels=targets, seq_idx=seq_idx)
+
+    def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
+        from adjoint.hf.load import continued
+
+        tokens, temperature = settings.sample_tokens, settings.sample_temperature
+        return continued(self.module, prompt, tokens, temperature, settings.seed)
+
+    def chunk_losses(self, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+        from adjoint.hf.wrap import chunk_losses
+
+        return chunk_losses(self.module, ids, scheme)
+
+    def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
+        from adjoint.hf.wrap import last_logits
+
+        return last_logits(self.module, ids, tokens, Scheme(chunk_size, least=2))
+
+
+def kind_of(pretrained: str | None) -> type[LanguageModel]:
+    """The class for a value of `model.from_pretrained`."""
+    return StackLM if pretrained is None else PretrainedLM
