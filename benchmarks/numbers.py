@@ -20,7 +20,7 @@ from adjoint.tools.points import passes
 from adjoint.tools.points.process import ROOT
 from adjoint.train.config import TrainingConfig
 from adjoint.train.gpus import GPUS
-from benchmarks import depth, report
+from benchmarks import report
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.gpu.model import AS_GOOD
 from benchmarks.gpu.points import CAP_BYTES
@@ -149,8 +149,15 @@ def scan() -> Numbers:
 
 
 def depth_study() -> Numbers:
-    """What the study of depth was sized for."""
-    return {"minutes": depth.MINUTES}
+    """The study of depth: what it took and, by layers, `LayerLocal`'s median loss above `Exact`'s, the least
+    and the most of a seed; how far either falls from 2 to 48 layers; `Truncated(16)`'s largest median."""
+    found: Numbers = {"minutes": _stored("depth")["core_seconds"] / 60}
+    for each in rows("depth", method="layer-local"):
+        found |= {f"{name}_{each['layers']}": each[name] for name in ("gap", "gap_min", "gap_max")}
+    for name, method in (("local", "layer-local"), ("exact", "exact")):
+        shallow, deep = (row("depth", method=method, layers=n)["held_out"] for n in (2, 48))
+        found[f"{name}_fall"] = shallow - deep
+    return found | {"truncated": max(each["gap"] for each in rows("depth", method="truncated-16"))}
 
 
 def window_time() -> Numbers:
