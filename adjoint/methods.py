@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from adjoint.engine.grid import Scheme
+from adjoint.engine.grid import Arrows, Scheme, Storage
 from adjoint.memory import size_bytes
 from adjoint.settings import documented, option
 
@@ -42,9 +42,7 @@ class Backprop:
     def scheme(self, seqlen: int, default: int) -> Scheme:
         """One chunk, of which the forward keeps the tape or, with `checkpoint`, each layer's input. For
         several workers: one process calls plain autograd instead."""
-        return Scheme(
-            seqlen, keep="inputs" if self.checkpoint else "edges", tapes=0 if self.checkpoint else 1
-        )
+        return Scheme(seqlen, storage=Storage("inputs", tapes=0) if self.checkpoint else Storage())
 
 
 @documented
@@ -117,12 +115,14 @@ class Exact:
         offload = self.offload or self.keep == "offload"
         return Scheme(
             min(self.chunk_size or default, seqlen),
-            keep=self.keep,
-            recompute=self.recompute,
-            offload=offload,
-            memory=memory,
-            whole=self.chunk_size is None,
-            cuda_graphs=self.cuda_graphs,
+            storage=Storage(
+                keep=self.keep,
+                recompute=self.recompute,
+                offload=offload,
+                memory=memory,
+                whole=self.chunk_size is None,
+                cuda_graphs=self.cuda_graphs,
+            ),
         )
 
 
@@ -187,13 +187,13 @@ class Truncated:
         """Cotangents come from the layer above; the adjoint state is cut."""
         size = min(self.chunk_size or default, seqlen)
         if self.window == "auto":
-            return Scheme(size, window="auto", tolerance=self.tolerance or TOLERANCE)
+            return Scheme(size, Arrows(window="auto", tolerance=self.tolerance or TOLERANCE))
         if self.window >= seqlen:
             return Scheme(size)
         if self.unbiased:
             size = min(self.chunk_size or min(default, max(1, self.window // 4)), seqlen)
-            return Scheme(size, cut=size / self.window)
-        return Scheme(size, window=self.window)
+            return Scheme(size, Arrows(cut=size / self.window))
+        return Scheme(size, Arrows(window=self.window))
 
 
 @documented
@@ -224,7 +224,7 @@ class LayerLocal:
     def scheme(self, seqlen: int, default: int) -> Scheme:
         """Every layer's cotangent comes from the head."""
         window = None if self.window is None or self.window >= seqlen else self.window
-        return Scheme(min(self.chunk_size or default, seqlen), dy_from="head", window=window)
+        return Scheme(min(self.chunk_size or default, seqlen), Arrows(dy_from="head", window=window))
 
 
 @documented

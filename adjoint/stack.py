@@ -288,7 +288,7 @@ class Stack(nn.Module):
             group: the process group whose ranks share the batch.
         """
         check_windows(self.config, scheme)
-        stages, width = self.stages(scheme.recompute), self.config.d_model
+        stages, width = self.stages(scheme.storage.recompute), self.config.d_model
         group = None if group is None or ranks_of(group) == 1 else group
         if is_sharded(self):
             return joined_steps(self, stages, batch, scheme, group)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from adjoint import Exact
-from adjoint.engine.grid import Scheme
+from adjoint.engine.grid import Arrows, Scheme
 from tests.fuzz import runner
 from tests.fuzz.oracle import Refusal, Vacuous
 from tests.fuzz.runner import Outcome, draw, judge, module_of, shrink
@@ -76,7 +75,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def windowed(self: Exact, seqlen: int, default: int) -> Scheme:
         made = scheme(self, seqlen, default)
-        return made if made.chunk_size < 2 else dataclasses.replace(made, window=1, keep="edges", memory=None)
+        return made if made.chunk_size < 2 else Scheme(made.chunk_size, Arrows(window=1))
 
     monkeypatch.setattr(Exact, "scheme", windowed)
 

@@ -227,7 +227,7 @@ class Shard:
         scheme = self._scheme_of(batch, chunk_size)
         layout.check_chunks(spec.method, batch.seqlen, scheme.chunk_size)
         grid = dataclasses.replace(self._grid(scheme, batch.seqlen), passing=step.passing)
-        auto = scheme.window == "auto"
+        auto = scheme.arrows.window == "auto"
         first = forward_plan(grid, spec.owners) if auto else self._step_plan(scheme, grid)
         with self._drawing(step.number):
             self._rehearse(batch, scheme, first)
@@ -267,7 +267,9 @@ class Shard:
             return 0.0 if self.is_last else None
         with torch.no_grad():
             batch = self._batch(ids, seq_idx)
-            scheme = dataclasses.replace(self._scheme_of(batch, chunk_size), window=None)  # none are picked
+            scheme = self._scheme_of(batch, chunk_size)
+            unpicked = dataclasses.replace(scheme.arrows, window=None)
+            scheme = dataclasses.replace(scheme, arrows=unpicked)
             grid = self._grid(scheme, batch.seqlen)
             made = forward_plan(grid, self.spec.owners.in_rounds(grid))
             self._rehearse(batch, scheme, made)
@@ -317,7 +319,7 @@ class Shard:
         assert worker.decays is not None
         seen = [0] * self.spec.model.n_layer
         for k in self.part.span:
-            seen[k] = worker.decays[1 + k].window(scheme.tolerance, worker.grid.cuts[-1])
+            seen[k] = worker.decays[1 + k].window(scheme.arrows.tolerance, worker.grid.cuts[-1])
         if self.transport is None:
             return seen
         self.at = "windows of all", True

@@ -242,12 +242,12 @@ class ShardedTrainer(Trainer):
             heavier,
             (number + 1) % batches == 0,
             number,
-            draw_passing(self.config.model.n_layer, chunks, scheme.cut) if scheme.cut else (),
+            draw_passing(self.config.model.n_layer, chunks, scheme.arrows.cut) if scheme.arrows.cut else (),
             start if carries else (False, 0),
             self.data.ended(ids) if carries else None,
         )
         found = self._all("accumulate", ids.numpy(), self.chunk_size, self._seq_idx(ids), which)
-        auto = scheme.window == "auto"
+        auto = scheme.arrows.window == "auto"
         picked = self._all("picked_windows", first=True)[0] if auto else None
         return sum(share for share in found if share is not None), picked
 

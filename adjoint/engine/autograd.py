@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine import budget
-from adjoint.engine.grid import Grid, Key, Scheme, make_grid
+from adjoint.engine.grid import Grid, Key, Scheme, Storage, make_grid
 from adjoint.engine.leaves import Outside
 from adjoint.engine.program import Action, Owners, Run, keys_of, plan
 from adjoint.engine.run import Process, Transport, Worker
@@ -145,13 +145,13 @@ class Steps:
         self.reach = max(stage.reach for stage in stages)
         self.owners = Owners((0,) * len(stages), self.workers)
         self.worker = self._worker(scheme)
-        self.tapes = 0 if scheme.window == "auto" else scheme.tapes
-        if scheme.memory is not None and self.follows and self.parameters:
+        self.tapes = 0 if scheme.arrows.window == "auto" else scheme.storage.tapes
+        if scheme.storage.memory is not None and self.follows and self.parameters:
             sizes = [self.worker.grid.tokens(c) for c in range(self.worker.grid.chunks)]
-            room = budget.room_for_tapes(scheme.memory, self.worker.kept_bytes(), batch.ids.device)
+            room = budget.room_for_tapes(scheme.storage.memory, self.worker.kept_bytes(), batch.ids.device)
             measured = self._measured()
             self.tapes = budget.tapes_within(room, measured, sizes)
-            if scheme.whole and (measured.tape + measured.beside) * batch.seqlen / sizes[0] <= room:
+            if scheme.storage.whole and (measured.tape + measured.beside) * batch.seqlen / sizes[0] <= room:
                 self.scheme = dataclasses.replace(scheme, chunk_size=batch.seqlen)
                 self.worker = self._worker(self.scheme)
         self.grid = self.worker.grid  # of the program, as far as it is known
@@ -171,8 +171,8 @@ class Steps:
     def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
         """A worker of the batch; without `passing` it is drawn, if the scheme cuts."""
         grid = self._grid(scheme)
-        if scheme.cut and self.follows:
-            drawn = passing or draw_passing(sum(self.stateful), grid.chunks, scheme.cut)
+        if scheme.arrows.cut and self.follows:
+            drawn = passing or draw_passing(sum(self.stateful), grid.chunks, scheme.arrows.cut)
             grid = dataclasses.replace(grid, passing=drawn)
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
@@ -185,10 +185,11 @@ class Steps:
         size = worker.grid.tokens(0)
         known = budget.of_model(self.parameters)
         trained = tuple(p.requires_grad for p in self.parameters)
-        kind = len(ids), size, ids.device, worker.narrow, worker.autocast, self.scheme.recompute, trained
+        recompute = self.scheme.storage.recompute
+        kind = len(ids), size, ids.device, worker.narrow, worker.autocast, recompute, trained
         if kind not in known:
             with budget.LiveBytes() as live:
-                scheme = Scheme(size, keep=self.scheme.keep, least=self.scheme.least)
+                scheme = Scheme(size, least=self.scheme.least, storage=Storage(keep=self.scheme.storage.keep))
                 first = dataclasses.replace(self.batch.chunk(0, size), states=worker.batch.states)
                 one = Steps(self.stages, first, scheme, self.width)
                 with torch.no_grad():
@@ -229,7 +230,7 @@ class Steps:
             self.constants = Constants(modules, self.frozen_too)
         if worker.decays is not None:
             decays = [d for d, stateful in zip(worker.decays, self.stateful, strict=True) if stateful]
-            self.windows = [d.window(self.scheme.tolerance, self.batch.seqlen) for d in decays]
+            self.windows = [d.window(self.scheme.arrows.tolerance, self.batch.seqlen) for d in decays]
             self.grid = make_grid(
                 self.scheme, self.batch.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
             )
@@ -269,7 +270,7 @@ class Steps:
 
     def _read_by_backward(self) -> set[Key]:
         grid = self.grid
-        if self.scheme.window == "auto":  # windows are not known yet: any of it may be read
+        if self.scheme.arrows.window == "auto":  # windows are not known yet: any of it may be read
             return {key for t in grid.forward_tiles() for key in grid.writes(t)}
         return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
 

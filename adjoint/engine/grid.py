@@ -54,19 +54,34 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheme:
-    """What a method asks of the engine: which arrows the backward has, and what the forward stores.
+class Arrows:
+    """Which arrows between tiles the backward has.
 
     Attributes:
-        chunk_size: tokens per chunk; it need not divide the sequence.
         dy_from: where a layer's cotangent comes from: "above", the layer above; "head", dL/dy_K for every
             layer.
         window: tokens that an output's gradient reaches back through each layer's recurrence; "auto" picks a
             window per layer by `tolerance` after the forward; None: no limit, the adjoint state is carried.
         cut: probability with which the adjoint state is dropped at a chunk's edge; otherwise it is divided by
             1 - cut.
-        keep: what is stored: "edges", the states at chunk edges; "inputs", also each layer's inputs;
-            "offload", the same in host memory.
+        span: tokens between the edges at which the adjoint state is dropped: a multiple of the chunk size,
+            counted from the document's start; None drops it nowhere.
+    """
+
+    dy_from: Literal["above", "head"] = "above"
+    window: int | Literal["auto"] | None = None
+    tolerance: float = 0.0
+    cut: float = 0.0
+    span: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """What the forward stores for the backward, and where.
+
+    Attributes:
+        keep: "edges", the states at chunk edges; "inputs", also each layer's inputs; "offload", the same in
+            host memory.
         tapes: number of chunks, counted from the last, whose tapes the forward keeps (L): no R for them.
         recompute: what of a tape is left out and computed again in the backward (see `methods.Exact`).
         offload: whether stored states, keys and values, and inputs are in host memory, if the device is a
@@ -74,19 +89,8 @@ class Scheme:
         memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process with keep="edges".
         whole: whether the sequence becomes one chunk, the fastest way, if its tape fits in `memory`.
         cuda_graphs: whether chunks' launches are recorded and replayed, if the device is a GPU.
-        documents: the documents' first tokens, rising: chunks end there, the next state is zero, and no
-            cotangent crosses. Windowed tiles do not support it yet.
-        span: tokens between the edges at which the adjoint state is dropped: a multiple of chunk_size,
-            counted from the document's start; None drops it nowhere.
-        cut_at: further tokens at which chunks end.
-        least: fewest tokens of a chunk that continues a document; a shorter rest joins the chunk before it.
     """
 
-    chunk_size: int
-    dy_from: Literal["above", "head"] = "above"
-    window: int | Literal["auto"] | None = None
-    tolerance: float = 0.0
-    cut: float = 0.0
     keep: str = "edges"
     tapes: int = 1
     recompute: str = "none"
@@ -94,8 +98,25 @@ class Scheme:
     memory: float | Literal["auto"] | None = None
     whole: bool = False
     cuda_graphs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """What a method asks of the engine: which arrows the backward has, what the forward stores, and how the
+    sequence is cut into chunks.
+
+    Attributes:
+        chunk_size: tokens per chunk; it need not divide the sequence.
+        documents: the documents' first tokens, rising: chunks end there, the next state is zero, and no
+            cotangent crosses. Windowed tiles do not support it yet.
+        cut_at: further tokens at which chunks end.
+        least: fewest tokens of a chunk that continues a document; a shorter rest joins the chunk before it.
+    """
+
+    chunk_size: int
+    arrows: Arrows = Arrows()
+    storage: Storage = Storage()
     documents: tuple[int, ...] = (0,)
-    span: int | None = None
     cut_at: tuple[int, ...] = ()
     least: int = 1
 
@@ -361,18 +382,18 @@ def make_grid(
         windows: per stateful stage, once window="auto" has picked them; until then nothing is cut off.
     """
     n = len(stateful)
-    window = scheme.window
+    window = scheme.arrows.window
     if window == "auto":
         picked = iter(windows) if windows is not None else None
         each = tuple(next(picked) if picked is not None and s else None for s in stateful)
     else:
         each = tuple(window if s else None for s in stateful)
-    together = scheme.keep == "edges" and window is None
+    together = scheme.storage.keep == "edges" and window is None
     segments = tuple(shards if shards is not None else [0] * n) if together else tuple(range(n))
     cuts, starts = scheme.cuts(seqlen), set(scheme.documents)
     begins = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
-    grid = Grid(cuts, tuple(stateful), segments, scheme.dy_from, each, reach, tuple(costs), begins)
-    if scheme.span is None:
+    grid = Grid(cuts, tuple(stateful), segments, scheme.arrows.dy_from, each, reach, tuple(costs), begins)
+    if scheme.arrows.span is None:
         return grid
-    dropped = (c for c in range(grid.chunks) if (cuts[c] - grid.document(c)) % scheme.span == 0)
+    dropped = (c for c in range(grid.chunks) if (cuts[c] - grid.document(c)) % scheme.arrows.span == 0)
     return dataclasses.replace(grid, dropped=frozenset(dropped))

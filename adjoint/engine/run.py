@@ -168,7 +168,7 @@ class Worker:
         self.width, self.device, initial = width, batch.ids.device, batch.states
         self.host = lies_on_host(scheme, self.device)
         self.waits = transport is not None and transport.on_device
-        self.record = graphs.recorder(self.device) if scheme.cuda_graphs and not self.waits else None
+        self.record = graphs.recorder(self.device) if scheme.storage.cuda_graphs and not self.waits else None
         self.chunks = [
             batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
         ]
@@ -180,7 +180,7 @@ class Worker:
         self.d_final, self.d_initial = list[Cotangents](), list[Cotangents]()
         self.d_ids: Tensor | None = None
         self.gradients = Gradients() if gradients is None else gradients
-        self.decays = [Decays() for _ in stages] if scheme.window == "auto" else None
+        self.decays = [Decays() for _ in stages] if scheme.arrows.window == "auto" else None
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
         self.ends = True

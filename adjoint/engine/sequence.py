@@ -430,7 +430,7 @@ class SequenceSteps(Steps):
 
     def _planned(self, **which: Any) -> Sequence[Action]:
         # windowed tiles' cotangents come in small pieces: more messages are under way
-        buffers = BUFFERS if self.scheme.window is None else CAPACITY
+        buffers = BUFFERS if self.scheme.arrows.window is None else CAPACITY
         self.transport.buffers = buffers
         return plan(self.grid, self.owners, buffers=buffers, **which).programs[self.place]
 
@@ -532,9 +532,9 @@ def _digest(tensors: Sequence[Tensor | None]) -> int:
 
 def _check(stages: Sequence[Stage], scheme: Scheme) -> None:
     """Raises a UserError for what a group's ranks cannot share."""
-    if scheme.window == "auto":
+    if scheme.arrows.window == "auto":
         raise UserError('sequence_group: window "auto" needs the whole sequence in one place; give a number')
-    if scheme.memory is not None:
+    if scheme.storage.memory is not None:
         raise UserError(
             "sequence_group: memory= fits chunks to what one process has left, but all ranks must run the "
             "same chunks: give chunk_size instead"

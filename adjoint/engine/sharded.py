@@ -332,9 +332,9 @@ class ShardedSteps(Steps):
         self.root = stages[0].gathering.root
         self.found: dict[Tensor, Tensor] | None = None
         self.d_initial: list[Tensor | None] = []
-        if scheme.window is not None or scheme.cut or scheme.dy_from != "above":
+        if scheme.arrows.window is not None or scheme.arrows.cut or scheme.arrows.dy_from != "above":
             raise UserError("Truncated and LayerLocal do not run on a stack under fully_shard: use Exact()")
-        if scheme.memory is not None:
+        if scheme.storage.memory is not None:
             raise UserError(
                 "memory= fits chunks to what one process has left, but under fully_shard all processes "
                 "must run the same chunks: give chunk_size instead"

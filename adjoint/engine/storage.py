@@ -289,4 +289,4 @@ def joined(recurrent: Iterable, growing: Iterable, grows: Sequence[int | None]) 
 
 def lies_on_host(scheme: Scheme, device: torch.device) -> bool:
     """Whether stored states and inputs are in host memory instead of the device's."""
-    return scheme.offload and device.type == "cuda"
+    return scheme.storage.offload and device.type == "cuda"

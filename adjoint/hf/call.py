@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.documents import from_cu_seqlens
 from adjoint.engine.chunk_size import Sizes
-from adjoint.engine.grid import Scheme
+from adjoint.engine.grid import Arrows, Scheme
 from adjoint.hf import check
 from adjoint.hf.cache import Slot
 from adjoint.hf.head import COUNTED
@@ -387,7 +387,7 @@ def scheme_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...]
         assert isinstance(method.window, int)
         size = max(2, min(size, method.window))
         span = None if method.window >= seqlen else method.window // size * size
-        return Scheme(size, documents=starts, span=span, least=2)
+        return Scheme(size, Arrows(span=span), documents=starts, least=2)
     return dataclasses.replace(method.scheme(seqlen, size), documents=starts, least=2)
 
 

@@ -34,7 +34,7 @@ from adjoint.engine.first_use import (
     distance,
     tolerance,
 )
-from adjoint.engine.grid import Scheme
+from adjoint.engine.grid import Scheme, Storage
 from adjoint.engine.leaves import Changed
 from adjoint.engine.sequence import ALONE
 from adjoint.engine.sharded import (
@@ -302,7 +302,8 @@ def ways(method: Any, kind: CallKind, fetches: bool = False) -> tuple[Way, Way]:
         return found["loss"] + (1 - coefficient(model)) * found["aux_loss"]
 
     # with a budget several tapes are alive: what is recomputed in one must not be read from the latest chunk
-    scheme = dataclasses.replace(SCHEME, tapes=1 if getattr(method, "memory", None) is None else 2)
+    tapes = 1 if getattr(method, "memory", None) is None else 2
+    scheme = dataclasses.replace(SCHEME, storage=Storage(tapes=tapes))
 
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         call, slots = Call(model, given(model, ids, labels, kind)), probe(model, ids)

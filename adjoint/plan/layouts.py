@@ -145,7 +145,7 @@ def _least(request: Request, fit: Fit) -> float:
     steps, workers = setup.training.grad_accumulation, setup.layout.workers
     # a layer's chunks follow one another, forward; and back, where states' cotangents are carried; of layers
     # whose ranks meet only what is between two states does, if anything
-    whole = setup.window[0] is None and setup.scheme.span is None
+    whole = setup.window[0] is None and setup.scheme.arrows.span is None
     carried = costs.backward if whole else [0.0] * len(costs.forward)
     in_order = 0.0
     if not setup.shared:

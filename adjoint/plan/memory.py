@@ -116,7 +116,7 @@ class Setup:
         """The window, None where nothing is cut off, and the tokens of a windowed vjp. A window that is
         picked once the data is seen counts as a chunk."""
         scheme = self.scheme
-        window = scheme.chunk_size if scheme.window == "auto" else scheme.window
+        window = scheme.chunk_size if scheme.arrows.window == "auto" else scheme.arrows.window
         layer = Grid((0, scheme.chunk_size, self.seqlen), (True,), (0,), windows=(window,))
         return layer.window(0), min(self.seqlen, layer.per_task(0) * scheme.chunk_size)
 
@@ -168,7 +168,7 @@ class Setup:
         """What a piece takes on the last chunk, which has the longest past."""
         tokens = min(self.scheme.chunk_size, self.seqlen)
         given = self.batch, tokens, max(0, self.seqlen - tokens), self.machine.precision, self.machine.kind
-        return self.model.piece(piece, Conditions(*given, self.scheme.recompute, self.whole))
+        return self.model.piece(piece, Conditions(*given, self.scheme.storage.recompute, self.whole))
 
     def task(self, k: int) -> int:
         """The peak of a windowed vjp of layer k."""
@@ -193,10 +193,10 @@ class Setup:
         model, scheme, helpers = self.model, self.scheme, self.layout.helped
         seqlen = min(self.seqlen, chunks * scheme.chunk_size)
         owners = owners_of(model.given, spans, self.layout.sequence)
-        windows = None if scheme.window != "auto" else [self.window[0] or seqlen] * model.n_layer
+        windows = None if scheme.arrows.window != "auto" else [self.window[0] or seqlen] * model.n_layer
         grid = grid_of(model.given, scheme, seqlen, owners, helpers, model.stage_costs(spans), windows)
-        if self.whole and scheme.tapes == 0:  # the head's backward comes right after its forward
-            scheme = dataclasses.replace(scheme, tapes=1)
+        if self.whole and scheme.storage.tapes == 0:  # the head's backward comes right after its forward
+            scheme = dataclasses.replace(scheme, storage=dataclasses.replace(scheme.storage, tapes=1))
         return Pipeline(grid, owners, scheme, helpers)
 
     def counted_chunks(self, spans: Sequence[range], tiles: int, ends: int = 2) -> list[int]:
@@ -206,7 +206,7 @@ class Setup:
         least, step = 2 * self.layout.shards + 2, self.layout.sequence
         if self.window[0] is not None:
             task, ahead = (-(-n // self.scheme.chunk_size) for n in (self.window[1], self.window[0]))
-            deep = stages if self.alone and self.scheme.dy_from == "above" else 2
+            deep = stages if self.alone and self.scheme.arrows.dy_from == "above" else 2
             step, least = math.lcm(step, task), least + (task + ahead) * deep
         parts = [-(-max(least, tiles // (3 * stages * 2**i)) // step) * step for i in range(ends)]
         parts = sorted({part + (ends - 1 - i) * step * (part == parts[-1]) for i, part in enumerate(parts)})
@@ -223,7 +223,7 @@ class Pipeline(NamedTuple):
 
     def plans(self) -> list[Plan]:
         """One after the other: where windows are picked after the forward, the forward's is apart."""
-        first = [forward_plan(self.grid, self.owners)] if self.scheme.window == "auto" else []
+        first = [forward_plan(self.grid, self.owners)] if self.scheme.arrows.window == "auto" else []
         return [*first, step_plan(self.scheme, self.grid, self.owners, self.helpers)]
 
 
@@ -438,11 +438,11 @@ def layer_bytes(setup: Setup, k: int) -> float:
     setup = setup.own
     scheme, size = setup.scheme, setup.scheme.chunk_size
     taken = sum(weights(setup, [k], False, False).values())
-    if not (scheme.offload and setup.machine.kind == "cuda"):
+    if not (scheme.storage.offload and setup.machine.kind == "cuda"):
         taken += sum(_of_sequence(setup, [k]).values())
-    if scheme.keep == "edges" and setup.window[0] is None and not setup.layout.helpers:
+    if scheme.storage.keep == "edges" and setup.window[0] is None and not setup.layout.helpers:
         taken += setup.piece(k).saved
-    elif not scheme.offload:
+    elif not scheme.storage.offload:
         taken += setup.y(size) * -(-setup.chunks // setup.layout.sequence)
     return taken * (1 + RESERVED[setup.machine.kind][1] * setup.machine.reserve)
 
@@ -454,7 +454,7 @@ def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> M
     host, work = 0, int(held.chunk)
     if machine.kind == "cuda" and not setup.whole:
         work += int(model.waiting)
-    if scheme.offload and machine.kind == "cuda":
+    if scheme.storage.offload and machine.kind == "cuda":
         host = _in_host(setup, span, held.kept)
         # keys and values come over for the layers at work; cotangents a chunk at a time
         parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
@@ -465,7 +465,7 @@ def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> M
     parts["chunk"] = max(work, copies * machine.element * largest)
     parts["head"] = max(0, int(work + held.head) - parts["chunk"])
     fixed, share = RESERVED[machine.kind]
-    budget = scheme.memory
+    budget = scheme.storage.memory
     if budget == "auto":  # of what the run's own weights leave
         left = None if machine.memory is None else machine.memory - parts["weights"] - parts["optimizer"]
         budget = None if left is None else AUTO * (left - fixed * machine.reserve)

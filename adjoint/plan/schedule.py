@@ -80,12 +80,12 @@ def forward_plan(grid: Grid, owners: Owners) -> Plan:
 def step_plan(scheme: Scheme, grid: Grid, owners: Owners, helpers: Sequence[int] = ()) -> Plan:
     """Programs of forward and backward; where windows were picked after a `forward_plan`, of the backward."""
     # Windowed tiles' cotangents come in small pieces: more messages are under way.
-    buffers = BUFFERS if scheme.window is None else CAPACITY
-    if scheme.window == "auto":
+    buffers = BUFFERS if scheme.arrows.window is None else CAPACITY
+    if scheme.arrows.window == "auto":
         return plan(grid, owners, forward=False, tapes=0, buffers=buffers)
     if helpers:
         return shared(plan(grid, owners, tapes=0, buffers=buffers), owners.shards, helpers)
     # With dL/dy_K for every layer a chunk is done with soon after the head, and to begin early is to hold
     # less; else it would only make others wait.
-    stream = scheme.window is not None and scheme.dy_from == "head"
-    return plan(grid, owners, tapes=scheme.tapes, stream=stream, buffers=buffers)
+    stream = scheme.arrows.window is not None and scheme.arrows.dy_from == "head"
+    return plan(grid, owners, tapes=scheme.storage.tapes, stream=stream, buffers=buffers)

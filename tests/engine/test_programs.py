@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adjoint.engine.grid import Grid, Key, Scheme, Tile, TileKind, make_grid
+from adjoint.engine.grid import Arrows, Grid, Key, Scheme, Storage, Tile, TileKind, make_grid
 from adjoint.engine.program import TIMES, Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan
 from adjoint.plan.simulate import Timeline, simulate
 from tests.cluster.threads import split
@@ -136,7 +136,7 @@ def test_programs_run_every_tile_after_what_it_reads(problem: Any, seed: int) ->
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_layer_local_tasks_wait_for_the_head_alone(window: int | None) -> None:
-    grid = grid_of(4, Scheme(8, dy_from="head", window=window), 40)
+    grid = grid_of(4, Scheme(8, Arrows(dy_from="head", window=window)), 40)
     for t in grid.backward_tiles():
         if 0 < t.stage < 5:
             assert {key[1] for key in grid.reads(t) if key[0] in ("dy", "spill")} <= {4}
@@ -148,7 +148,7 @@ def test_layer_local_tasks_wait_for_the_head_alone(window: int | None) -> None:
 
 def test_truncated_hands_chunks_down_before_a_shard_is_through() -> None:
     owners = Owners.of(split(4, 2))
-    made = plan(grid_of(4, Scheme(10, window=5), 80, owners), owners)
+    made = plan(grid_of(4, Scheme(10, Arrows(window=5)), 80, owners), owners)
     program = [str(action) for action in made.programs[1]]
     assert program.index("send dy[2,0] to 0") < program.index("windowed(3,3)"), (
         "the lower shard waits for all of it"
@@ -159,7 +159,7 @@ def test_plans_print_and_name_their_channels() -> None:
     made = wavefront(2, 2, tapes=0)
     assert "worker 1\n  receive y[1,0] from 0\n  forward(2,0)\n" in str(made)
     assert made.channels() == [(0, 1), (1, 0)]
-    windowed = Scheme(4, window=6)
+    windowed = Scheme(4, Arrows(window=6))
     assert "windowed(1,2+2)" in str(plan(grid_of(1, windowed, 16), Owners((0, 0, 0))))
 
 
@@ -211,7 +211,7 @@ def test_idle_share_of_chunks_in_turn(n_layer: int, chunks: int, workers: int) -
 
 def test_windowed_tasks_over_shards_start_before_the_forward_ends() -> None:
     owners = Owners.of(split(8, 4))
-    grid = grid_of(8, Scheme(8, dy_from="head", window=8), 256, owners)
+    grid = grid_of(8, Scheme(8, Arrows(dy_from="head", window=8)), 256, owners)
     held = {}
     for stream in (False, True):
         made = plan(grid, owners, stream=stream)
@@ -224,7 +224,7 @@ def test_windowed_tasks_over_shards_start_before_the_forward_ends() -> None:
 def test_the_heads_cotangent_is_relayed(chunks: int) -> None:
     """Over four shards every port carries it once, where a broadcast from one port would take 3 s a chunk."""
     owners = Owners.of(split(4, 4))
-    made = plan(grid_of(4, Scheme(8, dy_from="head", window=4), 8 * chunks, owners), owners)
+    made = plan(grid_of(4, Scheme(8, Arrows(dy_from="head", window=4)), 8 * chunks, owners), owners)
     for program in made.programs:
         sent = [action.key for action in program if isinstance(action, Send) and action.key[:2] == ("dy", 4)]
         assert len(sent) == len(set(sent))
@@ -275,11 +275,11 @@ def test_what_a_worker_holds_in_turn_does_not_grow_with_the_sequence() -> None:
 
 @pytest.mark.parametrize("keep, tapes, inputs", [("edges", 6, 2), ("inputs", 1, 5 * 10)])
 def test_what_one_worker_holds_is_what_the_method_keeps(keep: Any, tapes: int, inputs: int) -> None:
-    made = plan(grid_of(4, Scheme(4, keep=keep), 40), Owners((0,) * 6))
+    made = plan(grid_of(4, Scheme(4, storage=Storage(keep=keep)), 40), Owners((0,) * 6))
     held = lambda name: held_at_most(made, lambda key: key[0] == name)[0]  # noqa: E731
     assert held("S") == 4 * 9 + 1  # that at the sequence's end goes at once
     assert held("tape") == tapes and held("y") == inputs and held("dy") == 2
-    many = plan(grid_of(4, Scheme(4, keep=keep), 40), Owners((0,) * 6), tapes=10**6)
+    many = plan(grid_of(4, Scheme(4, storage=Storage(keep=keep)), 40), Owners((0,) * 6), tapes=10**6)
     assert held_at_most(many, lambda key: key[0] == "tape") == [60]
     assert not any(a.tile.kind in ("forward", "recompute") for a in many.programs[0] if isinstance(a, Run))
 
@@ -345,7 +345,7 @@ def test_equals_a_clock_that_ticks(problem: Any, seed: int) -> None:
 
 
 def pooled(units: Sequence[tuple[Tile, ...]]) -> Plan:
-    return Plan(grid_of(9, Scheme(8, window=4), 64), ((Share(tuple(units)),),))
+    return Plan(grid_of(9, Scheme(8, Arrows(window=4)), 64), ((Share(tuple(units)),),))
 
 
 def list_scheduled(units: Sequence[Any], seconds: Callable[[int, Any], float], workers: int) -> float:

@@ -234,7 +234,7 @@ def test_no_message_is_left_to_the_backward_that_may_not_come() -> None:
     for method in (Exact(5), Exact(5, keep="inputs"), LayerLocal(None, 5)):
         scheme = method.scheme(31, 5)
         grid = make_grid(scheme, 31, [False, True, True, False], 0)
-        made = plan(grid, Owners((0,) * 4, 3), tapes=scheme.tapes)
+        made = plan(grid, Owners((0,) * 4, 3), tapes=scheme.storage.tapes)
         names = {a.key[0] for program in made.programs for a in program if isinstance(a, Send)}
         assert names <= {"S", "dS"}
 

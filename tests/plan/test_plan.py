@@ -416,7 +416,7 @@ def test_memory_of_a_pretrained_model_is_what_its_stage_takes(
         if isinstance(method, Backprop):
             model(input_ids=ids, labels=ids).loss.backward()
         else:
-            stage = CausalLM(model, found.slots, recompute=setup.scheme.recompute)
+            stage = CausalLM(model, found.slots, recompute=setup.scheme.storage.recompute)
             steps_of([stage], Batch(ids, shift_labels(ids)), setup.scheme).loss().loss.backward()
     held = sum(need.parts.values()) - need.parts["reserved"] - need.parts["optimizer"]
     assert held == pytest.approx(live.peak, rel=0.1)

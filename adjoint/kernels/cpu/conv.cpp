@@ -109,6 +109,49 @@ template <class T> struct Conv {
         });
     });
   }
+  // The cotangent of p_t
+  static ALWAYS_INLINE Vt through(bool silu, Vt dy, Vt p) {
+    if (!silu) return dy;
+    const Vt sig = sigmoidv<T>(p);
+    return dy * sig * (1 + p * (1 - sig));
+  }
+  const T* dy_of(int64_t b, int64_t t) const { return (const T*)s.dy + b * s.dy_batch_stride + t * s.dy_time_stride; }
+  T* dx_of(int64_t b, int64_t t) const { return (T*)s.dx + (b * s.seqlen + t) * s.channels; }
+
+  // The backward of four tokens with all of the usual four taps: sums are read and written once for them.
+  void backward4(const Weights& w, int64_t b, int64_t t, Row* dweight, Row& dbias) const {
+    const T *x[7], *dy[4];
+    T* dx[7];
+    const Vt *weights[4], *bias = w.bias.data();
+    Vt *to_weight[4], *to_bias = dbias.data();
+    for (int i = 0; i < 7; i++) x[i] = (const T*)s.x + b * s.x_batch_stride + (t - 3 + i) * s.x_time_stride, dx[i] = dx_of(b, t - 3 + i);
+    for (int i = 0; i < 4; i++) dy[i] = dy_of(b, t + i), weights[i] = w.tap[i].data(), to_weight[i] = dweight[i].data();
+    each_vector([=, silu = s.silu](int64_t i, int64_t channel, int width) {
+      Vt in[7], d[4], weight[4];
+      for (int j = 0; j < 4; j++) weight[j] = weights[j][i];
+      for (int m = 0; m < 7; m++) in[m] = load<T>(x[m] + channel, width);
+      Vt sum = to_bias[i];
+      for (int m = 0; m < 4; m++) {
+        Vt p = bias[i];
+        for (int j = 0; j < 4; j++) p += weight[j] * in[3 + m - j];
+        sum += d[m] = through(silu, load<T>(dy[m] + channel, width), p);
+      }
+      to_bias[i] = sum;
+      for (int j = 0; j < 4; j++) {
+        Vt of_tap = to_weight[j][i];
+        for (int m = 0; m < 4; m++) of_tap += d[m] * in[3 + m - j];
+        to_weight[j][i] = of_tap;
+      }
+      for (int row = 0; row < 7; row++) {  // the last tap's is the first to come to a token
+        Vt of_row = row < 3 ? load<T>(dx[row] + channel, width) : Vt{};
+        for (int j = 0; j < 4; j++) {
+          const int m = row - 3 + j;
+          if (m >= 0 && m < 4) of_row += d[m] * weight[j];
+        }
+        store<T>(dx[row] + channel, of_row, width);
+      }
+    });
+  }
   // A token's dp is added to the cotangents of its taps. Those of another thread's tokens are left to that thread, which
   // computes the dp of up to width - 1 tokens behind its own again: cheaper than waiting for them.
   void backward(int64_t thread) const {
@@ -120,24 +163,26 @@ template <class T> struct Conv {
     for (int64_t j = 0; j < s.width; j++) dweight[j].resize(blocks());
     each_run(thread, [&](int64_t b, int64_t first, int64_t end) {
       const int64_t begin = first ? first : -before, ahead = end + before < s.seqlen ? end + before : s.seqlen;
-      for (int64_t t = first; t < ahead; t++) {
+      int64_t added = first;
+      for (int64_t t = first; t < ahead;) {
+        if (t - added >= TOGETHER) add(thread, dweight, dbias), added = t;  // longer sums would round more
+        if (s.width == 4 && !s.reset && t >= first + before && t + 4 <= end) {
+          backward4(w, b, t, dweight, dbias);
+          t += 4;
+          continue;
+        }
         const int64_t n = reach(b, t);
-        const T* dy = (const T*)s.dy + b * s.dy_batch_stride + t * s.dy_time_stride;
+        const T* dy = dy_of(b, t);
         T* dx[MAX_WIDTH];
         Vt *to_weight[MAX_WIDTH], *to_bias = dbias.data();
         for (int64_t j = 0; j < n; j++) {
-          dx[j] = t >= j ? (T*)s.dx + (b * s.seqlen + t - j) * s.channels
-                         : dinitial.data() + ((b + 1) * before + t - j) * s.channels;
+          dx[j] = t >= j ? dx_of(b, t - j) : dinitial.data() + ((b + 1) * before + t - j) * s.channels;
           to_weight[j] = dweight[j].data();
         }
         const int64_t from = t < end ? 0 : t - end + 1, stop = n < t - begin + 1 ? n : t - begin + 1;
         row(w, initial, b, t, n, [=, silu = s.silu, all = !from && stop == n](
                                      auto count, int64_t i, int64_t channel, int width, Vt p, const Vt* x, const Vt* weight) {
-          Vt d = load<T>(dy + channel, width);
-          if (silu) {
-            const Vt sig = sigmoidv<T>(p);
-            d *= sig * (1 + p * (1 - sig));
-          }
+          const Vt d = through(silu, load<T>(dy + channel, width), p);
           const auto put = [&](int64_t j) {  // the last tap's is the first to come to its token
             const Vt sum = d * weight[j];
             store<T>(dx[j] + channel, j ? load<T>(dx[j] + channel, width) + sum : sum, width);
@@ -148,7 +193,7 @@ template <class T> struct Conv {
           to_bias[i] += d;
           for (int64_t j = 0; j < count; j++) to_weight[j][i] += d * x[j];
         });
-        if (t % TOGETHER == TOGETHER - 1) add(thread, dweight, dbias);  // longer sums would round more
+        t++;
       }
       for (int64_t i = 0; s.dinitial_state && first == 0 && i < s.channels * before; i++)
         ((T*)s.dinitial_state)[b * s.channels * before + i] = dinitial[(b * before + i % before) * s.channels + i / before];
