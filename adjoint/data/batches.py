@@ -1,13 +1,14 @@
 """Text in, batches of token ids out.
 
     data = open_data(DataConfig(seqlen=16384, batch=1), seed=0)
-    ids = next(data.train)              # (batch, seqlen) int64; the labels are the same ids: the model shifts
-    cursor = data.train.state_dict()    # plain ints and strings; load_state_dict(cursor) goes on from there
+    ids = next(data.train)              # (batch, seqlen) int64, also the labels: the model shifts them
+    cursor = data.train.state_dict()    # plain ints and strings; load_state_dict(cursor) resumes from there
     for ids in data.eval: ...           # fixed windows of the held-out split, the same at every evaluation
 
-Documents are packed end to end, a separator after each, into one long stream a split (`adjoint.data.sources`
-reads the files, `adjoint.data.tokenizer` tokenises, `adjoint.data.cache` keeps the result). Training cuts its
-stream into windows of `seqlen` consecutive tokens, in an order that depends on the seed and the epoch alone.
+Documents are packed end to end, each followed by a separator, into one long stream per split
+(`adjoint.data.sources` reads the files, `adjoint.data.tokenizer` tokenises, `adjoint.data.cache` stores the
+result). Training cuts its stream into windows of `seqlen` consecutive tokens, in an order that depends only
+on the seed and the epoch.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ Paths = Annotated[str | list[str] | None, Must("a path, a list of paths or null"
 @documented
 @dataclass(frozen=True)
 class DataConfig:
-    """What text to train on and how it is cut."""
+    """The training text, and how it is cut into sequences."""
 
     path: Paths = option(
         None,
         "A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
-        ".parquet, each also as .gz or .zst. Records with `messages` are conversations: the tokenizer's "
-        "chat template is applied, and only the assistant's answers are predicted. hf:NAME or "
-        "hf:NAME:split is a table of the datasets library, from its hub or a folder. Unset: the sources "
-        "of the Python standard library.",
+        ".parquet, each also as .gz or .zst. Records with `messages` are chats: the tokenizer's chat "
+        "template is applied, and only the assistant's tokens are trained on. hf:NAME or hf:NAME:split "
+        "is a dataset of the datasets library, from the hub or a folder. Unset: the source code of the "
+        "Python standard library.",
     )
     weights: list[PositiveNumber] | None = option(
         None,
-        "For a mixture: how often, in proportion, a row of a batch comes from each entry of `path`, a "
-        "list. Each entry is a stream of its own, read over and over. Unset: one stream of all.",
+        "For a mixture: relative frequency with which a batch row comes from each entry of `path`, a list. "
+        "Each entry is its own stream, repeated as needed. Unset: one stream of all entries.",
     )
     validation_path: Paths = option(
-        None, "Held-out text, given as `path` is. Unset: a share of the text of `path` (`eval_fraction`)."
+        None, "Held-out text, given like `path`. Unset: a share of the text of `path` (`eval_fraction`)."
     )
     seqlen: SeqLen = option(16384, "Tokens per sequence.")
     batch: Positive = option(1, "Sequences per step.")
@@ -77,32 +78,32 @@ class DataConfig:
     )
     text_field: Text | None = option(
         None,
-        "The field (.jsonl) or column (.parquet) that holds a document, its text or its messages. Unset: "
-        "`messages`, and `text` where there are none.",
+        "The field (.jsonl) or column (.parquet) with a document's text or messages. Unset: `messages`, or "
+        "else `text`.",
     )
     documents: Literal["stream", "packed"] = option(
         "stream",
-        '"stream": one text of all documents, read across their ends. "packed": nothing is carried into a '
-        "document, and its first token is not predicted from the one before.",
+        '"stream": all documents form one continuous text. "packed": nothing crosses document '
+        "boundaries, and a document's first token is not predicted.",
     )
     separator: str | None = option(
         None,
-        'What closes each document in the stream: a token of the tokenizer (any text for "byte"), or "" '
+        'What ends each document in the stream: a token of the tokenizer (any text for "byte"), or "" '
         "for nothing. Unset: byte 0, or the tokenizer's end-of-text token.",
     )
     max_tokens: Positive | None = option(
         None,
-        "Most tokens read, of each entry of `path` with `weights`, and of `validation_path`; hf: tables "
-        "then stream, and only what is read is downloaded. Unset: all.",
+        "Maximum number of tokens to read, for each entry of `path` if `weights` is given, and for "
+        "`validation_path`; hf: datasets are then streamed instead of downloaded whole. Unset: all.",
     )
     eval_fraction: Annotated[float, Must("a number from 0 to 0.5", lambda x: 0 <= x <= 0.5)] = option(
         0.05,
-        "Share of the text held out for evaluation, at most 0.5: whole files if that comes near the "
-        "share, else the end of the stream. 0 holds nothing out; evaluation then needs a "
-        "`validation_path`. With a `validation_path` no share is held out.",
+        "Share of the text held out for evaluation, at most 0.5: whole files if they come near the "
+        "share, else the end of the stream. With 0, evaluation needs a `validation_path`; with a "
+        "`validation_path`, nothing is held out.",
     )
     eval_tokens: NotNegative = option(
-        65536, "Most held-out tokens read at each evaluation; 0 for no evaluation."
+        65536, "Maximum number of held-out tokens per evaluation; 0 for no evaluation."
     )
     cache_dir: str | None = option(
         None,
@@ -122,12 +123,12 @@ class DataConfig:
 class Batches:
     """The endless, resumable sequence of training batches.
 
-    Epoch e cuts the stream into windows of `seqlen` tokens from an offset of its own (so window edges move
-    from epoch to epoch) and shuffles them; both depend on (seed, e) alone. A batch is the next `batch`
-    windows and may span two epochs, so no window is dropped and a corpus may hold fewer windows than a batch.
-    In a stream of fewer than four windows the first and last `seqlen` tokens are windows too: an epoch reads
+    Epoch e cuts the stream into windows of `seqlen` tokens from its own offset (so window edges move from
+    epoch to epoch) and shuffles them; both depend only on (seed, e). A batch is the next `batch` windows and
+    may span two epochs, so no window is dropped and a corpus may have fewer windows than a batch.
+    In a stream of fewer than four windows, the first and last `seqlen` tokens are windows too: an epoch reads
     every token, and some twice.
-    With `consecutive` every row reads on in a part of the stream of its own; an epoch ends where those do.
+    With `consecutive`, every row reads its own part of the stream in order; an epoch ends with these parts.
 
     Attributes:
         epoch: Number of the epoch of the next window, from 0.
@@ -143,7 +144,7 @@ class Batches:
         fingerprint: str,
         consecutive: bool = False,
     ) -> None:
-        """tokens: (n,) integers, named by their fingerprint; a UserError where there are too few."""
+        """tokens: (n,) integers, identified by their fingerprint. Raises UserError if there are too few."""
         if len(tokens) < (needed := max(seqlen + 1, batch * seqlen if consecutive else 0)):
             rows = f" and {batch} continuous rows (data.batch)" if consecutive else ""
             raise UserError(
@@ -153,7 +154,7 @@ class Batches:
         self.tokens, self.seqlen, self.batch, self.seed = tokens, seqlen, batch, seed
         self.fingerprint, self.consecutive = fingerprint, consecutive
         self.epoch, self.position = 0, 0
-        # Whether there are so few windows that what an offset leaves out would be much of an epoch.
+        # Whether there are so few windows that an offset would skip a large part of an epoch.
         self.few = len(tokens) < 4 * seqlen * (batch if consecutive else 1)
         self._starts_epoch = -1
         self._starts = np.empty(0, np.int64)
@@ -198,7 +199,7 @@ class Batches:
 
     @property
     def begins(self) -> bool:
-        """Whether the next batch's rows do not go on from those of the last one."""
+        """Whether the next batch's rows do not continue those of the last one."""
         return not self.consecutive or self.position in (0, len(self._window_starts(self.epoch)))
 
     def state_dict(self) -> dict[str, int | str]:
@@ -206,8 +207,8 @@ class Batches:
         return {"epoch": self.epoch, "position": self.position, "few": self.few, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a cursor that `state_dict` gave; a UserError where it is of another run."""
-        older = {"carry_state_previous": self.consecutive}  # cursors of older versions do not say
+        """Resume from a cursor of `state_dict`. Raises UserError if it is from another run."""
+        older = {"carry_state_previous": self.consecutive}  # missing in cursors of older versions
         for name, here in self._identity().items():
             if (there := state.get(name, older.get(name))) != here:
                 raise UserError(f"the data cursor to resume from has {name} {there!r}, this run has {here!r}")
@@ -228,8 +229,8 @@ class Batches:
 class Mixture:
     """Batches whose rows come from several streams, `Batches` of one row each.
 
-    The next row is of the stream that lags furthest behind its weight: nothing is drawn, and after any number
-    of rows each stream has had its share, to one row or so. A stream that ends begins again.
+    The next row comes from the stream furthest behind its weight: nothing is random, and after any number of
+    rows each stream has had its share, to within about one row. A stream that ends starts again.
     """
 
     begins = True
@@ -266,7 +267,7 @@ class Mixture:
 
 
 def fingerprint_of(cursor: Mapping[str, Any]) -> str:
-    """`Data.fingerprint` of the text that a cursor is of."""
+    """`Data.fingerprint` of a cursor's text."""
     return " ".join(part["fingerprint"] for part in cursor.get("parts", [cursor]))
 
 
@@ -274,8 +275,8 @@ class EvalBatches:
     """The held-out windows, in order and the same at every pass; `len` counts the batches of one pass.
 
     Each item is (up to batch, up to seqlen) int64: the last batch may hold fewer windows, and a held-out
-    split (or `eval_tokens`) shorter than seqlen is one shorter window. Weigh each batch's loss by its number
-    of predictions (`Data.targets`). Empty (no item) where there are fewer than two tokens.
+    split (or `eval_tokens`) shorter than seqlen is one shorter window. Weight each batch's loss by its number
+    of predictions (`Data.targets`). Empty if there are fewer than two tokens.
     """
 
     def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, eval_tokens: int) -> None:
@@ -295,16 +296,16 @@ class EvalBatches:
 
 @dataclass(frozen=True)
 class Data:
-    """Opened data, what `open_data` returns.
+    """What `open_data` returns.
 
     Attributes:
         train: Endless training batches, with the cursor. eval: Held-out batches; may be empty.
-        unigram_entropy: Nats per token of the training split's unigram distribution: what a model that knows
-            frequencies only would lose; training must get below it.
-        description: One line for the log: what the text is.
+        unigram_entropy: Entropy of the training split's unigram distribution, in nats per token: the loss of
+            a model that knows only frequencies; training must get below it.
+        description: The text in one line, for the log.
         fingerprint: Digest of the tokens, as in the cursor.
         packed: Whether documents are kept apart.
-        predicted: Share of the training tokens that are predicted, where not all are.
+        predicted: Share of the training tokens that are predicted; None if all are.
     """
 
     train: Batches | Mixture
@@ -318,15 +319,15 @@ class Data:
     predicted: float | None
 
     def seq_idx(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """Of a batch (batch, seqlen), the number of each token's document; None where they are one stream."""
+        """The document index of each token of a batch (batch, seqlen); None if documents are one stream."""
         return from_separator(labelled(ids)[0], self.tokenizer.separator_ids) if self.packed else None
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of a batch, what each token predicts, -100 for nothing."""
+        """The target of each token of a batch, -100 for none."""
         return shift_labels(labelled(ids)[1], self.seq_idx(ids))
 
     def ended(self, ids: torch.Tensor) -> torch.Tensor:
-        """(batch,) bool: of a batch, which rows' last token ends a document that is kept apart."""
+        """(batch,) bool: the rows of a batch whose last token ends a packed document."""
         if not self.packed:
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         return document_ends(labelled(ids)[0], self.tokenizer.separator_ids)[:, -1]
@@ -335,13 +336,13 @@ class Data:
 def open_data(
     config: DataConfig, seed: int = 0, vocab_size: int | None = None, consecutive: bool = False
 ) -> Data:
-    """Find, tokenise (once: the result is cached and memory-mapped) and cut the text that `config` names.
+    """Find, tokenise (once: the result is cached and memory-mapped) and cut the text of `config`.
 
     Args:
-        config: What text and how it is cut.
-        seed: Order of the training windows; at least 0.
+        config: The text and how it is cut.
+        seed: Determines the order of the training windows; at least 0.
         vocab_size: The model's vocabulary, to check the tokens against; None checks nothing.
-        consecutive: Whether each row of a training batch reads on where the batch before ended.
+        consecutive: Whether each row of a training batch continues where the previous batch ended.
 
     Raises:
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
@@ -399,7 +400,7 @@ def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
 
 
 def _check_contents(trained: Sequence[TokenCache], held_out: Sequence[TokenCache]) -> None:
-    """Held-out text must not be the training text under another name, nor much of either."""
+    """Held-out text must not consist mostly of training text, nor the training text of held-out text."""
     if not held_out:
         return
     tables = [np.concatenate([cache.documents for cache in part]) for part in (held_out, trained)]
@@ -417,7 +418,7 @@ def _check_contents(trained: Sequence[TokenCache], held_out: Sequence[TokenCache
 def _check_tokens(
     caches: Sequence[TokenCache], tokenizer: Tokenizer, vocab_size: int | None, config: DataConfig
 ) -> None:
-    """The model must know all tokens, and documents must be told apart."""
+    """The model's vocabulary must contain all tokens, and separators must occur only between documents."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
         token = tokenizer.decode(tokenizer.separator_ids)
         raise UserError(f"data.separator: {token!r} is inside documents too; name another token")

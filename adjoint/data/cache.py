@@ -1,11 +1,11 @@
 """The cache of tokenised text.
 
-The cache of a corpus is three files: KEY.json, written last; KEY-DIGEST.bin, the tokens of the training
-documents followed by those of the held-out ones, as integers as narrow as the vocabulary allows,
-memory-mapped for reading; a token that is not predicted is -1 - id; and KEY-DIGEST.npy, a row of each
-document. KEY names the sources (paths, sizes, times of the last change), the tokenizer and the settings;
-DIGEST names the content. Each file is whole or not there, and processes that build the same cache at once
-write the same bytes under the same names.
+The cache of a corpus is three files: KEY-DIGEST.bin, the tokens of the training documents followed by those
+of the held-out ones, memory-mapped, in the narrowest integers that the vocabulary allows (a token that is not
+predicted is stored as -1 - id); KEY-DIGEST.npy, one row per document; and KEY.json, written last. KEY
+identifies the sources (paths, sizes, modification times), the tokenizer and the settings; DIGEST identifies
+the content. Files appear only when complete, and processes that build the same cache at the same time write
+the same bytes under the same names.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from adjoint.files import (
     write_atomically,
 )
 
-_FORMAT = 3  # raise it whenever the same sources would give other tokens or another file layout
+_FORMAT = 3  # increase it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick
 _SPAN = 1 << 22  # tokens counted at once
-_PIECE = 4 << 20  # characters handed to a tokenizer at once: its working memory is some hundred times that
-_STALE_SECONDS = 86400  # what is unfinished for so long belongs to a process that was killed
+_PIECE = 4 << 20  # characters per call of a tokenizer, which takes about a hundred times as much memory
+_STALE_SECONDS = 86400  # an unfinished file this old belongs to a process that was killed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TokenCache:
     Attributes:
         train, eval: (n,) integers, memory-mapped, read-only; see `adjoint.batch.labelled`.
         predicted: share of the training tokens that are predicted.
-        apart: whether the separator stands at the ends of documents only.
+        apart: whether the separator occurs only at the ends of documents.
         documents: (documents, 2) uint64, memory-mapped: a digest of each document's tokens, and their
             number.
     """
@@ -74,8 +74,8 @@ def open_tokens(
     cache_dir: str | None,
     max_tokens: int | None = None,
 ) -> TokenCache:
-    """The tokens of `sources`, from the cache or made now; a damaged cache is made again. `max_tokens`: most
-    that are read, the held-out ones counted. A UserError where a source or the cache folder is no good."""
+    """The tokens of `sources`, from the cache or tokenised now; a damaged cache is rebuilt. At most
+    `max_tokens` are read, held-out ones included. Raises UserError for an unusable source or cache folder."""
     files = [source.identity for source in sources.files]
     settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, text_field, eval_fraction]
     settings += [] if max_tokens is None else [max_tokens]
@@ -111,14 +111,14 @@ def frequencies(tokens: np.ndarray) -> np.ndarray:
 
 
 def entropy(shares: np.ndarray) -> float:
-    """Of shares that add up to 1 (or of none: 0.0), in nats. Of the frequencies of tokens it is the loss of a
-    model that knows nothing but those."""
+    """Entropy in nats of shares that sum to 1 (0.0 if there are none). For token frequencies, it is the loss
+    of a model that knows only these."""
     p = shares[shares > 0]
     return float(-(p * np.log(p)).sum()) + 0.0  # + 0.0: no "-0.0" for a single token
 
 
 def _digest(tokens: np.ndarray) -> str:
-    """Digest of tokens; of a very large array, of its length and 256 evenly spaced samples of 1 MiB."""
+    """Digest of tokens; for a very large array, of its length and 256 evenly spaced samples of 1 MiB."""
     data = tokens.view(np.uint8)
     digest = hashlib.blake2b(f"{len(data)}".encode(), digest_size=16)
     step = (1 << 20) if len(data) <= _HASH_WHOLE else len(data) // 256
@@ -128,7 +128,7 @@ def _digest(tokens: np.ndarray) -> str:
 
 
 def _read_cache(folder: Path, key: str) -> TokenCache | None:
-    """The cache, or None where there is none or it is damaged."""
+    """The cache, or None if it is missing or damaged."""
     try:
         meta = json.loads((folder / f"{key}.json").read_bytes())
         digest, n_train = meta.pop("digest"), meta.pop("n_train")
@@ -136,7 +136,7 @@ def _read_cache(folder: Path, key: str) -> TokenCache | None:
         if _digest(tokens) != digest:
             return None
         meta["documents"] = np.load(folder / f"{key}-{digest}.npy", mmap_mode="r")
-        # The boundary belongs to the identity: moving it makes other training data of the same tokens.
+        # The boundary is part of the identity: moving it gives other training data from the same tokens.
         return TokenCache(tokens[:n_train], tokens[n_train:], f"{digest}-{n_train}", **meta)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -195,7 +195,7 @@ def _build(
 
 
 def _documents(files: Iterable[Source], text_field: str | None, bar: Any) -> Iterator[str | Chat]:
-    """The documents of files; the bar counts characters, or so."""
+    """The documents of files; the bar counts characters, approximately."""
     for file in files:
         for text in read_documents(file, text_field):
             yield text
@@ -211,11 +211,11 @@ class _Writer:
         highest = tokenizer.vocab_size - 1
         self.dtype = np.min_scalar_type(~highest if tokenizer.chats else highest)
         self.tokens, self.apart, self.documents = 0, True, array.array("Q")
-        self.digest, self.length = hashlib.blake2b(digest_size=8), 0  # of the document that is being written
+        self.digest, self.length = hashlib.blake2b(digest_size=8), 0  # of the current document
         self.before = np.empty(0, np.int64)  # tokens that may begin a separator
 
     def write(self, documents: Iterable[str | Chat], end: int) -> None:
-        """Until there are `end` tokens."""
+        """Write until there are `end` tokens."""
         for encoded, last in self._encoded(documents):
             ids = np.asarray(encoded, self.dtype)
             self._note(ids, last)
@@ -226,7 +226,7 @@ class _Writer:
                 break
 
     def _note(self, ids: np.ndarray, last: bool) -> None:
-        """Takes down what a document is; `last`: it ends with these tokens."""
+        """Record a document's digest and length; `last`: it ends with these tokens."""
         self.digest.update(ids.tobytes())
         self.length += len(ids)
         if last:
@@ -235,13 +235,13 @@ class _Writer:
         if separator := self.tokenizer.separator_ids:
             ids = ids.astype(np.int64)
             joined = np.append(self.before, np.where(ids < 0, ~ids, ids))
-            if np.count_nonzero(joined == separator[-1]) > last:  # else there is no end but that one
+            if np.count_nonzero(joined == separator[-1]) > last:  # else that is the only end
                 ends = document_ends(torch.from_numpy(joined)[None], separator)[0]
                 self.apart = self.apart and not ends[: len(joined) - last].any()
             self.before = joined[len(joined) - len(separator) + 1 :]
 
     def _encoded(self, documents: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        """Tokens, and whether a document ends with them."""
+        """Pairs of tokens and whether a document ends with them."""
         separator = np.array(self.tokenizer.separator_ids, np.int64)
         for conversations, group in itertools.groupby(documents, lambda each: isinstance(each, Chat)):
             if conversations:
@@ -254,8 +254,8 @@ class _Writer:
 
 
 def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool]]]:
-    """Texts in groups to be tokenised together: many short ones, or a piece of a very long one, which is cut
-    at line ends. Each piece comes with whether it is its text's last.
+    """Texts in groups to be tokenised together: many short ones, or a piece of a very long one, cut at a line
+    end. Each piece comes with whether it is the last of its text.
     """
     group: list[tuple[str, bool]] = []
     characters = 0

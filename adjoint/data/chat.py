@@ -1,4 +1,4 @@
-"""Conversations to tokens by a tokenizer's chat template; the assistant's answers alone are predicted."""
+"""Tokenise chats with the tokenizer's chat template; only the assistant's answers are predicted."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from adjoint.data.sources import Chat
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
 
-# Roles of what is not learned. Another name (Assistant, model, gpt) may be an answer's, and is refused.
+# Roles that are not trained on. Any other name (Assistant, model, gpt) may mark an answer, and is refused.
 ASKING = {"system", "developer", "user", "tool", "function", "ipython", "observation", "context"}
-HELD = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # what a message may hold
+HELD = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # what a message may contain
 
 
 def encode_chat(tokenizer: Tokenizer, chat: Chat) -> np.ndarray:
-    """A conversation's tokens and the separator, (n,) int64, -1 - id where they are not predicted.
+    """A chat's tokens and the separator, (n,) int64; -1 - id for tokens that are not predicted.
 
-    Predicted are those that the template marks by ``{% generation %}``. With a template that marks none they
-    are what an answer adds to the conversation before it with the generation prompt; a UserError where that
-    cannot be told, because the template writes a beginning in another way than the whole. A UserError, too,
-    where the template leaves out something that a message holds, or a role is unknown.
+    The predicted tokens are those that the template marks with ``{% generation %}``. If it marks none, they
+    are what an answer adds to the messages before it plus the generation prompt.
+
+    Raises:
+        UserError: the answers cannot be located, because the template renders the first messages of a chat
+            differently than within the whole; the template omits part of a message; or a role is unknown.
     """
     if not tokenizer.chats:
         raise UserError(
@@ -47,7 +49,7 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> np.ndarray:
             ids, predicted = _by_prefixes(template, given, chat)
     except UserError:
         raise
-    except Exception as error:  # transformers and templates raise what they like
+    except Exception as error:  # transformers and templates raise errors of any type
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{chat.place}: {tokenizer.name}'s chat template refuses it ({reason})") from None
     separator = list(tokenizer.separator_ids)
@@ -60,14 +62,14 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> np.ndarray:
 
 
 def _is_closed(tokenizer: Tokenizer, ids: list[int], separator: list[int]) -> bool:
-    """Whether tokens end with the separator, and with nothing but blanks behind it, as ChatML writes."""
+    """Whether tokens end with the separator, followed at most by whitespace, as in ChatML."""
     ends = range(len(ids), len(separator) - 1, -1)
     last = next((end for end in ends if ids[end - len(separator) : end] == separator), None)
     return last is not None and not tokenizer.decode(ids[last:]).strip()
 
 
 def _check_messages(chat: Chat) -> None:
-    """Raises a UserError where a message has a role or content that no template says what to do with."""
+    """Raises UserError if a message has a role or content that templates do not handle."""
     for i, message in enumerate(chat.messages, 1):
         role, content = message["role"], message["content"]
         if role != "assistant" and role not in ASKING:
@@ -87,11 +89,11 @@ def _check_messages(chat: Chat) -> None:
 
 
 def _check_rendered(template: Any, given: dict[str, Any], chat: Chat) -> None:
-    """Raises a UserError where the template leaves out, or writes as Python does, what a record holds."""
+    """Raises UserError if the template omits part of a record, or renders it as Python's repr."""
 
     text, at = _squeezed(template.apply_chat_template(chat.messages, tokenize=False, **given)), 0
     for i, message in enumerate(chat.messages, 1):
-        # Templates write messages in their order, but for the first kind, which some put elsewhere.
+        # Templates render messages in order, except system messages, which some put elsewhere.
         first = end = 0 if message["role"] in ("system", "developer") else at
         for field in HELD:
             value = message.get(field)
@@ -115,7 +117,7 @@ def _check_rendered(template: Any, given: dict[str, Any], chat: Chat) -> None:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """The texts in a field of a message, without those that only say of which kind a part is."""
+    """The texts in a field of a message, without those that only name the type of a part."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from () if name in ("type", "id", "index") else _leaves(each)
@@ -127,7 +129,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _forms(text: str) -> list[str]:
-    """How templates write a text: as it is, or as JSON does; without blanks, which many of them trim."""
+    """How templates render a text: as it is, or JSON-escaped; without whitespace, which many trim."""
     return [_squeezed(text), *(_squeezed(json.dumps(text, ensure_ascii=a)[1:-1]) for a in (False, True))]
 
 
@@ -137,7 +139,7 @@ def _squeezed(text: str) -> str:
 
 def _by_prefixes(template: Any, given: dict[str, Any], chat: Chat) -> tuple[list[int], np.ndarray]:
     def ids_of(messages: list[dict[str, Any]], prompt: bool = False) -> list[int]:
-        if not messages:  # an answer that nothing precedes
+        if not messages:  # an answer without anything before it
             return []
         made = template.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True, **given)
         return list(made["input_ids"])
@@ -158,7 +160,7 @@ def _by_prefixes(template: Any, given: dict[str, Any], chat: Chat) -> tuple[list
 
 @functools.cache
 def _template(name: str) -> Any:
-    """The tokenizer of transformers with a chat template that `data.tokenizer` names."""
+    """The transformers tokenizer, with its chat template, that `data.tokenizer` names."""
     place = Path(name).expanduser()
     try:
         from transformers import AutoTokenizer

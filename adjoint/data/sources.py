@@ -1,7 +1,7 @@
 """Which files the text comes from, and the documents in them.
 
-A *source* is one file on disk; it holds one document (.txt, .md, .py) or many (.jsonl: a line each; .parquet:
-a row each). Sources have a fixed order, so the same files always make the same stream.
+A *source* is one file on disk; it holds one document (.txt, .md, .py) or many (.jsonl: one per line;
+.parquet: one per row). Sources have a fixed order, so the same files always give the same stream.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can
 class Source:
     """One file, or a `table` of the datasets library.
 
-    `name`, relative and with /, decides its split; `size`: bytes, 0 where a table is streamed; `lenient`:
-    it is left out instead of being an error where it is no UTF-8; `changed_ns`: when its content was changed
-    last, which can be set back, and when anything of it was.
+    `name`, relative and with /, determines its split; `size` in bytes, 0 for a streamed table; `lenient`:
+    skip the file if it is not UTF-8, instead of raising an error; `changed_ns`: its mtime, which can be set
+    back, and its ctime.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def identity(self) -> list[Any]:
-        """What decides its documents."""
+        """What determines its documents."""
         where = self.name if self.table is not None else os.path.abspath(self.path)
         return [where, self.name, self.size, self.changed_ns]
 
@@ -65,8 +65,8 @@ class Sources:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: messages with role and content each, tools that the assistant may call, and where it
-    stands, for errors."""
+    """A chat: messages, each with role and content; the tools that the assistant may call; and the place of
+    the record, for errors."""
 
     messages: list[dict[str, Any]]
     tools: Any
@@ -76,9 +76,9 @@ class Chat:
 def find_sources(
     path: str | Iterable[str] | None, key: str = "data.path", *, streaming: bool = False
 ) -> Sources:
-    """The files that a key, `data.path`, names, each once, in a fixed order; None is the standard library's
-    sources. `streaming`: tables are downloaded as they are read. A UserError names the path that is no
-    good."""
+    """The files that a key such as `data.path` names, each once, in a fixed order; for None, the source code
+    of the standard library. `streaming`: tables are downloaded as they are read. Raises UserError, naming
+    the path, if one is unusable."""
     try:
         if path is None:
             return _stdlib_sources()
@@ -102,9 +102,9 @@ def find_sources(
 def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Source], list[Source]]:
     """(training, held-out): whole files, about `fraction` of the bytes, chosen by a hash of the name.
 
-    Held-out files are in the order of their hashes, a fair mixture, since an evaluation may read only the
-    first. No held-out file at all where none is small enough to come near the fraction: the caller then cuts
-    the stream.
+    Held-out files are in the order of their hashes, a fair mixture, because an evaluation may read only the
+    first. If no file is small enough to come near the fraction, none is held out: the caller then cuts the
+    stream.
     """
 
     def name_hash(file: Source) -> bytes:
@@ -126,11 +126,11 @@ def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Sour
 
 
 def read_documents(source: Source, text_field: str | None) -> Iterator[str | Chat]:
-    """The documents of one file; a UserError where it, or a record in it, cannot be read.
+    """The documents of one file. Raises UserError if the file or a record in it cannot be read.
 
-    A byte order mark is dropped, line ends are kept as they are; blank .jsonl lines and null texts are left
-    out. A field with a list of messages is a conversation. Unless `text_field` names one, a record's document
-    is its `messages`, and where it has none its `text`.
+    A byte order mark is dropped and line ends are kept; blank .jsonl lines and null texts are skipped. A
+    field with a list of messages is a chat. Unless `text_field` names a field, a record's document is its
+    `messages`, or else its `text`.
     """
     path = source.path
     if source.table is not None:
@@ -141,7 +141,7 @@ def read_documents(source: Source, text_field: str | None) -> Iterator[str | Cha
             if _suffix(path) == ".jsonl":
                 yield from _documents(_json_records(stream, path), text_field)
             elif _suffix(path) == ".parquet":
-                # It is read from its end, and a compressed stream cannot seek there cheaply.
+                # Parquet is read from its end, and seeking there is expensive in a compressed stream.
                 compressed = path.name.lower().endswith(_COMPRESSED)
                 seekable = io.BytesIO(stream.read()) if compressed else stream
                 yield from _documents(_parquet_records(seekable, path, text_field), text_field)
@@ -178,7 +178,7 @@ def _stdlib_sources() -> Sources:
     files = [
         _source(file, name, lenient=True)
         for file, name in (_walk(root, _STDLIB_SKIPPED) if root.is_dir() else [])
-        # what is generated for one machine is left out
+        # skip what is generated for one machine
         if name.endswith(".py") and not file.name.startswith("_sysconfigdata")
     ]
     if not files:
@@ -197,7 +197,7 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
     if path.exists():
         if _suffix(path) is None:
             raise UserError(f"{key} {text}: unsupported kind of file; {_SUPPORTED}")
-        if not path.is_file():  # it would be waited for, and can be read but once
+        if not path.is_file():  # reading would block, and works only once
             raise UserError(f"{key} {text}: a pipe, socket or device; write its text to a file first")
         return [(path, path.name)]
     if glob.has_magic(text):
@@ -211,29 +211,29 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
 
 
 def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
-    """(file, name) of what a folder holds of supported kinds, by name; hidden entries are left out."""
+    """(file, name) of the supported files in a folder, sorted by name; hidden entries are skipped."""
 
-    def refuse(error: OSError) -> None:  # os.walk would leave an unreadable folder out in silence
+    def refuse(error: OSError) -> None:  # os.walk would silently skip an unreadable folder
         raise error
 
     found: list[Path] = []
     seen = set()
     for folder, dirs, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # links may lead round in a circle
+        if real in seen:  # links may form a cycle
             dirs.clear()
             continue
         seen.add(real)
         dirs[:] = sorted(d for d in dirs if d[0] != "." and d != "__pycache__" and d not in skipped)
         files = [Path(folder, name) for name in names if not name.startswith(".")]
-        # A pipe is left out; a link that leads nowhere is kept, and refused by name when it is read.
+        # Pipes are skipped; a dangling link is kept, and refused by name when it is read.
         found += [file for file in files if _suffix(file) and (file.is_file() or not file.exists())]
     named = [(file, file.relative_to(root).as_posix()) for file in found]
     return sorted(named, key=lambda pair: pair[1])
 
 
 def _suffix(path: Path) -> str | None:
-    """The supported suffix of a file, less that of its compression; None where there is none."""
+    """The supported suffix of a file, without that of its compression; None if it has none."""
     name = path.name.lower()
     name = next((name.removesuffix(end) for end in _COMPRESSED if name.endswith(end)), name)
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
@@ -244,11 +244,11 @@ def _source(file: Path, name: str, lenient: bool = False) -> Source:
     return Source(file, name, stat.st_size, (stat.st_mtime_ns, stat.st_ctime_ns), lenient=lenient)
 
 
-Records = Iterator[tuple[str, Any]]  # each with where it stands, for errors
+Records = Iterator[tuple[str, Any]]  # each with its place, for errors
 
 
 def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
-    """The documents of records; null is none."""
+    """The documents of records; null values are skipped."""
     for place, record in records:
         if not isinstance(record, dict):
             raise UserError(f"{place}: expected a JSON object with a field {_fields(field)[0]!r}")
@@ -270,13 +270,13 @@ def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
 
 
 def _fields(field: str | None) -> list[str]:
-    """The fields that may hold a document, the one to prefer first."""
+    """The fields that may hold a document, the preferred one first."""
     return ["messages", "text"] if field is None else [field, "messages"]
 
 
 def _present(names: Collection[str], field: str | None, place: object) -> list[str]:
-    """The fields to read, of those there are: the one that is asked for, or else `messages`, where that is
-    null `text`."""
+    """Which of the existing fields to read: the one asked for, or else `messages`, and `text` if that is
+    null."""
     found = [each for each in _fields(field) if each in names]
     if not found:
         raise UserError(f"{place}: no field {field or 'text'!r}; {_named(names)}")
@@ -297,12 +297,12 @@ def _json_records(stream: Iterable[bytes], path: Path) -> Records:
             content = line.decode("utf-8-sig")
             if content.strip():
                 yield f"{path}:{number}", json.loads(content)
-        except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
+        except (ValueError, RecursionError) as error:  # also for a number with more digits than Python reads
             raise UserError(f"{path}:{number}: not a JSON line in UTF-8 ({error})") from None
 
 
 def _table(text: str, key: str, streaming: bool) -> Source:
-    """The table of ``hf:NAME[:split]``, by the datasets library; unless it streams it is kept on the disk."""
+    """The table ``hf:NAME[:split]``, loaded with the datasets library; stored on disk unless streamed."""
     name, _, split = text.removeprefix("hf:").partition(":")
     split = split or "train"
     path = Path(f"hf:{name}:{split}")
@@ -312,10 +312,10 @@ def _table(text: str, key: str, streaming: bool) -> Source:
         raise UserError(f"{key} {text}: hf: needs datasets: pip install datasets") from None
     try:
         if streaming:
-            builder = datasets.load_dataset_builder(name)  # its hash names the files' versions
+            builder = datasets.load_dataset_builder(name)  # its hash identifies the versions of the files
             return Source(path, f"{text}@{builder.hash}", 0, (0, 0), builder.as_streaming_dataset(split))
         table = datasets.load_dataset(name, split=split)
-    except Exception as error:  # connections, names, formats: each has its own
+    except Exception as error:  # connections, names, formats: each raises its own type
         raise UserError(f"{key} {text}: {' '.join(str(error).split())[:300]}") from None
     return Source(path, f"{text}@{table._fingerprint}", table.data.nbytes, (0, 0), table)
 
@@ -325,7 +325,7 @@ def _table_records(table: Any, path: Path, field: str | None) -> Records:
     try:
         for row in table.select_columns(names):
             yield str(path), _as_json(row)
-    except Exception as error:  # what is streamed can fail as what is looked up can
+    except Exception as error:  # streaming can fail for the same reasons as loading
         raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
 
 
@@ -350,7 +350,7 @@ def _columns(names: Sequence[str], field: str | None, path: Path) -> list[str]:
 
 
 def _as_json(row: dict[str, Any]) -> dict[str, Any]:
-    """A table's row without the keys that its columns add: every message has what any message has."""
+    """A table's row without nulls: a column gives every message the keys of all messages."""
     row = {name: _without_nulls(value) for name, value in row.items()}
     for name, value in row.items():
         if isinstance(value, list) and name != "tools":
