@@ -17,9 +17,9 @@ class ByteTokenizer:
     """The UTF-8 bytes themselves: 256 tokens. Documents end with byte 0 unless `separator` says otherwise.
 
     Attributes:
-        separator_ids: Close each document; may be empty.
-        identity: Digest of what decides the ids.
-        chats: Whether there is a chat template, which conversations need.
+        separator_ids: The tokens that end each document; may be empty.
+        identity: Digest of everything that determines the ids.
+        chats: Whether there is a chat template, which chats need.
     """
 
     chats = False
@@ -39,12 +39,12 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Any) -> str:
-        """Text of bytes (a list, an array or a tensor, one-dimensional); what is no UTF-8 becomes U+FFFD."""
+        """Text of bytes (a one-dimensional list, array or tensor); invalid UTF-8 becomes U+FFFD."""
         return bytes(np.asarray(ids).tolist()).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A tokenizer.json, or a local Hugging Face tokenizer folder; attributes as of `ByteTokenizer`."""
+    """A tokenizer.json, or a local Hugging Face tokenizer folder; with the attributes of `ByteTokenizer`."""
 
     _encode_batch: Callable[[list[str]], list[Sequence[int] | np.ndarray]]
     _decode: Callable[[list[int]], Any]
@@ -52,7 +52,7 @@ class FileTokenizer:
     _eos: str | None
 
     def __init__(self, path: str, separator: str | None = None) -> None:
-        """Raises UserError: no such path, not a tokenizer, or no separator can be found in it."""
+        """Raises UserError: no such path, not a tokenizer, or no separator found in it."""
         self.name = path
         place = Path(path).expanduser()
         if not place.exists():
@@ -122,7 +122,7 @@ class FileTokenizer:
         return list(self._encode_batch([text])[0])
 
     def encode_batch(self, texts: list[str]) -> list[Sequence[int] | np.ndarray]:
-        """Token ids of each text; uses all cores where the tokenizer can."""
+        """Token ids of each text; uses all cores if the tokenizer can."""
         return self._encode_batch(texts)
 
     def decode(self, ids: Any) -> str:
@@ -140,12 +140,12 @@ BYTES = range(256, 513)  # sizes of vocabularies that may be bytes, with special
 
 
 def tokenizer_in(directory: str) -> str | None:
-    """A Hugging Face folder as a value of `data.tokenizer`; None where it has no tokenizer."""
+    """A Hugging Face folder as a value of `data.tokenizer`; None if it has no tokenizer."""
     return directory if tokenizer_files(directory) else None
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """The files of a tokenizer folder, or a tokenizer.json itself; none where there is no tokenizer."""
+    """The files of a tokenizer folder, or a tokenizer.json itself; empty if there is no tokenizer."""
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
@@ -156,7 +156,7 @@ def tokenizer_files(path: str) -> list[Path]:
 
 
 def check_bytes(directory: str, vocab_size: int) -> None:
-    """Raises a UserError where the model of a folder without a tokenizer cannot be one of bytes."""
+    """Raises UserError if a folder has no tokenizer and its model cannot be byte-level."""
     if vocab_size not in BYTES:
         raise UserError(
             f"data.tokenizer: {directory} has no tokenizer, and a vocabulary of {vocab_size} is not bytes; "
@@ -165,15 +165,15 @@ def check_bytes(directory: str, vocab_size: int) -> None:
 
 
 def load_tokenizer(tokenizer: str | None, separator: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, bytes if None, with the separator of `data.separator`; a
-    UserError where there is none."""
+    """The tokenizer that `data.tokenizer` names, bytes if None, with the separator of `data.separator`.
+    Raises UserError if there is none."""
     if tokenizer in (None, ByteTokenizer.name):
         return ByteTokenizer(separator)
     return FileTokenizer(tokenizer, separator)
 
 
 def _configured(folder: Path, key: str) -> Any:
-    """What the tokenizer_config.json of a folder, or else a file KEY.jinja, says; None where nothing does."""
+    """A value of a folder's tokenizer_config.json, or else its file KEY.jinja; None if neither has it."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     except (OSError, ValueError):

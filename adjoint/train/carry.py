@@ -1,4 +1,4 @@
-"""States that go on from batch to batch (`training.carry_state`)."""
+"""States carried from batch to batch (`training.carry_state`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from adjoint.engine.tile import reset_rows
 from adjoint.layers import State
 from adjoint.layers.init import seed_of
 
-STEM = "state"  # of their files in a checkpoint
+STEM = "state"  # of the state files in a checkpoint
 
 
 class Carried:
-    """The states that the last batch ended in, a tuple for each layer of `span`; None before the first batch.
+    """The final states of the last batch, a tuple for each layer of `span`; None before the first batch.
     `how` is `training.carry_state`."""
 
     def __init__(self, how: str, span: Sequence[int]) -> None:
@@ -24,34 +24,34 @@ class Carried:
         self.states: list[State] | None = None
 
     def start(self, goes_on: bool, seed: int) -> list[State] | None:
-        """The states that the next batch starts from; None for zeros, as where it does not go on from others.
-        Each layer draws noise by a generator of its own, so that a shard draws what the whole would."""
+        """The states that the next batch starts from; None for zeros, as when it does not continue the last.
+        Each layer has its own noise generator, so that a shard draws the same noise as the whole model."""
         if self.states is None or not goes_on:
             return None
-        if self.how == "other":  # of another row too
+        if self.how == "other":  # the states of another row, too
             return [tuple(s.roll(1, 0) for s in state) for state in self.states]
         if self.how == "noise":
             return [_noise(state, seed, k) for k, state in zip(self.span, self.states, strict=True)]
         return self.states
 
     def end(self, states: Sequence[State], ended: Tensor) -> None:
-        """Keeps what a batch ended in; zeros in the rows, (batch,) bool, that `ended` with a document."""
+        """Keep the final states of a batch; zeros in rows, (batch,) bool, whose document `ended` with it."""
         self.states = [reset_rows(tuple(s.detach() for s in state), ended) for state in states]
 
     def tensors(self) -> dict[str, Tensor]:
-        """By the layers' names, for a checkpoint."""
+        """The states by layer name, for a checkpoint."""
         states = zip(self.span, self.states or [()] * len(self.span), strict=True)
         return {f"layers.{k}|{i}": s for k, state in states for i, s in enumerate(state)}
 
     def load(self, stored: StoredTensors, device: torch.device) -> None:
-        """The reverse, from a checkpoint's files of `STEM`; what it has not stays None."""
+        """Load the states from a checkpoint's `STEM` files; they stay None if it has none."""
         if self.how != "none" and stored.where:
             found = [sorted(stored.of(f"layers.{k}").items()) for k in self.span]
             self.states = [tuple(s.to(device) for _, s in state) for state in found]
 
 
 def _noise(state: State, seed: int, layer: int) -> State:
-    """Random numbers with the mean and deviation of a state's tensors."""
+    """Random numbers with the mean and standard deviation of a state's tensors."""
     if not state:
         return ()
     generator = torch.Generator(state[0].device).manual_seed(seed_of(seed, layer))

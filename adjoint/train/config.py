@@ -1,7 +1,7 @@
 """Configuration of a training run: the dataclasses behind YAML files and ``--section.key value`` flags.
 
-A key is a field of a dataclass (of `Config`'s, or of a method) and nothing else: its annotation says which
-values it takes, in YAML as on the command line, and its `option` says what it is for.
+Every key is a field of a dataclass (a section of `Config`, or a method): its annotation says which values it
+takes, in YAML as on the command line, and its `option` has its help text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from adjoint.train.layout import Layout
 from adjoint.train.trackers import are_trackers
 
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
-# What is other by default where a model is given to go on from.
+# Defaults that differ when fine-tuning a pretrained model.
 FINE_TUNING = {"lr": 2e-5, "weight_decay": 0.0}
 
 
@@ -59,12 +59,10 @@ Betas = Annotated[tuple[float, float], Must("two numbers in [0, 1)", lambda b: a
 @documented
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Optimisation, evaluation and what a run writes."""
+    """Optimisation, evaluation and output of a run."""
 
     steps: Positive = option(200, "optimizer steps of the whole run.")
-    seed: NotNegative = option(
-        0, "seed of the initial weights, of the order of the data, and of the samples."
-    )
+    seed: NotNegative = option(0, "seed of the initial weights, the data order and the samples.")
     optimizer: Literal["adamw", "adamw8bit", "muon"] = option(
         "adamw",
         '"adamw"; "adamw8bit", whose moments take 2 bytes per weight instead of 8 (torchao); or "muon" '
@@ -77,8 +75,8 @@ class TrainingConfig:
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
         "cosine",
-        'learning rate after the warm-up: "cosine" and "linear" fall to min_lr; "constant" stays; "wsd" '
-        "(warm-up, stable, decay) stays, and falls to min_lr in the last decay_steps.",
+        'learning rate after the warm-up: "cosine" and "linear" decay to min_lr; "constant" stays; "wsd" '
+        "(warm-up, stable, decay) stays, then decays to min_lr in the last decay_steps.",
     )
     min_lr: NotNegativeNumber | None = option(None, "learning rate at the last step; null is a tenth of lr.")
     warmup_steps: NotNegative | None = option(
@@ -96,15 +94,15 @@ class TrainingConfig:
     grad_accumulation: Positive = option(1, "batches whose gradients are summed for one optimizer step.")
     optimizer_in_backward: bool = option(
         False,
-        'step each parameter as soon as its gradient is complete, inside the backward: with "backprop" '
-        'and "mini-sequence" all gradients never exist at once; methods by chunks complete them at their '
-        "end, and save nothing. Needs grad_clip 0 and no grad_accumulation.",
+        "step each parameter as soon as its gradient is complete, inside the backward. Saves memory with "
+        '"backprop" and "mini-sequence", not with chunked methods, which complete all gradients at the '
+        "end. Needs grad_clip 0 and grad_accumulation 1.",
     )
     carry_state: Literal["none", "previous", "other", "noise"] = option(
         "none",
-        'recurrent states at the start of a batch: "none", zero; "previous", the last states of the batch '
-        'before, whose text each row continues; "other", the last states of another sequence; "noise", '
-        "random numbers with the mean and deviation of final states. No gradient flows into them. May "
+        'recurrent states at the start of a batch: "none", zero; "previous", the final states of the batch '
+        'before, whose text each row continues; "other", the final states of another sequence; "noise", '
+        "random with the mean and deviation of final states. No gradient flows into them. May "
         'help a model generalize beyond data.seqlen (Buitrago & Gu 2025, "Understanding and improving '
         'length generalization in recurrent models"); docs/convergence.md measures "previous".',
     )
@@ -113,14 +111,14 @@ class TrainingConfig:
     )
     device: str = option("auto", '"auto" (CUDA if there is a GPU, else the CPU), cpu, cuda, cuda:1, …')
     deterministic: bool | None = option(
-        None, "use deterministic algorithms only; null is true on the CPU and false elsewhere."
+        None, "use only deterministic algorithms; null is true on the CPU and false elsewhere."
     )
-    threads: Positive | None = option(None, "CPU threads; null leaves PyTorch's own choice.")
+    threads: Positive | None = option(None, "CPU threads; null keeps PyTorch's default.")
     eval_every: NotNegative = option(50, "steps between evaluations on held-out text; 0: at the end only.")
     save_every: NotNegative = option(50, "steps between checkpoints; 0: at the end only.")
     save_async: bool = option(
         False,
-        "write each checkpoint in a thread while the next steps run. Takes CPU memory for a copy of model "
+        "write each checkpoint in a thread while training continues. Takes CPU memory for a copy of model "
         "and optimizer. The run waits for the thread before the next checkpoint and at the end.",
     )
     keep_checkpoints: Positive = option(
@@ -134,12 +132,12 @@ class TrainingConfig:
     sample_temperature: PositiveNumber = option(0.8, "temperature of the sample; lower is more conservative.")
     report_to: Annotated[str, Must("none, or tensorboard, wandb, trackio", are_trackers)] = option(
         "none",
-        'trackers that get the metrics, besides metrics.jsonl: "none", or tensorboard (event files in the '
+        'trackers for the metrics, besides metrics.jsonl: "none", or tensorboard (event files in the '
         "run's folder), wandb, trackio, separated by commas.",
     )
     profile: NotNegative = option(
         0,
-        "how many steps, from the second one on, torch.profiler records into trace.json in the run's "
+        "number of steps, starting with the second, that torch.profiler records to trace.json in the run's "
         "folder, for chrome://tracing or Perfetto; 0 for none.",
     )
 
@@ -201,37 +199,37 @@ class RunConfig:
 @documented
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Training over several processes, each of which owns some of the layers."""
+    """Training over several processes."""
 
     shards: NotNegative | Literal["auto"] = option(
         0,
-        'processes among which the layers are divided; 0 trains in this process, without Ray; "auto": as '
+        'pipeline stages, a process each; 0 trains in this process, without Ray; "auto": as '
         "many as fit in the cluster of RAY_ADDRESS (inside a job), or else on this machine.",
     )
     replicas: Positive = option(
         1,
-        "copies of the whole pipeline, each with its rows of every batch; a replica needs a row. "
-        "Gradients are summed over them; losses and weights are those of one replica, to rounding.",
+        "data-parallel copies of the pipeline, each with at least one row of every batch. Gradients are "
+        "summed over them; losses and weights equal those of one replica, to rounding.",
     )
     sequence: Positive = option(
         1,
-        "workers that share every sequence: chunks go to them in turn, and each has the whole model (of "
-        "its shard).",
+        "context-parallel workers that share each sequence: they get its chunks in turn, and each holds the "
+        "whole model (or its shard's layers).",
     )
     helpers: NotNegative = option(
-        0, "extra processes per replica that take tasks from the shards, for the method layer-local."
+        0, "extra processes per replica that take tasks from the shards; layer-local only."
     )
     cpus: Positive | None = option(
         None,
-        "CPUs that each process asks for, and its threads; null asks for one, and processes on a node "
+        "CPUs that each process requests, and its threads; null requests one, and processes on a node "
         "share its cores. training.threads overrides the threads.",
     )
     transport: Literal["auto", "gloo", "nccl"] = option(
-        "auto", 'how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere.'
+        "auto", 'how tensors are sent between shards; "auto" is nccl between whole GPUs, gloo elsewhere.'
     )
     max_failures: NotNegative = option(
         3,
-        "how many times lost shards are started again, from the last checkpoint, before the run stops; "
+        "how many times lost shards are restarted, from the last checkpoint, before the run stops; "
         "preempted machines do not count.",
     )
     start_timeout: PositiveNumber = option(300.0, "seconds to wait for free resources for the shards.")
@@ -240,13 +238,13 @@ class ClusterConfig:
     )
     progress_timeout: PositiveNumber = option(
         1800.0,
-        "seconds in which no shard finishes an action, though all are alive, after which those that are "
-        "not waiting (or all) count as lost. Must be longer than any tile or sum of gradients takes.",
+        "seconds without a finished action on any live shard, after which the shards that are not waiting "
+        "(or all) count as lost. Must be longer than any tile or gradient all-reduce takes.",
     )
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
-        # which refuses what cannot be; torchrun starts a sequence's workers without shards
+        # Layout refuses invalid combinations; with torchrun, sequence workers need no shards
         _ = (
             dataclasses.replace(self, sequence=1).layout
             if self.shards == 0 < self.sequence - 1
@@ -255,7 +253,7 @@ class ClusterConfig:
 
     @property
     def layout(self) -> Layout:
-        """How the run is spread over workers; of one shard where that is "auto" and not known yet."""
+        """How the run is spread over workers; one shard while "auto" is not resolved yet."""
         shards = 1 if self.shards == "auto" else self.shards
         return Layout(shards, self.sequence, self.replicas, self.helpers)
 
@@ -263,7 +261,7 @@ class ClusterConfig:
 @documented
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters of low rank, by PEFT: they are trained, the model's own weights are not (Hu et al. 2021)."""
+    """Low-rank adapters (LoRA) from PEFT: only these are trained (Hu et al. 2021)."""
 
     rank: Positive = option(8, "rank of each adapter; any model.lora key switches adapters on.")
     alpha: PositiveNumber | None = option(
@@ -290,8 +288,8 @@ class ModelConfig(StackConfig):
 
     from_pretrained: str | None = option(
         None,
-        "folder, or name on the Hugging Face hub, of a causal LM to fine-tune; its own sizes count, and "
-        "the method must be exact, truncated or backprop.",
+        "folder, or name on the Hugging Face hub, of a causal LM to fine-tune; it sets the sizes, and the "
+        "method must be exact, truncated or backprop.",
     )
     lora: LoraConfig | None = None
 
@@ -303,8 +301,8 @@ class ModelConfig(StackConfig):
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run needs. ``Config()`` is the main job, the same as ``configs/default.yaml``: it is small
-    enough to learn something on two cores in minutes."""
+    """Everything a run needs. ``Config()`` equals ``configs/default.yaml``, small enough to learn something on
+    two cores in minutes."""
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(d_model=128, n_layer=2))
     method: Any = field(default_factory=METHODS["exact"])
@@ -326,8 +324,8 @@ class Config:
 
 
 def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
-    """Read ``--config FILE`` (any number, later ones win), variables of the environment such as
-    ``ADJOINT_TRAINING__STEPS`` (they win) and ``--section.key value`` flags (they win over both).
+    """Read ``--config FILE`` (any number; later ones override), environment variables such as
+    ``ADJOINT_TRAINING__STEPS`` (override files) and ``--section.key value`` flags (override both).
 
     Raises:
         UserError: one line naming the flag, file or variable, what is wrong with it and what would be right.
@@ -372,7 +370,7 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """A key: the annotation of its values, its default, and its help text."""
+    """A key: the annotation of its values, its default and its help text."""
 
     hint: Any
     default: Any
@@ -381,7 +379,7 @@ class Setting:
 
 @functools.cache
 def known_keys() -> dict[str, Setting]:
-    """The keys by their dotted names."""
+    """All keys by their dotted names."""
     keys: dict[str, Setting] = {}
     for section, value in vars(Config()).items():
         found = _method_keys() if section == "method" else _keys_of(type(value), value)
@@ -405,7 +403,7 @@ def _method_keys() -> dict[str, Setting]:
 
 
 def _keys_of(cls: type, defaults: object) -> dict[str, Setting]:
-    """The fields of a dataclass, and of those that are its fields."""
+    """The fields of a dataclass, and of nested dataclasses."""
     keys, helps = dict[str, Setting](), helps_of(cls)
     for name, hint in hints_of(cls).items():
         inner = next((t for t in get_args(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)), None)
@@ -444,19 +442,19 @@ def _parser(prog: str) -> Flags:
 
 
 def _file_values(path: str) -> Iterator[tuple[str, Any]]:
-    """The dotted keys and the values of a YAML file; a UserError where it is not made of sections."""
+    """The dotted keys and values of a YAML file. Raises UserError if it has no sections."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [str(key.value) for key, _ in node.value]
-            if len(set(keys)) < len(keys):  # YAML's own loader takes the last of them
+            if len(set(keys)) < len(keys):  # YAML's own loader keeps the last silently
                 raise yaml.YAMLError(f"{max(keys, key=keys.count)} stands twice")
             return super().construct_mapping(node, deep)
 
     file = Path(path)
     if not file.exists() and file.parent == Path("configs"):
-        file = Path(__file__).parents[1] / file  # the package brings them along
+        file = Path(__file__).parents[1] / file  # the package includes them
     if not file.is_file():
         raise UserError(f"--config {path}: no such file; give the path of a YAML file")
     try:
@@ -480,7 +478,7 @@ def _file_values(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _environment() -> Iterator[tuple[str, str, str]]:
-    """The dotted key, the value and the name of each variable that gives one: ADJOINT_SECTION__KEY."""
+    """The dotted key, value and name of each environment variable ADJOINT_SECTION__KEY."""
     spelled = {name.lower(): name for name in known_keys()}
     meant = re.compile(f"ADJOINT_(.*__|({'|'.join(vars(Config()))})_)", re.IGNORECASE)
     for variable, text in sorted(os.environ.items()):
@@ -490,7 +488,7 @@ def _environment() -> Iterator[tuple[str, str, str]]:
 
 
 def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
-    """The sizes of a Hugging Face model; what is given besides must agree with them."""
+    """The sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.hf.load import sizes
 
     ours = {key: given.pop(key) for key in ("from_pretrained", "lora") if key in given}
@@ -508,13 +506,13 @@ def _unknown(name: str, where: str) -> UserError:
 
 
 def _method(name: str, given: dict[str, Any]) -> Any:
-    """The method of `adjoint.methods` with the arguments given; None leaves the method's own default."""
+    """The method of `adjoint.methods` with the given arguments; None keeps the method's default."""
     fields = {method: {f.name: f.default for f in dataclasses.fields(cls)} for method, cls in METHODS.items()}
     arguments = {key: value for key, value in given.items() if value is not None}
     for key in sorted(arguments.keys() - fields[name].keys()):
         takers = [method for method in METHODS if key in fields[method]]
         if arguments.pop(key) in [fields[method][key] for method in takers]:
-            continue  # a run's file has all arguments of its method, and another may be chosen beside it
+            continue  # a run's file lists all its method's arguments, and a flag may choose another method
         raise UserError(
             f"method.{key}: the method {name!r} takes no {key} (taken by: {', '.join(takers)}); "
             f"set --method.{key} null or choose another --method.name"
@@ -529,8 +527,8 @@ def _method(name: str, given: dict[str, Any]) -> Any:
 
 
 def _build(values: dict[str, Any], weights: bool = True) -> Config:
-    """The configuration of the dotted keys that are given; the others have their defaults. Of a model of the
-    hub `weights` says whether they are downloaded."""
+    """The configuration with the given dotted keys; all others have their defaults. `weights`: whether to
+    download the weights of a model on the hub."""
     defaults = vars(Config())
     given: dict[str, dict[str, Any]] = {section: {} for section in defaults}
     for key, value in values.items():

@@ -1,8 +1,8 @@
-"""What other trainers (transformers', TRL, axolotl, nanoGPT) call their keys, and what does the same here."""
+"""Option names of other trainers (transformers, TRL, axolotl, nanoGPT), and what does the same here."""
 
 from __future__ import annotations
 
-# A key of ours, or what is said instead; and the last parts of the names that it answers.
+# Our key, or the hint to show, and the other trainers' names that it answers (their last parts).
 _ANSWERS = {
     "data.batch": "batch_size micro_batch_size per_device_eval_batch_size per_device_train_batch_size",
     "data.eval_fraction": "val_set_size",

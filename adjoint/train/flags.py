@@ -1,4 +1,4 @@
-"""Reading command lines: flags whose values are read as they are parsed, errors in one line."""
+"""Command lines: flags whose values are converted while parsing, with one-line errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adjoint.settings import read_value
 
 
 class Flags(argparse.ArgumentParser):
-    """The flags of a command, written out in full; what it refuses is a UserError."""
+    """The flags of a command, without abbreviations; errors are raised as UserError."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -23,10 +23,10 @@ class Flags(argparse.ArgumentParser):
         """Add a flag.
 
         Args:
-            flag: its name. text: its help, to which its default is added.
-            read: makes its value of the text that is given, and of a default that is text; its ValueError has
-                the words of the error.
-            settings: as argparse's `add_argument` takes them.
+            flag: its name. text: its help; the default is appended.
+            read: converts the given text, or a default given as text, to a value; the message of its
+                ValueError is shown as the error.
+            settings: as for argparse's `add_argument`.
         """
 
         def value(word: str) -> Any:
@@ -48,12 +48,12 @@ class Flags(argparse.ArgumentParser):
 
 
 def reads(hint: Any) -> Callable[[str], Any]:
-    """A reader for `Flags.add`, of the values that an annotation takes (`adjoint.settings`)."""
+    """A reader for `Flags.add` that takes the values of an annotation (`adjoint.settings`)."""
     return lambda text: read_value(text, hint)
 
 
 def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A reader for `Flags.add`, of ``4K,64K``: the different values, one or more."""
+    """A reader for `Flags.add` of lists such as ``4K,64K``: one or more values, without duplicates."""
 
     def values(text: str) -> list[Any]:
         words = [word.strip() for word in text.split(",") if word.strip()]
@@ -65,14 +65,14 @@ def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def new_folder(text: str) -> Path:
-    """A reader for `Flags.add`, of a folder to write to."""
+    """A reader for `Flags.add` of a folder to write to."""
     if Path(text).is_file():
         raise ValueError(f"{text}: is a file; name a folder")
     return Path(text)
 
 
 def nearest(key: str, known: Collection[str]) -> str | None:
-    """The known name most like ``key``, with or without its section; none where nothing is like it."""
+    """The known name most similar to ``key``, with or without its section; None if none is similar."""
     short = {name.rpartition(".")[2]: name for name in known}
     found = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.65)
     return short.get(found[0], found[0]) if found else None

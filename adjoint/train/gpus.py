@@ -1,4 +1,4 @@
-"""GPUs by name: memory, and the rates of their makers' data sheets."""
+"""GPUs by name: their memory, and peak rates from the data sheets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Gpu:
     """A whole GPU.
 
     Attributes:
-        name: as `adjoint plan --device` takes it; its parts, between hyphens, are words of the driver's name.
-        memory: bytes, as NVML reports them; of an A100 with 40 GB those that the driver leaves to programs.
-        bfloat16, float32: peak TFLOP/s, dense; bfloat16 in the tensor cores, float32 outside them.
+        name: as in `adjoint plan --device`; its parts, between hyphens, are words of the driver's name.
+        memory: bytes, as reported by NVML; for an A100 with 40 GB, those that the driver leaves to programs.
+        bfloat16, float32: peak TFLOP/s, dense; bfloat16 on tensor cores, float32 without them.
     """
 
     name: str
@@ -42,8 +42,8 @@ GPUS = {
 
 
 def by_driver_name(name: str) -> Gpu | None:
-    """The GPU that the driver calls `name`, such as "NVIDIA H100 PCIe"; None for a slice of one, and for one
-    that is not in the table."""
+    """The GPU that the driver calls `name`, such as "NVIDIA H100 PCIe"; None for a MIG slice or a GPU that is
+    not in the table."""
     words = set(re.split(r"[\s-]+", name.lower()))
     found = [gpu for gpu in GPUS.values() if words.issuperset(gpu.name.split("-"))]
     return None if "mig" in words or not found else max(found, key=lambda gpu: gpu.name.count("-"))

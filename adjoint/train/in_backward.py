@@ -15,17 +15,17 @@ from adjoint.train.optimizer import parts_of, take_step
 
 @dataclass(frozen=True)
 class OptimizerInBackward:
-    """What `optimizer_in_backward` gives back.
+    """What `optimizer_in_backward` returns.
 
     Attributes:
-        optimizers: one a trained parameter, by the parameter's name: for learning rates and `state_dict`.
+        optimizers: one per trained parameter, by its name: to set learning rates and for `state_dict`.
     """
 
     optimizers: dict[str, Optimizer]
     hooks: list[Any]
 
     def remove(self) -> None:
-        """Backward passes leave their gradients in `.grad` again."""
+        """Stop: backward passes leave gradients in `.grad` again."""
         for hook in self.hooks:
             hook.remove()
 
@@ -33,22 +33,22 @@ class OptimizerInBackward:
 def optimizer_in_backward(
     model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
 ) -> OptimizerInBackward:
-    """Steps every parameter as soon as its gradient is complete, inside `loss.backward()`, and frees the
-    gradient: all gradients never exist at once (Luo et al. 2024, appendix D). By PyTorch's
-    `register_post_accumulate_grad_hook`; for a `Stack` and for a model of transformers, wrapped or not.
+    """Step every parameter as soon as its gradient is complete, inside `loss.backward()`, and free the
+    gradient, so that all gradients never exist at once (Luo et al. 2024, appendix D). Uses PyTorch's
+    `register_post_accumulate_grad_hook`. Works for a `Stack` and for transformers models, wrapped or not.
 
         handle = adjoint.optimizer_in_backward(model, lambda p: torch.optim.AdamW(p, lr=1e-4))
         model(input_ids=ids, labels=ids, ...).loss.backward()   # no optimizer.step(), no zero_grad()
 
-    Do not use it with gradient accumulation, clipping by a norm of all gradients, or a gradient scaler: each
-    needs all gradients before the first step. Methods that give all gradients at their end (`Exact` and its
-    kin) save no memory by it. `.grad` is None after the backward.
+    Do not use it with gradient accumulation, clipping by the total norm, or a gradient scaler: each needs all
+    gradients before the first step. It saves no memory with methods that complete all gradients at their end
+    (`Exact` and the windowed ones). `.grad` is None after the backward.
 
     Args:
         make_optimizer: called with a list of one parameter, for each that requires a gradient.
 
     Returns:
-        Its `optimizers`, by parameter name, are where a learning rate is set; `remove()` ends it.
+        A handle: set learning rates on its `optimizers`, by parameter name; `remove()` removes the hooks.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizers = {name: make_optimizer([parameter]) for name, parameter in named.items()}
@@ -63,7 +63,7 @@ def optimizer_in_backward(
 
 
 class SteppedInBackward:
-    """A run's optimizer, of which every backward steps each parameter as soon as its gradient is complete.
+    """A run's optimizer; every backward steps each parameter as soon as its gradient is complete.
 
     Attributes:
         lr: the learning rate of the next backward.
@@ -92,6 +92,6 @@ class SteppedInBackward:
         return step
 
     def norm(self) -> float:
-        """The L2 norm of the gradients since it was asked for last."""
+        """The L2 norm of the gradients since the last call."""
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum().sqrt().item() if squares else 0.0

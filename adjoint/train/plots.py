@@ -12,8 +12,8 @@ from adjoint.files import new_figure, save_figure
 def plot_losses(
     metrics: Sequence[dict[str, Any]], path: str | Path, unigram_entropy: float | None = None, title: str = ""
 ) -> None:
-    """Draw training and held-out loss (nats per token) of rows of ``metrics.jsonl`` against steps, and the
-    entropy of the tokens' frequencies to beat, nats per token."""
+    """Plot training and held-out loss (nats per token) of rows of ``metrics.jsonl`` against steps, and the
+    unigram entropy to beat, in nats per token."""
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(7, 4.2)

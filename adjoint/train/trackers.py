@@ -1,4 +1,4 @@
-"""Where metrics are reported besides the run's folder: TensorBoard, Weights & Biases, trackio."""
+"""Experiment trackers: TensorBoard, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio
 
 
 def are_trackers(text: str) -> bool:
-    """Whether a value of ``training.report_to`` is one."""
+    """Whether a text is a valid value of ``training.report_to``."""
     return text == "none" or all(name in _MODULES for name in text.split(","))
 
 
 class Trackers:
-    """The open reports of a run to `names` (``training.report_to``).
+    """The trackers that a run reports to, `names` (``training.report_to``).
 
-    What was reported of steps after `step` is done again. A UserError where a package is not installed.
+    TensorBoard drops what was reported after `step`. Raises UserError if a package is not installed.
     """
 
     def __init__(self, names: str, path: Path, step: int, config: dict[str, Any]) -> None:
