@@ -203,8 +203,8 @@ class ClusterConfig:
 
     shards: NotNegative | Literal["auto"] = option(
         0,
-        'pipeline stages, a process each; 0 trains in this process, without Ray; "auto": as '
-        "many as fit in the cluster of RAY_ADDRESS (inside a job), or else on this machine.",
+        'pipeline stages, a process each; 0 trains in this process, without Ray; "auto": as many as '
+        "fit in the cluster of RAY_ADDRESS (inside a job), or else on this machine.",
     )
     replicas: Positive = option(
         1,
@@ -301,8 +301,8 @@ class ModelConfig(StackConfig):
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run needs. ``Config()`` equals ``configs/default.yaml``, small enough to learn something on
-    two cores in minutes."""
+    """Everything a run needs. ``Config()`` equals ``configs/default.yaml``, small enough to learn something
+    on two cores in minutes."""
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(d_model=128, n_layer=2))
     method: Any = field(default_factory=METHODS["exact"])
