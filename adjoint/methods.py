@@ -192,7 +192,7 @@ class Truncated:
             return Scheme(size)
         if self.unbiased:
             size = min(self.chunk_size or min(default, max(1, self.window // 4)), seqlen)
-            return Scheme(size, Arrows(cut=size / self.window))
+            return Scheme(size, Arrows(drop_probability=size / self.window))
         return Scheme(size, Arrows(window=self.window))
 
 

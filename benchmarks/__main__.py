@@ -14,7 +14,7 @@ import sys
 import time
 
 from adjoint.files import write_atomically
-from adjoint.tools.points.process import ROOT
+from adjoint.tools.measure.process import ROOT
 from benchmarks.figures import FIGURES, Figure
 from benchmarks.pages import PAGES, faults, written
 from benchmarks.report import markdown_table

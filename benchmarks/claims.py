@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from adjoint.hf.mini_sequence import in_pieces, splitting
 from adjoint.loss import linear_cross_entropy
-from adjoint.plan.count import Conditions, counting, fake_tensors
-from adjoint.tools.points.process import Point
+from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
+from adjoint.tools.measure.process import Point
 from adjoint.train.gpus import GPUS
 from benchmarks import report, runner, scaling
 from benchmarks.report import Row

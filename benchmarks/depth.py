@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.convergence.command import summaries
 from benchmarks.convergence.pictures import looks

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from adjoint.tools.points.process import ROOT
+from adjoint.tools.measure.process import ROOT
 from benchmarks.claims import Claims
 from benchmarks.convergence.command import Convergence
 from benchmarks.depth import Depth
@@ -159,9 +159,9 @@ FIGURES = [
            ("engine/sequence.py", "engine/spread.py", "engine/storage.py")),
     Figure("docs/paper.md", LayerLocalCosine(), "", ""),
     Figure("docs/paper.md", Sources(), "", "--tables table-1 layer",
-           ("plan/count.py", "plan/memory.py", "loss.py", "layers/*.py")),
+           ("plan/stage_memory.py", "plan/memory.py", "loss.py", "layers/*.py")),
     Figure("docs/paper.md", Claims(), "", "--groups korthikanti-layer",
-           ("plan/count.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", *PROGRAMS)),
+           ("plan/stage_memory.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", *PROGRAMS)),
     Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b",
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
     Figure("docs/method.md", MiniSequence(), "", "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),

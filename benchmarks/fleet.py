@@ -19,9 +19,9 @@ from typing import Any
 from adjoint.errors import UserError
 from adjoint.plan.estimate import LATENCY
 from adjoint.plan.layouts import rank
+from adjoint.tools.measure import show
+from adjoint.tools.measure.process import Point
 from adjoint.tools.plan.command import SUSTAINED, read_arguments, request_of
-from adjoint.tools.points import show
-from adjoint.tools.points.process import Point
 from adjoint.train.gpus import GPUS
 from benchmarks import report, runner
 from benchmarks.report import Row

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from adjoint.tools.points.passes import Passes, measured, repeated
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.passes import Passes, measured, repeated
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, steps, wrapped
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint import Backprop, LayerLocal, Stack, StackConfig
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks import report
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found

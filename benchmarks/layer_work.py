@@ -25,9 +25,9 @@ from adjoint.engine.stages import Layer
 from adjoint.engine.tile import Gradients
 from adjoint.layers import StackConfig
 from adjoint.methods import RECOMPUTE
-from adjoint.plan.count import Conditions, Example, counting, example
 from adjoint.plan.stack import StackModel
-from adjoint.tools.points.process import Point
+from adjoint.plan.stage_memory import Conditions, Example, counting, example
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found

@@ -24,8 +24,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from adjoint.tools.points import show
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure import show
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, steps
 from benchmarks.report import BLACK, BLUE, GREY, Row
 from benchmarks.runner import Found

@@ -12,7 +12,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found

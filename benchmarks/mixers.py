@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import adjoint
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, steps
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found

@@ -15,9 +15,9 @@ from adjoint.cli import main
 from adjoint.engine import first_use
 from adjoint.memory import size_bytes
 from adjoint.plan.memory import RESERVED
+from adjoint.tools.measure import passes
+from adjoint.tools.measure.process import ROOT
 from adjoint.tools.plan import command
-from adjoint.tools.points import passes
-from adjoint.tools.points.process import ROOT
 from adjoint.train.config import TrainingConfig
 from adjoint.train.gpus import GPUS
 from benchmarks import report

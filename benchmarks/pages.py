@@ -14,7 +14,7 @@ import functools
 import re
 from pathlib import Path
 
-from adjoint.tools.points.process import ROOT
+from adjoint.tools.measure.process import ROOT
 from benchmarks.figures import FIGURES
 from benchmarks.numbers import NUMBERS, TABLES
 from benchmarks.report import with_table

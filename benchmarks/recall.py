@@ -24,7 +24,7 @@ import adjoint
 from adjoint.batch import IGNORE_INDEX
 from adjoint.layers import MIXERS
 from adjoint.tools.eval.needles import DEPTHS, heat_maps, hidden
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found

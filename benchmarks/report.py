@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.files import write_atomically
-from adjoint.tools.points.process import ROOT
+from adjoint.tools.measure.process import ROOT
 from adjoint.train import machine
 
 Row = dict[str, Any]  # a line of the results

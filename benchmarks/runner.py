@@ -1,7 +1,7 @@
 """How a benchmark is run: its command line, its points one after the other, what is kept, written and shown.
 
 A `Benchmark` says what varies, how a point is measured, and what is made of the results. Each point is
-measured in a fresh process and kept in a journal at once (`adjoint.tools.points`): a run that was stopped
+measured in a fresh process and kept in a journal at once (`adjoint.tools.measure`): a run that was stopped
 goes on where it was. Results go to runs/benchmarks/NAME, or `--out`: what lies in benchmarks/results and in
 the documents is replaced with `--publish` only, by whole runs in which nothing failed.
 
@@ -29,8 +29,8 @@ import torch
 from adjoint.files import write_atomically
 from adjoint.memory import size_bytes
 from adjoint.settings import whole_number
-from adjoint.tools.points.journal import Journal, progress
-from adjoint.tools.points.process import ROOT, Point, Process
+from adjoint.tools.measure.journal import Journal, progress
+from adjoint.tools.measure.process import ROOT, Point, Process
 from benchmarks import report
 from benchmarks.report import Row
 

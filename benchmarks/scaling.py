@@ -32,8 +32,8 @@ from adjoint.layers import StackConfig
 from adjoint.plan.partition import partition
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.plan.simulate import simulate
-from adjoint.tools.points import show
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure import show
+from adjoint.tools.measure.process import Point
 from adjoint.tools.sweep.compare import truncated_products
 from benchmarks import report, runner
 from benchmarks.report import Row
@@ -103,7 +103,7 @@ def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, 
                 return 0.0  # head and embedding: the paper's figure has neither
             tokens, units = grid.tokens(t.chunk, t.count), BACKWARD if t.kind == "backward" else FORWARD
             if t.kind == "windowed":  # it also computes the halo that its window looks into
-                left, _, _, halo_stop = grid.span(t)
+                left, _, _, halo_stop = grid.extent(t)
                 tokens, units = halo_stop - left, FORWARD + BACKWARD
             return tokens * deep[t.stage - 1] * units * a.unit_seconds / setup.speed
 

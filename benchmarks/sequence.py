@@ -37,8 +37,8 @@ from adjoint.plan.model import Model
 from adjoint.plan.pretrained import outlined
 from adjoint.plan.rounds import step_bytes
 from adjoint.plan.stack import model_of
-from adjoint.tools.points.passes import Passes, measured, repeated
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.passes import Passes, measured, repeated
+from adjoint.tools.measure.process import Point
 from adjoint.train.layout import Layout
 from benchmarks import report, runner, steps, wrapped
 from benchmarks.report import Row

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, steps, wrapped
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found

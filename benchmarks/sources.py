@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
-from adjoint.plan.count import Conditions, counting, fake_tensors
 from adjoint.plan.layouts import candidates
 from adjoint.plan.memory import needs
 from adjoint.plan.stack import model_of
+from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
+from adjoint.tools.measure import show
+from adjoint.tools.measure.process import Point
 from adjoint.tools.plan.command import read_arguments, request_of
-from adjoint.tools.points import show
-from adjoint.tools.points.process import Point
 from adjoint.train.config import load_config
 from adjoint.train.gpus import GPUS
 from adjoint.train.layout import Layout

@@ -26,8 +26,8 @@ from torch import Tensor
 import adjoint
 from adjoint.engine.first_use import tolerance
 from adjoint.memory import total_memory_bytes
-from adjoint.tools.points.journal import Journal
-from adjoint.tools.points.passes import (
+from adjoint.tools.measure.journal import Journal
+from adjoint.tools.measure.passes import (
     Passes,
     fits,
     gradients_apart,
@@ -36,8 +36,8 @@ from adjoint.tools.points.passes import (
     repeated,
     typical,
 )
-from adjoint.tools.points.process import Point
-from adjoint.tools.points.show import fits_text, tokens
+from adjoint.tools.measure.process import Point
+from adjoint.tools.measure.show import fits_text, tokens
 from benchmarks import report, runner, segments
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from adjoint.tools.points.passes import repeated, synchronize
+from adjoint.tools.measure.passes import repeated, synchronize
 
 Mark = Callable[[], None]
 

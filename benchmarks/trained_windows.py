@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from adjoint.tools.points.process import ROOT, Point
+from adjoint.tools.measure.process import ROOT, Point
 from benchmarks import report, runner
 from benchmarks.report import Row
 from benchmarks.runner import RUNS, Benchmark, Found

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from adjoint.tools.points.passes import repeated
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.passes import repeated
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.kernels import operations
 from benchmarks.report import Row

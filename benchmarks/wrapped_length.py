@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from adjoint.tools.points import show
+from adjoint.tools.measure import show
 from benchmarks import report, steps
 from benchmarks.report import Row
 from benchmarks.wrapped import MODELS, WAYS, Wrapped

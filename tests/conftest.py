@@ -21,7 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 
 from adjoint.kernels.cpu import build as cpu_build
-from adjoint.tools.points import process
+from adjoint.tools.measure import process
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and a run then goes on, as it should
 

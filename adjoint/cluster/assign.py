@@ -9,11 +9,11 @@ from typing import Any
 from adjoint.cluster.devices import Device, shares
 from adjoint.cluster.spec import ShardSpec
 from adjoint.errors import UserError
-from adjoint.plan.count import Uncountable
-from adjoint.plan.fit import Fit
+from adjoint.plan.capacity import Fit
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.partition import GB, partition
 from adjoint.plan.stack import model_of
+from adjoint.plan.stage_memory import Uncountable
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 

@@ -82,7 +82,7 @@ def carry_out(worker: Worker, tiles: Sequence[Tile]) -> list[Tensor]:
     """Runs a unit's tiles; the sums of their gradients, one for each parameter of the layer."""
     with worker.apart() as made:
         for t in tiles:
-            with worker.process.traced(t):
+            with worker.connections.traced(t):
                 worker.tile(t)
     stage = worker.stages[tiles[0].stage]
     assert stage is not None

@@ -22,8 +22,8 @@ from adjoint.hf.model import PassThrough, backbone_of, repeated
 from adjoint.hf.split import Pretrained, verified
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
-from adjoint.plan.count import Uncountable
 from adjoint.plan.pretrained import outlined
+from adjoint.plan.stage_memory import Uncountable
 
 
 class PretrainedShard(Shard):

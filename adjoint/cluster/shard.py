@@ -30,7 +30,7 @@ from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import Plan, Recv, Send
 from adjoint.engine.rehearsal import kinds_of, rehearse
-from adjoint.engine.run import Process, Worker
+from adjoint.engine.run import Connections, Worker
 from adjoint.engine.sequence import Sharing
 from adjoint.engine.stages import costs_of
 from adjoint.engine.tile import Gradients
@@ -40,7 +40,7 @@ from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.plan.schedule import forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
-from adjoint.train.carry import STEM, Carried
+from adjoint.train.carried_state import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
 from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer, take_step
@@ -114,7 +114,7 @@ class Shard:
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
         self.carried = Carried(spec.training.carry_state, spec.spans[spec.shard])
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
-        self.rehearsed: set[Hashable] = set()  # see `Process`
+        self.rehearsed: set[Hashable] = set()  # see `Connections`
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
         self.trace: list[Traced] = []  # of the last batch
         # For whoever watches from another thread: how much this worker has done, what it is at, and whether
@@ -290,8 +290,8 @@ class Shard:
         width = self.spec.model.d_model
         with autocast(self.spec.precision, self.device):
             shared = functools.partial(share, helpers=self.helpers, known=self.known)
-            process = Process(self.transport, self._traced, shared, self.rehearsed)
-            given = self._stages(), grid, batch, scheme, width, Gradients(), process
+            connections = Connections(self.transport, self._traced, shared, self.rehearsed)
+            given = self._stages(), grid, batch, scheme, width, Gradients(), connections
             if grid.inside:
                 return Sharing(self.spec.owners.in_rounds(grid), self.spec.worker, *given)
             return Worker(*given)

@@ -28,7 +28,7 @@ from adjoint.train.config import Config
 from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device
 from adjoint.train.rundir import RunFolder, open_run
-from adjoint.train.trainer import Gradients, Outcome, Start, Trainer
+from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
 
 
 class Place(NamedTuple):
@@ -195,7 +195,7 @@ class Replica(Trainer):
         each = self.transport.all_gather(torch.tensor([value], dtype=torch.float64), ranks)
         return torch.cat(each).tolist()
 
-    def _gradients(self, ids: Tensor, start: Start, number: int, heavier: float) -> Gradients:
+    def _gradients(self, ids: Tensor, start: Start, number: int, heavier: float) -> LossAndWindows:
         own, share = self._own(ids)
         heavier = heavier / share if share else math.inf
         with drawn_from(self.settings.seed, number, self.here.rank):

@@ -34,7 +34,7 @@ from adjoint.train.config import Config, load_config
 from adjoint.train.model import StackLM, kind_of
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
-from adjoint.train.trainer import Gradients, Outcome, Start, Trainer
+from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
 from adjoint.train.trainer import train as train_in_one_process
 
 
@@ -81,7 +81,7 @@ def train(config: Config) -> Outcome:
                 ray.shutdown()
 
 
-class Whole(NamedTuple):
+class ModelSummary(NamedTuple):
     """What is known of a model before shards have it.
 
     Attributes:
@@ -97,14 +97,16 @@ class Whole(NamedTuple):
     samples: bool = True
 
 
-def whole_of(config: Config, folder: Path | None) -> Whole:
+def summary_of(config: Config, folder: Path | None) -> ModelSummary:
     """The model of a configuration. Shards read a pretrained one's weights from its own folder where they
     can, else from `folder`, to which they are written; None writes none."""
     directory = config.model.from_pretrained
     if directory is None:
         with torch.device("meta"):
             stack = StackLM.made(config).module  # draws its seed, as in one process
-        return Whole(config.model, stack.num_parameters(), [name for name, _ in stack.named_parameters()])
+        return ModelSummary(
+            config.model, stack.num_parameters(), [name for name, _ in stack.named_parameters()]
+        )
     from adjoint.cluster.pretrained import described_by_files
     from adjoint.hf.load import described
 
@@ -112,7 +114,7 @@ def whole_of(config: Config, folder: Path | None) -> Whole:
     found = described_by_files(directory, config.method)
     if found is None:
         found, weights = described(directory, config.method, folder), folder
-    return Whole(found, found.num_parameters, list(found.names), weights, samples=False)
+    return ModelSummary(found, found.num_parameters, list(found.names), weights, samples=False)
 
 
 class ShardedTrainer(Trainer):
@@ -192,7 +194,7 @@ class ShardedTrainer(Trainer):
         config = self.config
         if not hasattr(self, "origin"):
             self.origin, self.gauges = checkpoint, dict[str, Any]()
-            self.whole = whole_of(config, self.folder.path / "pretrained" if checkpoint is None else None)
+            self.whole = summary_of(config, self.folder.path / "pretrained" if checkpoint is None else None)
             self.num_parameters = self.whole.num_parameters
             self.beginning = self.data.train.state_dict(), torch_states()
         if checkpoint is not None:
@@ -235,14 +237,14 @@ class ShardedTrainer(Trainer):
     def _zero_grad(self) -> None:
         self._all("zero_grad")
 
-    def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> Gradients:
+    def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> LossAndWindows:
         batches, scheme = self.settings.grad_accumulation, self.method.scheme(ids.shape[1], self.chunk_size)
         chunks, carries = len(scheme.cuts(ids.shape[1])) - 1, self.settings.carry_state != "none"
         which = Microbatch(
             heavier,
             (number + 1) % batches == 0,
             number,
-            draw_passing(self.config.model.n_layer, chunks, scheme.arrows.cut) if scheme.arrows.cut else (),
+            draw_passing(self.config.model.n_layer, chunks, scheme.arrows.drop_probability),
             start if carries else (False, 0),
             self.data.ended(ids) if carries else None,
         )

@@ -17,7 +17,7 @@ from adjoint.engine import budget
 from adjoint.engine.grid import Grid, Key, Scheme, Storage, make_grid
 from adjoint.engine.leaves import Outside
 from adjoint.engine.program import Action, Owners, Run, keys_of, plan
-from adjoint.engine.run import Process, Transport, Worker
+from adjoint.engine.run import Connections, Transport, Worker
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stages import Stage
 from adjoint.engine.tile import Gradients
@@ -161,18 +161,18 @@ class Steps:
         return make_grid(scheme, self.batch.seqlen, self.stateful, self.reach)
 
     def _make_worker(self, grid: Grid, batch: Batch, scheme: Scheme) -> Worker:
-        process = Process(self.transport)
-        return Worker(self.stages, grid, batch, scheme, self.width, self._new_gradients(), process)
+        connections = Connections(self.transport)
+        return Worker(self.stages, grid, batch, scheme, self.width, self._new_gradients(), connections)
 
     def _new_gradients(self) -> Gradients:
         # in a group the tensors that one process finds would have to be those of every other
         return Gradients(Outside(self.parameters, open=self.follows and self.transport is None))
 
     def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
-        """A worker of the batch; without `passing` it is drawn, if the scheme cuts."""
+        """A worker of the batch; without `passing` it is drawn."""
         grid = self._grid(scheme)
-        if scheme.arrows.cut and self.follows:
-            drawn = passing or draw_passing(sum(self.stateful), grid.chunks, scheme.arrows.cut)
+        if self.follows:
+            drawn = passing or draw_passing(sum(self.stateful), grid.chunks, scheme.arrows.drop_probability)
             grid = dataclasses.replace(grid, passing=drawn)
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
@@ -311,7 +311,10 @@ def grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
     return [tuple(next(rest) for _ in state) for state in states]
 
 
-def draw_passing(stateful: int, chunks: int, cut: float) -> tuple[tuple[float, ...], ...]:
-    """`Grid.passing`: 0 with probability `cut`, else 1 / (1 - cut); drawn from PyTorch's CPU generator."""
-    drawn = (torch.rand(stateful, chunks) >= cut).double() / (1 - cut)
+def draw_passing(stateful: int, chunks: int, drop: float) -> tuple[tuple[float, ...], ...]:
+    """`Grid.passing`: 0 with probability `drop`, else 1 / (1 - drop), from PyTorch's CPU generator; none
+    where nothing is dropped."""
+    if not drop:
+        return ()
+    drawn = (torch.rand(stateful, chunks) >= drop).double() / (1 - drop)
     return tuple(map(tuple, drawn.tolist()))

@@ -62,17 +62,17 @@ class Arrows:
             layer.
         window: tokens that an output's gradient reaches back through each layer's recurrence; "auto" picks a
             window per layer by `tolerance` after the forward; None: no limit, the adjoint state is carried.
-        cut: probability with which the adjoint state is dropped at a chunk's edge; otherwise it is divided by
-            1 - cut.
-        span: tokens between the edges at which the adjoint state is dropped: a multiple of the chunk size,
-            counted from the document's start; None drops it nowhere.
+        drop_probability: with which the adjoint state is dropped at a chunk's edge; otherwise it is divided
+            by 1 - drop_probability.
+        drop_every: tokens between the edges at which the adjoint state is dropped for certain: a multiple of
+            the chunk size, counted from the document's start; None drops it nowhere.
     """
 
     dy_from: Literal["above", "head"] = "above"
     window: int | Literal["auto"] | None = None
     tolerance: float = 0.0
-    cut: float = 0.0
-    span: int | None = None
+    drop_probability: float = 0.0
+    drop_every: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Grid:
         the work."""
         return -(-(self.window(k) or 1) // (self.cuts[1] - self.cuts[0]))
 
-    def span(self, t: Tile) -> tuple[int, int, int, int]:
+    def extent(self, t: Tile) -> tuple[int, int, int, int]:
         """left, start, stop and halo_stop of a windowed tile: it owns the tokens [start, stop), reads the
         inputs of [left, halo_stop) and the cotangents of [start, halo_stop), and writes those of [left,
         stop)."""
@@ -269,7 +269,7 @@ class Grid:
             carried = [("dS", k, c)] if crosses and self.carries(c + 1) else []
             return [("tape", k, c), *self.cotangents(k, self.cuts[c], self.cuts[c + 1]), *carried]
         if t.kind == "windowed":
-            left, start, _, halo_stop = self.span(t)
+            left, start, _, halo_stop = self.extent(t)
             below = [("y", k - 1, j) for j in self.covering(left, halo_stop)] if k else []
             return below + state + self.cotangents(k, start, halo_stop)
         name = "z" if t.kind == "recompute" and not self.first_of_segment(k) else "y"
@@ -302,7 +302,7 @@ class Grid:
             if t.kind == "backward":
                 carried = [("dS", k, c - 1)] if crosses and self.carries(c) else []
                 return ([("dy", k - 1, c)] if down else []) + carried
-            left, start, stop, _ = self.span(t)
+            left, start, stop, _ = self.extent(t)
             own: list[Key] = [("dy", k - 1, j) for j in self.covering(start, stop)]
             return own + [("spill", k - 1, j, c) for j in self.covering(left, start)] if down else []
         out: list[Key] = []
@@ -339,7 +339,7 @@ class Grid:
             if t.kind == "windowed":
                 above = self.stateful[t.stage + 1] and self.dy_from == "above"
                 ahead = (self.window(t.stage) or 1) - 1 + (self.reach if above else 0)
-                first = self.cotangents(t.stage, *self.span(t)[1:3])[0]
+                first = self.cotangents(t.stage, *self.extent(t)[1:3])[0]
                 found.append(at[first] + t.count - 1 - -ahead // size)
             when[t] = max(found)
             at.update(dict.fromkeys(self.writes(t), when[t]))
@@ -393,7 +393,7 @@ def make_grid(
     cuts, starts = scheme.cuts(seqlen), set(scheme.documents)
     begins = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
     grid = Grid(cuts, tuple(stateful), segments, scheme.arrows.dy_from, each, reach, tuple(costs), begins)
-    if scheme.arrows.span is None:
+    if scheme.arrows.drop_every is None:
         return grid
-    dropped = (c for c in range(grid.chunks) if (cuts[c] - grid.document(c)) % scheme.arrows.span == 0)
+    dropped = (c for c in range(grid.chunks) if (cuts[c] - grid.document(c)) % scheme.arrows.drop_every == 0)
     return dataclasses.replace(grid, dropped=frozenset(dropped))

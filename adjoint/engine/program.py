@@ -198,7 +198,7 @@ def _columns(grid: Grid, order: Iterable[Tile], owners: Owners) -> dict[int, lis
 def _seconds(grid: Grid, t: Tile) -> float:
     tokens = grid.tokens(t.chunk, t.count)
     if t.kind == "windowed":
-        left, _, _, halo_stop = grid.span(t)
+        left, _, _, halo_stop = grid.extent(t)
         tokens = halo_stop - left
     return TIMES[t.kind] * tokens * (grid.costs[t.stage] if grid.costs else 1.0)
 

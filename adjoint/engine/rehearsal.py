@@ -23,7 +23,7 @@ def kinds_of(worker: Any, actions: Iterable[Action]) -> dict[Hashable, Action]:
         if isinstance(action, Send):
             seen.setdefault((settings, "send", action.key[0], action.key[1]), action)
         for t in tiles_of(action):
-            left, _, _, right = worker.grid.span(t) if t.kind == "windowed" else (0, 0, 0, 0)
+            left, _, _, right = worker.grid.extent(t) if t.kind == "windowed" else (0, 0, 0, 0)
             tokens = right - left or worker.grid.tokens(t.chunk)
             begins = t.chunk == 0, worker.grid.reads_state(t.chunk), worker.batch.seq_idx is not None
             size = tokens.bit_length(), tokens % 16 == 0, tokens == 1

@@ -74,8 +74,8 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True)
-class Process:
-    """What a worker has of the process that it is in.
+class Connections:
+    """What ties a worker to its process and to the other workers.
 
     Attributes:
         transport: to the other workers; None if there are none.
@@ -130,7 +130,7 @@ class Worker:
         scheme: read for host memory, `window="auto"` (then the forward notes decays) and CUDA graphs.
         width: of the tensors between stages, (batch, tokens, width); needed with a transport alone.
         gradients: where parameters' gradients are summed.
-        process: this worker's.
+        connections: this worker's.
 
     Raises:
         UserError: a state of complex numbers.
@@ -153,7 +153,7 @@ class Worker:
         scheme: Scheme,
         width: int = 0,
         gradients: Gradients | None = None,
-        process: Process | None = None,
+        connections: Connections | None = None,
     ) -> None:
         mine = [stage for stage in stages if stage is not None]
         own = {p.dtype for stage in mine for p in stage.parameters()}
@@ -163,8 +163,13 @@ class Worker:
         self.accumulate_dtype = torch.float64 if torch.float64 in own | of_states else torch.float32
         used = own.union(*(getattr(stage, "precisions", ()) for stage in mine)) & AGAIN.keys()
         self.narrow = max(used, key=AGAIN.__getitem__, default=self.accumulate_dtype)
-        self.stages, self.grid, self.batch, self.process = stages, grid, batch, process or Process()
-        self.transport = transport = self.process.transport
+        self.stages, self.grid, self.batch, self.connections = (
+            stages,
+            grid,
+            batch,
+            connections or Connections(),
+        )
+        self.transport = transport = self.connections.transport
         self.width, self.device, initial = width, batch.ids.device, batch.states
         self.host = lies_on_host(scheme, self.device)
         self.waits = transport is not None and transport.on_device
@@ -268,14 +273,14 @@ class Worker:
         receives = collections.deque((i, a) for i, a in enumerate(actions) if isinstance(a, Recv))
         posted: collections.deque[tuple[int | Tensor, Pending]] = collections.deque()
         self.count_edges(actions)
-        assert not self.waits or rehearsal.kinds_of(self, actions).keys() <= self.process.rehearsed, (
+        assert not self.waits or rehearsal.kinds_of(self, actions).keys() <= self.connections.rehearsed, (
             "a kernel would be used for the first time while messages wait on the device"
         )
         left = actions if self.record is None else graphs.Graphs(self.record).replay(self, actions)
         with self.precision():
             for action in left:
                 soon = places[id(action)] + AHEAD
-                with self.process.traced(action):
+                with self.connections.traced(action):
                     while receives and len(posted) < BUFFERS and receives[0][0] <= soon:
                         assert self.transport is not None
                         _, recv = receives.popleft()
@@ -290,8 +295,8 @@ class Worker:
                         self.store[action.key], arrive = posted.popleft()
                         arrive()
                     else:
-                        assert self.process.share is not None
-                        self.process.share(self, action)
+                        assert self.connections.share is not None
+                        self.connections.share(self, action)
                 self.free(action)
         self._check_again()
 
@@ -528,7 +533,7 @@ class Worker:
     def windowed(self, t: Tile) -> None:
         """A vjp cut to a window."""
         grid, k, stage = self.grid, t.stage, self.stages[t.stage]
-        left, start, stop, halo_stop = grid.span(t)
+        left, start, stop, halo_stop = grid.extent(t)
         around, window = grid.covering(left, halo_stop), grid.window(k)
         assert stage is not None and window is not None
         pieces = [self._input("y", k, j) for j in around]

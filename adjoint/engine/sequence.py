@@ -26,7 +26,7 @@ from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.crossing import Crossing
 from adjoint.engine.grid import Grid, Scheme, Tile
 from adjoint.engine.program import BUFFERS, CAPACITY, Action, Owners, Run, Share, plan
-from adjoint.engine.run import Documents, Process, Worker
+from adjoint.engine.run import Connections, Documents, Worker
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.spread import STATES, NotAttended, Spread, SpreadPast
 from adjoint.engine.stages import Layer, Stage, costs_of
@@ -361,7 +361,15 @@ class SequenceSteps(Steps):
         if not grid.inside:
             return super()._make_worker(grid, batch, scheme)
         owners = Owners((0,) * len(self.stages), self.workers).in_rounds(grid)
-        given = self.stages, grid, batch, scheme, self.width, self._new_gradients(), Process(self.transport)
+        given = (
+            self.stages,
+            grid,
+            batch,
+            scheme,
+            self.width,
+            self._new_gradients(),
+            Connections(self.transport),
+        )
         return Sharing(owners, self.place, *given)
 
     # ------------------------------------------------------------------------------------------ agreement

@@ -332,7 +332,8 @@ class ShardedSteps(Steps):
         self.root = stages[0].gathering.root
         self.found: dict[Tensor, Tensor] | None = None
         self.d_initial: list[Tensor | None] = []
-        if scheme.arrows.window is not None or scheme.arrows.cut or scheme.arrows.dy_from != "above":
+        arrows = scheme.arrows
+        if arrows.window is not None or arrows.drop_probability or arrows.dy_from != "above":
             raise UserError("Truncated and LayerLocal do not run on a stack under fully_shard: use Exact()")
         if scheme.storage.memory is not None:
             raise UserError(

@@ -53,12 +53,18 @@ class Spread:
     Args:
         owners: of chunks, dealt in turn so that the last round is whole (`Owners.in_rounds`).
         place: this rank.
-        span: (chunk, row) → of the chunk's first document in the row, how many tokens are in the chunk and
+        token_range: (chunk, row) → of the chunk's first document in the row, how many tokens are in the chunk and
             the first token that they see; row None for all rows together.
     """
 
     def __init__(self, grid: Grid, owners: Owners, place: int, transport: Messages, span: TokenRange) -> None:
-        self.grid, self.owners, self.place, self.transport, self.span = grid, owners, place, transport, span
+        self.grid, self.owners, self.place, self.transport, self.token_range = (
+            grid,
+            owners,
+            place,
+            transport,
+            span,
+        )
         base = place - place % owners.in_turn  # the first worker with the same stages
         self.ranks = range(base, base + owners.in_turn)
         self.offsets = {rank: [0] for rank in self.ranks}  # of each rank, its tokens before each chunk
@@ -215,7 +221,7 @@ def _asking(past: SpreadPast) -> dict[int, _Asking]:
     """By the ranks that have them."""
     spread, found = past.spread, {}
     for c in spread.beside(past.chunk):
-        tokens, begin = spread.span(c, past.row)
+        tokens, begin = spread.token_range(c, past.row)
         start, stop = spread.held(spread.place, c, begin)
         if start < stop:
             found[spread.owner(c)] = _Asking(c, spread.owner(c), tokens, start, stop)
@@ -262,7 +268,7 @@ class _Attended(torch.autograd.Function):
         scale = q.shape[3] ** -0.5 if scale is None else scale
         q = attention.padded(q, max(q.shape[3], width)).contiguous()
         log_dtype = accumulate_dtype(q.dtype)
-        begin = spread.span(past.chunk, past.row)[1]
+        begin = spread.token_range(past.chunk, past.row)[1]
         asking, asked = _asking(past), _asked(past, begin)
 
         def ask(to: int, source: int) -> tuple[Pending | None, list[Pending]]:
@@ -417,7 +423,7 @@ def _reaching(past: SpreadPast, reach: int) -> list[_Asking]:
     """The other ranks' chunks of the round in whose window tokens of this rank are."""
     spread, found = past.spread, []
     for c in spread.beside(past.chunk):
-        tokens, begin = spread.span(c, None)
+        tokens, begin = spread.token_range(c, None)
         start, stop = spread.held(spread.place, c, max(begin, spread.grid.cuts[c] - reach))
         if start < stop:
             found.append(_Asking(c, spread.owner(c), tokens, start, stop))

@@ -231,7 +231,7 @@ class Head:
 def check_windows(config: StackConfig, scheme: Scheme) -> None:
     """Raises a UserError if a scheme needs windows and a layer's mixer has none."""
     others = [kind for kind in dict.fromkeys(config.mixers) if kind not in WINDOWED]
-    if others and (scheme.arrows.window is not None or scheme.arrows.cut):
+    if others and (scheme.arrows.window is not None or scheme.arrows.drop_probability):
         raise UserError(
             f"windows work with {', '.join(WINDOWED)} layers, and this stack has "
             f"{', '.join(others)}: use Exact(), or LayerLocal() without a window"

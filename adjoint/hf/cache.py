@@ -219,6 +219,12 @@ OURS: dict[type, type] = {
 }
 
 
+# By model_type: how many states a layer has, where the configuration does not say what its cache has ...
+UNTOLD = {"xlstm": 3}
+# ... and of which class a model insists that its cache is: whose it is, the module, the name.
+INSISTED = {"minimax": ("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")}
+
+
 class ChunkCache(DynamicCache):
     """A cache that hands one chunk its state and takes the new one; `begun` and `out_of` are all that the
     stage uses of it.
@@ -235,9 +241,10 @@ class ChunkCache(DynamicCache):
         if self.layer_class_to_replicate is not None:
             raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
         self.kinds: list[Any] = self.layers
-        if config.model_type == "xlstm" or is_of_fla(config):
+        states = 3 if is_of_fla(config) else UNTOLD.get(config.model_type)
+        if states is not None:
             layers = config.num_hidden_layers
-            self.kinds = [theirs.LinearAttentionLayer(number_of_states=3) for _ in range(layers)]
+            self.kinds = [theirs.LinearAttentionLayer(number_of_states=states) for _ in range(layers)]
         self.layers: list[Any] = [_ours(layer) for layer in self.kinds]
 
     @uncompiled
@@ -333,9 +340,8 @@ def chunk_cache(config: Any) -> ChunkCache:
         cache = ChunkCache(config)  # made first: the two classes' constructors do not go together
         cache.__class__ = _insisted("FLA", "fla.models.utils", "Cache", _OfFLA)
         return cache
-    if config.model_type != "minimax":
-        return ChunkCache(config)
-    return _insisted("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")(config)
+    insisted = INSISTED.get(config.model_type)
+    return ChunkCache(config) if insisted is None else _insisted(*insisted)(config)
 
 
 @functools.cache  # a cache is made for every chunk

@@ -386,8 +386,8 @@ def scheme_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...]
     if isinstance(method, Truncated):
         assert isinstance(method.window, int)
         size = max(2, min(size, method.window))
-        span = None if method.window >= seqlen else method.window // size * size
-        return Scheme(size, Arrows(span=span), documents=starts, least=2)
+        every = None if method.window >= seqlen else method.window // size * size
+        return Scheme(size, Arrows(drop_every=every), documents=starts, least=2)
     return dataclasses.replace(method.scheme(seqlen, size), documents=starts, least=2)
 
 

@@ -77,7 +77,7 @@ def _unwrapped(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
 
 def forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     """Of each module with the code of one of `ROWS` a forward that computes the same."""
-    rows: dict[type, Row | None] = {}
+    rows: dict[type, Replacement | None] = {}
     made = {}
     for module in model.modules():
         kind = type(module)
@@ -99,7 +99,7 @@ def _code(method: Any) -> Any:
     return code and (code.co_code, code.co_names, code.co_consts)
 
 
-def _forward(module: Any, row: Row) -> Callable[..., Any]:
+def _forward(module: Any, row: Replacement) -> Callable[..., Any]:
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ class _GatedMLP:
 # ------------------------------------------------------------------------------------------ ours, of the same
 
 
-class Row(NamedTuple):
+class Replacement(NamedTuple):
     """A class's code, and what stands in its forward's place.
 
     Attributes:
@@ -222,17 +222,17 @@ def _is_mlp(module: Any) -> bool:
 ROWS = (
     # transformers' own RMSNorm keeps two or three tensors as large as its input for the backward: of a step's
     # memory 5% (Mamba-2, Llama), and with a gate 20% (Mamba-2), 11% (Bamba); in time both are 0 to 5%
-    Row(_RMSNorm, 1, _normed, _is_norm),
-    Row(_RMSNormRoundedLast, 1, _normed, _is_norm),
-    Row(_GatedBefore, 2, _normed, _is_norm),
-    Row(
+    Replacement(_RMSNorm, 1, _normed, _is_norm),
+    Replacement(_RMSNormRoundedLast, 1, _normed, _is_norm),
+    Replacement(_GatedBefore, 2, _normed, _is_norm),
+    Replacement(
         _GatedBehind,
         2,
         lambda module, x, gate: gated(gate, _normed(module, x)),
         lambda module: _is_norm(module) and module.activation in ("silu", "swish"),
     ),
     # the gated MLP: theirs keeps four tensors as wide as it is, ours two: of a step's memory 11 to 12%
-    Row(
+    Replacement(
         _GatedMLP,
         1,
         lambda module, x: gated_linear(module.gate_proj(x), module.up_proj(x), module.down_proj),

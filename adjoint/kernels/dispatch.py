@@ -1,6 +1,7 @@
 """Which backend runs an operation, and why another one cannot."""
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.util
@@ -20,25 +21,24 @@ from adjoint.kernels.libraries import LIBRARIES, Library
 _MODULES = {"reference": "reference", "cpu": "cpu.backend", "triton": "triton.backend"}
 NAMES = (*_MODULES, *LIBRARIES)
 Needs = tuple[tuple[str, int], ...]  # sizes and options of a call, by name
-_as_on_cuda = False
+_as_on_cuda = contextvars.ContextVar("as_on_cuda", default=False)
 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Meanwhile tensors of the CPU, fake ones, get the kernels, shapes and dtypes that a GPU's would get from
     Triton, if it is installed: for counting what a device takes that need not be here."""
-    global _as_on_cuda
-    _as_on_cuda = True
+    before = _as_on_cuda.set(True)
     try:
         yield
     finally:
-        _as_on_cuda = False
+        _as_on_cuda.reset(before)
         choose.cache_clear()
 
 
 def is_as_on_cuda() -> bool:
     """Whether `as_on_cuda` is entered."""
-    return _as_on_cuda
+    return _as_on_cuda.get()
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
@@ -58,7 +58,7 @@ def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | 
     if name == "triton":
         if (absent := _without_triton()) is not None:
             return absent
-        if _as_on_cuda:
+        if is_as_on_cuda():
             return None
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if not interpreted and not torch.cuda.is_available():
@@ -167,7 +167,7 @@ def fitting(
 
     Raises ValueError, with the reason, if a library is asked for that has not what the call needs.
     """
-    if backend is None and _as_on_cuda and _without_triton() is None:
+    if backend is None and is_as_on_cuda() and _without_triton() is None:
         return "triton"
     if backend not in (None, *LIBRARIES) or (backend is None and tensor.device.type == "cpu"):
         return backend

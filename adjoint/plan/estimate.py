@@ -20,11 +20,11 @@ import torch
 from adjoint.engine.grid import Grid, Key, Tile
 from adjoint.engine.program import Send
 from adjoint.engine.tile import Gradients
-from adjoint.plan.count import Conditions, example
 from adjoint.plan.memory import Setup, weights
 from adjoint.plan.model import EMBEDDING, HEAD
 from adjoint.plan.rounds import Exchange, Walk, seen_pairs, step_bytes
 from adjoint.plan.simulate import Timeline, simulate
+from adjoint.plan.stage_memory import Conditions, example
 from adjoint.stack import Stack
 from adjoint.train.machine import autocast
 
@@ -169,7 +169,7 @@ def tile_seconds(setup: Setup, pieces: Sequence[int], costs: Costs, grid: Grid, 
             per_token = {"forward": costs.head, "backward": 0.0}.get(t.kind, costs.head_backward)
             seconds += (stop - start) * per_token
         elif t.kind == "windowed":
-            left, _, _, halo_stop = grid.span(t)
+            left, _, _, halo_stop = grid.extent(t)
             seconds += (halo_stop - left) * (costs.forward[piece] + costs.backward[piece])
         elif piece != EMBEDDING:
             seconds += _layer_seconds(setup, costs, piece, t.kind, start, stop)

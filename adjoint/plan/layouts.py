@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from adjoint.errors import UserError
+from adjoint.plan.capacity import Fit
 from adjoint.plan.estimate import Costs, Estimate, estimate, reduced_bytes
-from adjoint.plan.fit import Fit
 from adjoint.plan.memory import COUNTED_TILES, Setup, needs, weights
 from adjoint.plan.partition import GB
 from adjoint.train.layout import Layout
@@ -145,7 +145,7 @@ def _least(request: Request, fit: Fit) -> float:
     steps, workers = setup.training.grad_accumulation, setup.layout.workers
     # a layer's chunks follow one another, forward; and back, where states' cotangents are carried; of layers
     # whose ranks meet only what is between two states does, if anything
-    whole = setup.window[0] is None and setup.scheme.arrows.span is None
+    whole = setup.window[0] is None and setup.scheme.arrows.drop_every is None
     carried = costs.backward if whole else [0.0] * len(costs.forward)
     in_order = 0.0
     if not setup.shared:

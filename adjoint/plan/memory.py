@@ -1,9 +1,9 @@
 """How much memory a run takes, part by part and shard by shard, before it runs.
 
-What a tile takes is counted on the code that will run (`count`); what is held between tiles follows from the
-programs that will run. They are gone through action by action, for a few chunks where the sequence has many:
-then memory grows by the same amount with every chunk. That is what tensors hold. A process takes more:
-`RESERVED` says by how much.
+What a tile takes is counted on the code that will run (`stage_memory`); what is held between tiles follows
+from the programs that will run. They are gone through action by action, for a few chunks where the sequence
+has many: then memory grows by the same amount with every chunk. That is what tensors hold. A process takes
+more: `RESERVED` says by how much.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from adjoint.engine.grid import Grid, Key, Scheme
 from adjoint.engine.program import BUFFERS, Action, Owners, Plan, Recv, Run, Send, Share, keys_of
 from adjoint.engine.spread import AHEAD
 from adjoint.methods import Backprop
-from adjoint.plan.count import Conditions, Counted, composed
 from adjoint.plan.model import HEAD, Model
 from adjoint.plan.schedule import forward_plan, grid_of, meets, owners_of, step_plan
+from adjoint.plan.stage_memory import Conditions, Counted, composed
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import moment_bytes

@@ -12,8 +12,8 @@ from torch import Tensor
 from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage
 from adjoint.layers import StackConfig, State
-from adjoint.plan import count
-from adjoint.plan.count import Conditions, Counted
+from adjoint.plan import stage_memory
+from adjoint.plan.stage_memory import Conditions, Counted
 
 EMBEDDING, HEAD = -2, -1  # pieces beside the layers, which have their numbers
 
@@ -131,13 +131,13 @@ class Model:
                 self.counted[key] = self._count(*key)
             return self.counted[key]
 
-        return at(on.start) if on.start in (0, on.tokens) else count.after_past(at, on.start)
+        return at(on.start) if on.start in (0, on.tokens) else stage_memory.after_past(at, on.start)
 
     def _count(self, piece: int, on: Conditions) -> Counted:
         mode, stage, initial = self.stage(piece, on)
         end = {EMBEDDING: "first", HEAD: "last"}.get(piece, "")
-        with count.counting(on, mode) as live:
-            return count.count(count.example(stage, initial, on, self.d_model, end), live)
+        with stage_memory.counting(on, mode) as live:
+            return stage_memory.count(stage_memory.example(stage, initial, on, self.d_model, end), live)
 
     def task(self, k: int, on: Conditions, tokens: int, halo: int, window: int) -> int:
         """The peak of a windowed vjp of layer k on `tokens`, with a halo, in chunks of `on.tokens`."""
@@ -146,9 +146,9 @@ class Model:
             mode, stage, initial = self.stage(k, on)
             on = on._replace(tokens=chunk + tokens + -(-halo // chunk) * chunk)
             span = chunk - stage.reach, chunk, chunk + tokens, chunk + tokens + halo
-            with count.counting(on, mode) as live:
-                one = count.example(stage, initial, on, self.d_model)
-                self.tasks[key] = count.count_task(one, span, window, live)
+            with stage_memory.counting(on, mode) as live:
+                one = stage_memory.example(stage, initial, on, self.d_model)
+                self.tasks[key] = stage_memory.count_task(one, span, window, live)
         return self.tasks[key]
 
 

@@ -28,8 +28,8 @@ from adjoint.hf.replacements import rebound
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.layers import StackConfig, State
-from adjoint.plan.count import Conditions, Counted, Uncountable, fake_tensors
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
+from adjoint.plan.stage_memory import Conditions, Counted, Uncountable, fake_tensors
 from adjoint.train.optimizer import share_in_8bit
 
 WIDEST = 1024  # d_model of the layer that is timed in the place of a model's own

@@ -14,8 +14,8 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage, check_windows, costs_of
 from adjoint.layers import MIXERS, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
-from adjoint.plan.count import Conditions, fake_tensors
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
+from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.stack import Stack
 from adjoint.train.config import plain
 from adjoint.train.optimizer import share_in_8bit

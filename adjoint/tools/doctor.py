@@ -21,7 +21,7 @@ from adjoint.kernels import dispatch, trial
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.libraries import LIBRARIES
-from adjoint.tools.points.show import print_table
+from adjoint.tools.measure.show import print_table
 from adjoint.train.flags import Flags
 from adjoint.train.machine import environment, versions
 
@@ -50,7 +50,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What rounding leaves of a scan and each of its gradients, relative to its L2 norm.
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
 
-Row = dict[str, Any]
+Finding = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
@@ -97,7 +97,7 @@ def examine() -> dict[str, Any]:
     }
 
 
-def row(name: str, told: str, works: bool | None = None, **more: Any) -> Row:
+def row(name: str, told: str, works: bool | None = None, **more: Any) -> Finding:
     """A row of a section: what it is of, what is found in words, whether it works (None: that is no
     question), and more for programs."""
     return {"name": name, "told": told, "works": works, **more}
@@ -113,7 +113,7 @@ def show(report: dict[str, Any]) -> None:
     print(f"\n{marks[report['works']]} {diagnosis} ({report['seconds']:.1f} s)")
 
 
-def packages() -> list[Row]:
+def packages() -> list[Finding]:
     """The packages the system can use: the version, or None."""
     found = []
     for extra, name in ((extra, name) for extra, names in PACKAGES.items() for name in names):
@@ -123,7 +123,7 @@ def packages() -> list[Row]:
     return found
 
 
-def devices(here: dict[str, Any]) -> list[Row]:
+def devices(here: dict[str, Any]) -> list[Finding]:
     """Processor, what PyTorch can use, and what the driver lists, as `adjoint cluster` does."""
     memory = here["memory_bytes"] / 2**30
     cpu = f"{here['cpu']}, {here['cores']} cores, {memory:.1f} GiB, {here['vectors']}"
@@ -156,7 +156,7 @@ def cuda_devices() -> list[dict[str, Any]]:
     ]
 
 
-def backends() -> list[Row]:
+def backends() -> list[Finding]:
     """Each backend: usable, the compiled one from where; or why not."""
     where = {"cpu": f": {cpu_build.load()[1]}"}
     found = [row(name, f"usable{where.get(name, '')}", True) for name in dispatch.backends()]
@@ -166,7 +166,7 @@ def backends() -> list[Row]:
     return found
 
 
-def choices() -> list[Row]:
+def choices() -> list[Finding]:
     """The backend that `backend=None` takes, and why those asked before it are not: a row per device and
     operation. Where there is no CUDA device: what would be tried first on one."""
     found = []
@@ -182,7 +182,12 @@ def choices() -> list[Row]:
         # how to install them is said where the backends are listed
         told += [f"not {name}: {reason.partition(' (pip')[0]}" for name, reason in passed_over.items()]
         where = f"{kind}{'' if kind in _device_kinds() else ' (none here)'}"
-        more: Row = {"device": kind, "operation": operation, "backends": taken, "passed_over": passed_over}
+        more: Finding = {
+            "device": kind,
+            "operation": operation,
+            "backends": taken,
+            "passed_over": passed_over,
+        }
         found.append(row(f"{where} {operation}", "; ".join(told), **more))
     return found
 
@@ -191,7 +196,7 @@ def _device_kinds() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def settings(cores: int) -> list[Row]:
+def settings(cores: int) -> list[Finding]:
     """Threads, and what the environment says of them and of allocators."""
     threads = torch.get_num_threads()
     told = f"{threads} on {cores} cores" + (": lower OMP_NUM_THREADS" if threads > cores else "")
@@ -203,7 +208,7 @@ def settings(cores: int) -> list[Row]:
     ]
 
 
-def self_checks(backends: list[str]) -> list[Row]:
+def self_checks(backends: list[str]) -> list[Finding]:
     """Selective scan and all its gradients by every usable backend, on the devices and dtypes it takes."""
     found = []
     for backend, kind, dtype in itertools.product(backends, _device_kinds(), LARGEST_ERROR):

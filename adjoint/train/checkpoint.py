@@ -29,7 +29,7 @@ from adjoint.checkpoint import (
 )
 from adjoint.errors import UserError
 from adjoint.files import flush
-from adjoint.train.carry import STEM
+from adjoint.train.carried_state import STEM
 from adjoint.train.optimizer import flattened, parts_of, restored
 
 _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them

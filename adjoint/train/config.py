@@ -39,9 +39,9 @@ from adjoint.settings import (
     option,
     read_value,
 )
-from adjoint.train.elsewhere import ELSEWHERE
 from adjoint.train.flags import Flags, nearest
 from adjoint.train.layout import Layout
+from adjoint.train.other_trainers import ELSEWHERE
 from adjoint.train.trackers import are_trackers
 
 Precision = Literal["auto", "float32", "bfloat16", "float64"]

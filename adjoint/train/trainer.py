@@ -28,7 +28,7 @@ from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.methods import described
 from adjoint.train import machine
-from adjoint.train.carry import STEM, Carried
+from adjoint.train.carried_state import STEM, Carried
 from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.in_backward import SteppedInBackward
@@ -40,7 +40,9 @@ from adjoint.train.rundir import RunFolder, open_run
 from adjoint.train.trackers import Trackers
 
 Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
-Gradients = tuple[float, list[int] | None]  # of a batch: its loss, and the windows if the method picked them
+LossAndWindows = tuple[
+    float, list[int] | None
+]  # of a batch: its loss, and the windows if the method picked them
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class Trainer:
         if self.in_backward is not None:
             self.in_backward.lr = learning_rate(self.step + 1, self.settings)
 
-    def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> Gradients:
+    def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> LossAndWindows:
         """Add the gradients of the batch `number`, divided by the batches of a step, to those there are.
 
         Args:

@@ -24,7 +24,7 @@ from typing import Any
 
 from adjoint.errors import UserError
 from adjoint.memory import usable_cores
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.convergence import pictures, tables
 from benchmarks.convergence.tasks import TASKS, distances_within

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import adjoint
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, make_optimizer
 from benchmarks.convergence.tasks import TASKS, open_lessons, open_task

@@ -32,8 +32,8 @@ import torch
 from adjoint.layers import StackConfig
 from adjoint.plan.stack import StackModel
 from adjoint.tools.doctor import cuda_devices
-from adjoint.tools.points.journal import Journal
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.journal import Journal
+from adjoint.tools.measure.process import Point
 from adjoint.train.machine import peak_flops
 from benchmarks import report, runner
 from benchmarks.gpu.points import METHODS, STAGES, groups, sizes_of

@@ -14,7 +14,7 @@ import torch
 
 from adjoint.kernels import dispatch, trial
 from adjoint.kernels.libraries import LIBRARIES
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.measure import LIMITS, checked, time_contender
 from benchmarks.kernels.operations import OPS, answer

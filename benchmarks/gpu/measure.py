@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from adjoint.tools.points import process
-from adjoint.tools.points.process import ROOT, Point
+from adjoint.tools.measure import process
+from adjoint.tools.measure.process import ROOT, Point
 from benchmarks import steps
 from benchmarks.gpu import kernels, model
 from benchmarks.gpu.step import MARGIN_S, step

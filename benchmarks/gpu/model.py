@@ -18,8 +18,8 @@ from adjoint import memory
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.tile import Gradients
-from adjoint.tools.points.passes import synchronize
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.passes import synchronize
+from adjoint.tools.measure.process import Point
 from adjoint.tools.sweep.compare import compare
 from adjoint.tools.sweep.compare import gradient as gradient_of
 from adjoint.train.machine import autocast

@@ -11,7 +11,7 @@ from typing import Any
 from adjoint.engine.chunk_size import Sizes, chunk_size_for, kept_bytes
 from adjoint.kernels import dispatch
 from adjoint.layers import StackConfig
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks.gpu.kernels import operation_of, runs_in
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.operations import OPS

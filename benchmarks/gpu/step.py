@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import adjoint
 from adjoint import memory
 from adjoint.engine.first_use import TOKENS
-from adjoint.tools.points import process
-from adjoint.tools.points.passes import synchronize
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure import process
+from adjoint.tools.measure.passes import synchronize
+from adjoint.tools.measure.process import Point
 from adjoint.train.config import TrainingConfig
 from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer

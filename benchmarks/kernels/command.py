@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, steps
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from adjoint.memory import PeakMemory
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender, Function
 from benchmarks.kernels.operations import OPS, Tensors, answer, draw, results

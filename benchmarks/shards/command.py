@@ -30,8 +30,8 @@ from adjoint.engine.program import Run
 from adjoint.files import write_atomically
 from adjoint.memory import usable_cores
 from adjoint.plan.simulate import Span
+from adjoint.tools.measure.process import Point
 from adjoint.tools.plan.plot import COLOURS, NAMES, joined_spans
-from adjoint.tools.points.process import Point
 from benchmarks import report, runner
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found

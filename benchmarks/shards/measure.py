@@ -16,7 +16,7 @@ from adjoint.engine.stages import costs_of
 from adjoint.layers import StackConfig
 from adjoint.memory import PeakMemory
 from adjoint.stack import Stack
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 from adjoint.train.config import ClusterConfig, TrainingConfig
 from benchmarks.shards.replay import method_of, summary
 

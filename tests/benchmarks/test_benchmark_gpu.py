@@ -20,8 +20,8 @@ import yaml
 
 import adjoint
 from adjoint.kernels import dispatch
-from adjoint.tools.points import process
-from adjoint.tools.points.process import ROOT
+from adjoint.tools.measure import process
+from adjoint.tools.measure.process import ROOT
 from benchmarks import timing
 from benchmarks.gpu import command, kernels, model, points, step
 from benchmarks.kernels import operations, roof

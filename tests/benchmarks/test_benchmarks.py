@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint.tools.points import journal, passes, process, show
+from adjoint.tools.measure import journal, passes, process, show
 from benchmarks import (
     claims,
     depth,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adjoint.tools.points.process import ROOT
+from adjoint.tools.measure.process import ROOT
 from benchmarks import figures
 from benchmarks.figures import FIGURES, Figure
 from benchmarks.pages import PAGES, faults, with_numbers, written

@@ -193,7 +193,7 @@ def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> 
     exact = called(config, Exact(4), ids)[1]
     out, expected = called(config, method, ids, seed=1)
     torch.manual_seed(1)
-    passing = draw_passing(config.n_layer, 7, method.scheme(27, 4).arrows.cut)
+    passing = draw_passing(config.n_layer, 7, method.scheme(27, 4).arrows.drop_probability)
     assert 0 < sum(row.count(0.0) for row in passing) < config.n_layer * 7
     made = disturbed_shards(config, Layout(**how), method, TRAINING)
     loss, got = accumulated(made, ids, step=Microbatch(passing=passing))

@@ -20,8 +20,8 @@ from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.weights import Casts
 from adjoint.methods import RECOMPUTE
-from adjoint.plan.count import Conditions, count, counting, example
 from adjoint.plan.stack import StackModel
+from adjoint.plan.stage_memory import Conditions, count, counting, example
 from tests.fuzz import stacks
 from tests.fuzz.oracle import same
 from tests.model_helpers import (

@@ -75,8 +75,8 @@ def test_a_task_needs_no_more_than_its_halo():
     grid = make_grid(adjoint.Truncated(6, 10).scheme(43, 10), 43, [False, True, True, False], reach=3)
     tasks = [t for t in grid.backward_tiles() if t.kind == "windowed"]
     assert len(tasks) == 2 * 5
-    assert tasks[1] == Tile("windowed", 2, 1) and grid.span(tasks[1]) == (7, 10, 20, 25)
-    assert tasks[4] == Tile("windowed", 2, 4) and grid.span(tasks[4]) == (37, 40, 43, 43)
+    assert tasks[1] == Tile("windowed", 2, 1) and grid.extent(tasks[1]) == (7, 10, 20, 25)
+    assert tasks[4] == Tile("windowed", 2, 4) and grid.extent(tasks[4]) == (37, 40, 43, 43)
     assert grid.reads(tasks[1]) == [
         *(("y", 1, c) for c in (0, 1, 2)),
         ("S", 2, 0),

@@ -20,9 +20,9 @@ from adjoint.engine.budget import LiveBytes
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.program import BUFFERS
 from adjoint.plan import memory
-from adjoint.plan.count import Conditions, counting, fake_tensors
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.stack import model_of
+from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from tests.training_helpers import metrics, tiny

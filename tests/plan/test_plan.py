@@ -17,11 +17,11 @@ from adjoint.engine.grid import Tile
 from adjoint.errors import UserError
 from adjoint.memory import total_memory_bytes, usable_cores
 from adjoint.plan import estimate as plan_time
-from adjoint.plan.count import Conditions, counting, fake_tensors
 from adjoint.plan.layouts import Request, rank
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.simulate import Span, Timeline
 from adjoint.plan.stack import model_of
+from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
 from adjoint.tools.plan.plot import joined_spans, shares_of
 from adjoint.train.layout import Layout
 

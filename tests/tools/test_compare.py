@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from adjoint.cli import main
-from adjoint.tools.points.passes import longest
-from adjoint.tools.points.process import Process
+from adjoint.tools.measure.passes import longest
+from adjoint.tools.measure.process import Process
 from tests.hf.hf_models import make
 
 pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from adjoint.methods import METHODS, Exact
 from adjoint.settings import whole_number
 from adjoint.stack import Stack
 from adjoint.train.config import Config, known_keys, load_config
-from adjoint.train.elsewhere import ELSEWHERE
+from adjoint.train.other_trainers import ELSEWHERE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER_SIZES = {f"mamba-{size}m": size * 1e6 for size in (32, 63, 127, 225)} | {"mamba-1.27b": 1.27e9}

@@ -23,9 +23,9 @@ from adjoint.memory import size_bytes, total_memory_bytes
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.compare import report
-from adjoint.tools.points.journal import Journal, completed, progress
-from adjoint.tools.points.passes import fits, predicted_bytes, typical
-from adjoint.tools.points.process import Point, Process
+from adjoint.tools.measure.journal import Journal, completed, progress
+from adjoint.tools.measure.passes import fits, predicted_bytes, typical
+from adjoint.tools.measure.process import Point, Process
 from adjoint.train.config import Config, Precision, load_config, plain
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import environment, pick_device, pick_precision

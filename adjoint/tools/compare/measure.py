@@ -16,8 +16,8 @@ from adjoint import memory
 from adjoint.hf.load import unwrapped
 from adjoint.hf.wrap import wrap
 from adjoint.methods import METHODS
-from adjoint.tools.points.passes import Passes, gradients_apart, measured, repeated
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.passes import Passes, gradients_apart, measured, repeated
+from adjoint.tools.measure.process import Point
 
 FIRST = 64  # tokens of the pass before those that count
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.files import new_figure, save_figure
-from adjoint.tools.points.show import (
+from adjoint.tools.measure.show import (
     fits_text,
     plain_ticks,
     print_table,

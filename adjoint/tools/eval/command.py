@@ -20,7 +20,7 @@ from adjoint.files import save_figure, write_atomically
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.eval import needles, positions
-from adjoint.tools.points.show import print_table
+from adjoint.tools.measure.show import print_table
 from adjoint.train.config import Precision
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision

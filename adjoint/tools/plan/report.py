@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from adjoint.plan.capacity import LONGEST, Fit
 from adjoint.plan.estimate import Estimate
-from adjoint.plan.fit import LONGEST, Fit
 from adjoint.plan.layouts import Ranked
 from adjoint.plan.memory import PARTS, needs
 from adjoint.plan.partition import GB, named
-from adjoint.tools.points.show import print_table, size_text
+from adjoint.tools.measure.show import print_table, size_text
 from adjoint.train.config import plain
 from adjoint.train.layout import Layout
 

@@ -36,7 +36,7 @@ from adjoint.methods import (
 )
 from adjoint.settings import NotNegative, Positive, whole_number
 from adjoint.stack import Stack
-from adjoint.tools.points.journal import Journal, completed, progress
+from adjoint.tools.measure.journal import Journal, completed, progress
 from adjoint.tools.sweep import compare, report
 from adjoint.tools.sweep.compare import Comparison, Window, window_order
 from adjoint.tools.sweep.report import window_text

@@ -23,14 +23,14 @@ from adjoint.errors import UserError
 from adjoint.memory import PeakMemory, memory_left
 from adjoint.methods import METHODS, Backprop, check_window
 from adjoint.stack import Stack
-from adjoint.tools.points.passes import synchronize
+from adjoint.tools.measure.passes import synchronize
 from adjoint.train.machine import autocast
 
 _PROBE = 256  # tokens of the passes that warm up and that measure what a token keeps
 # The backward's workspaces come on top of what the forward keeps, and the estimate is from few tokens.
 _SHARE_OF_MEMORY = 0.4
 
-Gradients = dict[str, Tensor]
+NamedGradients = dict[str, Tensor]
 Window = int | Literal["auto"] | None  # tokens, picked a layer, or the whole sequence
 
 
@@ -56,7 +56,7 @@ class Agreement(NamedTuple):
 
 def gradient(
     model: Stack, input_ids: Tensor, method: Any, precision: str = "float32"
-) -> tuple[Gradients, list[int] | None]:
+) -> tuple[NamedGradients, list[int] | None]:
     """The gradient of the mean loss by parameter name, and the windows that the method picked, one per layer.
 
     Leaves `.grad` None.
@@ -206,7 +206,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         self.device, self.seqlen = next(self.model.parameters()).device, self.batches[0].shape[1]
-        self._references: list[Gradients] = []
+        self._references: list[NamedGradients] = []
 
     def row(self, name: str, window: Window) -> dict[str, Any]:
         """Measures one method with one window (None: all) on every batch.
@@ -267,10 +267,10 @@ class Comparison:
             "peak_memory_bytes": None if None in peaks else max(peaks),
         }
 
-    def _gradient(self, ids: Tensor, method: Any) -> tuple[Gradients, list[int] | None]:
+    def _gradient(self, ids: Tensor, method: Any) -> tuple[NamedGradients, list[int] | None]:
         return gradient(self.model, ids.to(self.device), method, self.precision)
 
-    def _checked(self, found: Gradients) -> Gradients:
+    def _checked(self, found: NamedGradients) -> NamedGradients:
         """A reference gradient, in host memory."""
         for name, g in found.items():
             if not torch.isfinite(g).all():

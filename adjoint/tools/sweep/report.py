@@ -9,40 +9,40 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.files import atomic_file, new_figure, save_figure
-from adjoint.tools.points.show import print_table, size_text
+from adjoint.tools.measure.show import print_table, size_text
 from adjoint.tools.sweep.compare import Window, window_order
 
 SMALL = 0.01  # the relative error that the summary and the picture mark
 _MOST_LAYERS = 8  # in the table; sweep.csv has them all
 _FLOOR = 1e-6  # smaller errors are drawn here: the exact ends must not press the rest together
 
-Row = Mapping[str, Any]
+Result = Mapping[str, Any]
 
 
-def _of_methods(result: Row) -> dict[str, list[Row]]:
+def _of_methods(result: Result) -> dict[str, list[Result]]:
     """The rows of each method that is compared with the reference."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[Result]] = {}
     for row in result["rows"]:
         if row["method"] != result["settings"]["baseline"]:
             found.setdefault(row["method"], []).append(row)
     return found
 
 
-def _layers(row: Row) -> dict[str, Row]:
+def _layers(row: Result) -> dict[str, Result]:
     """The layers proper, without embedding, last norm and head."""
     return {name: values for name, values in row["layer"].items() if name.startswith("layers.")}
 
 
-def _error(part: Row) -> float:
+def _error(part: Result) -> float:
     return math.inf if part["relative_error"] is None else part["relative_error"]
 
 
-def _worst(row: Row) -> float:
+def _worst(row: Result) -> float:
     """Of the kinds of parameters: over all, the many that a window hardly touches outweigh the others."""
     return max(map(_error, row["kind"].values()))
 
 
-def smallest_window(rows: Iterable[Row], error: Callable[[Row], float] = _error) -> str | None:
+def smallest_window(rows: Iterable[Result], error: Callable[[Result], float] = _error) -> str | None:
     """The smallest measured window of a method from which on the error stays below `SMALL`; None where not
     even the longest is enough."""
     best = None
@@ -54,7 +54,7 @@ def smallest_window(rows: Iterable[Row], error: Callable[[Row], float] = _error)
     return best
 
 
-def conclusion(name: str, rows: Sequence[Row]) -> str:
+def conclusion(name: str, rows: Sequence[Result]) -> str:
     """How long the window of a method must be."""
     said, overall, each = [], smallest_window(rows), smallest_window(rows, _worst)
     if overall is not None:
@@ -82,7 +82,7 @@ def error_text(error: float | None) -> str:
     return f"{error:.1e}" if error else "0"
 
 
-def show(result: Row) -> None:
+def show(result: Result) -> None:
     """Prints the tables and the conclusions."""
     settings, environment = result["settings"], result["environment"]
     head = ("method", "window", "error", "cosine", "vjps", "seconds", "memory")
@@ -108,7 +108,7 @@ def show(result: Row) -> None:
         print(conclusion(name, rows))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Result) -> tuple[str, ...]:
     memory, vjps, auto = row["peak_memory_bytes"], row["vjps"], row["windows"]
     return (
         row["method"],
@@ -121,7 +121,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def write_csv(result: Row, path: Path) -> None:
+def write_csv(result: Result, path: Path) -> None:
     """Writes a line per row and part of the model.
 
     scope is overall, layer or kind, name the part. window is empty for the whole sequence; where it is auto,
@@ -147,7 +147,7 @@ def _height(error: float) -> float:
     return 1.0 if math.isinf(error) else max(error, _FLOOR)
 
 
-def draw(result: Row, path: Path) -> None:
+def draw(result: Result, path: Path) -> None:
     """Draws the relative error by window: a line per method, the spread of its layers as a band."""
     settings, methods = result["settings"], _of_methods(result)
     windows = sorted({row["window"] for rows in methods.values() for row in rows}, key=window_order)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adjoint import memory
 from adjoint.engine.first_use import SHARE
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 
 BEYOND = 64  # times the longest measured length: lines are not drawn further
 

@@ -15,7 +15,7 @@ from adjoint.cluster.assign import make_specs
 from adjoint.cluster.devices import Device
 from adjoint.cluster.placement import resources
 from adjoint.errors import UserError
-from adjoint.plan.fit import Fit
+from adjoint.plan.capacity import Fit
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.stack import model_of
 from adjoint.train.config import TrainingConfig, load_config

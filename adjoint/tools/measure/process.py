@@ -59,7 +59,7 @@ class Process:
         *,
         quiet: bool = True,
     ) -> None:
-        code = "import sys; from adjoint.tools.points import process; process.serve(sys.argv[1])"
+        code = "import sys; from adjoint.tools.measure import process; process.serve(sys.argv[1])"
         self.module = module
         self.command = (sys.executable, "-c", code, module)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}

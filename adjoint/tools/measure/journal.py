@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.files import write_atomically
-from adjoint.tools.points.process import Point
+from adjoint.tools.measure.process import Point
 
 
 class Journal:
