@@ -163,12 +163,8 @@ class Worker:
         self.accumulate_dtype = torch.float64 if torch.float64 in own | of_states else torch.float32
         used = own.union(*(getattr(stage, "precisions", ()) for stage in mine)) & AGAIN.keys()
         self.narrow = max(used, key=AGAIN.__getitem__, default=self.accumulate_dtype)
-        self.stages, self.grid, self.batch, self.connections = (
-            stages,
-            grid,
-            batch,
-            connections or Connections(),
-        )
+        self.stages, self.grid, self.batch = stages, grid, batch
+        self.connections = connections or Connections()
         self.transport = transport = self.connections.transport
         self.width, self.device, initial = width, batch.ids.device, batch.states
         self.host = lies_on_host(scheme, self.device)

@@ -361,16 +361,8 @@ class SequenceSteps(Steps):
         if not grid.inside:
             return super()._make_worker(grid, batch, scheme)
         owners = Owners((0,) * len(self.stages), self.workers).in_rounds(grid)
-        given = (
-            self.stages,
-            grid,
-            batch,
-            scheme,
-            self.width,
-            self._new_gradients(),
-            Connections(self.transport),
-        )
-        return Sharing(owners, self.place, *given)
+        given = self.stages, grid, batch, scheme, self.width, self._new_gradients()
+        return Sharing(owners, self.place, *given, Connections(self.transport))
 
     # ------------------------------------------------------------------------------------------ agreement
 

@@ -53,18 +53,15 @@ class Spread:
     Args:
         owners: of chunks, dealt in turn so that the last round is whole (`Owners.in_rounds`).
         place: this rank.
-        token_range: (chunk, row) → of the chunk's first document in the row, how many tokens are in the chunk and
-            the first token that they see; row None for all rows together.
+        token_range: (chunk, row) → of the chunk's first document in the row, how many tokens are in the chunk
+            and the first token that they see; row None for all rows together.
     """
 
-    def __init__(self, grid: Grid, owners: Owners, place: int, transport: Messages, span: TokenRange) -> None:
-        self.grid, self.owners, self.place, self.transport, self.token_range = (
-            grid,
-            owners,
-            place,
-            transport,
-            span,
-        )
+    def __init__(
+        self, grid: Grid, owners: Owners, place: int, transport: Messages, token_range: TokenRange
+    ) -> None:
+        self.grid, self.owners, self.place, self.transport = grid, owners, place, transport
+        self.token_range = token_range
         base = place - place % owners.in_turn  # the first worker with the same stages
         self.ranks = range(base, base + owners.in_turn)
         self.offsets = {rank: [0] for rank in self.ranks}  # of each rank, its tokens before each chunk

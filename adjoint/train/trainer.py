@@ -40,9 +40,7 @@ from adjoint.train.rundir import RunFolder, open_run
 from adjoint.train.trackers import Trackers
 
 Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
-LossAndWindows = tuple[
-    float, list[int] | None
-]  # of a batch: its loss, and the windows if the method picked them
+LossAndWindows = tuple[float, list[int] | None]  # of a batch; None unless the method picked the windows
 
 
 @dataclass(frozen=True)
