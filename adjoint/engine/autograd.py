@@ -169,9 +169,9 @@ class Steps:
         return Gradients(Outside(self.parameters, open=self.follows and self.transport is None))
 
     def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
-        """A worker of the batch; without `passing` it is drawn."""
+        """A worker of the batch; without `passing` it is drawn, if the scheme drops by chance."""
         grid = self._grid(scheme)
-        if self.follows:
+        if scheme.arrows.drop_probability and self.follows:
             drawn = passing or draw_passing(sum(self.stateful), grid.chunks, scheme.arrows.drop_probability)
             grid = dataclasses.replace(grid, passing=drawn)
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]

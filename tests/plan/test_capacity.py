@@ -133,7 +133,7 @@ def test_cpus_that_are_given_are_the_threads_of_a_shard(
     monkeypatch.setattr(cluster_training, "Group", group)
     trainer: Any = object.__new__(cluster_training.ShardedTrainer)
     trainer.config = load_config(["--cluster.shards", "2", *flags.split()])
-    trainer.whole = cluster_training.Whole(None, 0, [])
+    trainer.whole = cluster_training.ModelSummary(None, 0, [])
     trainer.method, trainer.failures, trainer.preemptions = None, 0, 0
     with pytest.raises(InterruptedError):
         trainer._make_group(None)
