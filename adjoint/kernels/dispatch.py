@@ -1,7 +1,6 @@
 """Which backend runs an operation, and why another one cannot."""
 
 import contextlib
-import contextvars
 import functools
 import importlib
 import importlib.util
@@ -21,24 +20,25 @@ from adjoint.kernels.libraries import LIBRARIES, Library
 _MODULES = {"reference": "reference", "cpu": "cpu.backend", "triton": "triton.backend"}
 NAMES = (*_MODULES, *LIBRARIES)
 Needs = tuple[tuple[str, int], ...]  # sizes and options of a call, by name
-_as_on_cuda = contextvars.ContextVar("as_on_cuda", default=False)
+_as_on_cuda = False  # a plain variable: torch.compile guards on it, and cannot trace a ContextVar
 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Meanwhile tensors of the CPU, fake ones, get the kernels, shapes and dtypes that a GPU's would get from
     Triton, if it is installed: for counting what a device takes that need not be here."""
-    before = _as_on_cuda.set(True)
+    global _as_on_cuda
+    _as_on_cuda = True
     try:
         yield
     finally:
-        _as_on_cuda.reset(before)
+        _as_on_cuda = False
         choose.cache_clear()
 
 
 def is_as_on_cuda() -> bool:
     """Whether `as_on_cuda` is entered."""
-    return _as_on_cuda.get()
+    return _as_on_cuda
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
