@@ -31,7 +31,7 @@ from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
-from adjoint.train.model import StackLM, kind_of
+from adjoint.train.model import StackLM, model_class
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
 from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
@@ -50,7 +50,7 @@ def train(config: Config) -> Outcome:
     Raises:
         UserError: something the user can mend; also more failures than ``cluster.max_failures``.
     """
-    kind_of(config.model.from_pretrained).check(config)
+    model_class(config.model.from_pretrained).check(config)
     if (here := torchrun.place(config.cluster.shards)) is not None:
         return torchrun.train(config, here)
     layout, method, data = config.cluster.layout, config.method, config.data

@@ -189,6 +189,6 @@ class PretrainedLM(LanguageModel):
         return last_logits(self.module, ids, tokens, Scheme(chunk_size, least=2))
 
 
-def kind_of(pretrained: str | None) -> type[LanguageModel]:
+def model_class(pretrained: str | None) -> type[LanguageModel]:
     """The class for a value of `model.from_pretrained`."""
     return StackLM if pretrained is None else PretrainedLM

@@ -33,7 +33,7 @@ from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoi
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.in_backward import SteppedInBackward
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
-from adjoint.train.model import LanguageModel, kind_of
+from adjoint.train.model import LanguageModel, model_class
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
@@ -55,7 +55,6 @@ class Outcome:
 def train(config: Config) -> Outcome:
     """Train as configured, from the beginning or from a checkpoint, and leave a finished run folder; a
     UserError for what the user can mend."""
-    kind_of(config.model.from_pretrained).check(config)
     folder, checkpoint = open_run(config.run)
     with folder:
         return Trainer(config, folder, checkpoint).run()
@@ -137,8 +136,8 @@ class Trainer:
         """Make model and optimizer; a checkpoint is loaded into them by `_load`."""
         dtype = torch.float64 if self.precision == "float64" else None
         self.carried = Carried(self.settings.carry_state, range(self.config.model.n_layer))
-        kind = kind_of(self.config.model.from_pretrained)
-        self.model = kind.made(self.config, self.device, dtype, self.sequence_group)
+        cls = model_class(self.config.model.from_pretrained)
+        self.model = cls.made(self.config, self.device, dtype, self.sequence_group)
         module = self.model.module
         self.optimizer = make_optimizer(module, self.settings)
         if self.settings.optimizer_in_backward:

@@ -28,12 +28,6 @@ template <class T> struct Conv {
   const ConvArgs& s;
   int64_t blocks() const { return (s.channels + L - 1) / L; }
 
-  // body(i, first channel, how many) for each vector of channels
-  template <class F> ALWAYS_INLINE void each_vector(F body) const {
-    const int64_t whole = s.channels / L, tail = s.channels % L;
-    for (int64_t i = 0; i < whole; i++) body(i, i * L, L);
-    if (tail) body(whole, whole * L, int(tail));
-  }
   // body(b, first, end) for this thread's share of the tokens
   template <class F> void each_run(int64_t thread, F body) const {
     const int64_t tokens = s.batch * s.seqlen, end = tokens * (thread + 1) / s.threads;
@@ -79,7 +73,7 @@ template <class T> struct Conv {
     const Vt *weights[MOST], *bias = w.bias.data();
     const T* inputs[MOST];
     for (int64_t j = 0; j < n; j++) weights[j] = w.tap[j].data(), inputs[j] = rows[j];
-    each_vector([=](int64_t i, int64_t channel, int width) {
+    each_vector<T>(s.channels, 0, blocks(), [=](int64_t i, int64_t channel, int width) {
       Vt x[MOST], weight[MOST], p = bias[i];
       for (int64_t j = 0; j < n; j++) {
         x[j] = load<T>(inputs[j] + channel, width);
@@ -118,6 +112,12 @@ template <class T> struct Conv {
   const T* dy_of(int64_t b, int64_t t) const { return (const T*)s.dy + b * s.dy_batch_stride + t * s.dy_time_stride; }
   T* dx_of(int64_t b, int64_t t) const { return (T*)s.dx + (b * s.seqlen + t) * s.channels; }
 
+  // whether all of the usual four taps of four tokens count
+  bool reach4(int64_t b, int64_t t) const {
+    for (int64_t i = 0; i < 4; i++)
+      if (reach(b, t + i) < 4) return false;
+    return true;
+  }
   // The backward of four tokens with all of the usual four taps: sums are read and written once for them.
   void backward4(const Weights& w, int64_t b, int64_t t, Row* dweight, Row& dbias) const {
     const T *x[7], *dy[4];
@@ -126,7 +126,7 @@ template <class T> struct Conv {
     Vt *to_weight[4], *to_bias = dbias.data();
     for (int i = 0; i < 7; i++) x[i] = (const T*)s.x + b * s.x_batch_stride + (t - 3 + i) * s.x_time_stride, dx[i] = dx_of(b, t - 3 + i);
     for (int i = 0; i < 4; i++) dy[i] = dy_of(b, t + i), weights[i] = w.tap[i].data(), to_weight[i] = dweight[i].data();
-    each_vector([=, silu = s.silu](int64_t i, int64_t channel, int width) {
+    each_vector<T>(s.channels, 0, blocks(), [=, silu = s.silu](int64_t i, int64_t channel, int width) {
       Vt in[7], d[4], weight[4];
       for (int j = 0; j < 4; j++) weight[j] = weights[j][i];
       for (int m = 0; m < 7; m++) in[m] = load<T>(x[m] + channel, width);
@@ -166,7 +166,7 @@ template <class T> struct Conv {
       int64_t added = first;
       for (int64_t t = first; t < ahead;) {
         if (t - added >= TOGETHER) add(thread, dweight, dbias), added = t;  // longer sums would round more
-        if (s.width == 4 && !s.reset && t >= first + before && t + 4 <= end) {
+        if (s.width == 4 && t >= first + before && t + 4 <= end && reach4(b, t)) {
           backward4(w, b, t, dweight, dbias);
           t += 4;
           continue;
@@ -180,15 +180,14 @@ template <class T> struct Conv {
           to_weight[j] = dweight[j].data();
         }
         const int64_t from = t < end ? 0 : t - end + 1, stop = n < t - begin + 1 ? n : t - begin + 1;
-        row(w, initial, b, t, n, [=, silu = s.silu, all = !from && stop == n](
+        row(w, initial, b, t, n, [=, silu = s.silu](
                                      auto count, int64_t i, int64_t channel, int width, Vt p, const Vt* x, const Vt* weight) {
           const Vt d = through(silu, load<T>(dy + channel, width), p);
           const auto put = [&](int64_t j) {  // the last tap's is the first to come to its token
             const Vt sum = d * weight[j];
             store<T>(dx[j] + channel, j ? load<T>(dx[j] + channel, width) + sum : sum, width);
           };
-          if (all) for (int64_t j = 0; j < count; j++) put(j);
-          else for (int64_t j = from; j < stop; j++) put(j);
+          for (int64_t j = from; j < stop; j++) put(j);
           if (from) return;
           to_bias[i] += d;
           for (int64_t j = 0; j < count; j++) to_weight[j][i] += d * x[j];

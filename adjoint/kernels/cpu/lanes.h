@@ -51,6 +51,13 @@ template <class T> ALWAYS_INLINE void store(T* p, V<T> v, int width) {
   if (width == Vec<T>::L) std::memcpy(p, &v, VECTOR_BYTES);
   else std::memcpy(p, &v, width * sizeof(T));
 }
+// body(i, first channel, how many) for the vectors [first, stop) of `size` channels; the last may be shorter.
+template <class T, class F> ALWAYS_INLINE void each_vector(int64_t size, int64_t first, int64_t stop, F body) {
+  constexpr int L = Vec<T>::L;
+  const int64_t whole = stop * L <= size ? stop : stop - 1;
+  for (int64_t i = first; i < whole; i++) body(i, i * L, L);
+  if (whole < stop) body(whole, whole * L, int(size - whole * L));
+}
 // Halving sums: a serial one would cost as much as the arithmetic it follows.
 template <class T, int BYTES> struct Halves {
   typedef T W __attribute__((vector_size(BYTES)));

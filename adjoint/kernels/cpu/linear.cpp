@@ -33,9 +33,7 @@ template <class T> struct Linear {
   }
   // body(block, counted from the first, its first state, how many)
   template <class F> ALWAYS_INLINE void row(int64_t first, int64_t stop, F body) const {
-    const int64_t whole = stop * L <= s.d_state ? stop : stop - 1;
-    for (int64_t i = first; i < whole; i++) body(i - first, i * L, L);
-    if (whole < stop) body(whole - first, whole * L, int(s.d_state - whole * L));
+    each_vector<T>(s.d_state, first, stop, [=](int64_t i, int64_t n, int width) { body(i - first, n, width); });
   }
   void forward(int64_t thread) const {
     const std::vector<T> zeros(s.initial_state ? 0 : s.d_state);

@@ -24,7 +24,7 @@ from adjoint.tools.measure.show import print_table
 from adjoint.train.config import Precision
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
-from adjoint.train.model import LanguageModel, PretrainedLM, kind_of
+from adjoint.train.model import LanguageModel, PretrainedLM, model_class
 from adjoint.train.rundir import find_checkpoint
 
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
@@ -112,7 +112,7 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     trainer = read_trainer(checkpoint)
     config = trainer["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
-    model = kind_of(config["model"].get("from_pretrained")).stored(checkpoint)
+    model = model_class(config["model"].get("from_pretrained")).stored(checkpoint)
     model.module.to(device, dtype)
     return Loaded(model, data, checkpoint.parent.parent / "eval", fingerprint_of(trainer["data"]))
 
