@@ -295,9 +295,10 @@ class Stack(nn.Module):
         places = Tensors(self)
         given = stages, batch, scheme, width, lambda: places.replaced({})
         steps = Steps(*given) if group is None else SequenceSteps(group, *given)
-        if steps.worker.grid.chunks > 1:
+        if len(scheme.cuts(batch.seqlen)) > 2:  # more than one chunk
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
-            compare_own_layers(stages, steps.worker.batch.states, width, dtype, batch.ids.device)
+            states = [tuple(s.detach() for s in state) for state in batch.states]
+            compare_own_layers(stages, states, width, dtype, batch.ids.device)
         return steps
 
     def _check_shared(self, method: Any, labels: Tensor | None, return_logits: bool) -> None:

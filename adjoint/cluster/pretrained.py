@@ -17,13 +17,13 @@ from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.hf.call import check_method, scheme_of
-from adjoint.hf.load import KEY, configuration
 from adjoint.hf.model import PassThrough, backbone_of, repeated
 from adjoint.hf.split import Pretrained, verified
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.plan.pretrained import outlined
 from adjoint.plan.stage_memory import Uncountable
+from adjoint.train.pretrained import KEY, configuration
 
 
 class PretrainedShard(Shard):

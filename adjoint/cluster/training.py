@@ -108,7 +108,7 @@ def summary_of(config: Config, folder: Path | None) -> ModelSummary:
             config.model, stack.num_parameters(), [name for name, _ in stack.named_parameters()]
         )
     from adjoint.cluster.pretrained import described_by_files
-    from adjoint.hf.load import described
+    from adjoint.train.pretrained import described
 
     weights: Path | None = Path(directory)
     found = described_by_files(directory, config.method)

@@ -99,7 +99,8 @@ class _SkipNone:
 
 
 class Steps:
-    """A single worker's program, cut into autograd's forward and its backward; `loss()` runs the forward.
+    """A single worker's program, cut into autograd's forward and its backward. It holds what it is given;
+    `loss()` and `forward()` make what it runs with.
 
     Args:
         stages: all of a model's.
@@ -116,6 +117,8 @@ class Steps:
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
         follows: whether a backward may follow. Where all parameters are frozen it may: see `asked`.
         windows: of each layer, once they are picked.
+        worker, tapes, grid: what runs, how many tapes stay, and the program's grid as far as it is known;
+            from `_begin` on, as are `later`, the backward's actions.
         constants: tensors that are not trained, as the forward has left them.
     """
 
@@ -123,6 +126,10 @@ class Steps:
     # How many processes share the sequence, which of them this is, and its messages to the others.
     workers, place = 1, 0
     transport: Transport | None = None
+    worker: Worker
+    grid: Grid
+    tapes: int
+    later: Sequence[Action] = ()
 
     def __init__(
         self,
@@ -144,18 +151,23 @@ class Steps:
         self.stateful = [stage.stateful for stage in stages]
         self.reach = max(stage.reach for stage in stages)
         self.owners = Owners((0,) * len(stages), self.workers)
+
+    def _begin(self) -> None:
+        """Makes the worker, with room for what stays of the whole batch, and finds how many tapes fit."""
+        scheme = self.scheme
         self.worker = self._worker(scheme)
         self.tapes = 0 if scheme.arrows.window == "auto" else scheme.storage.tapes
         if scheme.storage.memory is not None and self.follows and self.parameters:
-            sizes = [self.worker.grid.tokens(c) for c in range(self.worker.grid.chunks)]
-            room = budget.room_for_tapes(scheme.storage.memory, self.worker.kept_bytes(), batch.ids.device)
+            grid, device = self.worker.grid, self.batch.ids.device
+            sizes = [grid.tokens(c) for c in range(grid.chunks)]
+            room = budget.room_for_tapes(scheme.storage.memory, self.worker.kept_bytes(), device)
             measured = self._measured()
             self.tapes = budget.tapes_within(room, measured, sizes)
-            if scheme.storage.whole and (measured.tape + measured.beside) * batch.seqlen / sizes[0] <= room:
-                self.scheme = dataclasses.replace(scheme, chunk_size=batch.seqlen)
+            whole = (measured.tape + measured.beside) * self.batch.seqlen / sizes[0] <= room
+            if scheme.storage.whole and whole:
+                self.scheme = dataclasses.replace(scheme, chunk_size=self.batch.seqlen)
                 self.worker = self._worker(self.scheme)
-        self.grid = self.worker.grid  # of the program, as far as it is known
-        self.later: Sequence[Action] = ()
+        self.grid = self.worker.grid
 
     def _grid(self, scheme: Scheme) -> Grid:
         return make_grid(scheme, self.batch.seqlen, self.stateful, self.reach)
@@ -191,7 +203,8 @@ class Steps:
             with budget.LiveBytes() as live:
                 scheme = Scheme(size, least=self.scheme.least, storage=Storage(keep=self.scheme.storage.keep))
                 first = dataclasses.replace(self.batch.chunk(0, size), states=worker.batch.states)
-                one = Steps(self.stages, first, scheme, self.width)
+                with torch.enable_grad():
+                    one = Steps(self.stages, first, scheme, self.width)
                 with torch.no_grad():
                     before = live.begin()
                     loss, final = one.forward()
@@ -207,8 +220,7 @@ class Steps:
             states: whether append-only final states are asked for; else they are empty, as on the device they
                 would take as much memory as those that are offloaded leave there.
         """
-        self.worker.begin_forward(ends=states)
-        loss, final = self.forward()
+        loss, final = self.forward(ends=states)
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
         return Result(loss, grouped(self.batch.states, final), self.windows, sums)
@@ -218,7 +230,17 @@ class Steps:
         return _Chunked.apply(self, back, results, *self.asked, *self.initial)
 
     @torch.no_grad()
-    def forward(self) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, ends: bool = True) -> tuple[Tensor, list[Tensor]]:
+        """The mean loss, and the final states and totals of the sums, none of them differentiable yet.
+
+        Args:
+            ends: as `states` of `loss`.
+        """
+        self._begin()
+        self.worker.begin_forward(ends)
+        return self._forward()
+
+    def _forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker
         now, self.later = self._programs()
         # A second backward finds its tapes used and recomputes them: what that reads must stay.

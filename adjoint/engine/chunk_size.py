@@ -38,7 +38,12 @@ def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
     sizes = Sizes(kept_bytes(config, element, recompute), states * config.n_layer / max(len(blocks), 1))
     batch, seqlen = input_ids.shape
-    return chunk_size_for(sizes, batch, seqlen, input_ids.device.type, memory_of(input_ids.device))
+    return chunk_size_on(input_ids.device, sizes, batch, seqlen)
+
+
+def chunk_size_on(device: torch.device, sizes: Sizes, batch: int, seqlen: int) -> int:
+    """`chunk_size_for` a device of this machine."""
+    return chunk_size_for(sizes, batch, seqlen, device.type, memory_of(device))
 
 
 def memory_of(device: torch.device) -> float | None:

@@ -325,6 +325,8 @@ class SequenceSteps(Steps):
         UserError: the ranks do not call with the same, or a scheme or stage cannot be shared so.
     """
 
+    transport: GroupTransport
+
     def __init__(
         self,
         group: Any,
@@ -337,11 +339,15 @@ class SequenceSteps(Steps):
     ) -> None:
         import torch.distributed as dist
 
-        _check(stages, scheme)
-        alone = group is ALONE
-        self.transport: GroupTransport = Alone() if alone else GroupTransport(group, batch.ids.device)
-        self.workers, self.place = (1, 0) if alone else (ranks_of(group), dist.get_rank(group))
+        self.group = group
+        self.workers, self.place = (1, 0) if group is ALONE else (ranks_of(group), dist.get_rank(group))
         super().__init__(stages, batch, scheme, width, around, sums)
+
+    def _begin(self) -> None:
+        _check(self.stages, self.scheme)
+        alone, device = self.group is ALONE, self.batch.ids.device
+        self.transport = Alone() if alone else GroupTransport(self.group, device)
+        super()._begin()
         if isinstance(self.worker, Sharing):
             self.owners = self.worker.owners
         if not alone:

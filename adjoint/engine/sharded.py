@@ -332,22 +332,21 @@ class ShardedSteps(Steps):
         self.root = stages[0].gathering.root
         self.found: dict[Tensor, Tensor] | None = None
         self.d_initial: list[Tensor | None] = []
-        arrows = scheme.arrows
+        given: dict[str, Any] = {"stages": stages, "batch": batch, "scheme": scheme, "width": width}
+        super().__init__(**given, sums=sums, **more)
+
+    def _begin(self) -> None:
+        arrows = self.scheme.arrows
         if arrows.window is not None or arrows.drop_probability or arrows.dy_from != "above":
             raise UserError("Truncated and LayerLocal do not run on a stack under fully_shard: use Exact()")
-        if scheme.storage.memory is not None:
+        if self.scheme.storage.memory is not None:
             raise UserError(
                 "memory= fits chunks to what one process has left, but under fully_shard all processes "
                 "must run the same chunks: give chunk_size instead"
             )
         reshard(self.root)
-        given: dict[str, Any] = {
-            "stages": stages,
-            "batch": batch,
-            "scheme": self._aligned(batch, scheme),
-            "width": width,
-        }
-        super().__init__(**given, sums=sums, **more)
+        self.scheme = self._aligned(self.batch, self.scheme)
+        super()._begin()
 
     def _aligned(self, batch: Batch, scheme: Scheme) -> Scheme:
         """The scheme with as many chunks as the process with the most: all gather parameters per chunk."""
@@ -378,9 +377,9 @@ class ShardedSteps(Steps):
             )
         return worker
 
-    def forward(self) -> tuple[Tensor, list[Tensor]]:
+    def _forward(self) -> tuple[Tensor, list[Tensor]]:
         if not self.follows:
-            return super().forward()
+            return super()._forward()
         swept: list[Any] = []
         followed = [p for p in self.parameters if p.requires_grad]
         self.found = self._found(followed, lambda: swept.extend(self._sweep()))
@@ -396,7 +395,7 @@ class ShardedSteps(Steps):
     def _sweep(self) -> tuple[Tensor, list[Tensor], Gradients, list[Tensor | None]]:
         """Runs forward and backward: the loss, final states and totals, gradients of tensors that are no
         parameters of the model, and cotangents of initial states."""
-        loss, final = super().forward()
+        loss, final = super()._forward()
         states = len(final) - len(self.sums)
         of_sums = [one.cotangent_of(total) for one, total in zip(self.sums, final[states:], strict=True)]
         others, d_initial = super().backward(torch.ones_like(loss), [*[None] * states, *of_sums])
@@ -447,14 +446,17 @@ class SharedShardedSteps(ShardedSteps, SequenceSteps):
     """
 
     def __init__(self, group: Any, stages: Sequence[Any], *given: Any) -> None:
-        place, of = (0, 1) if group is ALONE else (dist.get_rank(group), dist.get_world_size(group))
-        low, high, fewest, most = largest(stages[0].gathering.root, -place, place, -of, of)
+        super().__init__(stages, *given, group=group)
+
+    def _begin(self) -> None:
+        place, of = self.place, self.workers
+        low, high, fewest, most = largest(self.root, -place, place, -of, of)
         if -low != high or -fewest != most:
             raise UserError(
                 "sequence_group: processes that have shards of the same weights must be at the same place of "
                 'their groups, and groups of one size: take both from one mesh, ("data", "sequence")'
             )
-        super().__init__(stages, *given, group=group)
+        super()._begin()
 
     def _found(self, followed: Sequence[Tensor], run: Callable[[], Any]) -> dict[Tensor, Tensor]:
         chunks = range(self.worker.grid.chunks)

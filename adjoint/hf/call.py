@@ -229,6 +229,12 @@ class Call:
         return starts_of(self.given, self.ids, self.mask)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        seqlen = self.ids.shape[1]
+        return max(end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen)))
+
+    @property
     def padded_left(self) -> bool:
         """Whether rows are padded at the left without position_ids."""
         return self.mask is not None and not bool(self.mask[:, 0].all()) and not self.has("position_ids")

@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.engine.autograd import Steps
-from adjoint.engine.chunk_size import chunk_size_for, memory_of
+from adjoint.engine.chunk_size import Sizes
 from adjoint.engine.first_use import (
     COARSE,
     TOKENS,
@@ -458,13 +458,17 @@ class Findings:
 
         return self.once("slots", find)
 
-    def chunk_size(self, batch: int, seqlen: int) -> int:
-        """Tokens of a chunk where the method does not say, for `batch` rows of `seqlen` tokens."""
+    @property
+    def factor(self) -> float:
+        """What the model multiplies its routers' loss by."""
+        return self.seen(coefficient)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What it stores of a row, for the size of a chunk where the method does not say."""
         first = next(p for p in self.model.parameters() if p.is_floating_point())
         element = min(first.element_size(), (self.precision[0] or first.dtype).itemsize)
-        features = self.once("features", kept_features, self.model)
-        sizes = sizes_of(features, self.slots, element)
-        return chunk_size_for(sizes, batch, seqlen, first.device.type, memory_of(first.device))
+        return sizes_of(self.once("features", kept_features, self.model), self.slots, element)
 
 
 def findings(model: Any) -> Findings:
@@ -501,6 +505,7 @@ def compared(call: Call) -> Findings:
     known = findings(model)
     check.refuse_other_losses(model, kind.routed, (ROUTED, check.Z_LOSS))
     check.refuse_what_is_known(model)
+    check.refuse_length(model, call.longest)
     # padding, in some place, and packed documents; processes of a sharded model try together what one has
     padded, left, packed = kind.padded, call.padded_left, call.packed
     if known.sharded:

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, uncompiled
-from adjoint.engine.chunk_size import at_most
+from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.first_use import TOKENS
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sequence import group_of, ranks_of
@@ -32,7 +32,7 @@ from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.call import CACHES, Call, around_blocks, check_method, recompute_of, scheme_of
 from adjoint.hf.first_use import Findings, compared, findings, own_documents
-from adjoint.hf.head import Logits, Output, coefficient, logits_of
+from adjoint.hf.head import Logits, Output, logits_of
 from adjoint.hf.model import (
     Moment,
     Record,
@@ -238,9 +238,7 @@ def _chunked(call: Call, known: Findings) -> tuple[Batch, Scheme]:
     """A call as a batch and its chunks, by `Exact` or `Truncated`."""
     batch, starts = call.batch()
     model, method, group = call.model, known.record.method, known.record.group
-    ends = (*starts[1:], batch.seqlen)
-    check.refuse_length(model, max(end - start for start, end in zip(starts, ends, strict=True)))
-    size = known.chunk_size(batch.rows, batch.seqlen)
+    size = chunk_size_on(batch.ids.device, known.sizes, batch.rows, batch.seqlen)
     if group is not None:
         size = at_most(size, batch.seqlen, ranks_of(group))
     regular = scheme_of(method, batch.seqlen, size, starts)
@@ -258,15 +256,15 @@ def _chunked(call: Call, known: Findings) -> tuple[Batch, Scheme]:
 
 def _by_chunks(call: Call, known: Findings) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
     """The causal LM's loss by `Exact` or `Truncated`, once the model is known to go by them."""
-    batch, scheme = _chunked(call, known)
+    (batch, scheme), around = _chunked(call, known), _as_it_is(known)
     model, group = call.model, known.record.group
     if group is not None and call.logits is not None:
         what = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
         check.refuse(model, f"sequence_group: {what}")
-    factor = known.seen(coefficient) if call.kind.routed else 1.0
+    factor = known.factor if call.kind.routed else 1.0
     stage = CausalLM.of(call, known.slots, known.record.method, known.fetches, factor)
     stage.kept = kept = None if call.logits is None else _kept(call, batch)
-    result = steps_of([stage], batch, scheme, _as_it_is(known), group).loss()
+    result = steps_of([stage], batch, scheme, around, group).loss()
     if group is not None and stage.noise.before:
         check.refuse(model, check.DRAWS)
     logits = None

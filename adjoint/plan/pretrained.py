@@ -22,7 +22,6 @@ from adjoint.engine.tile import WAITING
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.call import check_method, scheme_of
-from adjoint.hf.load import KEY, configuration
 from adjoint.hf.model import backbone_of
 from adjoint.hf.replacements import rebound
 from adjoint.hf.split import Pretrained, describe
@@ -31,6 +30,7 @@ from adjoint.layers import StackConfig, State
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, Counted, Uncountable, fake_tensors
 from adjoint.train.optimizer import share_in_8bit
+from adjoint.train.pretrained import KEY, configuration
 
 WIDEST = 1024  # d_model of the layer that is timed in the place of a model's own
 

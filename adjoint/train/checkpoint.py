@@ -160,7 +160,7 @@ def load_checkpoint(
 def trained_model(checkpoint: Path, method: Any) -> Any:
     """The transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are merged
     into its weights."""
-    from adjoint.hf.load import load
+    from adjoint.train.pretrained import load
 
     given = read_trainer(checkpoint)["config"]["model"]
     model = load(given["from_pretrained"], method, given.get("lora"))

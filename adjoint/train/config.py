@@ -489,7 +489,7 @@ def _environment() -> Iterator[tuple[str, str, str]]:
 
 def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     """The sizes of a Hugging Face model; sizes that are also given must agree with them."""
-    from adjoint.hf.load import sizes
+    from adjoint.train.pretrained import sizes
 
     ours = {key: given.pop(key) for key in ("from_pretrained", "lora") if key in given}
     own: dict[str, Any] = sizes(ours["from_pretrained"])
@@ -537,7 +537,7 @@ def _build(values: dict[str, Any], weights: bool = True) -> Config:
         inner[name] = value
     sections, tuned = dict[str, Any](), dict[str, dict[str, Any]]()
     if (directory := given["model"].get("from_pretrained")) is not None:
-        from adjoint.hf.load import folder_of
+        from adjoint.train.pretrained import folder_of
 
         directory = given["model"]["from_pretrained"] = folder_of(directory, weights)
         lora = {"lr": 2e-4} if "lora" in given["model"] else {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.data.tokenizer import check_bytes
-from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.chunk_size import chunk_size_on, default_chunk_size
 from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import check_windows
 from adjoint.errors import UserError
@@ -142,8 +142,8 @@ class PretrainedLM(LanguageModel):
 
     @classmethod
     def made(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> PretrainedLM:
-        from adjoint.hf.load import load
         from adjoint.hf.wrap import wrap
+        from adjoint.train.pretrained import load
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
         module = load(directory, config.method, lora).to(device, dtype)
@@ -161,7 +161,8 @@ class PretrainedLM(LanguageModel):
         from adjoint.hf.call import scheme_of
         from adjoint.hf.first_use import findings
 
-        return scheme_of(self.method, seqlen, findings(self.module).chunk_size(batch, seqlen)).chunk_size
+        default = chunk_size_on(self.module.device, findings(self.module).sizes, batch, seqlen)
+        return scheme_of(self.method, seqlen, default).chunk_size
 
     def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
         targets = shift_labels(labels, seq_idx)
@@ -173,7 +174,7 @@ class PretrainedLM(LanguageModel):
         return self.module(input_ids=ids, shift_labels=targets, seq_idx=seq_idx)
 
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
-        from adjoint.hf.load import continued
+        from adjoint.train.pretrained import continued
 
         tokens, temperature = settings.sample_tokens, settings.sample_temperature
         return continued(self.module, prompt, tokens, temperature, settings.seed)

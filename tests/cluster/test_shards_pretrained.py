@@ -14,8 +14,8 @@ from adjoint.checkpoint import StoredTensors
 from adjoint.cluster.pretrained import described_by_files
 from adjoint.cluster.shard import Microbatch
 from adjoint.errors import UserError
-from adjoint.hf import load as hf_load
 from adjoint.hf.split import Pretrained, examine
+from adjoint.train import pretrained as train_pretrained
 from adjoint.train.layout import Layout
 from tests.cluster.faults import FLAGS, told
 from tests.cluster.test_layouts import name_of
@@ -110,7 +110,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return get(stored, name)
 
     monkeypatch.setattr(StoredTensors, "__getitem__", noting)
-    monkeypatch.setattr(hf_load, "load", lambda *_: pytest.fail("the whole model was loaded"))
+    monkeypatch.setattr(train_pretrained, "load", lambda *_: pytest.fail("the whole model was loaded"))
     return names
 
 
@@ -141,7 +141,7 @@ def test_nobody_reads_more_than_its_part(tied: bool, read: list[str], tmp_path: 
 def test_files_say_what_the_loaded_model_says(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     make(name, torch.float32, **options).save_pretrained(tmp_path)
     said: list[Any] = []
-    for describe in (described_by_files, lambda *given: hf_load.described(*given, None)):
+    for describe in (described_by_files, lambda *given: train_pretrained.described(*given, None)):
         try:
             said.append(describe(str(tmp_path), adjoint.Exact()))
         except UserError as error:

@@ -420,6 +420,7 @@ def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
         scheme = method.scheme(3000, 1408)
         states = model.stage_states(model.initial_state(1))
         steps = model.steps(Batch(ids, ids, 3000, states=states), scheme)
+        steps.loss()
         chunks.append((steps.worker.grid.chunks, min(steps.tapes, steps.worker.grid.chunks)))
     assert chunks == [(1, 1), (3, 1), (3, 3)]
     _, expected = gradients(model, ids, ids, Backprop())

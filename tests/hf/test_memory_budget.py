@@ -3,6 +3,7 @@ call changes nothing about it."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.hf.cache import zeros
 from adjoint.hf.call import kept_features
 from adjoint.hf.first_use import findings
@@ -96,9 +98,8 @@ def test_the_chunk_picked_is_by_what_is_kept(name: str) -> None:
     # the difference leaves out what does not grow with the tokens
     kept = (tape_bytes(1024) - tape_bytes(512)) / 512
     assert 8 * kept_features(model) == pytest.approx(kept, rel=0.4)
-    assert known.chunk_size(1, 2**12) == known.chunk_size(1, 2**14) == 1024
+    size = functools.partial(chunk_size_on, IDS.device, known.sizes, 1)
+    assert size(2**12) == size(2**14) == 1024
     states = sum(s.numel() * s.element_size() for s in zeros(known.slots, 1, IDS.device) if s.numel())
     long = max(1024, int((2**24 * states / (8 * kept_features(model))) ** 0.5))
-    assert known.chunk_size(1, 2**24) == long and (
-        long > 1024 or name in ("LlamaForCausalLM", "MixtralForCausalLM")
-    )
+    assert size(2**24) == long and (long > 1024 or name in ("LlamaForCausalLM", "MixtralForCausalLM"))

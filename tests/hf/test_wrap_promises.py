@@ -1059,7 +1059,7 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path: Any) -> None:
     """transformers leaves what is missing at random, with a warning among others."""
     from safetensors.torch import load_file, save_file
 
-    from adjoint.hf.load import load
+    from adjoint.train.pretrained import load
 
     make(LLAMA, torch.float32).save_pretrained(tmp_path)
     load(str(tmp_path), adjoint.Exact())

@@ -231,7 +231,7 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     for word in rest:
         if not word.startswith("--method.") and word.startswith("-"):
             raise UserError(f"{word}: adjoint compare does not take it; see adjoint compare --help")
-    from adjoint.hf.load import folder_of
+    from adjoint.train.pretrained import folder_of
 
     given.folder = config = Path(folder_of(given.model, key=parser.prog))
     if not (config.is_file() or (config / "config.json").is_file()):

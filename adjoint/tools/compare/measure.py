@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from adjoint import memory
-from adjoint.hf.load import unwrapped
 from adjoint.hf.wrap import wrap
 from adjoint.methods import METHODS
 from adjoint.tools.measure.passes import Passes, gradients_apart, measured, repeated
 from adjoint.tools.measure.process import Point
+from adjoint.train.pretrained import unwrapped
 
 FIRST = 64  # tokens of the pass before those that count
 

@@ -101,7 +101,7 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     """
     dtype = torch.float64 if precision == "float64" else None
     if (Path(run) / "config.json").is_file():
-        from adjoint.hf.load import load as load_pretrained
+        from adjoint.train.pretrained import load as load_pretrained
 
         module = load_pretrained(run, Exact()).to(device, dtype).eval()
         tokenizer = tokenizer_in(run)

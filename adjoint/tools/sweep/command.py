@@ -293,7 +293,7 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     tokenizer = []
     if given.model is not None and _is_pretrained(given.model):
         if not Path(given.model).exists():
-            from adjoint.hf.load import folder_of
+            from adjoint.train.pretrained import folder_of
 
             given.model = folder_of(given.model, key="--model")
         own_tokenizer = tokenizer_in(given.model)
