@@ -105,8 +105,9 @@ def test_a_run_lists_what_deviates(
     out = tmp_path / "failures.jsonl"
     arguments = ["--minutes", "0.03", "--kinds", "stacks", "--seed", "5", "--out", str(out)]
     assert runner.main(arguments) == 1
+    # some layers refuse the window that `broken` makes
     found = map(json.loads, out.read_text().splitlines())
-    case = next(case for case in found if judge(case)[0] == "Deviation")  # some layers refuse `broken`'s window
+    case = next(case for case in found if judge(case)[0] == "Deviation")
     said = capsys.readouterr().out
     assert "stacks, Deviation" in said and json.dumps(case) in said and "seed 5" in said
     with pytest.raises(AssertionError, match=r"\d"):

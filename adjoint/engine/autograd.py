@@ -178,7 +178,8 @@ class Steps:
 
     def _new_gradients(self) -> Gradients:
         # in a group the tensors that one process finds would have to be those of every other
-        return Gradients(Outside(self.parameters, open=self.follows and self.transport is None))
+        outside = Outside(self.parameters, open=self.follows and self.transport is None)
+        return Gradients(outside, self.parameters if self.follows else ())
 
     def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
         """A worker of the batch; without `passing` it is drawn, if the scheme drops by chance."""
@@ -207,8 +208,10 @@ class Steps:
                     one = Steps(self.stages, first, scheme, self.width)
                 with torch.no_grad():
                     before = live.begin()
-                    loss, final = one.forward()
-                    tape = live.live - before
+                    one._begin()
+                    begun = live.live
+                    loss, final = one._forward()
+                    tape = live.live - begun
                     one.backward(torch.ones_like(loss), [None] * len(final))
                     known[kind] = budget.Measured(tape, live.peak - before - tape)
         return known[kind]

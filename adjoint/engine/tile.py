@@ -37,11 +37,18 @@ class Gradients:
 
     Args:
         outside: tensors that tiles may reach without listing them, by default none.
+        parameters: those whose sums get their memory now. On a CPU what stays is allocated before what comes
+            and goes: sums between a chunk's tensors would leave holes in the heap.
     """
 
-    def __init__(self, outside: Outside | None = None) -> None:
+    def __init__(self, outside: Outside | None = None, parameters: Iterable[Tensor] = ()) -> None:
         self.sums: dict[Tensor, Tensor] = {}
         self.outside = outside or Outside()
+        self.room = {
+            p: torch.empty_like(p, dtype=accumulate_dtype(p.dtype))
+            for p in parameters
+            if p.requires_grad and p.device.type == "cpu" and type(p) in (Tensor, torch.nn.Parameter)
+        }
 
     def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Adds a parameter's gradient."""
@@ -49,6 +56,8 @@ class Gradients:
             return
         if parameter in self.sums:
             self.sums[parameter] += gradient
+        elif parameter in self.room:
+            self.sums[parameter] = self.room.pop(parameter).copy_(gradient)
         else:  # a copy: autograd may have given the same memory to others
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
 
@@ -68,10 +77,7 @@ class Gradients:
     def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
         """Adds gradient (n, d) to the rows (n,) of an embedding table's sum; a chunk then needs no table of
         its own."""
-        if parameter not in self.sums:
-            dtype = accumulate_dtype(parameter.dtype)
-            self.sums[parameter] = torch.zeros_like(parameter, dtype=dtype)
-        total = self.sums[parameter]
+        total = self._begun(parameter)
         if total.is_cuda:  # sorts the rows, where index_add_ adds in whatever order threads come
             total.index_put_((rows,), gradient.to(total.dtype), accumulate=True)
         else:
@@ -79,9 +85,15 @@ class Gradients:
 
     def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
         """Adds a @ b, the factors in half precision, to a float32 parameter's gradient."""
+        add_product(self._begun(parameter), a, b)
+
+    def _begun(self, parameter: Tensor) -> Tensor:
+        """A parameter's sum, of zeros if there is none yet."""
         if parameter not in self.sums:
-            self.sums[parameter] = torch.zeros_like(parameter)
-        add_product(self.sums[parameter], a, b)
+            room = self.room.pop(parameter, None)
+            dtype = accumulate_dtype(parameter.dtype)
+            self.sums[parameter] = torch.zeros_like(parameter, dtype=dtype) if room is None else room.zero_()
+        return self.sums[parameter]
 
     def vjp(self, pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Cotangents:
         """The function `vjp`; a subclass may compute it in another way."""

@@ -521,12 +521,12 @@ def compared(call: Call) -> Findings:
         known.fetches = True  # from now on, also for other kinds of calls: what is exact remains so
         known.once(kind, gradients)
     known.difference = known.by_kind[kind]
-    with in_eval_mode(model):
-        if left:
+    if left:
+        with in_eval_mode(model):
             known.once("padded at the left", left_padding, model)
-        if packed:
-            masked = call.has("attention_mask")
-            known.once("packed", packing, model, masked, call.given.get("use_cache"))
+    if packed:
+        with in_eval_mode(model):
+            known.once("packed", packing, model, call.has("attention_mask"), call.given.get("use_cache"))
     return known
 
 
