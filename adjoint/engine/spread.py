@@ -263,7 +263,7 @@ class _Attended(torch.autograd.Function):
         past, width = pasts[0], v.shape[3]
         spread, sends = past.spread, _Sends(past.spread.transport)
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        q = attention.padded(q, max(q.shape[3], width)).contiguous()
+        q = attention.padded(q, attention.kernel_width(q, v)).contiguous()
         log_dtype = accumulate_dtype(q.dtype)
         begin = spread.token_range(past.chunk, past.row)[1]
         asking, asked = _asking(past), _asked(past, begin)
@@ -336,7 +336,7 @@ class _Attended(torch.autograd.Function):
         for _, source, (queries, answer) in turns:
             if queries:
                 a = asking[source]
-                theirs = part(a.chunk, a.start, a.stop, queries[0](), queries[1]())
+                theirs = part(a.chunk, a.start, a.stop, queries[0](), queries[1]()).to(q.dtype)
                 sends.wait()  # of the turn before
                 sends.start(source, theirs, ANSWERS)
                 del theirs

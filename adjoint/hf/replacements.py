@@ -370,7 +370,7 @@ def _attention(
         if torch.is_autocast_enabled(query.device.type):  # which does not reach into a function of one's own
             dtype = torch.get_autocast_dtype(query.device.type)
             query = query.to(dtype)
-            if query.is_cuda or dropout:
+            if dropout:
                 key, value = key.to(dtype), value.to(dtype)
         if not dropout and kwargs.get("position_bias") is None:
             return attention.past_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None

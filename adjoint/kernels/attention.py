@@ -1,8 +1,8 @@
 """Causal attention of a chunk to all that is before it, without a mask of chunk × sequence entries.
 
-On a CPU: two flash calls, to the past and, causally, to the chunk itself, joined by their log-sum-exp (as in
-ring attention, Liu et al. 2023); on CUDA PyTorch's flash or memory-efficient kernel, causal at the lower
-right. With a window: in bands, so that time and memory are linear in the number of tokens."""
+The past comes block by block: a kernel call for each, and one, causal, for the chunk itself, joined by their
+log-sum-exp (as in ring attention, Liu et al. 2023). The kernels are PyTorch's. With a window: in bands, so
+that time and memory are linear in the number of tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,94 @@ from torch import Tensor
 from adjoint.kernels import dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+BLOCK = 2048  # tokens of the past at a time, on a CPU
+CUDA_BLOCK = 8 * BLOCK  # where to join a block's output is a pass over memory; and offsets stay below 2**31
 
 
-BLOCK = 2048  # tokens of the past at a time
+def _kernel(q: Tensor) -> str:
+    """Which kernel attends from such queries, as wide as `kernel_width`: PyTorch's for a CPU; on CUDA "flash"
+    or "efficient", where PyTorch would use them; or "plain" operations, as for float64 on CUDA."""
+    if dispatch.is_as_on_cuda():
+        return {torch.float64: "plain", torch.float32: "efficient"}.get(q.dtype, "flash")
+    if q.device.type == "cpu":
+        return "cpu"
+    if torch.version.hip is None:  # whose kernels read the random numbers' state and pad no log-sum-exp
+        like = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, False, False)
+        if torch.backends.cuda.can_use_flash_attention(like):
+            return "flash"
+        if torch.backends.cuda.can_use_efficient_attention(like):
+            return "efficient"
+    return "plain"
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of the scores, (batch, heads, tokens), of one call of a kernel."""
+    kernel, aten = _kernel(q), torch.ops.aten
+    if kernel == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if kernel == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+    if kernel == "efficient":  # its offset of a head is a 32-bit product, which a slab's heads can exceed
+        k, v = k.contiguous(), v.contiguous()
+        attend = aten._scaled_dot_product_efficient_attention
+        out, log = attend(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+        return out, log[:, :, : q.shape[2]]  # padded to a multiple of 32
+    with torch.autocast(q.device.type, enabled=False):
+        scores = _scores(q, k, causal, scale)
+        log = scores.logsumexp(-1)
+        out = scores.sub_(log[..., None]).exp_() @ v.to(scores.dtype)
+        return out.to(q.dtype), log
+
+
+def _attend_backward(
+    d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangents of q, k and v. Of the forward every kernel reads `out` and `log` alone: it makes the
+    softmax again as exp(scores - log) and takes Σ d · out from each of its cotangents. So with the output
+    and the log-sum-exp of all that the queries see, a part's backward is its share of the whole's.
+
+    Args:
+        d, out: (batch, heads, tokens, width), in memory token by token. log: (batch, heads, tokens),
+            contiguous: CUDA's kernels take both to lie so without looking.
+    """
+    kernel, aten = _kernel(q), torch.ops.aten
+    if kernel == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(d, q, k, v, out, log, 0.0, causal, scale=scale)
+    if kernel == "flash":  # no bounds of packed sequences, no dropout's state
+        backward, sizes = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
+        return backward(d, q, k, v, out, log, None, None, *sizes, 0.0, causal, None, None, scale=scale)
+    if kernel == "efficient":
+        log = F.pad(log, (0, -log.shape[2] % 32), value=torch.inf)
+        k, v, wanted = k.contiguous(), v.contiguous(), [True, True, True, False]
+        backward = aten._scaled_dot_product_efficient_attention_backward
+        return backward(d, q, k, v, None, out, log, None, None, 0.0, wanted, causal, scale=scale)[:3]
+    with torch.autocast(q.device.type, enabled=False):
+        weights = _scores(q, k, causal, scale).sub_(log[..., None]).exp_()
+        narrow = q.dtype
+        d, q, k, v = (t.to(weights.dtype) for t in (d, q, k, v))
+        d_scores = d @ v.mT - (d * out).sum(-1, keepdim=True)
+        d_scores.mul_(weights).mul_(scale)
+        return (d_scores @ k).to(narrow), (d_scores.mT @ q).to(narrow), (weights.mT @ d).to(narrow)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """Of plain operations, wide; what a query does not see has -inf."""
+    wide = accumulate_dtype(q.dtype)
+    scores = (q.to(wide) * scale) @ k.to(wide).mT
+    if causal:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
+        scores.masked_fill_(~seen, -torch.inf)
+    return scores
+
+
+def kernel_width(q: Tensor, v: Tensor) -> int:
+    """How wide rows of queries, keys and values are padded: to the wider of keys and values; for CUDA's
+    kernels to a multiple of 8, above 192 of 64, to which flash fills them up anyway."""
+    width = max(q.shape[3], v.shape[3])
+    if q.device.type == "cpu" and not dispatch.is_as_on_cuda():
+        return width
+    return width + -width % (8 if width <= 192 else 64)
 
 
 class _PastAttention(torch.autograd.Function):
@@ -45,7 +128,7 @@ class _PastAttention(torch.autograd.Function):
     ) -> Tensor:
         groups, width = q.shape[1] // k.shape[1], v.shape[3]
         scale = q.shape[3] ** -0.5 if scale is None else scale  # before q is padded to v's width
-        q = padded(q, max(q.shape[3], width))
+        q = padded(q, kernel_width(q, v))
         out, log = torch.ops.adjoint.past_attention(q, k, v, k_past, v_past, scale)
         ctx.save_for_backward(q, k, v, k_past, v_past, out, log)
         ctx.scale, ctx.width, ctx.groups, ctx.gather = scale, width, groups, gather
@@ -54,7 +137,7 @@ class _PastAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         q, k, v, k_past, v_past, out, log = ctx.saved_tensors
-        d = padded(d, q.shape[3]).contiguous()
+        d = padded(d, q.shape[3])
         dq, dk, dv = own_backward(d, q, k, v, out, log, ctx.scale)
         dk_past = dv_past = None
         gather = ctx.gather
@@ -63,7 +146,7 @@ class _PastAttention(torch.autograd.Function):
 
             def gather(start: int, *d: Tensor) -> None:
                 for whole, part in zip((dk_past, dv_past), d, strict=True):
-                    whole[:, :, start : start + BLOCK] = part
+                    whole[:, :, start : start + part.shape[2]] = part
 
         dq += past_backward(d, q, (k_past, v_past), out, log, ctx.scale, gather)
         return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None
@@ -72,16 +155,16 @@ class _PastAttention(torch.autograd.Function):
 def own_backward(
     d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cotangents of queries, and of keys and values of the same tokens. With the output and the log-sum-exp
-    of all that the queries see, each part's backward is its share of the whole's.
+    """Cotangents of queries, and of keys and values of the same tokens.
 
     Args:
-        d: (batch, heads, tokens, width) like q and out, padded to the wider of keys and values, contiguous.
-        log: (batch, heads, tokens).
+        d: (batch, heads, tokens, width) like q and out, of `kernel_width`.
+        out, log: of all that the queries see; log (batch, heads, tokens).
     """
     groups, widest = q.shape[1] // k.shape[1], q.shape[3]
-    own = (_repeated(padded(t, widest), groups) for t in (k, v))
-    dq, *d_own = _flash_backward(d, q, *own, out, log, 0.0, True, scale=scale)
+    k_own, v_own = (_repeated(padded(t, widest), groups) for t in (k, v))
+    d, out, log = _by_tokens(d), _by_tokens(out), log.contiguous()
+    dq, *d_own = _attend_backward(d, q, k_own, v_own, out, log, True, scale)
     dk, dv = (_summed(t, groups)[..., : p.shape[3]] for t, p in zip(d_own, (k, v), strict=True))
     return dq, dk, dv
 
@@ -95,55 +178,61 @@ def past_backward(
     scale: float,
     gather: Callable[..., None] | None,
 ) -> Tensor:
-    """The cotangent of queries that see all of some keys; those of keys and values go to `gather`, after the
-    first token's place, block by block.
+    """The cotangent of queries that see all of some keys, in log's precision; those of keys and values go to
+    `gather`, after the first token's place, block by block.
 
     Args:
         d, q, out, log: as in `own_backward`. seen: keys and values.
     """
     k, v = seen
-    groups, widest = q.shape[1] // k.shape[1], q.shape[3]
-    folded = [_folded(t, groups).contiguous() for t in (d, q, out, log)]
-    dq = torch.zeros_like(q)
-    for start in range(0, k.shape[2], BLOCK):
-        block = (padded(t[:, :, start : start + BLOCK], widest).to(q.dtype) for t in (k, v))
-        part, *d_block = _flash_backward(*folded[:2], *block, *folded[2:], 0.0, False, scale=scale)
-        dq += part.reshape(q.shape)
+    groups, shape, dtype = q.shape[1] // k.shape[1], q.shape, log.dtype
+    log = _folded(log, groups).contiguous()
+    d, q, out = (_by_tokens(_folded(t, groups)) for t in (d, q, out))
+    dq = torch.zeros_like(q, dtype=dtype)
+    for start, of_k, of_v in _blocks(q, k, v):
+        part, *d_block = _attend_backward(d, q, of_k, of_v, out, log, False, scale)
+        dq += part
         assert gather is not None
         gather(start, *(t[..., : p.shape[3]] for t, p in zip(d_block, (k, v), strict=True)))
         del part, d_block  # before the next ones are made
-    return dq
+    return dq.reshape(shape)
 
 
 def _joined_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The output, as wide as q, and its log-sum-exp (batch, heads, tokens); in memory token by token, as the
-    kernel writes them."""
-    if not q.numel():  # of which the kernel divides by zero
+    kernels write them."""
+    if not q.numel():  # of which a kernel divides by zero
         return _fake(q, k, v, k_past, v_past, scale)
     groups, widest, q = q.shape[1] // k.shape[1], q.shape[3], _in_rows(q)
-    own = (_repeated(padded(t, widest), groups) for t in (k, v))
-    found = tuple(_flash(q, *own, 0.0, True, scale=scale))
-    out, log = merged(itertools.chain([found], _to_blocks(q, k_past, v_past, scale)))
-    return _by_tokens(out.to(q.dtype)), _by_tokens(log)
+    k_own, v_own = (_repeated(padded(t, widest), groups) for t in (k, v))
+    out, log = (_folded(t, groups) for t in _attend(q, k_own, v_own, True, scale))
+    out, log = merged(itertools.chain([(out, log)], _to_blocks(q, k_past, v_past, scale)))
+    return _by_tokens(out.to(q.dtype).reshape(q.shape)), _by_tokens(log.reshape(q.shape[:3]))
 
 
 def attention_to_all(q: Tensor, seen: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """The output (batch, heads, tokens, width) of queries that see all of some keys and values, of one token
-    at least, and its log-sum-exp (batch, heads, tokens); q is as wide as the wider of keys and values."""
+    at least, and its log-sum-exp (batch, heads, tokens); q is of `kernel_width`."""
     k, v = seen
     out, log = merged(_to_blocks(_in_rows(q), k, v, scale))
-    return out.to(q.dtype), log
+    return out.to(q.dtype).reshape(q.shape), log.reshape(q.shape[:3])
 
 
-def _to_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Outputs and log-sum-exps of queries that see all keys, block by block."""
+def _to_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs and log-sum-exps of queries that see all keys, folded, block by block."""
     folded = _folded(q, q.shape[1] // k.shape[1])
-    for start in range(0, k.shape[2], BLOCK):
-        block = (padded(t[:, :, start : start + BLOCK], q.shape[3]).to(q.dtype) for t in (k, v))
-        out, log = _flash(folded, *block, 0.0, False, scale=scale)
-        yield out.reshape(q.shape), log.reshape(q.shape[:3])
+    for _, of_k, of_v in _blocks(q, k, v):
+        yield _attend(folded, of_k, of_v, False, scale)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Keys and values block by block after their first token's place, as kernels want them for q."""
+    size = CUDA_BLOCK if _kernel(q) in ("flash", "efficient") else BLOCK
+    for start in range(0, k.shape[2], size):
+        of_k, of_v = (padded(t[:, :, start : start + size], q.shape[3]).to(q.dtype) for t in (k, v))
+        yield start, of_k, of_v
 
 
 def merged(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -151,9 +240,9 @@ def merged(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     parts = iter(parts)
     out, log = next(parts)
     for other, log_other in parts:  # one at a time
-        joined = torch.logaddexp(log, log_other)
-        out = out * (log - joined).exp()[..., None] + other * (log_other - joined).exp()[..., None]
-        log = joined
+        share = (log_other - log).sigmoid()[..., None]
+        out = out.to(log.dtype).lerp(other.to(log.dtype), share)
+        log = torch.logaddexp(log, log_other)
     return out, log
 
 
@@ -163,7 +252,7 @@ def _by_tokens(t: Tensor) -> Tensor:
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
     log = torch.empty_like(
@@ -174,7 +263,7 @@ def _fake(
 
 # One operator, of whose results selective recomputation keeps the joined one and none of its parts.
 operators.LIBRARY.define(
-    "past_attention(Tensor q, Tensor k, Tensor v, Tensor k_past, Tensor v_past, float? scale) "
+    "past_attention(Tensor q, Tensor k, Tensor v, Tensor k_past, Tensor v_past, float scale) "
     "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -183,12 +272,12 @@ torch.library.register_fake("adjoint::past_attention", _fake, lib=operators.LIBR
 
 
 def padded(t: Tensor, width: int) -> Tensor:
-    """The kernel wants values as wide as keys."""
+    """Rows so wide: kernels want values as wide as keys."""
     return _in_rows(t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])))
 
 
 def _in_rows(t: Tensor) -> Tensor:
-    """The kernel takes the numbers of a row to lie side by side, without looking."""
+    """Kernels take the numbers of a row to lie side by side, without looking."""
     return t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous()
 
 
@@ -271,20 +360,6 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
         return joined[0].past.attend(q, *joined, scale)
     if not q.numel():
         return _of_nothing(q, k, v)
-    if dispatch.is_as_on_cuda():  # one fused kernel, played by the CPU's
-        k, v = (_repeated(t.to(q.dtype), q.shape[1] // t.shape[1]) for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    if q.device.type != "cpu":
-        from torch.backends.cuda import SDPAParams, can_use_flash_attention
-        from torch.nn.attention.bias import causal_lower_right
-
-        k, v, bias = k.to(q.dtype), v.to(q.dtype), causal_lower_right(tokens, k.shape[2])
-        # flash reads one head of keys for several of queries, the other kernel wants a copy for each
-        grouped = q.shape[1] > k.shape[1]
-        grouped = grouped and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))
-        if not grouped:
-            k, v = (_repeated(t, q.shape[1] // t.shape[1]) for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=grouped)
     (k_past, k_own), (v_past, v_own) = (t.split([t.shape[2] - tokens, tokens], dim=2) for t in (k, v))
     if None in joined or k_own.shape[2] != tokens:
         own = k_own.to(q.dtype), v_own.to(q.dtype)

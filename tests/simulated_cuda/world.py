@@ -80,7 +80,7 @@ def keep_kernels() -> None:
     impl, register = torch.library.Library.impl, torch.library.register_fake
 
     def noting(self: Any, name: Any, kernel: Any, *rest: Any, **more: Any) -> Any:
-        if self.ns == "adjoint" and "CompositeExplicitAutograd" in rest and name != "past_attention":
+        if self.ns == "adjoint" and "CompositeExplicitAutograd" in rest:
             kernels[f"adjoint::{name}"] = kernel
         return impl(self, name, kernel, *rest, **more)
 
@@ -279,16 +279,12 @@ def _launched(record: Record, kernel: Any, args: Any, how: dict[str, Any]) -> No
 
 
 def _attention() -> list[tuple[Any, str, Any]]:
-    """The fused kernels that CUDA's `scaled_dot_product_attention` picks with a causal bias at the lower
-    right: without a GPU PyTorch picks others, for which the bias is made whole."""
+    """The fused kernels that PyTorch picks on CUDA; without a GPU it picks others."""
     import torch
     import torch.nn.functional as F
-    from torch.nn.attention import bias
 
     attend = F.scaled_dot_product_attention
-
-    class LowerRight:
-        pass
+    half = torch.bfloat16, torch.float16
 
     def fused(
         q: Any,
@@ -299,20 +295,24 @@ def _attention() -> list[tuple[Any, str, Any]]:
         is_causal: bool = False,
         **more: Any,
     ) -> Any:
-        causal = is_causal or isinstance(attn_mask, LowerRight)
-        if q.device.type != "cuda" or (attn_mask is not None and not isinstance(attn_mask, LowerRight)):
+        if q.device.type != "cuda" or attn_mask is not None:
             return attend(q, k, v, attn_mask, dropout_p, is_causal, **more)
         if more.get("enable_gqa"):
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         scale = more.get("scale")
-        if q.dtype in (torch.bfloat16, torch.float16):
+        if q.dtype in half:
             flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(q, k, v, 0.0, causal, scale=scale)[0]
+            return flash(q, k, v, 0.0, is_causal, scale=scale)[0]
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(q, k, v, None, torch.is_grad_enabled(), 0.0, causal, scale=scale)[0]
+        return efficient(q, k, v, None, torch.is_grad_enabled(), 0.0, is_causal, scale=scale)[0]
 
     return [
-        (bias, "causal_lower_right", lambda *sizes: LowerRight()),
+        (torch.backends.cuda, "can_use_flash_attention", lambda given: given.query.dtype in half),
+        (
+            torch.backends.cuda,
+            "can_use_efficient_attention",
+            lambda given: given.query.dtype == torch.float32,
+        ),
         (F, "scaled_dot_product_attention", fused),
     ]
 
