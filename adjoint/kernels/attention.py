@@ -185,46 +185,47 @@ def past_backward(
         d, q, out, log: as in `own_backward`. seen: keys and values.
     """
     k, v = seen
-    groups, shape, dtype = q.shape[1] // k.shape[1], q.shape, log.dtype
-    log = _folded(log, groups).contiguous()
-    d, q, out = (_by_tokens(_folded(t, groups)) for t in (d, q, out))
-    dq = torch.zeros_like(q, dtype=dtype)
+    groups = q.shape[1] // k.shape[1]
+    d, q, out = (_folded(t, groups) for t in (d, q, out))
+    log = log.reshape(q.shape[:3]).contiguous()
+    dq = torch.zeros_like(q, dtype=log.dtype)
     for start, of_k, of_v in _blocks(q, k, v):
         part, *d_block = _attend_backward(d, q, of_k, of_v, out, log, False, scale)
         dq += part
         assert gather is not None
         gather(start, *(t[..., : p.shape[3]] for t, p in zip(d_block, (k, v), strict=True)))
         del part, d_block  # before the next ones are made
-    return dq.reshape(shape)
+    return _unfolded(dq, groups)
 
 
 def _joined_attention(
     q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output, as wide as q, and its log-sum-exp (batch, heads, tokens); in memory token by token, as the
-    kernels write them."""
+    """The output, as wide as q, in memory token by token, and its log-sum-exp (batch, heads, tokens)."""
     if not q.numel():  # of which a kernel divides by zero
         return _fake(q, k, v, k_past, v_past, scale)
     groups, widest, q = q.shape[1] // k.shape[1], q.shape[3], _in_rows(q)
     k_own, v_own = (_repeated(padded(t, widest), groups) for t in (k, v))
-    out, log = (_folded(t, groups) for t in _attend(q, k_own, v_own, True, scale))
-    out, log = merged(itertools.chain([(out, log)], _to_blocks(q, k_past, v_past, scale)))
-    return _by_tokens(out.to(q.dtype).reshape(q.shape)), _by_tokens(log.reshape(q.shape[:3]))
+    out, log = _attend(q, k_own, v_own, True, scale)
+    folded = _folded(q, groups)
+    own = _folded(out, groups), log.reshape(folded.shape[:3])
+    out, log = merged(itertools.chain([own], _to_blocks(folded, k_past, v_past, scale)))
+    return _by_tokens(_unfolded(out.to(q.dtype), groups)), log.reshape(q.shape[:3]).contiguous()
 
 
 def attention_to_all(q: Tensor, seen: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """The output (batch, heads, tokens, width) of queries that see all of some keys and values, of one token
     at least, and its log-sum-exp (batch, heads, tokens); q is of `kernel_width`."""
     k, v = seen
-    out, log = merged(_to_blocks(_in_rows(q), k, v, scale))
-    return out.to(q.dtype).reshape(q.shape), log.reshape(q.shape[:3])
+    groups = q.shape[1] // k.shape[1]
+    out, log = merged(_to_blocks(_folded(q, groups), k, v, scale))
+    return _unfolded(out.to(q.dtype), groups), log.reshape(q.shape[:3])
 
 
 def _to_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Outputs and log-sum-exps of queries that see all keys, folded, block by block."""
-    folded = _folded(q, q.shape[1] // k.shape[1])
+    """Outputs and log-sum-exps of folded queries that see all keys, block by block."""
     for _, of_k, of_v in _blocks(q, k, v):
-        yield _attend(folded, of_k, of_v, False, scale)
+        yield _attend(q, of_k, of_v, False, scale)
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -255,10 +256,7 @@ def _fake(
     q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-    log = torch.empty_like(
-        out[..., 0], dtype=accumulate_dtype(q.dtype), memory_format=torch.contiguous_format
-    )
-    return out.transpose(1, 2), log.transpose(1, 2)
+    return out.transpose(1, 2), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
 
 # One operator, of whose results selective recomputation keeps the joined one and none of its parts.
@@ -282,8 +280,22 @@ def _in_rows(t: Tensor) -> Tensor:
 
 
 def _folded(t: Tensor, groups: int) -> Tensor:
-    """(batch, heads, tokens, …) → (batch, heads / groups, groups × tokens, …)."""
-    return t.reshape(t.shape[0], t.shape[1] // groups, groups * t.shape[2], *t.shape[3:])
+    """(batch, heads, tokens, width) → (batch, heads / groups, groups × tokens, width), in memory token by
+    token."""
+    if groups == 1:
+        return _by_tokens(t)
+    batch, heads, tokens, width = t.shape
+    t = t.reshape(batch, heads // groups, groups, tokens, width).movedim(1, 3)
+    return t.reshape(batch, groups * tokens, heads // groups, width).transpose(1, 2)
+
+
+def _unfolded(t: Tensor, groups: int) -> Tensor:
+    """What `_folded` was given."""
+    if groups == 1:
+        return t
+    batch, heads, rows, width = t.shape
+    t = t.transpose(1, 2).reshape(batch, groups, rows // groups, heads, width).movedim(1, 3)
+    return t.reshape(batch, rows // groups, heads * groups, width).transpose(1, 2)
 
 
 def _repeated(t: Tensor, groups: int) -> Tensor:

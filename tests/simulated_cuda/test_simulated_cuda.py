@@ -27,10 +27,10 @@ QUICK, SLOW = ("core",), ("quick", "long", "layers", "slow", "wrapped", "wrapped
 HELD = {
     "mamba, a layer": (69, 16),
     "mamba2, a layer": (43, 29),
-    "attention, a layer": (112, 3),
+    "attention, a layer": (135, 3),  # the past in one block
     "Mamba, a layer": (101, 16),
     "Mamba2, a layer": (112, 26),
-    "Llama, a layer": (158, 6),
+    "Llama, a layer": (193, 6),
 }
 
 
