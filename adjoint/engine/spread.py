@@ -336,9 +336,9 @@ class _Attended(torch.autograd.Function):
         for _, source, (queries, answer) in turns:
             if queries:
                 a = asking[source]
-                theirs = part(a.chunk, a.start, a.stop, queries[0](), queries[1]()).to(q.dtype)
+                theirs = part(a.chunk, a.start, a.stop, queries[0](), queries[1]())
                 sends.wait()  # of the turn before
-                sends.start(source, theirs, ANSWERS)
+                sends.start(source, theirs.to(q.dtype).contiguous(), ANSWERS)
                 del theirs
             if answer is not None:
                 dq += answer()

@@ -286,7 +286,7 @@ def _folded(t: Tensor, groups: int) -> Tensor:
         return _by_tokens(t)
     batch, heads, tokens, width = t.shape
     t = t.reshape(batch, heads // groups, groups, tokens, width).movedim(1, 3)
-    return t.reshape(batch, groups * tokens, heads // groups, width).transpose(1, 2)
+    return t.reshape(batch, groups * tokens, heads // groups, width).contiguous().transpose(1, 2)
 
 
 def _unfolded(t: Tensor, groups: int) -> Tensor:
