@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import adjoint
-from adjoint.kernels import dispatch, trial
+from adjoint.kernels import attention, dispatch, trial
 from adjoint.kernels.attention import past_attention
 from adjoint.kernels.libraries import LIBRARIES
 from benchmarks.gpu.kernels import WIDENED, required
@@ -60,11 +60,21 @@ def test_gradients_are_those_of_the_cpu_in_float64(variant: str, name: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_over_the_past_in_groups_of_heads(kv_heads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "kv_heads, width, of_values", [(1, 32, 32), (2, 32, 32), (4, 32, 32), (2, 100, 60), (2, 256, 256)]
+)
+def test_attention_over_the_past_in_groups_of_heads(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, width: int, of_values: int, dtype: torch.dtype
+) -> None:
+    """The past in three blocks; rows that kernels want padded, and the widest that flash takes."""
+    monkeypatch.setattr(attention, "CUDA_BLOCK", 24)
     torch.manual_seed(0)
-    drawn = torch.randn(1, 4, 33, 32), *(torch.randn(1, kv_heads, 97, 32) for _ in range(2))
-    dy = torch.randn(1, 4, 33, 32).to(dtype)
+    drawn = (
+        torch.randn(2, 4, 33, width),
+        torch.randn(2, kv_heads, 97, width),
+        torch.randn(2, kv_heads, 97, of_values),
+    )
+    dy = torch.randn(2, 4, 33, of_values).to(dtype)
 
     def run(device: str, wide: torch.dtype) -> dict[str, Any]:
         q, k, v = (t.to(dtype).to(device, wide).requires_grad_() for t in drawn)
