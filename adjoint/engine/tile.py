@@ -54,8 +54,9 @@ class Gradients:
         """Adds a parameter's gradient."""
         if gradient is None:
             return
-        if parameter in self.sums:
-            self.sums[parameter] += gradient
+        total = self.sums.get(parameter)
+        if total is not None:
+            total += gradient
         elif parameter in self.room:
             self.sums[parameter] = self.room.pop(parameter).copy_(gradient)
         else:  # a copy: autograd may have given the same memory to others
@@ -157,9 +158,8 @@ def linearize(
     state = tuple(alias(s, s.is_floating_point()) if isinstance(s, Tensor) else s for s in state)
     followed = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
     followed += [s.anchor for s in state if hasattr(s, "anchor")]
-    leaves = aliases(parameters if used is None else used)
-    for leaf, parameter in zip(leaves, parameters, strict=True):
-        leaf.requires_grad_(parameter.requires_grad)
+    pairs = zip(parameters, parameters if used is None else used, strict=True)
+    leaves = [alias(t, parameter.requires_grad) for parameter, t in pairs]
     begin, instead = next_node(), gradients.outside.standing_in()
     with torch.enable_grad(), instead or contextlib.nullcontext():
         y, after = call(leaves, x, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -73,6 +74,11 @@ class Backbone:
         drawn = self.noise.expected or self.noise.before
         return not ("position_ids" in self.takes or drawn or self.balance or self.logits)
 
+    @functools.cached_property
+    def cache(self) -> ChunkCache:
+        """Of which each chunk gets a copy: making one reads all of the configuration."""
+        return chunk_cache(self.model.config)
+
     def parameters(self) -> Iterable[Tensor]:
         return self.trained
 
@@ -106,7 +112,7 @@ class Backbone:
 
     def output(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
         """What the model's own backbone gives, and the new state."""
-        cache, seen = chunk_cache(self.model.config), chunk.start - chunk.document
+        cache, seen = copy.copy(self.cache), chunk.start - chunk.document
         cache.layers = cache.begun(self.slots, state, seen)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
