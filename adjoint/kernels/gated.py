@@ -25,7 +25,7 @@ def gated_linear(gate: Tensor, value: Tensor, linear: nn.Module) -> Tensor:
     product is not kept either; any other module, one with hooks say, is called as it is."""
     if not _is_plain(linear, gate) or getattr(_local, "kept", False):
         return linear(gated(gate, value))
-    given = gate, value, linear.weight, linear.bias
+    given: tuple[Any, ...] = gate, value, linear.weight, linear.bias
     return _GatedLinear.apply(*given) if torch.is_grad_enabled() else _GatedLinear.forward(*given)
 
 
