@@ -21,12 +21,12 @@ from tests.kernels import triton_aot as aot
 
 HALF = {80: 81 * 1024, 90: 113 * 1024}  # of a multiprocessor's shared memory, less what the system takes
 # What crosses lanes because the algorithm asks for it; other shuffles, and shared memory, come of layouts.
-TOKENS, ROWS = 4, 2  # that a thread of the selective scan's backward holds at once
+TOKENS, ROWS = 2, 2  # that a thread of the selective scan's backward holds at once
 OVER_STATES = 2 * 3 * TOKENS * ROWS  # 4 lanes of states: du, ddelta, dz of every token and row
+OVER_TOKENS = 24  # dD and ddelta_bias, once for eight tokens
 OVER_CHANNELS = 3 * 4 * 2 * TOKENS  # 8 lanes of channels: a thread's 4 states of dB and dC, every token
 SHUFFLES = {
-    "selective scan": {"backward_kernel": OVER_STATES + OVER_CHANNELS},
-    "selective scan, resets": {"backward_kernel": (OVER_STATES + OVER_CHANNELS) // 2},  # two tokens
+    "selective scan": {"backward_kernel": OVER_STATES + OVER_CHANNELS + OVER_TOKENS},
     # one row, two tokens
     "selective scan, window": {"backward_kernel": 2 * 3 * 2 + 3 * 4 * 2 * 2},
     "linear scan": {},
@@ -42,8 +42,6 @@ def check(name, capability, only=frozenset()):
     spills = {k.name: k.spills for k in built if k.spills}
     assert name.startswith(aot.SPILLING) or spills in ({}, aot.SPILLS.get(name, {}))
     kind = name.partition(",")[0] + (", window" if "window" in name else "")
-    if "resets" in name and f"{kind}, resets" in SHUFFLES:
-        kind += ", resets"
     if kind in SHUFFLES and "d_state 64" not in name and "d_state 128" not in name:
         shuffles = SHUFFLES[kind]
         assert {k.name: k.shuffles for k in built} == {k.name: shuffles.get(k.name, 0) for k in built}
@@ -241,6 +239,20 @@ def test_splits_fill_the_device_once(seqlen, programs):
     assert splits >= most * 2 // 3, "rounding up to units leaves out a few"
 
 
+@pytest.mark.parametrize(
+    ("batch", "passes"),
+    [(1, {"forward_kernel": 2, "adjoint_local_kernel": 1, "_pass_states_kernel": 2}),
+     (16, {"forward_kernel": 1})],
+)  # fmt: skip
+def test_a_batch_that_fills_the_device_has_no_pass_over_splits(batch, passes):
+    """Of 4,096 channels 16 rows are enough programs: the sequence is not split, and the passes for that are
+    not launched."""
+    with aot.record_launches() as launches, aot.on_a_big_device():
+        aot.call_selective(batch=batch, seqlen=4096)
+    names = [launch[0].__name__ for launch in launches]
+    assert {n: names.count(n) for n in names if n != "backward_kernel"} == passes
+
+
 @pytest.mark.parametrize("window", [None, 1000])
 @pytest.mark.parametrize("seqlen", [65536, 1_000_000])
 def test_few_partial_sums_leave_the_selective_backward(seqlen, window):
@@ -258,7 +270,7 @@ def test_few_partial_sums_leave_the_selective_backward(seqlen, window):
     programs = values["dB"].shape[1]
     assert held == aot.selective.partial_bytes(1, seqlen, 16, programs)
     assert held <= aot.selective.partial_bytes(1, seqlen, 16, 4096 // 64)
-    wanted = aot.MULTIPROCESSORS * (8 // warps)
+    wanted = aot.MULTIPROCESSORS * ((8 if window else 12) // warps)
     tokens = seqlen + (window is not None)
     running = programs * -(-tokens // values["split_len"])
     assert 0.9 * wanted <= running <= wanted

@@ -1,10 +1,14 @@
 """The selective scan's backward kernels in Triton (launched by `launch`).
 
 The backward goes through the forward's stretches of ``EVERY`` tokens from last to first: it redoes a
-stretch's states once to place finer marks every ``STEPS`` tokens (a scratch buffer that stays in cache), and
-again group by group of ``STEPS`` with the decays a_t and the states h_{t-1} held in registers, where the
-reverse walk of the adjoint state mu needs them: an exponential costs more than the registers. Tokens are
-counted from the stretch's first, so that offsets fit 32 bits: with 64 a tenth more instructions.
+stretch's states once to place finer marks every ``STEPS`` tokens (a scratch buffer), and again group by group
+of ``STEPS`` with the decays a_t and the states h_{t-1} held in registers, where the reverse walk of the
+adjoint state mu needs them: an exponential costs more than the registers. Tokens are counted from the
+stretch's first, so that offsets fit 32 bits: with 64 a tenth more instructions.
+
+What has no state in it (softplus and its slope, the gate, conversions, du, ddelta, dz from their sums over
+states) is done apart, ``SPAN`` tokens at once, each by one lane: in the walk the four lanes that share a
+channel's states would each do it. Both sides meet in the scratch buffer.
 
 dB and dC are sums over all channels. Programs share the channels out block by block in turn, and a program
 visits all its blocks on one stretch of tokens before it goes on to the stretch before: the stretch's dB and
@@ -140,7 +144,8 @@ def step_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """d = softplus(delta + bias) in the states' precision, once: the backward's lanes would each redo it."""
+    """d = softplus(delta + bias) in the states' precision, once: the windowed backward's lanes would each
+    redo it."""
     batch = tl.program_id(2).to(tl.int64)
     t = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     d = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -157,42 +162,27 @@ def step_kernel(
 def _advance(
     h,
     t,
-    tokens,
-    u,
-    step,
     B,
-    reset,
-    n,
-    d_ok,
-    n_ok,
-    u_t,
-    B_t,
-    d_inner,
+    step,
+    x,
+    begins,
     A2,
     HAS_RESET: tl.constexpr,
-    EVEN: tl.constexpr,
-    LANES: tl.constexpr,
     ROWS: tl.constexpr,
-    ACC: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """One token on every row: (a_t, h_{t-1}, h_t = a_t h_{t-1} + d_t u_t B_t); h_{t-1} is 0 where a document
     begins."""
-    # Past the end, read the last token again and take d = 0: loads need no mask for that.
-    at = tl.minimum(t, tokens - 1)
-    live = tl.where(t < tokens, 1.0, 0.0).to(ACC)
-    begins = begins_at(reset, at, t < tokens, HAS_RESET)
-    B_ = _load(B + at * B_t + n, n_ok, EVEN).to(ACC)
     decays = ()
     befores = ()
     hs = ()
     for r in tl.static_range(ROWS):
-        step_ = _load(step + at * d_inner + r * LANES, d_ok[r], EVEN) * live
-        x = step_ * _load(u + at * u_t + r * LANES, d_ok[r], EVEN).to(ACC)
-        a = tl.exp2(A2[r] * step_[None, :])
+        place = (t * ROWS + r) * LANES
+        a = tl.exp2(A2[r] * tl.load(step + place)[None, :])
         before = over_edge(h[r], begins, HAS_RESET)
         decays = decays + (a,)
         befores = befores + (before,)
-        hs = hs + (a * before + x[None, :] * B_[:, None],)
+        hs = hs + (a * before + tl.load(x + place)[None, :] * B[:, None],)
     return decays, befores, hs
 
 
@@ -223,12 +213,13 @@ def add_recent(total, recent, begin, first, end, n, n_ok, d_state, add, N: tl.co
 def backward_kernel(
     dy,
     u,
-    step,
+    delta,
     A,
     B,
     C,
     D,
     z,
+    bias,
     reset,
     checkpoints,
     carried,
@@ -250,6 +241,8 @@ def backward_kernel(
     dy_t,
     u_b,
     u_t,
+    delta_b,
+    delta_t,
     B_b,
     B_t,
     C_b,
@@ -263,6 +256,7 @@ def backward_kernel(
     SOFTPLUS: tl.constexpr,
     EVEN: tl.constexpr,
     EVERY: tl.constexpr,
+    SPAN: tl.constexpr,
     STEPS: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -275,10 +269,12 @@ def backward_kernel(
     program, n_splits, n_programs = tl.program_id(0), tl.num_programs(1), tl.num_programs(0)
     n = tl.arange(0, N)
     n_ok = n < d_state
+    lane = tl.arange(0, LANES)
     first = split.to(tl.int64) * split_len
     stop = tl.minimum(first + split_len, seqlen)
     dy += batch * dy_b
     u += batch * u_b
+    delta += batch * delta_b
     B += batch * B_b
     C += batch * C_b
     if HAS_Z:
@@ -291,186 +287,203 @@ def backward_kernel(
     edge = (batch * n_splits + split) * per_batch
     sums = (batch * n_splits + split) * d_inner
     n_checkpoints = (seqlen + EVERY - 1) // EVERY
-    # This program's fine marks, (EVERY // STEPS, ROWS, d_state, LANES): each thread reads back what it wrote.
+    # This program's scratch: fine marks (EVERY // STEPS, ROWS, d_state, LANES), of which each thread reads
+    # back what it wrote; d and d u of a stretch; of a span, dy silu(z), sums over states, dB and dC.
     tile: tl.constexpr = N * LANES
+    WIDTH: tl.constexpr = ROWS * LANES
     marks_size: tl.constexpr = (EVERY // STEPS) * ROWS * tile
-    scratch += ((batch * n_splits + split) * n_programs + program) * (marks_size + 2 * EVERY * N)
-    recent_B = scratch + marks_size  # dB and dC of a visit's tokens
-    recent_C = recent_B + EVERY * N
-    scratch += n[:, None] * LANES + a_lane_each(tl.arange(0, LANES), one)[None, :]
+    size: tl.constexpr = marks_size + (2 * EVERY + 4 * SPAN) * WIDTH + 2 * SPAN * N
+    scratch += ((batch * n_splits + split) * n_programs + program) * size
+    steps = scratch + marks_size
+    xs = steps + EVERY * WIDTH
+    gs = xs + EVERY * WIDTH
+    sums_y = gs + SPAN * WIDTH
+    sums_B = sums_y + SPAN * WIDTH
+    sums_A = sums_B + SPAN * WIDTH
+    recent_B = sums_A + SPAN * WIDTH
+    recent_C = recent_B + SPAN * N
+    scratch += n[:, None] * LANES + a_lane_each(lane, one)[None, :]
 
     n_stretches = ((stop - first + EVERY - 1) // EVERY).to(tl.int32)
-    n_blocks = (d_inner + ROWS * LANES - 1) // (ROWS * LANES)
+    n_blocks = (d_inner + WIDTH - 1) // WIDTH
     walk = (n_blocks - program + n_programs - 1) // n_programs  # blocks of this program
+    # A tile of tokens and channels, for what is done once for each.
+    i = tl.arange(0, SPAN)[:, None]
+    w = tl.arange(0, WIDTH)
+    place = i * WIDTH + w[None, :]
     for visit in range(0, n_stretches * walk):
         back, nth = visit // walk, visit % walk
+        start = (program + nth * n_programs) * WIDTH
         # The channels of row r are d + r * LANES: the same pointers at a constant offset.
-        d = (program + nth * n_programs) * (ROWS * LANES) + tl.arange(0, LANES)
+        d = start + lane
         state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
-        d_ok = ()
         A2 = ()
         c = ()
         sum_A = ()
-        sum_D = ()
-        sum_bias = ()
-        skip = ()
-        for r in tl.static_range(ROWS):
-            d_ok = d_ok + (d + r * LANES < d_inner,)
-            ok = n_ok[:, None] & d_ok[r][None, :]
-            A2 = A2 + (tl.load(A + state + r * LANES, mask=ok, other=0.0).to(ACC) * LOG2E,)
-            c = c + (tl.load(carried + edge + state + r * LANES, mask=ok, other=0.0),)
-            if HAS_D:
-                skip = skip + (tl.load(D + d + r * LANES, mask=d_ok[r], other=0.0).to(ACC),)
-            else:
-                skip = skip + (tl.zeros((LANES,), ACC),)
-            sum_A = sum_A + (tl.zeros((N, LANES), ACC),)
-            sum_D = sum_D + (tl.zeros((LANES,), ACC),)
-            sum_bias = sum_bias + (tl.zeros((LANES,), ACC),)
+        h = ()
         ahead = (n_stretches - 1 - back) * EVERY
         begin = first + ahead
+        mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch + state
+        for r in tl.static_range(ROWS):
+            state_ok = n_ok[:, None] & (d + r * LANES < d_inner)[None, :]
+            A2 = A2 + (tl.load(A + state + r * LANES, mask=state_ok, other=0.0).to(ACC) * LOG2E,)
+            c = c + (tl.load(carried + edge + state + r * LANES, mask=state_ok, other=0.0),)
+            sum_A = sum_A + (tl.zeros((N, LANES), ACC),)
+            h = h + (tl.load(mark + r * LANES, mask=state_ok, other=0.0),)
+            tl.store(scratch + r * tile, h[r])
         # Tokens are counted from the stretch's first: offsets in a stretch fit 32 bits.
         tokens = tl.minimum(stop - begin, EVERY).to(tl.int32)
         n_groups = (tokens + STEPS - 1) // STEPS
-        dy_s = dy + (begin * dy_t + d)
-        u_s = u + (begin * u_t + d)
-        z_s = z + (begin * z_t + d) if HAS_Z else z
+        n_spans = (tokens + SPAN - 1) // SPAN
+        dw = start + w
+        dw_ok = (dw < d_inner)[None, :]
+        step_bias = tl.zeros((WIDTH,), ACC)
+        skip = tl.zeros((WIDTH,), ACC)
+        if HAS_BIAS:
+            step_bias = tl.load(bias + dw, mask=dw < d_inner, other=0.0).to(ACC)
+        if HAS_D:
+            skip = tl.load(D + dw, mask=dw < d_inner, other=0.0).to(ACC)
+        dy_s = dy + begin * dy_t
+        u_s = u + begin * u_t
+        delta_s = delta + begin * delta_t
+        z_s = z + begin * z_t if HAS_Z else z
         B_s = B + begin * B_t
         C_s = C + begin * C_t
         reset_s = reset + begin if HAS_RESET else reset
-        here = (row + ahead) * d_inner + d
-        step_s = step + here
+        here = (row + ahead) * d_inner
         du_s = du + here
         ddelta_s = ddelta + here
         dz_s = dz + here if HAS_Z else dz
-        mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch
-        h = ()
-        for r in tl.static_range(ROWS):
-            h = h + (tl.load(mark + state + r * LANES, mask=n_ok[:, None] & d_ok[r][None, :], other=0.0),)
-            tl.store(scratch + r * tile, h[r])
+        for span in range(0, n_spans):
+            t = span * SPAN + i
+            ok = (t < tokens) & dw_ok
+            step_ = tl.load(delta_s + (t * delta_t + dw[None, :]), mask=ok, other=0.0).to(ACC)
+            step_ = step_size(step_, step_bias[None, :], SOFTPLUS)
+            step_ = tl.where(ok, step_, 0.0)  # past the end: a = 1, nothing added
+            u_ = tl.load(u_s + (t * u_t + dw[None, :]), mask=ok, other=0.0).to(ACC)
+            tl.store(steps + (span * SPAN * WIDTH + place), step_)
+            tl.store(xs + (span * SPAN * WIDTH + place), step_ * u_)
+        tl.debug_barrier()
         for group in range(0, n_groups - 1):
-            for i in tl.static_range(STEPS):
-                t = group * STEPS + i
-                _, _, h = _advance(
-                    h,
-                    t,
-                    tokens,
-                    u_s,
-                    step_s,
-                    B_s,
-                    reset_s,
-                    n,
-                    d_ok,
-                    n_ok,
-                    u_t,
-                    B_t,
-                    d_inner,
-                    A2,
-                    HAS_RESET,
-                    EVEN,
-                    LANES,
-                    ROWS,
-                    ACC,
-                )
+            for k in tl.static_range(STEPS):
+                t = group * STEPS + k
+                B_ = _load(B_s + t * B_t + n, n_ok, EVEN).to(ACC)
+                begins = begins_at(reset_s, t, True, HAS_RESET)
+                _, _, h = _advance(h, t, B_, steps + lane, xs + lane, begins, A2, HAS_RESET, ROWS, LANES)
             for r in tl.static_range(ROWS):
                 tl.store(scratch + ((group + 1) * ROWS + r) * tile, h[r])
-        tl.debug_barrier()
-        for undone in range(0, n_groups):
-            group = n_groups - 1 - undone
-            h = ()
-            for r in tl.static_range(ROWS):
-                h = h + (tl.load(scratch + (group * ROWS + r) * tile),)
-            decays = ()
-            states = ()
-            for i in tl.static_range(STEPS):
-                t = group * STEPS + i
-                a, before, h = _advance(
-                    h,
-                    t,
-                    tokens,
-                    u_s,
-                    step_s,
-                    B_s,
-                    reset_s,
-                    n,
-                    d_ok,
-                    n_ok,
-                    u_t,
-                    B_t,
-                    d_inner,
-                    A2,
-                    HAS_RESET,
-                    EVEN,
-                    LANES,
-                    ROWS,
-                    ACC,
-                )
-                decays = decays + (a,)
-                states = states + (before,)
-            for i in tl.static_range(STEPS):
-                t = group * STEPS + (STEPS - 1 - i)
-                inside = t < tokens
-                at = tl.minimum(t, tokens - 1)
-                live = tl.where(inside, 1.0, 0.0).to(ACC)
-                begins = begins_at(reset_s, at, inside, HAS_RESET)
-                B_ = _load(B_s + at * B_t + n, n_ok, EVEN).to(ACC)
-                C_ = _load(C_s + at * C_t + n, n_ok, EVEN).to(ACC)
-                mu_x = tl.zeros((N, LANES), ACC)
-                h_g = tl.zeros((N, LANES), ACC)
-                new_c = ()
-                new_A = ()
-                new_D = ()
-                new_bias = ()
+        sum_D = tl.zeros((WIDTH,), ACC)
+        sum_bias = tl.zeros((WIDTH,), ACC)
+        for undone_span in range(0, n_spans):
+            span = n_spans - 1 - undone_span
+            base = span * SPAN
+            tb = base + i
+            ok = (tb < tokens) & dw_ok
+            g = tl.load(dy_s + (tb * dy_t + dw[None, :]), mask=ok, other=0.0).to(ACC)
+            if HAS_Z:
+                z_ = tl.load(z_s + (tb * z_t + dw[None, :]), mask=ok, other=0.0).to(ACC)
+                g = g * z_ * sigmoid(z_)
+            tl.store(gs + place, g)
+            tl.debug_barrier()
+            in_span = (tl.minimum(tokens - base, SPAN) + STEPS - 1) // STEPS
+            for undone in range(0, in_span):
+                local = (in_span - 1 - undone) * STEPS
+                group = base // STEPS + (in_span - 1 - undone)
+                h = ()
                 for r in tl.static_range(ROWS):
-                    m = d_ok[r] & inside
-                    a = decays[STEPS - 1 - i][r]
-                    p = a * states[STEPS - 1 - i][r]
-                    step_ = _load(step_s + at * d_inner + r * LANES, d_ok[r], EVEN) * live
-                    u_ = _load(u_s + at * u_t + r * LANES, d_ok[r], EVEN).to(ACC)
-                    g = _load(dy_s + at * dy_t + r * LANES, d_ok[r], EVEN).to(ACC) * live
-                    x = step_ * u_
-                    h_ = p + x[None, :] * B_[:, None]
-                    if HAS_Z:
-                        z_ = _load(z_s + at * z_t + r * LANES, d_ok[r], EVEN).to(ACC)
-                        gate = sigmoid(z_)
-                        ungated = tl.sum(h_ * C_[:, None], axis=0) + skip[r] * u_
-                        dz_ = g * ungated * gate * (1.0 + z_ * (1.0 - gate))
-                        tl.store(dz_s + at * d_inner + r * LANES, dz_, mask=m)
-                        g = g * z_ * gate
-                    mu = g[None, :] * C_[:, None] + c[r]
-                    v = mu * p
-                    mu_x += mu * x[None, :]
-                    h_g += h_ * g[None, :]
-                    mu_B = tl.sum(mu * B_[:, None], axis=0)
-                    dstep = tl.sum(v * A2[r], axis=0) * (1.0 / LOG2E) + mu_B * u_
-                    if SOFTPLUS:
-                        dstep = dstep * softplus_slope(step_)
-                    tl.store(du_s + at * d_inner + r * LANES, mu_B * step_ + skip[r] * g, mask=m)
-                    tl.store(ddelta_s + at * d_inner + r * LANES, dstep, mask=m)
-                    new_A = new_A + (sum_A[r] + v * step_[None, :],)
-                    new_D = new_D + (sum_D[r] + g * u_,)
-                    new_bias = new_bias + (sum_bias[r] + tl.where(inside, dstep, 0.0),)
-                    new_c = new_c + (over_edge(a * mu, begins, HAS_RESET),)
-                c = new_c
-                sum_A = new_A
-                sum_D = new_D
-                sum_bias = new_bias
-                place = at * N + n
-                tl.store(recent_B + place, tl.sum(mu_x, axis=1), mask=n_ok & inside)
-                tl.store(recent_C + place, tl.sum(h_g, axis=1), mask=n_ok & inside)
-        tl.debug_barrier()
-        add_recent(dB, recent_B, part + ahead, 0, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
-        add_recent(dC, recent_C, part + ahead, 0, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
+                    h = h + (tl.load(scratch + (group * ROWS + r) * tile),)
+                decays = ()
+                states = ()
+                for k in tl.static_range(STEPS):
+                    at = tl.minimum(base + local + k, tokens - 1)
+                    B_ = _load(B_s + at * B_t + n, n_ok, EVEN).to(ACC)
+                    begins = begins_at(reset_s, at, base + local + k < tokens, HAS_RESET)
+                    a, before, h = _advance(
+                        h,
+                        base + local + k,
+                        B_,
+                        steps + lane,
+                        xs + lane,
+                        begins,
+                        A2,
+                        HAS_RESET,
+                        ROWS,
+                        LANES,
+                    )
+                    decays = decays + (a,)
+                    states = states + (before,)
+                for k in tl.static_range(STEPS):
+                    near = local + (STEPS - 1 - k)
+                    t = base + near
+                    at = tl.minimum(t, tokens - 1)
+                    begins = begins_at(reset_s, at, t < tokens, HAS_RESET)
+                    B_ = _load(B_s + at * B_t + n, n_ok, EVEN).to(ACC)
+                    C_ = _load(C_s + at * C_t + n, n_ok, EVEN).to(ACC)
+                    mu_x = tl.zeros((N, LANES), ACC)
+                    h_g = tl.zeros((N, LANES), ACC)
+                    new_c = ()
+                    new_A = ()
+                    for r in tl.static_range(ROWS):
+                        a = decays[STEPS - 1 - k][r]
+                        p = a * states[STEPS - 1 - k][r]
+                        d_ = tl.load(steps + (t * WIDTH + r * LANES) + lane)
+                        x = tl.load(xs + (t * WIDTH + r * LANES) + lane)
+                        g_ = tl.load(gs + (near * WIDTH + r * LANES) + lane)
+                        h_ = p + x[None, :] * B_[:, None]
+                        mu = g_[None, :] * C_[:, None] + c[r]
+                        v = mu * p
+                        mu_x += mu * x[None, :]
+                        h_g += h_ * g_[None, :]
+                        to = (near * WIDTH + r * LANES) + lane
+                        if HAS_Z:
+                            tl.store(sums_y + to, tl.sum(h_ * C_[:, None], axis=0))
+                        tl.store(sums_B + to, tl.sum(mu * B_[:, None], axis=0))
+                        tl.store(sums_A + to, tl.sum(v * A2[r], axis=0))
+                        new_A = new_A + (sum_A[r] + v * d_[None, :],)
+                        new_c = new_c + (over_edge(a * mu, begins, HAS_RESET),)
+                    c = new_c
+                    sum_A = new_A
+                    tl.store(recent_B + (near * N + n), tl.sum(mu_x, axis=1))
+                    tl.store(recent_C + (near * N + n), tl.sum(h_g, axis=1))
+            tl.debug_barrier()
+            add_recent(
+                dB, recent_B, part + ahead + base, 0, tokens - base, n, n_ok, d_state, nth > 0, N, SPAN
+            )
+            add_recent(
+                dC, recent_C, part + ahead + base, 0, tokens - base, n, n_ok, d_state, nth > 0, N, SPAN
+            )
+            step_ = tl.load(steps + (base * WIDTH + place))
+            u_ = tl.load(u_s + (tb * u_t + dw[None, :]), mask=ok, other=0.0).to(ACC)
+            g = tl.load(dy_s + (tb * dy_t + dw[None, :]), mask=ok, other=0.0).to(ACC)
+            out = tb * d_inner + dw[None, :]
+            if HAS_Z:
+                z_ = tl.load(z_s + (tb * z_t + dw[None, :]), mask=ok, other=0.0).to(ACC)
+                gate = sigmoid(z_)
+                ungated = tl.load(sums_y + place) + skip[None, :] * u_
+                tl.store(dz_s + out, g * ungated * gate * (1.0 + z_ * (1.0 - gate)), mask=ok)
+                g = g * z_ * gate
+            mu_B = tl.load(sums_B + place)
+            dstep = tl.load(sums_A + place) * (1.0 / LOG2E) + mu_B * u_
+            if SOFTPLUS:
+                dstep = dstep * softplus_slope(step_)
+            tl.store(du_s + out, mu_B * step_ + skip[None, :] * g, mask=ok)
+            tl.store(ddelta_s + out, dstep, mask=ok)
+            if HAS_D:
+                sum_D += tl.sum(g * u_, axis=0)
+            if HAS_BIAS:
+                sum_bias += tl.sum(tl.where(ok, dstep, 0.0), axis=0)
+            tl.debug_barrier()
         again = back > 0  # this split's earlier stretches have left their sums
         for r in tl.static_range(ROWS):
-            ok = n_ok[:, None] & d_ok[r][None, :]
-            tl.store(carried + edge + state + r * LANES, c[r], mask=ok)
-            before = tl.load(dA + edge + state + r * LANES, mask=ok & again, other=0.0)
-            tl.store(dA + edge + state + r * LANES, before + sum_A[r], mask=ok)
-            at = sums + d + r * LANES
-            if HAS_D:
-                before = tl.load(dD + at, mask=d_ok[r] & again, other=0.0)
-                tl.store(dD + at, before + sum_D[r], mask=d_ok[r])
-            if HAS_BIAS:
-                before = tl.load(dbias + at, mask=d_ok[r] & again, other=0.0)
-                tl.store(dbias + at, before + sum_bias[r], mask=d_ok[r])
+            state_ok = n_ok[:, None] & (d + r * LANES < d_inner)[None, :]
+            tl.store(carried + edge + state + r * LANES, c[r], mask=state_ok)
+            before = tl.load(dA + edge + state + r * LANES, mask=state_ok & again, other=0.0)
+            tl.store(dA + edge + state + r * LANES, before + sum_A[r], mask=state_ok)
+        at = sums + dw
+        if HAS_D:
+            before = tl.load(dD + at, mask=(dw < d_inner) & again, other=0.0)
+            tl.store(dD + at, before + sum_D, mask=dw < d_inner)
+        if HAS_BIAS:
+            before = tl.load(dbias + at, mask=(dw < d_inner) & again, other=0.0)
+            tl.store(dbias + at, before + sum_bias, mask=dw < d_inner)
         tl.debug_barrier()  # the next visit overwrites the marks, and reads what this one has summed

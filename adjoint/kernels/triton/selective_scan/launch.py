@@ -5,10 +5,12 @@ here are their launches: shapes, buffers, how the sequence is split. Nothing her
 depends on values, so a call can be captured in a CUDA graph. All sums over channels and splits go through
 partial buffers added up in a fixed order: the same call gives the same bits.
 
-Proven under the interpreter and by compilation (no kernel spills for sm_80 and sm_90 up to d_state 128); not
-measured on a GPU. Reasoned, not tuned: 64 tokens between checkpoints, tokens held in registers, registers a
-thread, as many splits as run at once and not one more, the shortest split, the backward's scratch staying in
-cache, and, above d_state 32, several warps a program, whose sums over states then go through shared memory
+Proven under the interpreter and by compilation (up to d_state 128 nothing spills for sm_80 and sm_90, but for
+the backward at d_state 16 on sm_80, outside its loops over tokens; `python -m benchmarks.instructions` counts
+them); not measured on a GPU. Reasoned, not tuned: 64 tokens between checkpoints, tokens held in registers,
+registers a thread, as many splits as run at once and not one more (one: no pass over splits), the shortest
+split, the backward's scratch, about 43 KiB a program at d_state 16, staying in cache for the most part, and,
+above d_state 32, several warps a program, whose sums over states then go through shared memory
 once a token. With a window splits are whole windows, so that one of half the sequence leaves two splits, and
 a halo without a window none.
 """
@@ -25,14 +27,17 @@ from adjoint.kernels.triton.selective_scan import forward as forward_kernels
 from adjoint.kernels.triton.selective_scan import window as windowed_kernels
 
 CHECKPOINT = 64  # tokens between the states that the forward keeps
+SPAN = 8  # tokens of which the backward does at once what is not by states
 UNROLL = 4  # tokens the forward walks at once
 SHORTEST_SPLIT = 128  # tokens; a shorter split is not worth its share of the pass over splits
 MOST_CHANNELS = 256  # over which a backward program sums dB and dC
 # Writing a program's dB and dC and reading them again takes about this share of a block of channels' time.
 SHARE_OF_SUMS = 1 / 16
+SHARE_OF_PASS = 181 / 810  # of a block's time, the pass over splits: their instructions, as counted
 MAX_D_STATE = 256  # above, a warp's registers cannot hold the state
 # Registers a thread may take: ptxas, left to itself, takes a few more or makes kernels spill that need not.
-FORWARD_REGISTERS, MOST_REGISTERS = 128, 255
+# Of a backward with 168 twelve warps share a multiprocessor.
+FORWARD_REGISTERS, BACKWARD_REGISTERS, MOST_REGISTERS = 128, 168, 255
 
 
 def forward_tile(d_state: int) -> tuple[int, int, int]:
@@ -57,7 +62,7 @@ def backward_tile(d_state: int, window: bool) -> tuple[int, int, int, int, int]:
     if window:
         return n, 1, max(8, 32 // n), max(n // 16, 1), 2
     warps = max(n // (32 if n <= 128 else 16), 1)
-    return n, min(max(32 // n, 1), 2), max(8, 32 // n), warps, 4 if n <= 32 else 2
+    return n, min(max(32 // n, 1), 2), max(8, 32 // n), warps, 2
 
 
 def _registers(budget: int, dtype: torch.dtype) -> int | None:
@@ -72,20 +77,22 @@ def _wanted(x: torch.Tensor, registers: int, warps: int) -> int:
 
 
 def backward_programs(
-    batch: int, seqlen: int, d_inner: int, channels: int, wanted: int, unit: int
+    batch: int, seqlen: int, d_inner: int, channels: int, wanted: int, unit: int, passes: bool = False
 ) -> tuple[int, int]:
     """(programs that share out the channels, tokens a split) of a backward whose programs hold ``channels``
     at a time, of which ``wanted`` run at once.
 
     Fewer programs, each of which takes several blocks of channels, leave fewer partial sums of dB and dC, and
-    shorter splits in their place fill the device: as few as cost no time by idle or uneven work."""
+    shorter splits in their place fill the device: as few as cost no time by idle or uneven work, or, if
+    ``passes``, by the pass that more than one split takes."""
     blocks = triton.cdiv(d_inner, channels)
 
     def time(programs: int) -> float:
         split_len = common.split_length(seqlen, batch * programs, wanted, unit, SHORTEST_SPLIT)
         waves = triton.cdiv(batch * programs * triton.cdiv(seqlen, split_len), wanted)
         each = triton.cdiv(blocks, programs)
-        return waves * min(split_len, seqlen) * (each + SHARE_OF_SUMS)
+        share = SHARE_OF_PASS if passes and split_len < seqlen else 0.0
+        return waves * min(split_len, seqlen) * (each * (1 + share) + SHARE_OF_SUMS)
 
     most = max(min(MOST_CHANNELS // channels, blocks), 1)
     programs = min((triton.cdiv(blocks, each) for each in range(1, most + 1)), key=time)
@@ -235,12 +242,14 @@ def selective_scan_backward(
         window = seqlen + 1  # only the windowed kernel knows halos
 
     n, rows, lanes, warps, steps = backward_tile(d_state, window is not None)
-    if reset is not None and window is None:
-        steps = 2  # resets take registers too
-    wanted = _wanted(u, MOST_REGISTERS, warps)
+    light = n <= 32 and window is None and reset is None  # resets take registers too
+    registers = BACKWARD_REGISTERS if light else MOST_REGISTERS
+    wanted = _wanted(u, registers, warps)
     unit = CHECKPOINT if window is None else window  # windowed splits are whole blocks, counted from token -1
     length = seqlen + (window is not None)
-    programs, split_len = backward_programs(batch, length, d_inner, rows * lanes, wanted, unit)
+    programs, split_len = backward_programs(
+        batch, length, d_inner, rows * lanes, wanted, unit, window is None
+    )
     splits = triton.cdiv(length, split_len)
 
     def empty(*shape: int, dtype: torch.dtype = acc) -> torch.Tensor:
@@ -255,7 +264,9 @@ def selective_scan_backward(
     dD_parts = None if D is None else empty(batch, splits, d_inner)
     dbias_parts = None if delta_bias is None else empty(batch, splits, d_inner)
     marks = CHECKPOINT // steps * (1 if window is None else 3)
-    scratch = empty(batch, splits, programs, marks * n * rows * lanes + 2 * CHECKPOINT * n)
+    span = min(SPAN, CHECKPOINT)
+    apart, recent = (0, CHECKPOINT) if window is not None else (2 * CHECKPOINT + 4 * span, span)
+    scratch = empty(batch, splits, programs, (marks * n + apart) * rows * lanes + 2 * recent * n)
     flags = {
         "HAS_Z": z is not None,
         "HAS_BIAS": delta_bias is not None,
@@ -263,23 +274,23 @@ def selective_scan_backward(
         "SOFTPLUS": delta_softplus,
         "ACC": common.tl_dtype(acc),
         "num_stages": 1,
-        "maxnreg": _registers(MOST_REGISTERS, acc),
+        "maxnreg": _registers(registers, acc),
     }
     z_strides = (0, 0) if z is None else z.stride()[:2]
     c_in = None if dfinal_state is None else dfinal_state.to(acc).transpose(1, 2).contiguous()
     with common.on_device(u):
-        step = empty(*u.shape)
-        backward_kernels.step_kernel[(triton.cdiv(seqlen, 32), triton.cdiv(d_inner, 128), batch)](
-            *(delta, delta_bias, step, seqlen, d_inner, *delta.stride()[:2]),
-            HAS_BIAS=delta_bias is not None,
-            SOFTPLUS=delta_softplus,
-            ROWS=32,
-            BLOCK=128,
-            ACC=common.tl_dtype(acc),
-            num_warps=4,
-        )
         if window is not None:
             dinitial = empty(batch, d_state, d_inner)
+            step = empty(*u.shape)
+            backward_kernels.step_kernel[(triton.cdiv(seqlen, 32), triton.cdiv(d_inner, 128), batch)](
+                *(delta, delta_bias, step, seqlen, d_inner, *delta.stride()[:2]),
+                HAS_BIAS=delta_bias is not None,
+                SOFTPLUS=delta_softplus,
+                ROWS=32,
+                BLOCK=128,
+                ACC=common.tl_dtype(acc),
+                num_warps=4,
+            )
             _windowed(
                 *(dy, u, step, A, wide_B, wide_C, D, z, reset_u8, checkpoints, c_in, scratch),
                 *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts, dinitial),
@@ -306,13 +317,21 @@ def selective_scan_backward(
             dinitial = carried[:, 0]  # what the only split leaves
         if window is None:
             backward_kernels.backward_kernel[(programs, splits, batch)](
-                *(dy, u, step, A, wide_B, wide_C, D, z, reset_u8, checkpoints, carried, scratch),
+                *(dy, u, delta, A, wide_B, wide_C, D, z, delta_bias, reset_u8, checkpoints, carried, scratch),
                 *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts),
                 *(seqlen, d_inner, d_state, split_len, 1),
-                *(*dy.stride()[:2], *u.stride()[:2], *wide_B.stride()[:2], *wide_C.stride()[:2], *z_strides),
+                *(
+                    *dy.stride()[:2],
+                    *u.stride()[:2],
+                    *delta.stride()[:2],
+                    *wide_B.stride()[:2],
+                    *wide_C.stride()[:2],
+                    *z_strides,
+                ),
                 HAS_D=D is not None,
-                EVEN=d_state == n and d_inner % (rows * lanes) == 0,
+                EVEN=d_state == n,
                 EVERY=CHECKPOINT,
+                SPAN=span,
                 STEPS=steps,
                 N=n,
                 ROWS=rows,
