@@ -36,7 +36,7 @@ LOOPS = {
     "backward_kernel": (EVERY, SPAN, STEPS, SPAN, STEPS),
 }
 CHANNELS = {"backward_kernel": 16}  # of a program, else 32
-THREADS = re.compile(r"LD|ST|SHFL|RED|ATOM")
+MEMORY = re.compile(r"LD|ST|SHFL|RED|ATOM")
 
 
 def machine_code(ptx: str) -> str:
@@ -77,7 +77,7 @@ def loops(code: str) -> list[list[str]]:
 
 def measure(capability: int) -> list[Row]:
     """The kernels with a loop over tokens, in order of their launches."""
-    rows = []
+    rows: list[Row] = []
     for kernel in aot.compile_call(
         aot.MAIN["selective scan, bf16, d_state 16"], capability, frozenset(LOOPS)
     ):
@@ -91,7 +91,7 @@ def measure(capability: int) -> list[Row]:
             "kernel": kernel.name + (", pre-pass" if kernel.name == "forward_kernel" and not rows else ""),
             "instructions": sum(len(own) / of for own, of in zip(found, tokens, strict=True)) * share,
             "memory": share * sum(
-                sum(bool(THREADS.match(line)) for line in own) / of
+                sum(bool(MEMORY.match(line)) for line in own) / of
                 for own, of in zip(found, tokens, strict=True)
             ),
             "registers": kernel.registers, "spilled_bytes": kernel.spills, "shared_bytes": kernel.shared,
