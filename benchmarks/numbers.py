@@ -280,6 +280,19 @@ def slices() -> Numbers:
     return found | {"most": 1 / (1 / 3 / 8 + 2 / 3 / 56)}
 
 
+def instructions() -> Numbers:
+    """The selective scan's Triton kernels as compiled for sm_90: warp instructions per token and 32 channels,
+    of the passes over splits too, and of the backward the warps that share a multiprocessor."""
+    names = {
+        "forward": "forward_kernel",
+        "forward_pass": "forward_kernel, pre-pass",
+        "backward": "backward_kernel",
+        "backward_pass": "adjoint_local_kernel",
+    }
+    found = {name: row("instructions", target="sm_90", kernel=kernel) for name, kernel in names.items()}
+    return {name: of["instructions"] for name, of in found.items()} | {"warps": found["backward"]["warps"]}
+
+
 def whole() -> Numbers:
     """Of the Mini-Sequence Transformer's whole head and MLP at 80,000 tokens: percent counted of the memory
     that they measured, GiB that it is short; the head's logits with their copies; its time in 16 pieces."""
@@ -319,7 +332,7 @@ NUMBERS: dict[str, Callable[[], Numbers]] = {
     source.__name__: source
     for source in (
         growth, scan, depth_study, window_time, sixteen_million, versions, constants, recall,
-        loss_by_position, shards, mini_sequence, edges, held, figure_1, figure_6, slices, whole,
+        loss_by_position, shards, mini_sequence, edges, held, figure_1, figure_6, slices, instructions, whole,
         products, published,
     )
 }  # fmt: skip
