@@ -459,11 +459,11 @@ def backward_kernel(
             if HAS_Z:
                 z_ = tl.load(z_s + (tb * z_t + dw[None, :]), mask=ok, other=0.0).to(ACC)
                 gate = sigmoid(z_)
-                ungated = tl.load(sums_y + place) + skip[None, :] * u_
+                ungated = tl.load(sums_y + place, mask=ok, other=0.0) + skip[None, :] * u_
                 tl.store(dz_s + out, g * ungated * gate * (1.0 + z_ * (1.0 - gate)), mask=ok)
                 g = g * z_ * gate
-            mu_B = tl.load(sums_B + place)
-            dstep = tl.load(sums_A + place) * (1.0 / LOG2E) + mu_B * u_
+            mu_B = tl.load(sums_B + place, mask=ok, other=0.0)  # what lies past the end is no number
+            dstep = tl.load(sums_A + place, mask=ok, other=0.0) * (1.0 / LOG2E) + mu_B * u_
             if SOFTPLUS:
                 dstep = dstep * softplus_slope(step_)
             tl.store(du_s + out, mu_B * step_ + skip[None, :] * g, mask=ok)
