@@ -14,11 +14,9 @@ import json
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 
 import torch
 import triton
-from triton.backends.nvidia.compiler import get_ptxas
 
 from adjoint.files import write_atomically
 from adjoint.kernels.triton.selective_scan import launch
@@ -41,13 +39,9 @@ MEMORY = re.compile(r"LD|ST|SHFL|RED|ATOM")
 
 def machine_code(ptx: str) -> str:
     """What nvdisasm prints of the assembled kernel."""
-    arch = re.findall(r"^\.target (sm_\w+)", ptx, re.M)[0]
-    ptxas = Path(get_ptxas(int(re.findall(r"\d+", arch)[0])).path)
     with tempfile.TemporaryDirectory() as folder:
-        source, made = Path(folder) / "kernel.ptx", f"{folder}/kernel.cubin"
-        source.write_text(ptx)
-        subprocess.run([str(ptxas), f"--gpu-name={arch}", str(source), "-o", made], check=True)
-        disassemble = [str(ptxas.with_name("nvdisasm")), "-c", made]
+        ptxas, _ = aot.run_ptxas(ptx, folder)
+        disassemble = [str(ptxas.with_name("nvdisasm")), "-c", f"{folder}/kernel.cubin"]
         return subprocess.run(disassemble, check=True, capture_output=True, text=True).stdout
 
 

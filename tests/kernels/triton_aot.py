@@ -128,16 +128,21 @@ def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capabili
 
 def assemble(ptx: str) -> tuple[int, int]:
     """(registers a thread, spilled bytes) that ptxas reports for the one kernel in ``ptx``."""
-    arch = re.search(r"^\.target (sm_\w+)", ptx, re.M).group(1)
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        ptxas = get_ptxas(int(re.search(r"\d+", arch).group())).path
-        command = [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", f"{folder}/kernel.cubin"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        report = run_ptxas(ptx, folder)[1]
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
     return registers, spills
+
+
+def run_ptxas(ptx: str, folder: str) -> tuple[Path, str]:
+    """Assembles ``ptx`` to kernel.cubin in a folder; which ptxas did, and its report."""
+    arch = re.search(r"^\.target (sm_\w+)", ptx, re.M).group(1)
+    ptxas = get_ptxas(int(re.search(r"\d+", arch).group())).path
+    source = Path(folder) / "kernel.ptx"
+    source.write_text(ptx)
+    command = [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", f"{folder}/kernel.cubin"]
+    return Path(ptxas), subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def on_a_big_device() -> contextlib.AbstractContextManager[Any]:
