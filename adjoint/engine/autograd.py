@@ -15,7 +15,7 @@ from torch import Tensor
 from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.grid import Grid, Key, Scheme, Storage, make_grid
-from adjoint.engine.leaves import Outside
+from adjoint.engine.leaves import UnlistedLeaves
 from adjoint.engine.program import Action, Owners, Run, keys_of, plan
 from adjoint.engine.run import Connections, Transport, Worker
 from adjoint.engine.sequence_sums import Sum
@@ -113,7 +113,7 @@ class Steps:
     Attributes:
         parameters: those of all stages, each once.
         asked: the tensors whose gradients a backward gives: `parameters` and, after the forward, those that
-            its last chunk has reached besides (`leaves.Outside`).
+            its last chunk has reached besides (`leaves.UnlistedLeaves`).
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
         follows: whether a backward may follow. Where all parameters are frozen it may: see `asked`.
         windows: of each layer, once they are picked.
@@ -178,7 +178,7 @@ class Steps:
 
     def _new_gradients(self) -> Gradients:
         # in a group the tensors that one process finds would have to be those of every other
-        outside = Outside(self.parameters, open=self.follows and self.transport is None)
+        outside = UnlistedLeaves(self.parameters, open=self.follows and self.transport is None)
         return Gradients(outside, self.parameters if self.follows else ())
 
     def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import Scheme, make_grid
-from adjoint.engine.leaves import Changed, Outside
+from adjoint.engine.leaves import Changed, UnlistedLeaves
 from adjoint.engine.program import Owners, Run, plan
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Embedding, Layer
@@ -247,7 +247,7 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     scheme, ids = Scheme(chunk_size), torch.arange(TOKENS, device=x.device)[None]
     grid = make_grid(scheme, TOKENS, [each.stateful for each in stages], 0)
     batch = Batch(ids, ids, states=[(), tuple(s.detach() for s in state), ()])
-    worker = Worker(stages, grid, batch, scheme, gradients=Gradients(Outside(open=True)))
+    worker = Worker(stages, grid, batch, scheme, gradients=Gradients(UnlistedLeaves(open=True)))
     program = plan(grid, Owners((0,) * len(stages))).programs[0]
     first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.is_forward))
     worker.run(program[:first])

@@ -427,7 +427,7 @@ class Worker:
         outside, y = self.gradients.outside, None
         if t.kind == "linearize" or (outside.open and c + 1 == self.grid.chunks):
             given = x, state, chunk, self.gradients
-            y, after, tape = outside.taken_in(lambda: stage.linearize(*given))
+            y, after, tape = outside.run_tile(lambda: stage.linearize(*given))
             if t.kind == "linearize":
                 self.store["tape", k, c] = tape
             del tape
@@ -468,7 +468,9 @@ class Worker:
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
         assert stage is not None
         x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
-        y, _, self.store["tape", k, c] = stage.linearize(x, self.state(k, c), self.chunks[c], self.gradients)
+        given = x, self.state(k, c), self.chunks[c], self.gradients
+        y, _, tape = self.gradients.outside.run_tile(lambda: stage.linearize(*given))
+        self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.known:
             self.again[c] = y
         if ("z", k, c) in self.grid.writes(t):
@@ -543,7 +545,8 @@ class Worker:
         seq_idx = self.batch.chunk(left, halo_stop).seq_idx
         begins = self.chunks[t.chunk].starts_document
         given = Windowed(left, start, stop, window, x, self.state(k, t.chunk), dy, d_final, seq_idx, begins)
-        dx, d_state = stage.windowed_vjp(given, self.gradients)  # type: ignore[attr-defined]
+        vjp = stage.windowed_vjp  # type: ignore[attr-defined]
+        dx, d_state = self.gradients.outside.run_tile(lambda: vjp(given, self.gradients))
         for key in grid.writes(t):
             a, b = grid.cuts[key[2]], grid.cuts[key[2] + 1]
             piece = dx[:, max(a, left) - left : min(b, stop) - left]

@@ -24,7 +24,7 @@ from adjoint.engine import first_use, tile
 from adjoint.engine.autograd import Steps
 from adjoint.engine.crossing import Crossing
 from adjoint.engine.grid import Scheme
-from adjoint.engine.leaves import Outside, leaves_of, unseen
+from adjoint.engine.leaves import UnlistedLeaves, leaves_of, unseen
 from adjoint.engine.run import Worker
 from adjoint.engine.sequence import ALONE, SequenceSteps, local
 from adjoint.engine.sequence_sums import Sum
@@ -365,7 +365,7 @@ class ShardedSteps(Steps):
 
     def _new_gradients(self) -> Gradients:
         own = gathered(self.root) | set(self.parameters)
-        return _Accumulated(Outside(own=own, open=self.follows and self.transport is None))
+        return _Accumulated(UnlistedLeaves(own=own, open=self.follows and self.transport is None))
 
     def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
         worker = super()._worker(scheme, passing)

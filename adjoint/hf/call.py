@@ -164,9 +164,18 @@ class Call:
 
     @property
     def divisor(self) -> int | Tensor:
-        """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count."""
+        """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count; 1, with
+        a warning, where none does.
+
+        Raises:
+            ValueError: num_items_in_batch is 0, and labels count.
+        """
         given = self.given.get("num_items_in_batch")
         if given is None:
+            return divisor_of(self.targets)
+        if not given:  # as the Trainer counts where every label of the step is -100
+            if bool((self.targets != IGNORE_INDEX).any()):
+                raise ValueError("num_items_in_batch is 0, but some labels count: give their number")
             return divisor_of(self.targets)
         return given.to(self.targets.device) if isinstance(given, Tensor) else given
 

@@ -53,6 +53,7 @@ from adjoint.hf import check, fla
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, CallKind, around_blocks, kept_features, recompute_of, sizes_of
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
+from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.head import coefficient
 from adjoint.hf.model import (
     ERRORS,
@@ -248,10 +249,11 @@ def _no_autocast(model: Any) -> contextlib.AbstractContextManager[Any]:
 def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
     """The way of a loss (model, ids, labels) → (), scans by PyTorch; followed are leaves in the places of the
     parameters, whose hooks are nobody's. A sharded model's gradients are reduced in a backward of its own
-    parameters."""
+    parameters. The user's gradient checkpointing is off, as it is in chunks: reentrant checkpoints give no
+    gradients to leaves that are asked for."""
 
     def way(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
-        with plainly(model), by_pytorch(model):
+        with plainly(model), by_pytorch(model), WithoutCheckpointing(model)():
             if not is_sharded(model):
                 leaves = [p.detach().requires_grad_() for p in followed]
                 with Tensors(model).replaced(dict(zip(followed, leaves, strict=True))):

@@ -19,8 +19,7 @@ from adjoint.engine.sharded import is_sharded
 from adjoint.hf import check, first_use
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.head import recomputed, refuse_own_loss, summed_loss
-from adjoint.hf.model import backbone_of, in_eval_mode, layers_of, put, some_tokens
-from adjoint.hf.replacements import replaced
+from adjoint.hf.model import backbone_of, in_eval_mode, layers_of, put, replaced, some_tokens
 from adjoint.methods import MiniSequence
 
 # Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.

@@ -134,6 +134,22 @@ def put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
     return undo
 
 
+@contextlib.contextmanager
+def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Meanwhile modules have other forwards: on the instances, which may have such ones already."""
+    before = [(vars(module), vars(module).get("forward")) for module in forwards]
+    for (entries, _), forward in zip(before, forwards.values(), strict=True):
+        entries["forward"] = forward
+    try:
+        yield
+    finally:
+        for entries, own in before:
+            if own is None:
+                del entries["forward"]
+            else:
+                entries["forward"] = own
+
+
 # ---------------------------------------------------------------------------------------- what is noted on it
 
 
@@ -258,8 +274,12 @@ def settings(holder: Any) -> dict[str, Any]:
 def _hooks(registered: Any) -> tuple[Any, ...]:
     """Hooks, under whatever numbers, but for those of transformers and PEFT that let an embedding's output
     require a gradient: TRL registers one more at each step."""
-    named = [(getattr(hook, "__name__", ""), hook) for hook in registered.values()]
-    return tuple(hook for name, hook in named if not name.startswith("make_inputs_require_grad"))
+    return tuple(hook for hook in registered.values() if not makes_inputs_require_grad(hook))
+
+
+def makes_inputs_require_grad(hook: Any) -> bool:
+    """Whether a hook is the one by which transformers, PEFT and TRL make an embedding's output a leaf."""
+    return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
 def _kind_of(cls: type) -> str | None:

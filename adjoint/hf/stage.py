@@ -26,8 +26,8 @@ from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
 from adjoint.hf.call import TYPES, Call, blocks_of, recompute_of
 from adjoint.hf.head import COUNTED, Balance, Logits, refuse_own_loss, refuse_z_loss, summed_loss
-from adjoint.hf.model import Noise, backbone_of, class_of, gathering, layers_of, root_of
-from adjoint.hf.replacements import Inside, replaced
+from adjoint.hf.model import Noise, backbone_of, class_of, gathering, layers_of, replaced, root_of
+from adjoint.hf.replacements import Inside
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 
