@@ -63,6 +63,25 @@ class CallKind(NamedTuple):
     shared: bool = False
 
 
+class Padding:
+    """Padding at the right of a batch's rows.
+
+    Args:
+        real: (rows, seqlen) bool, False for padding.
+    """
+
+    def __init__(self, real: Tensor) -> None:
+        self.real = real
+        self.somewhere = (~real).any(0).cpu()  # read once, not chunk by chunk
+
+    def mask(self, start: int, stop: int, attended: int) -> Tensor | None:
+        """The attention mask of the chunk [start, stop) and of the tokens before it that its queries attend
+        to, (rows, attended + chunk) int64; None where no row of the chunk is padded."""
+        if not bool(self.somewhere[start:stop].any()):
+            return None
+        return self.real[:, start - attended : stop].long()
+
+
 class Call:
     """A call of a wrapped causal LM or of its backbone. What it says is read when it is asked for: much of it
     does not matter where transformers' own forward runs.
@@ -122,7 +141,7 @@ class Call:
         given = self.given.get(check.ROUTED)
         routed = check.routes(self.model) if given is None else bool(given)
         counted = self.has_labels and self.has("num_items_in_batch")
-        padded = self.has_labels and self.mask is not None
+        padded = self.mask is not None and (self.has_labels or self.reads_padding)
         beside = tuple(filter(self.has, TOKEN_WISE))
         return CallKind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, beside)
 
@@ -164,8 +183,8 @@ class Call:
 
     @property
     def divisor(self) -> int | Tensor:
-        """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count; 1, with
-        a warning, where none does.
+        """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count; 1,
+        with a warning, where none does.
 
         Raises:
             ValueError: num_items_in_batch is 0, and labels count.
@@ -244,6 +263,25 @@ class Call:
         return max(end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen)))
 
     @property
+    def padded_right(self) -> bool:
+        """Whether rows are padded at the right."""
+        return self.mask is not None and not bool(self.mask[:, -1].all())
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether the caller can read hidden states or logits of padding at the right."""
+        return self.padded_right and not (self.has_labels and self.logits is None)
+
+    @property
+    def padding(self) -> Padding | None:
+        """Its padding at the right; None if there is none."""
+        if self.mask is None or not self.padded_right:
+            return None
+        after_last = self.mask.flip(1).cumsum(1).flip(1) == 0
+        rows, _ = as_one_row({COUNTED: ~after_last}, self.starts)
+        return Padding(rows[COUNTED])
+
+    @property
     def padded_left(self) -> bool:
         """Whether rows are padded at the left without position_ids."""
         return self.mask is not None and not bool(self.mask[:, 0].all()) and not self.has("position_ids")
@@ -266,20 +304,17 @@ class Call:
         for name in TOKEN_WISE:
             if self.has(name):
                 tensors[name] = rows_of(name, self.given[name], self.ids)
-        if self.kind.routed and self.mask is not None:
+        if self.mask is not None and self.kind.routed:
             tensors[COUNTED] = self.mask
         divisor = self.divisor if self.has_labels else 1
         tensors, starts = as_one_row(tensors, self.starts)
         return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
 
-    def refuse_unknown(self, whole: bool = False) -> None:
-        """Refuses what is neither known nor left at its default.
+    def unknown(self, whole: bool = False) -> list[str]:
+        """The names of the inputs that are neither known nor left at their defaults.
 
         Args:
             whole: whether the sequence runs as a whole: then what the backbone's forward names is known too.
-
-        Raises:
-            Refused: an input is given that chunks do not know.
         """
         own = inspect.signature(class_of(self.model).forward).parameters
         takes = inspect.signature(class_of(backbone_of(self.model)).forward).parameters
@@ -288,13 +323,14 @@ class Call:
         known |= set(takes if whole else takes.keys() & TOKEN_WISE)
         if self.logits is not None and not whole:
             known.add("logits_to_keep")
+        names = []
         for name, value in self.given.items():
             default = own[name].default if name in own else None
             default = IGNORE_INDEX if name == "ignore_index" else default
             same = value is default or (type(value) is type(default) and value == default)
             if not (name in known or value is None or value is False or same):
-                remedy = REMEDIES.get(name, "leave it out")
-                check.refuse(self.model, f"{name} is not an input that can be split into chunks: {remedy}")
+                names.append(name)
+        return names
 
 
 # ------------------------------------------ documents, in the forms in which Hugging Face's trainers say them

@@ -51,7 +51,17 @@ from adjoint.engine.spread import NotAttended
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check, fla
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import Call, CallKind, around_blocks, kept_features, recompute_of, sizes_of
+from adjoint.hf.call import (
+    DOCUMENTS,
+    REMEDIES,
+    Call,
+    CallKind,
+    Padding,
+    around_blocks,
+    kept_features,
+    recompute_of,
+    sizes_of,
+)
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.head import coefficient
@@ -84,7 +94,8 @@ APART = 1e-4
 WHY = "it keeps something else than its cache between tokens, or its loss is more than that of each token"
 NOT_THE_SAME = f"the gradient of {TOKENS} tokens in chunks is not that of the whole", WHY
 SCHEME = Scheme(CHUNK, least=2)
-PADDED = 2  # tokens at the right, where a call has padding
+PADDED = 2  # tokens at the right, where a call with labels has padding
+HIDDEN_PADDED = WINDOW + 2  # where hidden states are asked for: the last ones see no token in a window
 KINDS = [0, 0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]  # of its tokens, where a call gives those
 COUNTED = 7  # of the labels, as `num_items_in_batch` where a call gives that
 REMEMBERED = 16  # states of a model of which it is remembered what was found out: adapters taken in turn
@@ -312,7 +323,9 @@ def ways(method: Any, kind: CallKind, fetches: bool = False) -> tuple[Way, Way]:
         batch, _ = call.batch()
         cut = around_blocks(model, scheme, batch)
         if not kind.loss:
-            return steps_of([Backbone(model, slots, recompute=recompute_of(method)), Weighted()], batch, cut)
+            backbone = Backbone(model, slots, recompute=recompute_of(method))
+            backbone.padding = call.padding
+            return steps_of([backbone, Weighted()], batch, cut)
         stage = CausalLM.of(call, slots, method, fetches)
         return steps_of([stage], batch, cut, group=ALONE if kind.shared else None)
 
@@ -321,7 +334,8 @@ def ways(method: Any, kind: CallKind, fetches: bool = False) -> tuple[Way, Way]:
 
 def given(model: Any, ids: Tensor, labels: Tensor, kind: CallKind) -> dict[str, Any]:
     """The arguments of a call of this kind."""
-    unpadded = (torch.arange(TOKENS, device=ids.device) < TOKENS - PADDED)[None]
+    padded = PADDED if kind.loss else HIDDEN_PADDED
+    unpadded = (torch.arange(TOKENS, device=ids.device) < TOKENS - padded)[None]
     found: dict[str, Any] = dict.fromkeys(kind.beside, torch.tensor(KINDS, device=ids.device)[None])
     if kind.embedded:
         with torch.no_grad():
@@ -357,12 +371,29 @@ def left_padding(model: Any) -> None:
         )
 
 
-def packing(model: Any, masked: bool, use_cache: bool | None) -> None:
-    """Warns where position_ids that start again do not keep documents apart without chunks; whether the call
-    has a mask, or asks for a cache, may make the difference."""
-    positions = torch.cat([torch.arange(CHUNK), torch.arange(TOKENS - CHUNK)])[None]
-    mask = torch.ones_like(positions) if masked else None
-    if not _apart(model, position_ids=positions, attention_mask=mask, use_cache=use_cache):
+def masks_padding(model: Any, compare_padded: Callable[[], float]) -> bool:
+    """Whether chunks make the hidden states of padding at the right that the model makes; warns if not, as a
+    loss may read them."""
+    try:
+        compare_padded()
+    except Refused:
+        warnings.warn(
+            f"{class_of(model).__name__}: chunks make other hidden states of padded tokens than the model "
+            "does (those of all other tokens are the same): a loss that reads them gets another gradient",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def packing(model: Any, names: Sequence[str], use_cache: bool | None) -> None:
+    """Warns where packed documents, told by inputs with these names, are not kept apart without chunks;
+    whether the call asks for a cache may make the difference."""
+    try:
+        apart = _apart(model, use_cache=use_cache, **two_documents(names))
+    except ERRORS:  # by itself the model refuses them
+        return
+    if not apart:
         warnings.warn(
             f"position_ids start again, and are read as packed documents, which are kept apart: called like "
             f"this, {class_of(model).__name__} by itself lets documents see those before them",
@@ -376,18 +407,25 @@ def documents_of_its_own(model: Any, names: Sequence[str]) -> None:
     Raises:
         Refused: a document's tokens see those before it.
     """
-    places = torch.arange(TOKENS, dtype=torch.int32)[None]
-    number, cuts = (places >= CHUNK).int(), torch.tensor([0, CHUNK, TOKENS], dtype=torch.int32)
-    forms = {"position_ids": places - CHUNK * number, "attention_mask": torch.ones_like(places)}
-    forms |= {"seq_idx": number, "cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
-    given: dict[str, Any] = {name: forms.get(name, TOKENS - CHUNK) for name in names}
-    if not _apart(model, use_cache=False, **given):
+    if not _apart(model, use_cache=False, **two_documents(names)):
         refuse(
             model,
             f"documents are told apart by {', '.join(names)}, and its own code lets them see those before "
             "them",
             "adjoint.Exact() keeps them apart",
         )
+
+
+def two_documents(names: Sequence[str]) -> dict[str, Any]:
+    """The inputs of these names for TOKENS of which the second document begins at CHUNK."""
+    places = torch.arange(TOKENS, dtype=torch.int32)[None]
+    number, cuts = (places >= CHUNK).int(), torch.tensor([0, CHUNK, TOKENS], dtype=torch.int32)
+    forms = {
+        "position_ids": (places - CHUNK * number).long(),
+        "attention_mask": torch.ones_like(places).long(),
+    }
+    forms |= {"seq_idx": number, "cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+    return {name: forms.get(name, TOKENS - CHUNK) for name in names}
 
 
 @torch.no_grad()
@@ -417,12 +455,14 @@ class Findings:
         record: what is noted of it. sharded: by `fully_shard`.
         precision: autocast's dtype, or None, and the device's type.
         fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
+        masks_padding: whether chunks make the model's own hidden states of padding at the right.
         by_kind: what `once` has found. difference: of gradients, when they were last asked for.
     """
 
     def __init__(self, model: Any, snapshot: Snapshot, precision: Any, sharded: bool) -> None:
         self.of, self.snapshot, self.record = weakref.ref(model), snapshot, record_of(model)
         self.precision, self.sharded, self.fetches = precision, sharded, False
+        self.masks_padding = False
         self.by_kind: dict[Any, Any] = {}
         self.difference = 0.0
 
@@ -449,6 +489,10 @@ class Findings:
                 return gathering(self.model)(lambda: find(self.model))
 
         return self.once(find, plain)
+
+    def padding_of(self, call: Call) -> Padding | None:
+        """A call's padding at the right, if the caller can read it and chunks make it as the model does."""
+        return call.padding if call.reads_padding and self.masks_padding else None
 
     @property
     def slots(self) -> list[Slot]:
@@ -499,37 +543,89 @@ def compared(call: Call) -> Findings:
     Raises:
         Refused: an input is not known, or the model is known not to go by chunks, or has been found not to.
     """
-    call.refuse_unknown()
     model, kind = call.model, call.kind
     reshard(model)
     if kind.routed:
         maybe_install_capturing_hooks(backbone_of(model))  # now and not at the first call: a hook is a change
     known = findings(model)
+    refuse_unknown(known, call)
     check.refuse_other_losses(model, kind.routed, (ROUTED, check.Z_LOSS))
     check.refuse_what_is_known(model)
     check.refuse_length(model, call.longest)
     # padding, in some place, and packed documents; processes of a sharded model try together what one has
-    padded, left, packed = kind.padded, call.padded_left, call.packed
+    padded, read, left, packed = kind.padded, call.reads_padding, call.padded_left, call.packed
     if known.sharded:
-        padded, left, packed = map(bool, largest(model, padded, left, packed))
+        padded, read, left, packed = map(bool, largest(model, padded, read, left, packed))
     kind = kind._replace(padded=padded, shared=known.record.group is not None)
 
-    def gradients() -> float:
-        return compare(model, *ways(known.record.method, kind, known.fetches), *NOT_THE_SAME)
+    def gradients(kind: CallKind) -> float:
+        of = model if kind.loss else backbone_of(model)
+        return compare(of, *ways(known.record.method, kind, known.fetches), *NOT_THE_SAME)
 
+    if read:
+        hidden = kind if not kind.loss else CallKind(False, kind.embedded, padded=True, beside=kind.beside)
+        known.masks_padding = known.once(
+            ("padding", hidden), masks_padding, model, lambda: known.once(hidden, gradients, hidden)
+        )
+    if not kind.loss:
+        kind = kind._replace(padded=read and known.masks_padding)
     try:
-        known.once(kind, gradients)
+        known.once(kind, gradients, kind)
     except NotAttended:
         known.fetches = True  # from now on, also for other kinds of calls: what is exact remains so
-        known.once(kind, gradients)
+        known.once(kind, gradients, kind)
     known.difference = known.by_kind[kind]
     if left:
         with in_eval_mode(model):
             known.once("padded at the left", left_padding, model)
     if packed:
         with in_eval_mode(model):
-            known.once("packed", packing, model, call.has("attention_mask"), call.given.get("use_cache"))
+            names = tuple(filter(call.has, (*DOCUMENTS, "attention_mask")))
+            use_cache = call.given.get("use_cache")
+            known.once(("packed", names, use_cache), packing, model, names, use_cache)
     return known
+
+
+def refuse_unknown(known: Findings, call: Call, whole: bool = False) -> None:
+    """Refuses inputs that chunks do not know, but for those that the model's own forward does not read, such
+    as a data set's column that a trainer hands on.
+
+    Args:
+        whole: as in `Call.unknown`.
+
+    Raises:
+        Refused: an input is read by the model.
+    """
+    for name in call.unknown(whole):
+        if not known.once(("ignored", name, call.has_labels), ignores, call.model, name, call.has_labels):
+            remedy = REMEDIES.get(name, "leave it out")
+            refuse(call.model, f"{name} is not an input that can be split into chunks: {remedy}")
+
+
+@torch.no_grad()
+def ignores(model: Any, name: str, labelled: bool) -> bool:
+    """Whether a model's own forward takes an input of this name without reading it: seen by giving it
+    numbers that are none, for a few tokens.
+
+    Args:
+        labelled: whether it is asked for a loss.
+    """
+    parameters = inspect.signature(class_of(model).forward).parameters
+    if name in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return False
+    ids, labels = some_tokens(model)
+    given = {"input_ids": ids, "use_cache": False, "return_dict": True} | (
+        {"labels": labels} if labelled else {}
+    )
+    probe = torch.full(ids.shape, torch.nan, device=ids.device)
+    forward = functools.partial(class_of(model).forward, model, **given)
+    with plainly(model), in_eval_mode(model), by_pytorch(model):
+        expected = gathering(model)(forward)[0]
+        try:
+            found = gathering(model)(lambda: forward(**{name: probe}))[0]
+        except ERRORS:
+            return False
+    return torch.equal(found, expected)
 
 
 def own_documents(known: Findings, call: Call) -> None:

@@ -24,7 +24,7 @@ from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
-from adjoint.hf.call import TYPES, Call, blocks_of, recompute_of
+from adjoint.hf.call import TYPES, Call, Padding, blocks_of, recompute_of
 from adjoint.hf.head import COUNTED, Balance, Logits, refuse_own_loss, refuse_z_loss, summed_loss
 from adjoint.hf.model import Noise, backbone_of, class_of, gathering, layers_of, replaced, root_of
 from adjoint.hf.replacements import Inside
@@ -45,6 +45,7 @@ class Backbone:
 
     Attributes:
         fetches: whether keys and values of other ranks are fetched for attention (`spread.SpreadPast`).
+        padding: where hidden states of padding at the right are asked for; its chunks get the model's mask.
     """
 
     stateful, lazy, reach = True, True, 0
@@ -68,11 +69,12 @@ class Backbone:
         self.fetches = False
         self.balance: Balance | None = None
         self.logits: Logits | None = None
+        self.padding: Padding | None = None
 
     @property
     def replayable(self) -> bool:
         drawn = self.noise.expected or self.noise.before
-        return not ("position_ids" in self.takes or drawn or self.balance or self.logits)
+        return not ("position_ids" in self.takes or drawn or self.balance or self.logits or self.padding)
 
     @functools.cached_property
     def cache(self) -> ChunkCache:
@@ -138,6 +140,9 @@ class Backbone:
         if "position_ids" in self.takes:
             places = torch.arange(seen, seen + x.shape[1], device=x.device)
             inputs["position_ids"] = places.expand(x.shape[0], -1)
+        if self.padding is not None:
+            attended = seen if any(dim is not None for dim in self.grows) else 0
+            inputs["attention_mask"] = self.padding.mask(chunk.start, chunk.start + x.shape[1], attended)
         return self.backbone(use_cache=True, **inputs)
 
     def _recomputed(

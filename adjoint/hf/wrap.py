@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, uncompiled
@@ -35,6 +34,7 @@ from adjoint.hf.first_use import Findings, compared, findings, own_documents
 from adjoint.hf.head import Logits, Output, logits_of
 from adjoint.hf.model import (
     Moment,
+    Noise,
     Record,
     backbone_of,
     class_of,
@@ -44,6 +44,7 @@ from adjoint.hf.model import (
     record_of,
     root_of,
 )
+from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
 from adjoint.hf.replacements import REGISTRIES, places
 from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, steps_of
 from adjoint.kernels.checks import accumulate_dtype
@@ -65,9 +66,10 @@ def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None
     edges, keys and values once with their cotangents, and the backward recomputes a chunk at a time. On first
     use, and again when the model's modules, settings or hooks have changed, a few tokens are run both ways
     and the gradients compared; a model for which they differ is refused. docs/promises.md says what is exact,
-    what is refused and what is not seen. `out.logits` is None where labels are given, unless they are asked
-    for without gradients (`logits_to_keep`, the Trainer's compute_metrics). Do not wrap a model whose
-    sequences fit in memory anyway and where time is all that counts.
+    what is refused and what is not seen. Where labels are given no logits are made, unless they are asked
+    for without gradients (`logits_to_keep`, the Trainer's compute_metrics); `out.logits` computes them when
+    it is read, by a second forward. Do not wrap a model whose sequences fit in memory anyway and where time
+    is all that counts.
 
     Args:
         model: a `PreTrainedModel` with a language-model head or one for sequences or tokens (a reward model),
@@ -205,7 +207,28 @@ def _lm_forward(self: Any, given: dict[str, Any]) -> Any:
                 return call.by_transformers()
         check.refuse_surroundings(self)
         output = _by_pieces(call) if pieces else _by_chunks(call, compared(call))
+        if record.group is None and call.logits is None:
+            setattr(output.loss, COMPUTE, _logits_later(call))
     return output if call.returns_names else output.to_tuple()
+
+
+def _logits_later(call: Call) -> Callable[[], Tensor]:
+    """What computes a call's logits when somebody reads them."""
+    model, seqlen = call.model, call.ids.shape[1]
+    given = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.given.items()}
+    given |= {"logits_to_keep": seqlen, "return_dict": True}
+
+    def compute() -> Tensor:
+        warnings.warn(
+            "out.logits was read: a call with labels makes none, so they are computed now, by a second "
+            "forward without gradients; torch.no_grad() and logits_to_keep=N make those of the last N tokens",
+            stacklevel=3,
+        )
+        with torch.no_grad(), Noise(model).undone():
+            logits: Tensor = _lm_forward(model, given).logits
+        return logits
+
+    return compute
 
 
 @uncompiled
@@ -219,7 +242,7 @@ def _backbone_forward(self: Any, given: dict[str, Any]) -> Any:
             return call.by_transformers()
         pieces = isinstance(record.method, MiniSequence)
         if call.asks_for or (pieces and not in_training):
-            if in_training and not pieces and not call.has(*CACHES):
+            if in_training and not pieces and (torch.is_grad_enabled() or not call.has(*CACHES)):
                 _warn(call)
             return call.by_transformers()
         check.refuse_surroundings(self)
@@ -254,7 +277,7 @@ def _chunked(call: Call, known: Findings) -> tuple[Batch, Scheme]:
     return batch, scheme
 
 
-def _by_chunks(call: Call, known: Findings) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+def _by_chunks(call: Call, known: Findings) -> LossOutput | RoutedLossOutput:
     """The causal LM's loss by `Exact` or `Truncated`, once the model is known to go by them."""
     (batch, scheme), around = _chunked(call, known), _as_it_is(known)
     model, group = call.model, known.record.group
@@ -263,6 +286,7 @@ def _by_chunks(call: Call, known: Findings) -> CausalLMOutputWithPast | MoeCausa
         check.refuse(model, f"sequence_group: {what}")
     factor = known.factor if call.kind.routed else 1.0
     stage = CausalLM.of(call, known.slots, known.record.method, known.fetches, factor)
+    stage.padding = known.padding_of(call)
     stage.kept = kept = None if call.logits is None else _kept(call, batch)
     result = steps_of([stage], batch, scheme, around, group).loss()
     if group is not None and stage.noise.before:
@@ -273,10 +297,10 @@ def _by_chunks(call: Call, known: Findings) -> CausalLMOutputWithPast | MoeCausa
         hidden = kept.hidden.reshape(rows, -1, width)[:, call.logits]
         logits = gathering(model)(lambda: logits_of(model, hidden))
     if stage.balance is None:
-        return CausalLMOutputWithPast(loss=result.loss, logits=logits)
+        return LossOutput(loss=result.loss, logits=logits)
     routed = stage.balance.loss(result.sums[0])
     loss = result.loss + factor * routed
-    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=routed, logits=logits)
+    return RoutedLossOutput(loss=loss, aux_loss=routed, logits=logits)
 
 
 def _kept(call: Call, batch: Batch) -> Kept:
@@ -307,6 +331,7 @@ def _hidden_by_chunks(call: Call) -> Any:
     known = compared(call)
     batch, scheme = _chunked(call, known)
     stage = Backbone(model, known.slots, recompute=recompute_of(known.record.method))
+    stage.padding = known.padding_of(call)
     collect = Collect(batch.seqlen)
     stage.logits = Logits() if call.kind.routed else None
     steps = steps_of([stage, collect], batch, scheme, _as_it_is(known))
@@ -390,13 +415,13 @@ def _as_it_is(known: Findings) -> Around:
 # -------------------------------------------------------------------------------------------- mini-sequences
 
 
-def _by_pieces(call: Call) -> CausalLMOutputWithPast:
+def _by_pieces(call: Call) -> LossOutput:
     """The causal LM's loss by `MiniSequence`."""
     model, kind = call.model, call.kind._replace(embedded=False, padded=False, beside=())
     known = findings(model)
     method = known.record.method
     check.refuse_other_losses(model, kind.routed)
-    call.refuse_unknown(whole=True)
+    first_use.refuse_unknown(known, call, whole=True)
     ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind)
     comparison = first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME
     difference = known.once(("pieces", kind), *comparison)
@@ -409,7 +434,7 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     _checked_in_backward(total, known)
     divisor = call.divisor
     divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor
-    return CausalLMOutputWithPast(loss=total / divisor)
+    return LossOutput(loss=total / divisor)
 
 
 def _mlps(model: Any) -> list[str]:
@@ -418,8 +443,8 @@ def _mlps(model: Any) -> list[str]:
 
 def _hidden_by_pieces(call: Call) -> Any:
     """What the backbone's own forward returns, by `MiniSequence`."""
-    call.refuse_unknown(whole=True)
     known = findings(call.model)
+    first_use.refuse_unknown(known, call, whole=True)
     own_documents(known, call)
     with mini_sequence.splitting(call.model, known.seen(_mlps), known.record.method.mlp_chunks):
         output = call.by_transformers(use_cache=False)
