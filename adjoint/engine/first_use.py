@@ -74,6 +74,17 @@ def difference(whole: Results, other: Results, limit: float, each: bool = True) 
     return None if apart <= limit * size else _differs("the loss", apart / size)
 
 
+def differences_table(whole: Results, other: Results) -> str:
+    """One line for each gradient, the most different first: relative L2 distance of `other`'s, norm in
+    `whole`, name."""
+    rows = []
+    for name, gradient in whole.gradients.items():
+        size, apart = _size(gradient), _distance(gradient, other.gradients[name])
+        rows.append((apart / size if size else apart, size, name))
+    lines = [f"{relative:.1e}  {size:.1e}  {name}" for relative, size, name in sorted(rows, reverse=True)]
+    return "\n".join(["apart    norm     gradient of", *lines])
+
+
 def distance(whole: Results, other: Results) -> float:
     """The L2 distance of all gradients together, relative to their norm in `whole`."""
     apart = math.hypot(*(_distance(a, other.gradients[name]) for name, a in whole.gradients.items()))

@@ -21,7 +21,7 @@ from adjoint.documents import from_cu_seqlens
 from adjoint.engine.chunk_size import Sizes
 from adjoint.engine.grid import Arrows, Scheme
 from adjoint.hf import check
-from adjoint.hf.cache import Slot
+from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.head import COUNTED
 from adjoint.hf.model import backbone_of, class_of
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
@@ -100,6 +100,11 @@ class Call:
     def by_transformers(self, **changed: Any) -> Any:
         """The model's own forward."""
         return class_of(self.model).forward(self.model, **{**self.given, **changed})
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether the engine makes this call, for one chunk."""
+        return any(isinstance(self.given.get(name), ChunkCache) for name in CACHES)
 
     @property
     def has_labels(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
@@ -31,6 +31,7 @@ from adjoint.engine.first_use import (
     Weighted,
     alike,
     difference,
+    differences_table,
     distance,
     tolerance,
 )
@@ -49,6 +50,7 @@ from adjoint.engine.sharded import (
 )
 from adjoint.engine.spread import NotAttended
 from adjoint.engine.weights import Constants, Tensors
+from adjoint.errors import LOGGER, VERBOSITY, is_heard
 from adjoint.hf import check, fla
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import (
@@ -76,8 +78,10 @@ from adjoint.hf.model import (
     device_of,
     gathering,
     in_eval_mode,
+    layers_of,
     plainly,
     record_of,
+    replaced,
     replica,
     root_of,
     some_tokens,
@@ -200,10 +204,12 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
     if is_sharded(model):
         dtypes += precisions(root_of(model))
     limit = max(APART, tolerance(dtypes, device_of(model)))
+    if is_heard() and LOGGER.isEnabledFor(logging.DEBUG):
+        LOGGER.debug(f"{class_of(model).__name__}, {what}:\n{differences_table(wanted, got)}")
     if found := difference(wanted, got, limit, each=limit != COARSE):
         if why == WHY and (cause := _cause(model)) is not None:
             why = f"{why}: {cause}"
-        refuse(model, f"{what} ({found}): {why}")
+        refuse(model, f"{what} ({found}): {why}. {VERBOSITY}=debug prints each gradient's difference")
     return distance(wanted, got)
 
 
@@ -213,17 +219,20 @@ def _cause(model: Any) -> str | None:
         return None
     ids, labels = some_tokens(model)
     backbone = backbone_of(model)
-    kept = Collect(TOKENS)
+    collected = Collect(TOKENS)
     try:
         with torch.no_grad(), in_eval_mode(model), plainly(model):
-            steps_of([Backbone(model, probe(model, ids)), kept], Batch(ids, ids), SCHEME).forward()
-            hidden = class_of(backbone).forward(backbone, input_ids=ids, use_cache=False, return_dict=True)[0]
-            if kept.hidden is None or not alike(kept.hidden, hidden):
-                return "hidden states differ, by what is carried from token to token"
+            with _layers_outputs(backbone) as by_chunks:
+                steps_of([Backbone(model, probe(model, ids)), collected], Batch(ids, ids), SCHEME).forward()
+            with _layers_outputs(backbone) as of_whole:
+                given = {"input_ids": ids, "use_cache": False, "return_dict": True}
+                hidden = class_of(backbone).forward(backbone, **given)[0]
+            if collected.hidden is None or not alike(collected.hidden, hidden):
+                first = _first_difference(of_whole, by_chunks)
+                return f"hidden states differ{first}, by what is carried from token to token"
             if backbone is model:
                 return None
-            given = {"input_ids": ids, "labels": labels, "use_cache": False, "return_dict": True}
-            out = class_of(model).forward(model, **given)
+            out = class_of(model).forward(model, labels=labels, **given)
             logits, targets = out.logits.double().flatten(0, 1), shift_labels(labels).flatten()
             usual = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
             if not alike(out.loss.double(), usual):
@@ -234,6 +243,34 @@ def _cause(model: Any) -> str | None:
             return "hidden states and loss are the same, gradients take another way than the cache"
     except ERRORS:
         return None
+
+
+@contextlib.contextmanager
+def _layers_outputs(backbone: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect each layer's hidden states meanwhile, call by call."""
+    outputs: dict[str, list[Tensor]] = {}
+
+    def noting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            outputs.setdefault(name, []).append(output if isinstance(output, Tensor) else output[0])
+            return output
+
+        return run
+
+    layers = layers_of(backbone)
+    with replaced({layer: noting(name, layer.forward) for name, layer in layers.items()}):
+        yield outputs
+
+
+def _first_difference(whole: dict[str, list[Tensor]], by_chunks: dict[str, list[Tensor]]) -> str:
+    """The first layer whose hidden states differ, and the first token, in words; empty if none does."""
+    for name, outputs in whole.items():
+        a, b = outputs[-1], torch.cat(by_chunks.get(name, outputs)[-3:], dim=1)
+        if a.shape == b.shape and not alike(b, a):
+            token = next(t for t in range(a.shape[1]) if not alike(b[:, t], a[:, t]))
+            return f" (first in {name}, from token {token} on; chunks begin at every {CHUNK}th)"
+    return ""
 
 
 def _not_finite(model: Any) -> str:

@@ -29,7 +29,7 @@ from adjoint.engine.sharded import is_sharded, reduce_at_once
 from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, first_use, mini_sequence
-from adjoint.hf.call import CACHES, Call, around_blocks, check_method, recompute_of, scheme_of
+from adjoint.hf.call import Call, around_blocks, check_method, recompute_of, scheme_of
 from adjoint.hf.first_use import Findings, compared, findings, own_documents
 from adjoint.hf.head import Logits, Output, logits_of
 from adjoint.hf.model import (
@@ -238,11 +238,12 @@ def _backbone_forward(self: Any, given: dict[str, Any]) -> Any:
     call, record = Call(self, given), record_of(self)
     with record.lock:
         in_training = self.training
-        if record.plain or isinstance(record.method, Backprop) or not (in_training or call.tells_documents):
+        plain = record.plain or isinstance(record.method, Backprop) or call.is_chunk
+        if plain or not (in_training or call.tells_documents):
             return call.by_transformers()
         pieces = isinstance(record.method, MiniSequence)
         if call.asks_for or (pieces and not in_training):
-            if in_training and not pieces and (torch.is_grad_enabled() or not call.has(*CACHES)):
+            if in_training and not pieces and torch.is_grad_enabled():
                 _warn(call)
             return call.by_transformers()
         check.refuse_surroundings(self)
