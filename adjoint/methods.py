@@ -91,13 +91,6 @@ class Exact:
         "all fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. None keeps one "
         "chunk. The first step measures a chunk, at the cost of one.",
     )
-    cuda_graphs: bool = option(
-        False,
-        "on a GPU, record a chunk's kernel launches once per step and replay them for later ones, so that "
-        "short chunks do not wait for the host. It takes the forward's working memory of one more chunk. "
-        "Attention, documents, shards whose messages go over NCCL and what a graph cannot hold run "
-        "without it. On a CPU it does nothing.",
-    )
 
     def __post_init__(self) -> None:
         check_chunk_size(self.chunk_size)
@@ -121,7 +114,6 @@ class Exact:
                 offload=offload,
                 memory=memory,
                 whole=self.chunk_size is None,
-                cuda_graphs=self.cuda_graphs,
             ),
         )
 
@@ -287,7 +279,6 @@ def described(method: Any, picked: bool = False) -> str:
         kept = "offload" if method.offload else method.keep
         parts += [_KEPT[kept], _RECOMPUTED[method.recompute]]
         parts.append(f"activations kept within {method.memory}" if method.memory else "")
-        parts.append("CUDA graphs" * method.cuda_graphs)
     return ", ".join(filter(None, parts))
 
 

@@ -137,7 +137,7 @@ class Weighted:
     """A stage in place of the head: its loss is the sum of its input (1, tokens, width) times fixed random
     weights. `seen` has its inputs, by the chunks' first tokens."""
 
-    stateful, grows, reach, replayable = False, (), 0, False
+    stateful, grows, reach = False, (), 0
 
     def __init__(self) -> None:
         self.seen = dict[int, Tensor]()

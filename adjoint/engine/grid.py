@@ -88,7 +88,6 @@ class Storage:
             GPU.
         memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process with keep="edges".
         whole: whether the sequence becomes one chunk, the fastest way, if its tape fits in `memory`.
-        cuda_graphs: whether chunks' launches are recorded and replayed, if the device is a GPU.
     """
 
     keep: str = "edges"
@@ -97,7 +96,6 @@ class Storage:
     offload: bool = False
     memory: float | Literal["auto"] | None = None
     whole: bool = False
-    cuda_graphs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import Batch
-from adjoint.engine import graphs, rehearsal
+from adjoint.engine import rehearsal
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import Grid, Key, Scheme, Tile
 from adjoint.engine.leaves import Changed
@@ -127,7 +127,7 @@ class Worker:
     Args:
         stages: all of the model's; None for those that other workers have.
         batch: with a state for each stage, also for others' stages (zeros of the right sizes).
-        scheme: read for host memory, `window="auto"` (then the forward notes decays) and CUDA graphs.
+        scheme: read for host memory and `window="auto"` (then the forward notes decays).
         width: of the tensors between stages, (batch, tokens, width); needed with a transport alone.
         gradients: where parameters' gradients are summed.
         connections: this worker's.
@@ -169,7 +169,6 @@ class Worker:
         self.width, self.device, initial = width, batch.ids.device, batch.states
         self.host = lies_on_host(scheme, self.device)
         self.waits = transport is not None and transport.on_device
-        self.record = graphs.recorder(self.device) if scheme.storage.cuda_graphs and not self.waits else None
         self.chunks = [
             batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
         ]
@@ -265,17 +264,15 @@ class Worker:
         """
         if self.device.type == "cpu":
             sleep_while_waiting()
-        places = {id(a): i for i, a in enumerate(actions)}
         receives = collections.deque((i, a) for i, a in enumerate(actions) if isinstance(a, Recv))
         posted: collections.deque[tuple[int | Tensor, Pending]] = collections.deque()
         self.count_edges(actions)
         assert not self.waits or rehearsal.kinds_of(self, actions).keys() <= self.connections.rehearsed, (
             "a kernel would be used for the first time while messages wait on the device"
         )
-        left = actions if self.record is None else graphs.Graphs(self.record).replay(self, actions)
         with self.precision():
-            for action in left:
-                soon = places[id(action)] + AHEAD
+            for place, action in enumerate(actions):
+                soon = place + AHEAD
                 with self.connections.traced(action):
                     while receives and len(posted) < BUFFERS and receives[0][0] <= soon:
                         assert self.transport is not None

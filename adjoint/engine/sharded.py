@@ -277,7 +277,7 @@ class Whole:
         stage: the model's; its forward may also be called with gradients on. root: as in `Gathering`.
     """
 
-    stateful, lazy, reach, replayable = True, True, 0, False
+    stateful, lazy, reach = True, True, 0
 
     def __init__(self, stage: Any, root: nn.Module) -> None:
         self.stage, self.gathering, self.grows = stage, Gathering(root), stage.grows

@@ -35,8 +35,6 @@ class Stage(Protocol):
         stateful: whether it has a state.
         grows: for each tensor of the state, the dimension along which it grows; None if it is recurrent.
         reach: tokens to the left of its own that a windowed vjp reads, besides the state.
-        replayable: whether its work on chunks of one length differs by the values of tensors alone, not by
-            the chunk's position or random numbers; it may then be recorded and replayed (`graphs`).
     """
 
     @property
@@ -45,8 +43,6 @@ class Stage(Protocol):
     def grows(self) -> tuple[int | None, ...]: ...
     @property
     def reach(self) -> int: ...
-    @property
-    def replayable(self) -> bool: ...
 
     def parameters(self) -> Iterable[Tensor]:
         """The parameters whose gradients `linearize` adds."""
@@ -70,7 +66,7 @@ class Stage(Protocol):
 class Embedding:
     """ids → y_0 (batch, tokens, d_model)."""
 
-    stateful, grows, reach, replayable = False, (), 0, True
+    stateful, grows, reach = False, (), 0
 
     def __init__(self, table: nn.Embedding) -> None:
         if table.scale_grad_by_freq:
@@ -123,8 +119,6 @@ class Layer:
     Attributes:
         lazy: whether its module takes a `crossing.Crossing` in the place of each recurrent tensor.
     """
-
-    replayable = True
 
     def __init__(
         self,
@@ -203,7 +197,7 @@ def _class_of(module: Any) -> type:
 class Head:
     """y_K → the chunk's summed loss."""
 
-    stateful, grows, reach, replayable = False, (), 0, True
+    stateful, grows, reach = False, (), 0
 
     def __init__(self, model: Any) -> None:
         """`model` is a `Stack`, or has `head_parameters()` and `head_loss(y, targets, parameters)` like

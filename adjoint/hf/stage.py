@@ -71,11 +71,6 @@ class Backbone:
         self.logits: Logits | None = None
         self.padding: Padding | None = None
 
-    @property
-    def replayable(self) -> bool:
-        drawn = self.noise.expected or self.noise.before
-        return not ("position_ids" in self.takes or drawn or self.balance or self.logits or self.padding)
-
     @functools.cached_property
     def cache(self) -> ChunkCache:
         """Of which each chunk gets a copy: making one reads all of the configuration."""
@@ -240,7 +235,7 @@ class Collect(Kept):
         cotangent: of them, to be set before the backward.
     """
 
-    stateful, grows, reach, replayable = False, (), 0, False
+    stateful, grows, reach = False, (), 0
 
     def __init__(self, tokens: int, first: int = 0) -> None:
         super().__init__(tokens, first)

@@ -22,7 +22,7 @@ from adjoint.engine.program import Send
 from adjoint.engine.tile import Gradients
 from adjoint.plan.memory import Setup, weights
 from adjoint.plan.model import EMBEDDING, HEAD
-from adjoint.plan.rounds import Exchange, Walk, seen_pairs, step_bytes
+from adjoint.plan.rounds import Walk, seen_pairs, step_bytes
 from adjoint.plan.simulate import Timeline, simulate
 from adjoint.plan.stage_memory import Conditions, example
 from adjoint.stack import Stack
@@ -265,7 +265,6 @@ def walk(
     bytes_per_second: float,
     speed: Sequence[float],
     most: int = 0,
-    exchange: Exchange = "wave",
 ) -> Walk:
     """The rounds of a batch whose sequences ranks share; arguments as `Walk`'s."""
     seconds = {(-1, "forward"): costs.head, (-1, "linearize"): costs.head_backward}
@@ -276,9 +275,7 @@ def walk(
             own = costs.serial[k] if costs.serial else forward
             serial[k, kind] = own * seconds[k, kind] / forward if forward else 0.0
             pairs[k, kind] = costs.pairs[k] * (1 + (kind == "backward")) if costs.pairs else 0.0
-    return Walk(
-        setup, spans, seconds, serial, pairs, bytes_per_second, LATENCY, speed, exchange=exchange, most=most
-    )
+    return Walk(setup, spans, seconds, serial, pairs, bytes_per_second, LATENCY, speed, most=most)
 
 
 def reduced_bytes(setup: Setup, spans: Sequence[range]) -> list[float]:

@@ -90,12 +90,11 @@ def test_a_dry_run(here: list[Any], tmp_path: Path, capsys: Any) -> None:
     for tile in kinds["tile"]:
         assert tile["parts"]["forward"]["device_ms"] > 0 and tile["parts"]["forward"]["launches"] is None
         assert len(tile["parts"]["backward"]["phases_ms"]) == 2
-    half, wide, alone, *graphs, checks, chunks = (row["parts"] for row in kinds["compared"])
+    half, wide, alone, checks, chunks = (row["parts"] for row in kinds["compared"])
     assert half["exact"]["distance"] <= half["exact"]["limit"] == 1e-4
     assert wide["exact"]["distance"] <= wide["exact"]["limit"] == 1e-10
     assert half["exact"]["time_ratio"] == half["exact"]["seconds"] / half["backprop"]["seconds"]
     assert alone["exact"]["tokens_per_second"] > 0 and "distance" not in alone["exact"]
-    assert [found["exact by CUDA graphs"]["distance"] for found in graphs] == [0, 0]  # a CPU replays nothing
     assert checks["exact, float64"]["distance"] <= 1e-10 < checks["backprop, float32"]["distance"]
     assert checks["exact, float32"]["limit"] == 1.5 * checks["backprop, float32"]["distance"] < 1e-5
     assert 0 < chunks["by other chunks"]["distance"] <= 1e-4

@@ -1,5 +1,5 @@
 """Methods over layer shards, workers of a sequence and replicas, in threads, against plain autograd; states
-that grow, layers of one's own, and chunks that are recorded."""
+that grow, and layers of one's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from adjoint.engine.tile import Gradients
 from adjoint.layers import AttentionMixer, State
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
-from tests.engine.recorded import recorder
 from tests.fuzz import distributions, stacks
 from tests.model_helpers import CONVOLVED, HEADS, SIZES, VARIANTS, assert_same, current_gradients, make_ids
 
@@ -149,22 +148,6 @@ def test_workers_share_a_state_that_grows() -> None:
     """Attention of one's own, over workers of a sequence."""
     own = config(f"{__name__}:OwnAttention", **HEADS)
     check(own, {"name": "Exact", "chunk_size": 4}, {"sequence": 2}, seqlen=13)
-
-
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], *LAYOUTS[4:6]], ids=str)
-def test_workers_replay_what_they_have_recorded(
-    layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Recomputed tiles and those pulled back may have a message between them."""
-    counts, ids, found = list[int](), make_ids(2, 61), list[Names]()
-    monkeypatch.setattr("adjoint.engine.graphs.recorder", lambda device: recorder(counts))
-    for cuda_graphs in (False, True):
-        method = Exact(5, cuda_graphs=cuda_graphs)
-        made = disturbed_shards(StackConfig(**MIXED), Layout(**layout), method, TRAINING)
-        found.append(accumulated(made, ids)[1])
-        assert cuda_graphs or not counts
-    assert_same(found[1], found[0], 0.0)
-    assert len(counts) >= 2 * layout.get("replicas", 1) and max(counts) > 3
 
 
 # --------------------------------------------------------------------------------- cuts and windows of shards
