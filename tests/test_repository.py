@@ -35,6 +35,7 @@ FLOORS = [
     "loss",
     "formats",
     "engine",
+    "parallel",
     "methods",
     "stack",
     "hf",
@@ -47,7 +48,7 @@ FLOORS = [
     "__init__",
     "__main__",
 ]
-HIGHEST = 10  # levels: the longest chain of entries that import each other
+HIGHEST = 11  # levels: the longest chain of entries that import each other
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -226,7 +227,7 @@ def test_no_import_goes_round_in_a_circle_and_the_house_is_low() -> None:
         return 1 + max(map(height, entries[name]), default=0)
 
     assert max(map(height, entries)) <= HIGHEST
-    assert len(entries) <= 24
+    assert len(entries) <= 25
 
 
 def test_imports_are_not_hidden_from_the_interpreter() -> None:
