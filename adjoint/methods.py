@@ -7,7 +7,7 @@
 | LayerLocal   | for one layer only  | as Exact, Truncated if windowed | as Exact, tasks any order  |
 | MiniSequence | yes, to rounding    | n_layer × seqlen × d_model      | one more forward, MLPs two |
 
-To the engine a method is a `EngineSpec`: which arrows between tiles the backward keeps, and what the forward
+To the engine a method is an `EngineSpec`: which arrows between tiles the backward keeps, and what the forward
 stores. `spec(seqlen, default)` makes it for sequences of `seqlen` tokens; `default` is the chunk size where
 the method has none. MiniSequence has no spec: autograd runs its backward, in smaller pieces.
 """
