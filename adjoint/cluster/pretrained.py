@@ -16,9 +16,10 @@ from adjoint.cluster.shard import PipelineWorker
 from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import EngineSpec
 from adjoint.errors import UserError
-from adjoint.hf.call import check_method, spec_of
-from adjoint.hf.model import PassThrough, backbone_of, repeated
+from adjoint.hf.chunking import check_method, spec_of
+from adjoint.hf.model_parts import PassThrough, backbone_of
 from adjoint.hf.split import Pretrained, verified
+from adjoint.hf.trial_copy import repeated
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.plan.pretrained import outlined

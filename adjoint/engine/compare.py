@@ -1,5 +1,6 @@
 """The comparison on first use: a few tokens are run in chunks and whole, and the gradients must agree. It
-catches users' code that chunks would change: users' layers here, wrapped models in `adjoint.hf.first_use`."""
+catches users' code that chunks would change: users' layers here, wrapped models in
+`adjoint.hf.comparison`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from transformers import cache_utils as theirs
 
 from adjoint.engine.step import uncompiled
 from adjoint.engine.storage import Past
-from adjoint.hf.fla import is_of_fla
+from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.kernels.attention import join
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff

@@ -1,4 +1,5 @@
-"""Refusals by name: what is known not to go by chunks. See `first_use` for what is found out by comparing."""
+"""Refusals by name: what is known not to go by chunks. `comparison` and `trials` find out more by running a few
+tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 
 from adjoint.errors import UserError
-from adjoint.hf import fla
-from adjoint.hf.model import class_of, root_of
+from adjoint.hf.kernels import fla
+from adjoint.hf.model_parts import class_of, root_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, why_not
 from adjoint.parallel.kv import NotAttended
 

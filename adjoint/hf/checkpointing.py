@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from adjoint.hf.model import makes_inputs_require_grad, put, replaced
+from adjoint.hf.model_parts import put, replaced
+from adjoint.hf.snapshot import makes_inputs_require_grad
 
 
 class WithoutCheckpointing:

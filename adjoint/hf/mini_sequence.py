@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.engine.compare import TOKENS, alike
-from adjoint.hf import check, first_use
+from adjoint.hf import check, comparison
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.head import recomputed, refuse_own_loss, summed_loss
-from adjoint.hf.model import backbone_of, in_eval_mode, layers_of, put, replaced, some_tokens
+from adjoint.hf.model_parts import backbone_of, layers_of, put, replaced
+from adjoint.hf.trial_copy import in_eval_mode, some_tokens
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import uses_fsdp
 
@@ -132,11 +133,11 @@ def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     return not bool(dx.any())
 
 
-def way(method: MiniSequence, kind: CallKind) -> first_use.Way:
-    """The loss of a causal LM and its gradient by mini-sequences, for `first_use.compare`."""
+def way(method: MiniSequence, kind: CallKind) -> comparison.Way:
+    """The loss of a causal LM and its gradient by mini-sequences, for `comparison.compare`."""
 
     def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        call = Call(model, first_use.example_inputs(model, ids, labels, kind))
+        call = Call(model, comparison.example_inputs(model, ids, labels, kind))
         return total_loss(call, method, token_wise(backbone_of(model))) / call.divisor
 
-    return first_use.by_autograd(by_pieces)
+    return comparison.by_autograd(by_pieces)

@@ -22,10 +22,13 @@ from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
-from adjoint.hf.call import TYPES, Call, Padding, blocks_of, recompute_of
-from adjoint.hf.head import COUNTED, Balance, Logits, refuse_own_loss, refuse_z_loss, summed_loss
-from adjoint.hf.model import Noise, backbone_of, class_of, gathering, layers_of, replaced, root_of
-from adjoint.hf.replacements import Inside
+from adjoint.hf.call import TYPES, Call, Padding
+from adjoint.hf.chunking import blocks_of, recompute_of
+from adjoint.hf.head import refuse_own_loss, refuse_z_loss, summed_loss
+from adjoint.hf.kernels.replacements import Inside
+from adjoint.hf.model_parts import backbone_of, class_of, gathering, layers_of, replaced, root_of
+from adjoint.hf.randomness import Noise
+from adjoint.hf.router_loss import COUNTED, Balance, Logits
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.parallel.context import ContextParallelStep

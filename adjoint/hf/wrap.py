@@ -26,25 +26,19 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.step import Around, uncompiled
 from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
-from adjoint.hf import check, first_use, mini_sequence
-from adjoint.hf.call import Call, around_blocks, check_method, recompute_of, spec_of
-from adjoint.hf.first_use import Verification, own_documents, verification_of, verify
-from adjoint.hf.head import Logits, Output, logits_of
-from adjoint.hf.model import (
-    ForwardState,
-    Noise,
-    WrapState,
-    backbone_of,
-    class_of,
-    gathering,
-    layers_of,
-    plainly,
-    root_of,
-    wrap_state_of,
-)
+from adjoint.hf import check, comparison, mini_sequence, verification
+from adjoint.hf.call import Call
+from adjoint.hf.chunking import around_blocks, check_method, recompute_of, spec_of
+from adjoint.hf.head import Output, logits_of
+from adjoint.hf.kernels.replacements import REGISTRIES, places
+from adjoint.hf.model_parts import backbone_of, class_of, gathering, layers_of, plainly, root_of
 from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
-from adjoint.hf.replacements import REGISTRIES, places
+from adjoint.hf.randomness import Noise
+from adjoint.hf.router_loss import Logits
+from adjoint.hf.snapshot import ForwardState
 from adjoint.hf.stage import Backbone, CausalLM, Collect, HiddenStates, step_of
+from adjoint.hf.verification import Verification, own_documents, verification_of, verify
+from adjoint.hf.wrap_state import WrapState, wrap_state_of
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
@@ -422,10 +416,10 @@ def _by_pieces(call: Call) -> LossOutput:
     known = verification_of(model)
     method = known.record.method
     check.refuse_other_losses(model, kind.routed)
-    first_use.refuse_unknown(known, call, whole=True)
-    ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind)
-    comparison = first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME
-    difference = known.once(("pieces", kind), *comparison)
+    verification.refuse_unknown(known, call, whole=True)
+    ways = comparison.ways(method, kind)[0], mini_sequence.way(method, kind)
+    compared = comparison.compare, model, *ways, *mini_sequence.NOT_THE_SAME
+    difference = known.once(("pieces", kind), *compared)
     own_documents(known, call)
     mlps = known.seen(_mlps)
     how = f"MiniSequence: MLPs ({len(mlps)}) in {method.mlp_chunks} pieces, the head in {method.head_chunks}"
@@ -445,7 +439,7 @@ def _mlps(model: Any) -> list[str]:
 def _hidden_by_pieces(call: Call) -> Any:
     """What the backbone's own forward returns, by `MiniSequence`."""
     known = verification_of(call.model)
-    first_use.refuse_unknown(known, call, whole=True)
+    verification.refuse_unknown(known, call, whole=True)
     own_documents(known, call)
     with mini_sequence.splitting(call.model, known.seen(_mlps), known.record.method.mlp_chunks):
         output = call.by_transformers(use_cache=False)

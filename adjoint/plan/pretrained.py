@@ -21,9 +21,9 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.tile import WAITING
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.call import check_method, spec_of
-from adjoint.hf.model import backbone_of
-from adjoint.hf.replacements import rebound
+from adjoint.hf.chunking import check_method, spec_of
+from adjoint.hf.kernels.replacements import rebound
+from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.layers import StackConfig, State

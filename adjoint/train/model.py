@@ -162,8 +162,8 @@ class PretrainedLM(LanguageModel):
         return self.module.get_input_embeddings().num_embeddings
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        from adjoint.hf.call import spec_of
-        from adjoint.hf.first_use import verification_of
+        from adjoint.hf.chunking import spec_of
+        from adjoint.hf.verification import verification_of
 
         default = chunk_size_on(self.module.device, verification_of(self.module).sizes, batch, seqlen)
         return spec_of(self.method, seqlen, default).chunk_size

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from adjoint.errors import UserError
 from adjoint.files import flush
-from adjoint.hf.model import some_tokens
 from adjoint.hf.split import Pretrained, examine
+from adjoint.hf.trial_copy import some_tokens
 from adjoint.hf.wrap import unwrap, wrap
 
 KEY = "model.from_pretrained"

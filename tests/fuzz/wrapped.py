@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import adjoint
 from adjoint.batch import shift_labels
-from adjoint.hf.model import backbone_of, layers_of
+from adjoint.hf.model_parts import backbone_of, layers_of
 from adjoint.methods import RECOMPUTE
 from tests.fuzz.oracle import (
     Case,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import adjoint
 from adjoint.errors import UserError
-from adjoint.hf import first_use
+from adjoint.hf import verification
 from adjoint.hf import wrap as wrap_module
 from tests.hf.hf_models import VOCAB, assert_exact, errors, float64_throughout, loss_and_gradients, make
 from tests.model_helpers import current_gradients, make_ids
@@ -263,8 +263,8 @@ def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     losses, calls = [], []
     own_steps = wrap_module.step_of
     monkeypatch.setattr(wrap_module, "steps_of", lambda *given: calls.append(1) or own_steps(*given))
-    compares, own_compare = [], first_use.compare
-    monkeypatch.setattr(first_use, "compare", lambda *given: compares.append(1) or own_compare(*given))
+    compares, own_compare = [], verification.compare
+    monkeypatch.setattr(verification, "compare", lambda *given: compares.append(1) or own_compare(*given))
     for wrapped in (False, True):
         model = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype=torch.float32).train()
         settings = FEW | options

@@ -14,8 +14,8 @@ from torch import Tensor
 import adjoint
 from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.hf.cache import zeros
-from adjoint.hf.call import kept_features
-from adjoint.hf.first_use import verification_of
+from adjoint.hf.chunking import kept_features
+from adjoint.hf.verification import verification_of
 from tests.hf.hf_models import loss_and_gradients, make, make_batch, transformers
 from tests.model_helpers import assert_same
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import adjoint
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
-from adjoint.hf import replacements
-from adjoint.hf.model import layers_of
+from adjoint.hf.kernels import replacements
+from adjoint.hf.model_parts import layers_of
 from tests.hf.hf_models import (
     MODELS,
     REFUSED,

@@ -76,7 +76,7 @@ def _mark(request: Namespace, settings: dict[str, Any], here: dict[str, Any]) ->
 
 def _settings(request: Namespace, config: Config) -> dict[str, Any]:
     """What every point has in common."""
-    from adjoint.hf.call import check_method
+    from adjoint.hf.chunking import check_method
 
     method = config.method
     try:

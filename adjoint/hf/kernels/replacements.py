@@ -27,10 +27,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adjoint.engine.step import uncompiled
-from adjoint.hf import fla
 from adjoint.hf.cache import ChunkCache, handed
 from adjoint.hf.checkpointing import WithoutCheckpointing
-from adjoint.hf.model import put, replaced
+from adjoint.hf.kernels import fla
+from adjoint.hf.model_parts import put, replaced
 from adjoint.kernels import attention
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.kernels.conv1d import causal_conv1d

@@ -1,28 +1,20 @@
-"""The comparison on first use of a wrapped model: the gradient of a few tokens by chunks against that of the
-whole; what else is tried on a few tokens; and what was found out so, which holds while the model is as it
-was."""
+"""The comparison of a wrapped model's gradients on first use: a few tokens by chunks against the whole."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import logging
 import math
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
-from adjoint.engine.chunk_size import Sizes
 from adjoint.engine.compare import (
     COARSE,
     TOKENS,
@@ -39,58 +31,30 @@ from adjoint.engine.leaves import Changed
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.errors import LOGGER, VERBOSITY, is_heard
-from adjoint.hf import check, fla
-from adjoint.hf.cache import Slot
-from adjoint.hf.call import (
-    DOCUMENTS,
-    REMEDIES,
-    Call,
-    CallKind,
-    Padding,
-    around_blocks,
-    kept_features,
-    recompute_of,
-    sizes_of,
-)
+from adjoint.hf.call import Call, CallKind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
 from adjoint.hf.checkpointing import WithoutCheckpointing
-from adjoint.hf.head import coefficient
-from adjoint.hf.model import (
+from adjoint.hf.chunking import around_blocks, recompute_of
+from adjoint.hf.kernels.replacements import by_pytorch
+from adjoint.hf.model_parts import (
     ERRORS,
-    WINDOW,
-    ForwardState,
-    Noise,
-    Snapshot,
     backbone_of,
     class_of,
     device_of,
     gathering,
-    in_eval_mode,
     layers_of,
     plainly,
     replaced,
-    replica,
     root_of,
-    some_tokens,
-    turned_down,
-    wrap_state_of,
 )
-from adjoint.hf.replacements import by_pytorch
+from adjoint.hf.randomness import Noise
+from adjoint.hf.router_loss import coefficient
 from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, step_of
+from adjoint.hf.trial_copy import WINDOW, in_eval_mode, replica, some_tokens, turned_down
+from adjoint.hf.trials import CHUNK
 from adjoint.parallel.context import SINGLE_RANK
-from adjoint.parallel.fsdp import (
-    backpropagate,
-    gradients,
-    largest,
-    precisions,
-    reshard,
-    trained,
-    units,
-    uses_fsdp,
-)
-from adjoint.parallel.kv import NotAttended
+from adjoint.parallel.fsdp import backpropagate, gradients, precisions, reshard, trained, units, uses_fsdp
 
-CHUNK = 5  # of the TOKENS that are compared
 # The least distance at which gradients of a whole model differ, whatever its precision: transformers computes
 # norms and scans in float32 even then. In float64 a Mamba-2 of 24 layers and random weights is 1.6e-5 apart,
 # and 2e-13 where these are computed in float64 too.
@@ -102,8 +66,6 @@ PADDED = 2  # tokens at the right, where a call with labels has padding
 HIDDEN_PADDED = WINDOW + 2  # where hidden states are asked for: the last ones see no token in a window
 KINDS = [0, 0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]  # of its tokens, where a call gives those
 COUNTED = 7  # of the labels, as `num_items_in_batch` where a call gives that
-REMEMBERED = 16  # states of a model of which it is remembered what was found out: adapters taken in turn
-
 # (model, ids and labels (1, TOKENS), the parameters to follow) → loss and gradients, None where there is none
 Way = Callable[[Any, Tensor, Tensor, Sequence[Tensor]], tuple[float, Sequence[Tensor | None]]]
 
@@ -291,9 +253,6 @@ def _no_autocast(model: Any) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device_of(model).type, enabled=False)
 
 
-# ------------------------------------------------------------------------------------------------------ ways
-
-
 def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
     """The way of a loss (model, ids, labels) → (), scans by PyTorch; followed are leaves in the places of the
     parameters, whose hooks are nobody's. A sharded model's gradients are reduced in a backward of its own
@@ -389,312 +348,3 @@ def example_inputs(model: Any, ids: Tensor, labels: Tensor, kind: CallKind) -> d
     if kind.loss and (kind.routed or routes(model)):
         found[ROUTED] = kind.routed
     return found
-
-
-# ------------------------------------------------------------------------------- what else a call may bring
-
-
-def left_padding(model: Any) -> None:
-    """Refuses padding at the left where cutting it off is not what the model does with it.
-
-    Raises:
-        ValueError: hidden states of padded tokens are not those of the tokens alone.
-    """
-    if not _apart(model, attention_mask=(torch.arange(TOKENS)[None] >= CHUNK).long()):
-        raise ValueError(
-            f"rows are padded at the left, and {class_of(model).__name__} counts padding in its tokens' "
-            "positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at the "
-            "right (tokenizer.padding_side = 'right')"
-        )
-
-
-def masks_padding(model: Any, compare_padded: Callable[[], float]) -> bool:
-    """Whether chunks make the hidden states of padding at the right that the model makes; warns if not, as a
-    loss may read them."""
-    try:
-        compare_padded()
-    except Refused:
-        warnings.warn(
-            f"{class_of(model).__name__}: chunks make other hidden states of padded tokens than the model "
-            "does (those of all other tokens are the same): a loss that reads them gets another gradient",
-            stacklevel=2,
-        )
-        return False
-    return True
-
-
-def packing(model: Any, names: Sequence[str], use_cache: bool | None) -> None:
-    """Warns where packed documents, told by inputs with these names, are not kept apart without chunks;
-    whether the call asks for a cache may make the difference."""
-    try:
-        apart = _apart(model, use_cache=use_cache, **two_documents(names))
-    except ERRORS:  # by itself the model refuses them
-        return
-    if not apart:
-        warnings.warn(
-            f"position_ids start again, and are read as packed documents, which are kept apart: called like "
-            f"this, {class_of(model).__name__} by itself lets documents see those before them",
-            stacklevel=2,
-        )
-
-
-def documents_of_its_own(model: Any, names: Sequence[str]) -> None:
-    """Refuses documents told by inputs with these names where the model's own code does not look at them.
-
-    Raises:
-        Refused: a document's tokens see those before it.
-    """
-    if not _apart(model, use_cache=False, **two_documents(names)):
-        refuse(
-            model,
-            f"documents are told apart by {', '.join(names)}, and its own code lets them see those before "
-            "them",
-            "adjoint.Exact() keeps them apart",
-        )
-
-
-def two_documents(names: Sequence[str]) -> dict[str, Any]:
-    """The inputs of these names for TOKENS of which the second document begins at CHUNK."""
-    places = torch.arange(TOKENS, dtype=torch.int32)[None]
-    number, cuts = (places >= CHUNK).int(), torch.tensor([0, CHUNK, TOKENS], dtype=torch.int32)
-    forms = {
-        "position_ids": (places - CHUNK * number).long(),
-        "attention_mask": torch.ones_like(places).long(),
-    }
-    forms |= {"seq_idx": number, "cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
-    return {name: forms.get(name, TOKENS - CHUNK) for name in names}
-
-
-@torch.no_grad()
-def _apart(model: Any, **given: Any) -> bool:
-    """Whether the backbone by itself, given this, makes the same hidden states of all but the first CHUNK
-    tokens as without these."""
-    if fla.is_of_fla(model):
-        return fla.keeps_apart(given)
-    backbone, ids = backbone_of(model), some_tokens(model)[0]
-    takes = inspect.signature(class_of(backbone).forward).parameters
-    usual = ("position_ids", "attention_mask", "use_cache")
-    known = {n: v for n, v in given.items() if n in takes or n not in usual}
-    known = {n: v.to(ids.device) if isinstance(v, Tensor) else v for n, v in known.items()}
-    forward = functools.partial(class_of(backbone).forward, backbone, return_dict=True)
-    with plainly(model):
-        whole = gathering(model)(lambda: forward(input_ids=ids, **known))[0]
-        return alike(whole[:, CHUNK:], gathering(model)(lambda: forward(input_ids=ids[:, CHUNK:]))[0])
-
-
-# ----------------------------------------------------------------------------------------- what was found out
-
-
-class Verification:
-    """What was found out about a model as it is: it holds for no other, and keeps none alive.
-
-    Attributes:
-        record: what is noted of it. sharded: by `fully_shard`.
-        precision: autocast's dtype, or None, and the device's type.
-        fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
-        masks_padding: whether chunks make the model's own hidden states of padding at the right.
-        by_kind: what `once` has found. difference: of gradients, when they were last asked for.
-    """
-
-    def __init__(self, model: Any, snapshot: Snapshot, precision: Any, sharded: bool) -> None:
-        self.of, self.snapshot, self.record = weakref.ref(model), snapshot, wrap_state_of(model)
-        self.precision, self.sharded, self.fetches = precision, sharded, False
-        self.masks_padding = False
-        self.by_kind: dict[Any, Any] = {}
-        self.difference = 0.0
-
-    @property
-    def model(self) -> Any:
-        return self.of()
-
-    def once(self, kind: Any, find: Callable[..., Any], *args: Any) -> Any:
-        """find(*args), which is called once for each kind unless it fails."""
-        if kind not in self.by_kind:
-            before = ForwardState(self.model, self.snapshot)
-            with _quiet():
-                found = find(*args)
-            # RecurrentGemma's own forward keeps a state in its mixers
-            before.put_back(Snapshot(self.model), hooks=False)
-            self.by_kind[kind] = found
-        return self.by_kind[kind]
-
-    def seen(self, find: Callable[[Any], Any]) -> Any:
-        """find(model), once, of which the model's parts may be run."""
-
-        def plain() -> Any:
-            with plainly(self.model):
-                return gathering(self.model)(lambda: find(self.model))
-
-        return self.once(find, plain)
-
-    def padding_of(self, call: Call) -> Padding | None:
-        """A call's padding at the right, if the caller can read it and chunks make it as the model does."""
-        return call.padding if call.reads_padding and self.masks_padding else None
-
-    @property
-    def slots(self) -> list[Slot]:
-        """Of the model's cache."""
-
-        def find() -> list[Slot]:
-            with plainly(self.model), as_refusal(self.model):
-                return probe(self.model, some_tokens(self.model)[0])
-
-        return self.once("slots", find)
-
-    @property
-    def factor(self) -> float:
-        """What the model multiplies its routers' loss by."""
-        return self.seen(coefficient)
-
-    @property
-    def sizes(self) -> Sizes:
-        """What it stores of a row, for the size of a chunk where the method does not say."""
-        first = next(p for p in self.model.parameters() if p.is_floating_point())
-        element = min(first.element_size(), (self.precision[0] or first.dtype).itemsize)
-        return sizes_of(self.once("features", kept_features, self.model), self.slots, element)
-
-
-def verification_of(model: Any) -> Verification:
-    """What is known of a model as it is now."""
-    record, now, device = wrap_state_of(model), Snapshot(model), device_of(model).type
-    precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
-    sharded, before = uses_fsdp(model), [known for known in record.known if known.model is model]
-    for known in before:
-        same = (known.precision, known.sharded) == (precision, sharded)
-        if same and not known.snapshot.difference(now):
-            return known
-    if before and len(record.known) == REMEMBERED:
-        warnings.warn(
-            f"{before[0].snapshot.difference(now)}, as something is at every call: gradients are compared "
-            "each time, which is slow",
-            stacklevel=5,
-        )
-    record.known = [Verification(model, now, precision, sharded), *record.known[: REMEMBERED - 1]]
-    return record.known[0]
-
-
-def verify(call: Call) -> Verification:
-    """What is known of a call's model, once gradients of a few tokens have been compared for this kind of
-    call, and what the call says of padding at the left and of packed documents has been tried.
-
-    Raises:
-        Refused: an input is not known, or the model is known not to go by chunks, or has been found not to.
-    """
-    model, kind = call.model, call.kind
-    reshard(model)
-    if kind.routed:
-        maybe_install_capturing_hooks(backbone_of(model))  # now and not at the first call: a hook is a change
-    known = verification_of(model)
-    refuse_unknown(known, call)
-    check.refuse_other_losses(model, kind.routed, (ROUTED, check.Z_LOSS))
-    check.refuse_what_is_known(model)
-    check.refuse_length(model, call.longest)
-    # padding, in some place, and packed documents; processes of a sharded model try together what one has
-    padded, read, left, packed = kind.padded, call.reads_padding, call.padded_left, call.packed
-    if known.sharded:
-        padded, read, left, packed = map(bool, largest(model, padded, read, left, packed))
-    kind = kind._replace(padded=padded, shared=known.record.group is not None)
-
-    def gradients(kind: CallKind) -> float:
-        of = model if kind.loss else backbone_of(model)
-        return compare(of, *ways(known.record.method, kind, known.fetches), *NOT_THE_SAME)
-
-    if read:
-        hidden = kind if not kind.loss else CallKind(False, kind.embedded, padded=True, beside=kind.beside)
-        known.masks_padding = known.once(
-            ("padding", hidden), masks_padding, model, lambda: known.once(hidden, gradients, hidden)
-        )
-    if not kind.loss:
-        kind = kind._replace(padded=read and known.masks_padding)
-    try:
-        known.once(kind, gradients, kind)
-    except NotAttended:
-        known.fetches = True  # from now on, also for other kinds of calls: what is exact remains so
-        known.once(kind, gradients, kind)
-    known.difference = known.by_kind[kind]
-    if left:
-        with in_eval_mode(model):
-            known.once("padded at the left", left_padding, model)
-    if packed:
-        with in_eval_mode(model):
-            names = tuple(filter(call.has, (*DOCUMENTS, "attention_mask")))
-            use_cache = call.given.get("use_cache")
-            known.once(("packed", names, use_cache), packing, model, names, use_cache)
-    return known
-
-
-def refuse_unknown(known: Verification, call: Call, whole: bool = False) -> None:
-    """Refuses inputs that chunks do not know, but for those that the model's own forward does not read, such
-    as a data set's column that a trainer hands on.
-
-    Args:
-        whole: as in `Call.unknown`.
-
-    Raises:
-        Refused: an input is read by the model.
-    """
-    for name in call.unknown(whole):
-        if not known.once(("ignored", name, call.has_labels), ignores, call.model, name, call.has_labels):
-            remedy = REMEDIES.get(name, "leave it out")
-            refuse(call.model, f"{name} is not an input that can be split into chunks: {remedy}")
-
-
-@torch.no_grad()
-def ignores(model: Any, name: str, labelled: bool) -> bool:
-    """Whether a model's own forward takes an input of this name without reading it: seen by giving it
-    numbers that are none, for a few tokens.
-
-    Args:
-        labelled: whether it is asked for a loss.
-    """
-    parameters = inspect.signature(class_of(model).forward).parameters
-    if name in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return False
-    ids, labels = some_tokens(model)
-    given = {"input_ids": ids, "use_cache": False, "return_dict": True} | (
-        {"labels": labels} if labelled else {}
-    )
-    probe = torch.full(ids.shape, torch.nan, device=ids.device)
-    forward = functools.partial(class_of(model).forward, model, **given)
-    with plainly(model), in_eval_mode(model), by_pytorch(model):
-        expected = gathering(model)(forward)[0]
-        try:
-            found = gathering(model)(lambda: forward(**{name: probe}))[0]
-        except ERRORS:
-            return False
-    return torch.equal(found, expected)
-
-
-def own_documents(known: Verification, call: Call) -> None:
-    """Refuses documents that a call tells apart, and the model's own code does not.
-
-    Raises:
-        Refused: it does not, for the form in which they are told.
-    """
-    told = bool(call.told)
-    told = bool(largest(call.model, told)[0]) if known.sharded else told
-    if told:  # all processes of a sharded model try it together
-        names = call.told or ("seq_idx",)
-        with in_eval_mode(call.model):
-            known.once(names, documents_of_its_own, call.model, names)
-
-
-# The comparison on first use runs transformers' own functions on a few tokens, which then warn that they are
-# slow; what runs in training are ours.
-_THEIRS = "transformers.integrations.hub_kernels"
-_UNTRUE = "is falling back to its reference PyTorch implementation"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps back what transformers says of its own functions, in this thread."""
-    thread, theirs = threading.get_ident(), logging.getLogger(_THEIRS)
-
-    def true(record: logging.LogRecord) -> bool:
-        return threading.get_ident() != thread or _UNTRUE not in record.getMessage()
-
-    theirs.addFilter(true)
-    try:
-        yield
-    finally:
-        theirs.removeFilter(true)
