@@ -1,5 +1,5 @@
-"""Refusals by name: what is known not to go by chunks. `comparison` and `trials` find out more by running a few
-tokens."""
+"""Refusals by name: what is known not to go by chunks. `comparison` and `trials` find out more by running a
+few tokens."""
 
 from __future__ import annotations
 
