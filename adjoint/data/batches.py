@@ -56,8 +56,10 @@ class DataConfig:
     path: Paths = option(
         None,
         "A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
-        ".parquet, each also as .gz or .zst. Records with `messages` are chats: the tokenizer's chat "
-        "template is applied, and only the assistant's tokens are trained on. hf:NAME or hf:NAME:split "
+        ".parquet .json, each also as .gz or .zst (.json is read only if it is named, as an array of "
+        "records). Records with `messages` are chats: the tokenizer's chat template is applied, and only "
+        "the assistant's tokens are trained on; `weight: 0`, `loss: 0` or `train: false` leaves an answer "
+        "out. hf:NAME or hf:NAME:split "
         "is a dataset of the datasets library, from the hub or a folder. Unset: the source code of the "
         "Python standard library.",
     )

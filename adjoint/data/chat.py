@@ -1,13 +1,19 @@
-"""Tokenise chats with the tokenizer's chat template; only the assistant's answers are predicted."""
+"""Tokenise chats with the tokenizer's chat template; only the assistant's answers are predicted.
+
+The template renders the whole chat once, as text. An *answer* is a span of characters in it: what the
+template marks with ``{% generation %}``, or else what an answer adds to the rendering of the messages before
+it plus the generation prompt. Each token is predicted if its characters are an answer's, and what is
+predicted must decode to the answer's text: transformers' own masks are wrong for some tokenizers that drop
+whitespace.
+"""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,47 +24,97 @@ from adjoint.errors import UserError
 # Roles that are not trained on. Any other name (Assistant, model, gpt) may mark an answer, and is refused.
 ASKING = {"system", "developer", "user", "tool", "function", "ipython", "observation", "context"}
 HELD = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # what a message may contain
+# Fields by which data sets of OpenAI, axolotl, ms-swift and slime say whether an answer is trained on.
+MARKS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
+_UNREAD = {"role", "name", "tool_call_id", "id", *HELD}  # fields without which a chat says the same
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+# Noncharacters of Unicode, of which the first pair that is not in the text marks where answers begin and end.
+_BRACKETS = [(chr(0xFDD0 + i), chr(0xFDD1 + i)) for i in range(0, 32, 2)]
 
 
-def encode_chat(tokenizer: Tokenizer, chat: Chat) -> np.ndarray:
-    """A chat's tokens and the separator, (n,) int64; -1 - id for tokens that are not predicted.
+_JOINED = "give the tokenizer a template that puts a special token or a line end between them"
 
-    The predicted tokens are those that the template marks with ``{% generation %}``. If it marks none, they
-    are what an answer adds to the messages before it plus the generation prompt.
 
-    Raises:
-        UserError: the answers cannot be located, because the template renders the first messages of a chat
-            differently than within the whole; the template omits part of a message; or a role is unknown.
+class Span(NamedTuple):
+    """The characters [start, stop) of a rendered chat."""
+
+    start: int
+    stop: int
+
+
+class ChatEncoder:
+    """Turns chats into tokens.
+
+    Attributes:
+        notes: A line for each field of a message that is not read, by the field's name.
     """
-    if not tokenizer.chats:
-        raise UserError(
-            f"data.tokenizer {tokenizer.name}: has no chat template, which conversations need; name a "
-            "tokenizer folder with one, or plain text by data.text_field"
-        )
-    given: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
-    _check_messages(chat)
-    try:
-        template = _template(tokenizer.name)
-        _check_rendered(template, given, chat)
-        if re.search(r"\{%-?\s*generation\b", template.get_chat_template(**given)):
-            found = template.apply_chat_template(
-                chat.messages, return_dict=True, return_assistant_tokens_mask=True, **given
-            )
-            ids, predicted = found["input_ids"], np.array(found["assistant_masks"], bool)
-        else:
-            ids, predicted = _by_prefixes(template, given, chat)
-    except UserError:
-        raise
-    except Exception as error:  # transformers and templates raise errors of any type
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{chat.place}: {tokenizer.name}'s chat template refuses it ({reason})") from None
-    separator = list(tokenizer.separator_ids)
-    if separator and not _is_closed(tokenizer, list(ids), separator):
-        answered = chat.messages[-1]["role"] == "assistant"
-        ids, predicted = ids + separator, np.append(predicted, [answered] * len(separator))
-    if (highest := max(ids, default=0)) >= tokenizer.vocab_size:
-        raise UserError(f"{chat.place}: the chat template's token {highest} is not in {tokenizer.name}")
-    return np.where(predicted, ids, ~np.array(ids, np.int64))
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.notes: dict[str, str] = {}
+
+    def encode(self, chat: Chat) -> np.ndarray:
+        """A chat's tokens and the separator, (n,) int64; -1 - id for tokens that are not predicted.
+
+        Raises:
+            UserError: the answers cannot be located exactly; the template omits part of a message; or a role
+                is unknown.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer.renderer is None or not tokenizer.chats:
+            raise UserError(_why_no_chats(tokenizer))
+        messages, predicted_messages = self._read_messages(chat)
+        _check_messages(messages, chat.place)
+        rendered = _Rendered(tokenizer, chat, messages)
+        spans = rendered.answers(predicted_messages)
+        ids, predicted = _predicted_tokens(tokenizer, rendered.text, spans, chat.place)
+        separator = list(tokenizer.separator_ids)
+        if separator and not _is_closed(tokenizer, ids, separator):
+            answered = messages[-1]["role"] == "assistant" and predicted_messages[-1]
+            ids, predicted = ids + separator, np.append(predicted, [answered] * len(separator))
+        if (highest := max(ids, default=0)) >= tokenizer.vocab_size:
+            raise UserError(f"{chat.place}: the chat template's token {highest} is not in {tokenizer.name}")
+        return np.where(predicted, ids, ~np.array(ids, np.int64))
+
+    def _read_messages(self, chat: Chat) -> tuple[list[dict[str, Any]], list[bool]]:
+        """The messages without `MARKS`, and whether each is to be predicted if it is an answer."""
+        messages, predicted = [], []
+        template = str(self.tokenizer.renderer.chat_template)
+        for i, message in enumerate(chat.messages, 1):
+            where = f"{chat.place}: message {i}"
+            present = {name: value for name, value in message.items() if value not in (None, "", [], {})}
+            marks = {name: _mark(present[name], f"{where}: {name}") for name in MARKS if name in present}
+            if len(set(marks.values())) > 1:
+                said = " and ".join(f"{name} {message[name]}" for name in marks)
+                raise UserError(f"{where} has {said}, which contradict each other")
+            if True in marks.values() and message["role"] != "assistant":
+                name = next(iter(marks))
+                self._note(f"{where} has {name} {message[name]}, but answers alone are predicted", name)
+            for name in present.keys() - _UNREAD - set(MARKS):
+                if not re.search(rf"\b{re.escape(name)}\b", template):
+                    self._note(f"{where} has a field {name!r}, which the chat template does not read", name)
+            messages.append({name: value for name, value in message.items() if name not in MARKS})
+            predicted.append(False not in marks.values())
+        return messages, predicted
+
+    def _note(self, line: str, name: str) -> None:
+        self.notes.setdefault(name, f"{line} ({name} of further messages is not mentioned)")
+
+
+def _why_no_chats(tokenizer: Tokenizer) -> str:
+    if tokenizer.chats:
+        return "conversations need transformers: pip install transformers"
+    return (
+        f"data.tokenizer {tokenizer.name}: has no chat template, which conversations need; name a "
+        "tokenizer folder with one, or plain text by data.text_field"
+    )
+
+
+def _mark(value: Any, where: str) -> bool:
+    """Whether a mark asks for a message to be trained on."""
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    raise UserError(f"{where} is {value!r}; an answer is predicted or not: give 0 or 1, true or false")
 
 
 def _is_closed(tokenizer: Tokenizer, ids: list[int], separator: list[int]) -> bool:
@@ -68,47 +124,216 @@ def _is_closed(tokenizer: Tokenizer, ids: list[int], separator: list[int]) -> bo
     return last is not None and not tokenizer.decode(ids[last:]).strip()
 
 
-def _check_messages(chat: Chat) -> None:
+def _check_messages(messages: list[dict[str, Any]], place: str) -> None:
     """Raises UserError if a message has a role or content that templates do not handle."""
-    for i, message in enumerate(chat.messages, 1):
+    for i, message in enumerate(messages, 1):
         role, content = message["role"], message["content"]
         if role != "assistant" and role not in ASKING:
             raise UserError(
-                f"{chat.place}: message {i} has the role {role!r}; answers have the role 'assistant', what "
+                f"{place}: message {i} has the role {role!r}; answers have the role 'assistant', what "
                 f"they answer one of {', '.join(sorted(ASKING))}"
             )
         if content is None and not any(message.get(field) for field in HELD):
-            raise UserError(f"{chat.place}: message {i} holds nothing: its content is null")
+            raise UserError(f"{place}: message {i} holds nothing: its content is null")
         for part in content if isinstance(content, list) else ():
             text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
             if not isinstance(text, str):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise UserError(f"{place}: message {i} has a part of the type {kind!r}; only text is read")
+
+
+# ------------------------------------------------------------------------------------------------ rendering
+
+
+class _Rendered:
+    """A chat as the text that the template makes of it.
+
+    Attributes:
+        text: The whole chat.
+        messages: The messages in the form that the template writes out in full.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat: Chat, messages: list[dict[str, Any]]) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+        self.options: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
+        self.template: str = self._refusing(lambda: tokenizer.renderer.get_chat_template(**self.options))
+        refusals: list[UserError] = []
+        for form in _forms_of_arguments(messages):
+            try:
+                self.messages, self.text = form, self.render(form)
+                _check_rendered(self.text, form, chat)
+                return
+            except UserError as error:
+                refusals.append(error)
+        raise refusals[0]
+
+    def render(
+        self, messages: list[dict[str, Any]], prompt: bool = False, template: str | None = None
+    ) -> str:
+        """The text of messages, with the generation prompt after it if `prompt`."""
+        apply = self.tokenizer.renderer.apply_chat_template
+        given = {"chat_template": template or self.template, **self.options}
+        return self._refusing(lambda: apply(messages, tokenize=False, add_generation_prompt=prompt, **given))
+
+    def _refusing(self, call: Callable[[], str]) -> str:
+        try:
+            return call()
+        except Exception as error:  # transformers and templates raise errors of any type
+            reason, name = " ".join(str(error).split())[:200], self.tokenizer.name
+            raise UserError(f"{self.chat.place}: {name}'s chat template refuses it ({reason})") from None
+
+    def answers(self, predicted: list[bool]) -> list[Span]:
+        """Where the answers are that are to be predicted; `predicted` has a value for each message."""
+        if _GENERATION.search(self.template):
+            return self._marked_answers(predicted)
+        wanted = [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and predicted[i]]
+        return [self._added_by(i) for i in wanted]
+
+    def _added_by(self, i: int) -> Span:
+        """What message i adds to the messages before it and the generation prompt."""
+        place = f"{self.chat.place}: the chat template writes message {i + 1}"
+        through = self.render(self.messages[: i + 1])
+        before = self.render(self.messages[:i], prompt=True) if i else self._before_first(through)
+        if not through.startswith(before):
+            raise UserError(
+                f"{place} differently than the generation prompt before it; give the tokenizer a template "
+                "with {% generation %} around answers"
+            )
+        if not self.text.startswith(through):
+            raise UserError(
+                f"{place} differently when others follow; give the tokenizer a template with "
+                "{% generation %} around answers"
+            )
+        return Span(len(before), len(through))
+
+    def _before_first(self, through: str) -> str:
+        """What stands before an answer that nothing precedes: all up to the generation prompt's end."""
+        question = [{"role": "user", "content": "?"}]
+        prompt = self.render(question, prompt=True).removeprefix(self.render(question))
+        end = through.find(prompt) + len(prompt)
+        first = next((leaf for field in HELD for leaf in _leaves(self.messages[0].get(field))), "")
+        if not prompt or end < len(prompt) or _places(first, _squeezed(through[:end])):
+            raise UserError(
+                f"{self.chat.place}: message 1 is an answer to nothing, and the chat template does not tell "
+                "where it begins; put a message before it, or give the tokenizer a template with "
+                "{% generation %} around answers"
+            )
+        return through[:end]
+
+    def _marked_answers(self, predicted: list[bool]) -> list[Span]:
+        """What the template has inside ``{% generation %}``."""
+        spans = self._brackets(self.messages)
+        asked = [self.messages[i]["role"] == "assistant" and not predicted[i] for i in range(len(predicted))]
+        if not any(asked):
+            return spans
+        # Which spans are whose: those that the rendering gains with each message, if they hold its text.
+        counts = [0, *(len(self._brackets(self.messages[: i + 1])) for i in range(len(asked)))]
+        chosen = []
+        for i, (start, stop) in enumerate(itertools.pairwise(counts)):
+            text = _squeezed("".join(self.text[a:b] for a, b in spans[start:stop]))
+            answer = self.messages[i]["role"] == "assistant"
+            held = [leaf for field in HELD for leaf in _leaves(self.messages[i].get(field)) if answer]
+            if (stop > start) != answer or not all(_places(leaf, text) for leaf in held):
+                off = asked.index(True) + 1
                 raise UserError(
-                    f"{chat.place}: message {i} has a part of the type {kind!r}; only text is read"
+                    f"{self.chat.place}: message {off} is not to be predicted, but the chat template does "
+                    f"not tell which {{% generation %}} holds message {i + 1}; leave the record out"
                 )
+            chosen += spans[start:stop] if predicted[i] else []
+        return chosen
+
+    def _brackets(self, messages: list[dict[str, Any]]) -> list[Span]:
+        """The spans inside ``{% generation %}``, found by rendering with a character at each end of them."""
+        plain = self.render(messages)
+        opening, closing = next(pair for pair in _BRACKETS if not set(pair) & set(plain))
+
+        def bracket(tag: re.Match[str]) -> str:
+            # Between two tags, so that Jinja trims whitespace on both sides as it does for the tag itself.
+            left, ends, right = tag.groups()
+            return f"{{%{left} if true %}}{{{{ '{closing if ends else opening}' }}}}{{% endif {right}%}}"
+
+        text = self.render(messages, template=_GENERATION.sub(bracket, self.template))
+        spans, at, start = [], 0, None
+        for piece in re.split(f"([{opening}{closing}])", text):
+            if piece == opening and start is None:
+                start = at
+            elif piece == closing and start is not None:
+                spans.append(Span(start, at))
+                start = None
+            elif piece in (opening, closing):
+                at = -1
+                break
+            else:
+                at += len(piece)
+        if start is not None or at != len(plain) or re.sub(f"[{opening}{closing}]", "", text) != plain:
+            raise UserError(
+                f"{self.chat.place}: what the chat template has inside {{% generation %}} cannot be told "
+                "from the rest of its text; put the tags directly around answers"
+            )
+        return spans
 
 
-def _check_rendered(template: Any, given: dict[str, Any], chat: Chat) -> None:
+def _forms_of_arguments(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Messages with the arguments of tool calls as objects, which most templates want, and as they are, and
+    as JSON."""
+
+    def with_arguments(change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+        return [
+            {**m, "tool_calls": [_changed(call, change) for call in m["tool_calls"]]}
+            if isinstance(m.get("tool_calls"), list)
+            else m
+            for m in messages
+        ]
+
+    seen: list[list[dict[str, Any]]] = []
+    for change in (_decoded, lambda arguments: arguments, _as_json):
+        form = with_arguments(change)
+        if form not in seen:
+            seen.append(form)
+            yield form
+
+
+def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
+    """A tool call with other arguments; they are in its `function`, or in itself."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _changed(call["function"], change)}
+    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+
+
+def _decoded(arguments: Any) -> Any:
+    """The object that a JSON string holds; anything else as it is."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else None
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _check_rendered(rendered: str, messages: list[dict[str, Any]], chat: Chat) -> None:
     """Raises UserError if the template omits part of a record, or renders it as Python's repr."""
-
-    text, at = _squeezed(template.apply_chat_template(chat.messages, tokenize=False, **given)), 0
-    for i, message in enumerate(chat.messages, 1):
+    text, at = _squeezed(rendered), 0
+    for i, message in enumerate(messages, 1):
         # Templates render messages in order, except system messages, which some put elsewhere.
         first = end = 0 if message["role"] in ("system", "developer") else at
         for field in HELD:
             value = message.get(field)
-            as_python = isinstance(value, list | dict) and _squeezed(str(value)) in text[first:]
+            as_python = any(form in text[first:] for form in _python_forms(value))
             for leaf in _leaves(value):
-                places = [(text.find(form, first), len(form)) for form in _forms(leaf)]
-                found = min((place for place in places if place[0] >= 0), default=None)
-                if found is None or as_python:
-                    what = "leaves out" if found is None else "writes as Python does"
+                place = min(_places(leaf, text, first), default=None)
+                if place is None or as_python:
+                    what = "leaves out" if place is None else "writes as Python does"
                     raise UserError(
                         f"{chat.place}: the chat template {what} the {field} of message {i} "
                         f"({leaf.strip()[:60]!r}); take it out of the record, or give the tokenizer a "
                         "template that knows its form"
                     )
-                end = max(end, sum(found))
+                end = max(end, place.stop)
         at = max(at, end)
     for tool in chat.tools if isinstance(chat.tools, list) else ():
         name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
@@ -128,44 +353,100 @@ def _leaves(value: Any) -> Iterator[str]:
         yield value
 
 
-def _forms(text: str) -> list[str]:
-    """How templates render a text: as it is, or JSON-escaped; without whitespace, which many trim."""
-    return [_squeezed(text), *(_squeezed(json.dumps(text, ensure_ascii=a)[1:-1]) for a in (False, True))]
+def _python_forms(value: Any) -> Iterator[str]:
+    """Python's repr of the objects and lists in a field, where it is not JSON too."""
+    if isinstance(value, dict | list):
+        if (form := _squeezed(str(value))) not in [
+            _squeezed(json.dumps(value, ensure_ascii=a)) for a in (0, 1)
+        ]:
+            yield form
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _python_forms(each)
+
+
+def _places(leaf: str, text: str, first: int = 0) -> list[Span]:
+    """Where a squeezed text has a leaf: as it is, or JSON-escaped."""
+    forms = {_squeezed(leaf), *(_squeezed(json.dumps(leaf, ensure_ascii=a)[1:-1]) for a in (False, True))}
+    starts = [(text.find(form, first), len(form)) for form in forms]
+    return [Span(start, start + size) for start, size in starts if start >= 0]
 
 
 def _squeezed(text: str) -> str:
+    """A text without whitespace, which many templates and tokenizers trim."""
     return "".join(text.split())
 
 
-def _by_prefixes(template: Any, given: dict[str, Any], chat: Chat) -> tuple[list[int], np.ndarray]:
-    def ids_of(messages: list[dict[str, Any]], prompt: bool = False) -> list[int]:
-        if not messages:  # an answer without anything before it
-            return []
-        made = template.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True, **given)
-        return list(made["input_ids"])
-
-    whole = ids_of(chat.messages)
-    predicted = np.zeros(len(whole), bool)
-    for i, message in enumerate(chat.messages):
-        if message["role"] == "assistant":
-            before, through = ids_of(chat.messages[:i], True), ids_of(chat.messages[: i + 1])
-            if through[: len(before)] != before or whole[: len(through)] != through:
-                raise UserError(
-                    f"{chat.place}: the chat template writes message {i + 1} differently when others follow; "
-                    "give the tokenizer a template with {% generation %} around answers"
-                )
-            predicted[len(before) : len(through)] = True
-    return whole, predicted
+# ------------------------------------------------------------------------------------------------- tokens
 
 
-@functools.cache
-def _template(name: str) -> Any:
-    """The transformers tokenizer, with its chat template, that `data.tokenizer` names."""
-    place = Path(name).expanduser()
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise UserError("conversations need transformers: pip install transformers") from None
-    return AutoTokenizer.from_pretrained(
-        str(place if place.is_dir() else place.parent), local_files_only=True
-    )
+def _predicted_tokens(
+    tokenizer: Tokenizer, text: str, spans: list[Span], place: str
+) -> tuple[list[int], np.ndarray]:
+    """A text's tokens, and which of them are those of the spans: (n,) bool.
+
+    Raises:
+        UserError: a token covers text inside and outside of an answer, or what would be predicted does not
+            decode to the answers.
+    """
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    if offsets is None:
+        owner = _owners_by_prefixes(tokenizer, ids, text, spans, place)
+    else:
+        owner = _owners_by_offsets(tokenizer, ids, offsets, text, spans, place)
+    for number, (start, stop) in enumerate(spans):
+        answer = text[start:stop]
+        decoded = _squeezed(tokenizer.decode([ids[t] for t in np.flatnonzero(owner == number)]))
+        if decoded != _squeezed(answer) and decoded != _squeezed(tokenizer.decode(tokenizer.encode(answer))):
+            raise UserError(
+                f"{place}: the tokens of an answer decode to {decoded[:60]!r} and not to "
+                f"{_squeezed(answer)[:60]!r}; {tokenizer.name} does not tell which tokens are an answer's"
+            )
+    return ids, owner >= 0
+
+
+def _owners_by_offsets(
+    tokenizer: Tokenizer,
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    text: str,
+    spans: list[Span],
+    place: str,
+) -> np.ndarray:
+    """The number of the span that each token belongs to, -1 for none, (n,) int64, by the characters that it
+    covers. Whitespace at a span's edge belongs to the token that it is in."""
+    owners = np.full(len(text) + 1, -1)
+    for number, span in enumerate(spans):
+        owners[span.start : span.stop] = number
+    is_text = np.array([not character.isspace() for character in text], bool)
+    found = np.full(len(ids), -1)
+    for t, (start, stop) in enumerate(offsets):
+        inside = owners[start:stop]
+        words = inside[is_text[start:stop]]
+        if len(words) and (words != words[0]).any():
+            raise UserError(
+                f"{place}: token {text[start:stop]!r} of {tokenizer.name} joins an answer to the text "
+                f"beside it; {_JOINED}"
+            )
+        if len(words):
+            found[t] = words[0]
+        elif len(inside):
+            found[t] = inside.max()
+        elif start > 0 and owners[start - 1] == owners[start]:  # a token of no character, inside an answer
+            found[t] = owners[start]
+    return found
+
+
+def _owners_by_prefixes(
+    tokenizer: Tokenizer, ids: list[int], text: str, spans: list[Span], place: str
+) -> np.ndarray:
+    """As `_owners_by_offsets`, for a tokenizer that does not say which characters a token covers: a span's
+    tokens are those that the text up to its end has more than the text before it."""
+    found = np.full(len(ids), -1)
+    for number, span in enumerate(spans):
+        before, through = tokenizer.encode(text[: span.start]), tokenizer.encode(text[: span.stop])
+        if ids[: len(through)] != through or through[: len(before)] != before:
+            raise UserError(
+                f"{place}: a token of {tokenizer.name} joins an answer to the text beside it; {_JOINED}"
+            )
+        found[len(before) : len(through)] = number
+    return found

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from adjoint.data.batches import Data, DataConfig, open_data
-from adjoint.data.chat import _template
 from adjoint.errors import UserError
 from tests.data.text_helpers import packed, stream, tokenizer_folder, write
 
@@ -43,7 +42,6 @@ def chatty(tmp_path: Path) -> Path:
 
 def opened(folder: Path, template: str, *records: Any, **more: Any) -> Data:
     (folder / "chat_template.jinja").write_text(template)
-    _template.cache_clear()
     file = folder.parent / "chat.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return open_data(

@@ -18,7 +18,6 @@ from adjoint.batch import labelled
 from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
-from adjoint.data.chat import _template
 from adjoint.errors import UserError
 from adjoint.tools.eval.command import _held_out
 from adjoint.train.config import load_config
@@ -229,7 +228,6 @@ def chat_options(chatty: Path, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str) -> None:
     (chatty / "chat_template.jinja").write_text(template)
-    _template.cache_clear()
     config = DataConfig(
         path=str(tmp_path / "chat.jsonl"), tokenizer=str(chatty), seqlen=48, cache_dir=str(tmp_path)
     )
