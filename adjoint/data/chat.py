@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from adjoint.data.sources import Chat
-from adjoint.data.tokenizer import Tokenizer
+from adjoint.data.tokenizer import FileTokenizer, Tokenizer
 from adjoint.errors import UserError
 
 # Roles that are not trained on. Any other name (Assistant, model, gpt) may mark an answer, and is refused.
@@ -61,9 +61,9 @@ class ChatEncoder:
                 is unknown.
         """
         tokenizer = self.tokenizer
-        if tokenizer.renderer is None or not tokenizer.chats:
+        if not isinstance(tokenizer, FileTokenizer) or tokenizer.renderer is None or not tokenizer.chats:
             raise UserError(_why_no_chats(tokenizer))
-        messages, predicted_messages = self._read_messages(chat)
+        messages, predicted_messages = self._read_messages(chat, str(tokenizer.renderer.chat_template))
         _check_messages(messages, chat.place)
         rendered = _Rendered(tokenizer, chat, messages)
         spans = rendered.answers(predicted_messages)
@@ -76,10 +76,9 @@ class ChatEncoder:
             raise UserError(f"{chat.place}: the chat template's token {highest} is not in {tokenizer.name}")
         return np.where(predicted, ids, ~np.array(ids, np.int64))
 
-    def _read_messages(self, chat: Chat) -> tuple[list[dict[str, Any]], list[bool]]:
+    def _read_messages(self, chat: Chat, template: str) -> tuple[list[dict[str, Any]], list[bool]]:
         """The messages without `MARKS`, and whether each is to be predicted if it is an answer."""
         messages, predicted = [], []
-        template = str(self.tokenizer.renderer.chat_template)
         for i, message in enumerate(chat.messages, 1):
             where = f"{chat.place}: message {i}"
             present = {name: value for name, value in message.items() if value not in (None, "", [], {})}
@@ -117,7 +116,7 @@ def _mark(value: Any, where: str) -> bool:
     raise UserError(f"{where} is {value!r}; an answer is predicted or not: give 0 or 1, true or false")
 
 
-def _is_closed(tokenizer: Tokenizer, ids: list[int], separator: list[int]) -> bool:
+def _is_closed(tokenizer: FileTokenizer, ids: list[int], separator: list[int]) -> bool:
     """Whether tokens end with the separator, followed at most by whitespace, as in ChatML."""
     ends = range(len(ids), len(separator) - 1, -1)
     last = next((end for end in ends if ids[end - len(separator) : end] == separator), None)
@@ -153,7 +152,7 @@ class _Rendered:
         messages: The messages in the form that the template writes out in full.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: Chat, messages: list[dict[str, Any]]) -> None:
+    def __init__(self, tokenizer: FileTokenizer, chat: Chat, messages: list[dict[str, Any]]) -> None:
         self.tokenizer, self.chat = tokenizer, chat
         self.options: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
         self.template: str = self._refusing(lambda: tokenizer.renderer.get_chat_template(**self.options))
@@ -356,9 +355,8 @@ def _leaves(value: Any) -> Iterator[str]:
 def _python_forms(value: Any) -> Iterator[str]:
     """Python's repr of the objects and lists in a field, where it is not JSON too."""
     if isinstance(value, dict | list):
-        if (form := _squeezed(str(value))) not in [
-            _squeezed(json.dumps(value, ensure_ascii=a)) for a in (0, 1)
-        ]:
+        form = _squeezed(str(value))
+        if form not in [_squeezed(json.dumps(value, ensure_ascii=escaped)) for escaped in (False, True)]:
             yield form
         for each in value.values() if isinstance(value, dict) else value:
             yield from _python_forms(each)
@@ -380,7 +378,7 @@ def _squeezed(text: str) -> str:
 
 
 def _predicted_tokens(
-    tokenizer: Tokenizer, text: str, spans: list[Span], place: str
+    tokenizer: FileTokenizer, text: str, spans: list[Span], place: str
 ) -> tuple[list[int], np.ndarray]:
     """A text's tokens, and which of them are those of the spans: (n,) bool.
 
@@ -405,7 +403,7 @@ def _predicted_tokens(
 
 
 def _owners_by_offsets(
-    tokenizer: Tokenizer,
+    tokenizer: FileTokenizer,
     ids: list[int],
     offsets: list[tuple[int, int]],
     text: str,
@@ -437,7 +435,7 @@ def _owners_by_offsets(
 
 
 def _owners_by_prefixes(
-    tokenizer: Tokenizer, ids: list[int], text: str, spans: list[Span], place: str
+    tokenizer: FileTokenizer, ids: list[int], text: str, spans: list[Span], place: str
 ) -> np.ndarray:
     """As `_owners_by_offsets`, for a tokenizer that does not say which characters a token covers: a span's
     tokens are those that the text up to its end has more than the text before it."""

@@ -1,7 +1,8 @@
 """Which files the text comes from, and the documents in them.
 
 A *source* is one file on disk; it holds one document (.txt, .md, .py) or many (.jsonl: one per line;
-.parquet: one per row; .json: one per element of its array). Sources have a fixed order, so the same files always give the same stream.
+.parquet: one per row; .json: one per element of its array). Sources have a fixed order, so the same files
+always give the same stream.
 """
 
 from __future__ import annotations

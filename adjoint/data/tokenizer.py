@@ -23,11 +23,9 @@ class ByteTokenizer:
         bos_ids: The token that begins each document of plain text; may be empty.
         identity: Digest of everything that determines the ids.
         chats: Whether there is a chat template, which chats need.
-        renderer: The tokenizer of transformers that renders chats; None without transformers.
     """
 
     chats = False
-    renderer: Any = None
     bos_ids: tuple[int, ...] = ()
     name = "byte"
     vocab_size = 256
@@ -50,7 +48,8 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json, or a local Hugging Face tokenizer folder; with the attributes of `ByteTokenizer`.
+    """A tokenizer.json, or a local Hugging Face tokenizer folder; with the attributes of `ByteTokenizer`
+    and the `renderer` of chats, the tokenizer of transformers, None without it.
 
     Where transformers is installed, AutoTokenizer reads the folder, for plain text and chats alike, as it
     will for inference. Otherwise tokenizer.json is read by itself, and refused if files beside it contradict
@@ -296,10 +295,10 @@ def _token_name(token: Any) -> str | None:
 
 def _check_added_tokens(name: str, folder: Path, vocab: dict[str, int]) -> None:
     """Raises UserError if a file beside tokenizer.json gives a token another id."""
-    decoder = _configured(folder, "added_tokens_decoder") or {}
-    claims = {_token_name(token): int(number) for number, token in decoder.items()}
-    for token, number in {**claims, **_read_json(folder / "added_tokens.json")}.items():
-        if vocab.get(token) != number:
+    decoder: dict[str, Any] = _configured(folder, "added_tokens_decoder") or {}
+    claims = [(_token_name(token), int(number)) for number, token in decoder.items()]
+    for token, number in [*claims, *_read_json(folder / "added_tokens.json").items()]:
+        if token is not None and vocab.get(token) != number:
             raise UserError(
                 f"data.tokenizer {name}: token {token!r} has the id {number} beside tokenizer.json and "
                 f"{vocab.get(token)} in it; only transformers can read this folder: pip install transformers"

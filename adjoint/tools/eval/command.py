@@ -73,12 +73,12 @@ def main(argv: list[str]) -> int:
         text = _held_out(loaded.data, request.path, max(lengths), model.vocab_size, loaded.trained)
         tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
         for length in lengths:
-            given = text, length, request.tokens or TOKENS[request.needles], device
+            budget = request.tokens or TOKENS[request.needles]
             with autocast(precision, device):
                 if request.needles:
-                    found = needles.evaluate(model, tokenizer, *given)
+                    found = needles.evaluate(model, tokenizer, labelled(text)[0], length, budget, device)
                 else:
-                    found = positions.evaluate(model, *given)
+                    found = positions.evaluate(model, text, length, budget, device)
             rows += [{"run": run, **row} for row in found]
     if request.needles:
         name, (head, *lines), figure = "needles", needles.table(rows), needles.heat_maps(rows)
@@ -124,7 +124,8 @@ def _held_out(
     vocab_size: int | None = None,
     trained: str | None = None,
 ) -> Tensor:
-    """The held-out tokens, (n,) int64; of a text that is named, all.
+    """The held-out tokens, (n,) int64, -1 - id for those that are not predicted; of a text that is named,
+    all.
 
     Args:
         trained: the fingerprint that the training text must have; None for any.
@@ -149,4 +150,4 @@ def _held_out(
             f"--lengths: {longest:,} tokens asked for, {len(split):,} held out; name a longer "
             "text with --path, or a shorter length"
         )
-    return labelled(torch.from_numpy(split.astype("int64")))[0]
+    return torch.from_numpy(split.astype("int64"))
