@@ -269,6 +269,41 @@ def describe_boundaries(tokenizer: Tokenizer) -> str:
     return f"documents {' and '.join(words)}" if words else "nothing between documents"
 
 
+def byte_tokenizer_files(separator: str | None) -> dict[str, Any]:
+    """The files, by name, of a tokenizer folder of transformers with the ids of `ByteTokenizer`.
+
+    Byte 0 is the padding token; it ends texts unless another separator was trained with.
+    """
+    tokenizer, zero = ByteTokenizer(separator), "\0"
+    # Byte-level tokenizers write a byte that is not printable as a character from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in set(printable)]
+    characters = {byte: chr(byte) for byte in printable} | {b: chr(0x100 + i) for i, b in enumerate(rest)}
+    # A special token is found in the text itself, so that of byte 0 is the character 0.
+    vocab = {zero if byte == 0 else characters[byte]: byte for byte in range(256)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    names = {"pad_token": zero} | ({"eos_token": zero} if tokenizer.separator_ids == (0,) else {})
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": 0, "content": zero, **flags, "special": True}],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **names,
+        },
+    }
+
+
 _PROBE = "A probe: 12 \u00e9t\u00e9s,\n\tand  more."  # a text on which two ways to encode are compared
 
 

@@ -326,10 +326,9 @@ def _hidden_by_chunks(call: Call) -> Any:
 
 
 @torch.no_grad()
-def chunk_losses(model: Any, ids: Tensor, labels: Tensor, scheme: Scheme) -> list[Tensor]:
-    """The summed loss of each chunk of ids and labels (batch, seqlen), of a wrapped model in its present
-    mode."""
-    call = Call(model, {"input_ids": ids, "labels": labels})
+def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+    """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
+    call = Call(model, {"input_ids": ids, "labels": ids})
     known = compared(call)
     stage = CausalLM.of(call, known.slots, known.record.method)
     return steps_of([stage], call.batch()[0], scheme).chunk_losses()

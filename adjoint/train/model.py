@@ -61,8 +61,8 @@ class LanguageModel(Protocol):
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
         """The prompt (1, seqlen) with sampled tokens after it."""
 
-    def chunk_losses(self, ids: Tensor, labels: Tensor, scheme: Scheme) -> list[Tensor]:
-        """The summed loss of each chunk of ids and labels (1, seqlen), without gradients."""
+    def chunk_losses(self, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+        """The summed loss of each chunk of ids (1, seqlen), without gradients."""
 
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
         """Logits (1, tokens, vocab_size) of the last `tokens` of ids (1, seqlen), without gradients."""
@@ -108,9 +108,9 @@ class StackLM(LanguageModel):
         return self.module.generate(prompt, tokens, temperature, generator=generator)
 
     @torch.no_grad()
-    def chunk_losses(self, ids: Tensor, labels: Tensor, scheme: Scheme) -> list[Tensor]:
+    def chunk_losses(self, ids: Tensor, scheme: Scheme) -> list[Tensor]:
         states = self.module.stage_states(self.module.initial_state(len(ids)))
-        return self.module.steps(Batch(ids, shift_labels(labels), states=states), scheme).chunk_losses()
+        return self.module.steps(Batch(ids, shift_labels(ids), states=states), scheme).chunk_losses()
 
     @torch.no_grad()
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
@@ -179,10 +179,10 @@ class PretrainedLM(LanguageModel):
         tokens, temperature = settings.sample_tokens, settings.sample_temperature
         return continued(self.module, prompt, tokens, temperature, settings.seed)
 
-    def chunk_losses(self, ids: Tensor, labels: Tensor, scheme: Scheme) -> list[Tensor]:
+    def chunk_losses(self, ids: Tensor, scheme: Scheme) -> list[Tensor]:
         from adjoint.hf.wrap import chunk_losses
 
-        return chunk_losses(self.module, ids, labels, scheme)
+        return chunk_losses(self.module, ids, scheme)
 
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
         from adjoint.hf.wrap import last_logits

@@ -73,12 +73,12 @@ def main(argv: list[str]) -> int:
         text = _held_out(loaded.data, request.path, max(lengths), model.vocab_size, loaded.trained)
         tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
         for length in lengths:
-            budget = request.tokens or TOKENS[request.needles]
+            given = text, length, request.tokens or TOKENS[request.needles], device
             with autocast(precision, device):
                 if request.needles:
-                    found = needles.evaluate(model, tokenizer, labelled(text)[0], length, budget, device)
+                    found = needles.evaluate(model, tokenizer, *given)
                 else:
-                    found = positions.evaluate(model, text, length, budget, device)
+                    found = positions.evaluate(model, *given)
             rows += [{"run": run, **row} for row in found]
     if request.needles:
         name, (head, *lines), figure = "needles", needles.table(rows), needles.heat_maps(rows)
@@ -124,8 +124,7 @@ def _held_out(
     vocab_size: int | None = None,
     trained: str | None = None,
 ) -> Tensor:
-    """The held-out tokens, (n,) int64, -1 - id for those that are not predicted; of a text that is named,
-    all.
+    """The held-out tokens, (n,) int64; of a text that is named, all.
 
     Args:
         trained: the fingerprint that the training text must have; None for any.
@@ -150,4 +149,4 @@ def _held_out(
             f"--lengths: {longest:,} tokens asked for, {len(split):,} held out; name a longer "
             "text with --path, or a shorter length"
         )
-    return torch.from_numpy(split.astype("int64"))
+    return labelled(torch.from_numpy(split.astype("int64")))[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
+from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine.grid import Scheme
 from adjoint.files import new_figure
 from adjoint.train.model import LanguageModel
@@ -25,12 +25,11 @@ def evaluate(
     """The loss by position in windows of one length, a row per bin of positions.
 
     Args:
-        text: (n,) int64, n >= length; -1 - id for tokens that are not predicted.
+        text: (n,) int64, n >= length.
         budget: tokens to read, at least one window of them.
 
     Returns:
-        length, start and stop of the bin's positions, loss (nats per token; None if no token of the bin is
-        predicted), predictions, and of how many windows.
+        length, start and stop of the bin's positions, loss (nats per token), predictions.
     """
     from tqdm import tqdm
 
@@ -44,22 +43,18 @@ def evaluate(
             i = bisect.bisect_left(edges, stop) - 1
             sums[i] += loss
             counts[i] += predictions
-    counted = {"windows": windows}
     return [
-        {"length": length, "start": a, "stop": b, "loss": s / n if n else None, "predictions": n, **counted}
+        {"length": length, "start": a, "stop": b, "loss": s / n, "predictions": n}
         for (a, b), s, n in zip(itertools.pairwise(edges), sums, counts, strict=True)
     ]
 
 
-def _losses(model: LanguageModel, tokens: Tensor, edges: tuple[int, ...]) -> list[tuple[int, float, int]]:
-    """Of each chunk of a window's tokens (1, seqlen) its end, its summed loss and its number of predictions;
-    no chunk crosses an edge."""
-    ids, labels = labelled(tokens)
-    scheme, targets = Scheme(CHUNK, cut_at=edges, least=2), shift_labels(labels)
+def _losses(model: LanguageModel, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, float, int]]:
+    """Of each chunk of ids (1, seqlen) its end, its summed loss and its number of predictions; no chunk
+    crosses an edge."""
+    scheme, targets = Scheme(CHUNK, cut_at=edges, least=2), shift_labels(ids)
+    found = model.chunk_losses(ids, scheme)
     predictions = (targets != IGNORE_INDEX)[0]
-    if not predictions.any():
-        return []
-    found = model.chunk_losses(ids, labels, scheme)
     cuts = list(itertools.pairwise(scheme.cuts(ids.shape[1])))
     return [
         (b, loss, int(predictions[a:b].sum()))
@@ -74,18 +69,12 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     for start in sorted({row["start"] for row in rows}):
         stop = max(row["stop"] for row in rows if row["start"] == start)
         found = [next((row for row in mine if row["start"] == start), None) for mine in columns.values()]
-        lines.append([f"{start:,}–{stop:,}", *("" if r is None else _cell(r["loss"]) for r in found)])
+        lines.append([f"{start:,}–{stop:,}", *("" if r is None else f"{r['loss']:.4f}" for r in found)])
     means = []
     for mine in columns.values():
         total = sum(row["predictions"] for row in mine)
-        summed = sum(row["loss"] * row["predictions"] for row in mine if row["predictions"])
-        means.append(_cell(summed / total if total else None))
+        means.append(f"{sum(row['loss'] * row['predictions'] for row in mine) / total:.4f}")
     return [*lines, ["all", *means]]
-
-
-def _cell(loss: float | None) -> str:
-    """A loss, or that there is none because no token is predicted."""
-    return "no token predicted" if loss is None else f"{loss:.4f}"
 
 
 def curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -104,8 +93,8 @@ def loss_curves(rows: list[dict[str, Any]]) -> Any:
     runs = list(dict.fromkeys(row["run"] for row in rows))
     dashes = dict(zip(sorted({row["length"] for row in rows}), itertools.cycle(["-", "--", ":", "-."])))
     for name, mine in curves(rows).items():
-        first, windows = mine[0], mine[0]["windows"]
-        mine = [row for row in mine if row["loss"] is not None]
+        first = mine[0]  # which has a prediction of every position, of every window
+        windows = first["predictions"] // min(first["stop"], first["length"] - 1)
         middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in mine]
         colour = f"C{runs.index(first['run'])}"
         look = {"color": colour, "linestyle": dashes[first["length"]], "marker": "o", "markersize": 4}
