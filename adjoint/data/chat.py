@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -206,18 +207,18 @@ class _Rendered:
         return Span(len(before), len(through))
 
     def _before_first(self, through: str) -> str:
-        """What stands before an answer that nothing precedes: all up to the generation prompt's end."""
+        """What stands before an answer that nothing precedes: what any answer there begins with."""
+        texts = [self.render([{"role": "assistant", "content": content}]) for content in ("0", "1")]
+        before = os.path.commonprefix(texts)
         question = [{"role": "user", "content": "?"}]
         prompt = self.render(question, prompt=True).removeprefix(self.render(question))
-        end = through.find(prompt) + len(prompt)
-        first = next((leaf for field in HELD for leaf in _leaves(self.messages[0].get(field))), "")
-        if not prompt or end < len(prompt) or _places(first, _squeezed(through[:end])):
+        if not through.startswith(before) or not before.rstrip().endswith(prompt.rstrip()):
             raise UserError(
                 f"{self.chat.place}: message 1 is an answer to nothing, and the chat template does not tell "
                 "where it begins; put a message before it, or give the tokenizer a template with "
                 "{% generation %} around answers"
             )
-        return through[:end]
+        return before
 
     def _marked_answers(self, predicted: list[bool]) -> list[Span]:
         """What the template has inside ``{% generation %}``."""
@@ -393,13 +394,26 @@ def _predicted_tokens(
         owner = _owners_by_offsets(tokenizer, ids, offsets, text, spans, place)
     for number, (start, stop) in enumerate(spans):
         answer = text[start:stop]
-        decoded = _squeezed(tokenizer.decode([ids[t] for t in np.flatnonzero(owner == number)]))
-        if decoded != _squeezed(answer) and decoded != _squeezed(tokenizer.decode(tokenizer.encode(answer))):
+        own = [ids[t] for t in np.flatnonzero(owner == number)]
+        decoded = _squeezed(tokenizer.decode(own))
+        if decoded != _squeezed(answer) and not _says_the_same(tokenizer, own, tokenizer.encode(answer)):
             raise UserError(
                 f"{place}: the tokens of an answer decode to {decoded[:60]!r} and not to "
                 f"{_squeezed(answer)[:60]!r}; {tokenizer.name} does not tell which tokens are an answer's"
             )
     return ids, owner >= 0
+
+
+def _says_the_same(tokenizer: FileTokenizer, ids: list[int], others: list[int]) -> bool:
+    """Whether tokens have the same text but for whitespace, also as tokenizers write it, for which tokens are
+    unknown, and for how words are cut."""
+    texts = []
+    for each in (ids, others):
+        text = tokenizer.decode([token for token in each if token != tokenizer.unknown_id])
+        for mark in filter(None, ("\N{LOWER ONE EIGHTH BLOCK}", tokenizer.continues)):
+            text = text.replace(mark, "")
+        texts.append(_squeezed(text))
+    return texts[0] == texts[1]
 
 
 def _owners_by_offsets(

@@ -89,6 +89,16 @@ class FileTokenizer:
         self.identity = digest.hexdigest()
 
     @property
+    def unknown_id(self) -> int | None:
+        """The id of text that the vocabulary has no token for."""
+        return getattr(self.renderer, "unk_token_id", None)
+
+    @property
+    def continues(self) -> str | None:
+        """What tokens begin with that continue a word, such as "##"."""
+        return getattr(getattr(self._backend, "model", None), "continuing_subword_prefix", None)
+
+    @property
     def _template(self) -> Any:
         return getattr(self.renderer, "chat_template", None)
 
