@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -145,6 +144,10 @@ def _check_messages(messages: list[dict[str, Any]], place: str) -> None:
 # ------------------------------------------------------------------------------------------------ rendering
 
 
+class _TemplateError(UserError):
+    """An error that a template raises."""
+
+
 class _Rendered:
     """A chat as the text that the template makes of it.
 
@@ -165,7 +168,8 @@ class _Rendered:
                 return
             except UserError as error:
                 refusals.append(error)
-        raise refusals[0]
+        # What the template leaves out says more than that it fails on another form of the same.
+        raise next((each for each in refusals if not isinstance(each, _TemplateError)), refusals[0])
 
     def render(
         self, messages: list[dict[str, Any]], prompt: bool = False, template: str | None = None
@@ -180,7 +184,7 @@ class _Rendered:
             return call()
         except Exception as error:  # transformers and templates raise errors of any type
             reason, name = " ".join(str(error).split())[:200], self.tokenizer.name
-            raise UserError(f"{self.chat.place}: {name}'s chat template refuses it ({reason})") from None
+            raise _TemplateError(f"{self.chat.place}: {name}'s chat template refuses it ({reason})") from None
 
     def answers(self, predicted: list[bool]) -> list[Span]:
         """Where the answers are that are to be predicted; `predicted` has a value for each message."""
@@ -209,7 +213,8 @@ class _Rendered:
     def _before_first(self, through: str) -> str:
         """What stands before an answer that nothing precedes: what any answer there begins with."""
         texts = [self.render([{"role": "assistant", "content": content}]) for content in ("0", "1")]
-        before = os.path.commonprefix(texts)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+        before = "".join(character for character, _ in same)
         question = [{"role": "user", "content": "?"}]
         prompt = self.render(question, prompt=True).removeprefix(self.render(question))
         if not through.startswith(before) or not before.rstrip().endswith(prompt.rstrip()):

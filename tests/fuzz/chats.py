@@ -28,10 +28,11 @@ from tests.fuzz.oracle import Case, Deviation, Refusal, some
 
 ROLES = ("system", "user", "assistant", "tool")
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", *(f"<|{role}|>" for role in ROLES))
-WORDS = (
-    "yes no why because really the state of a chunk is all that next needs [INST] [/INST] user assistant system "
-    "tool USER ASSISTANT SYSTEM TOOL <think> </think> <tool_call> </tool_call> name arguments city Bern"
-).split()  # noqa: SIM905
+SENTENCE = (
+    "yes no why because really the state of a chunk is all that next needs [INST] [/INST] user assistant "
+    "system tool USER ASSISTANT SYSTEM TOOL <think> </think> <tool_call> </tool_call> name arguments city"
+)
+WORDS = SENTENCE.split()
 ODD = (
     "é",
     "状態",
@@ -89,9 +90,10 @@ NORMALIZERS = {
 
 def draw(rng: random.Random) -> Case:
     model = rng.choice(tuple(MODELS))
-    by_bytes = ("bytes", "bytes prefix") if model in ("BPE", "Unigram") else ()
-    spaces = () if model == "WordLevel" else ("metaspace", "metaspace first")
-    pre = rng.choice((*by_bytes, *spaces, *PRE_TOKENIZERS))
+    # Vocabularies of words know none of a word that is cut otherwise: they have words between spaces alone.
+    spaced = ("whitespace", "split", "bert")
+    any_cut = ("bytes", "bytes prefix", "metaspace", "metaspace first", *PRE_TOKENIZERS)
+    pre = rng.choice(any_cut if model in ("BPE", "Unigram") else spaced)
     tokenizer = {"model": model, "pre": pre}
     tokenizer |= some(rng, 0.3, {
         "normalizer": lambda: rng.choice(tuple(NORMALIZERS)),
@@ -163,13 +165,17 @@ def draw_messages(rng: random.Random, template: Case) -> list[Case]:
 def make_tokenizer(options: Case, seed: int) -> Any:
     """A tokenizer of the tokenizers library, trained on `WORDS`."""
     rng = random.Random(seed)
-    kind, pre = options.get("model", "BPE"), options.get("pre", "bytes")
+    kind, pre = options.get("model", "BPE"), options.get("pre", "whitespace")
     unknown = {} if kind == "Unigram" else {"unk_token": "<unk>"}
     if kind == "BPE":
         unknown |= {name: True for name in ("byte_fallback", "fuse_unk") if options.get(name)}
     model, trainer = MODELS[kind]
     made = tokenizers.Tokenizer(model(**unknown))
-    if options.get("normalizer") in NORMALIZERS:
+    # What is put before a text changes how its first word is found, which only some vocabularies allow.
+    first_word_counts = kind in ("WordLevel", "WordPiece") or "normalized" in options.get("flags", ())
+    if options.get("normalizer", "prepend") != "prepend" or (
+        "normalizer" in options and not first_word_counts
+    ):
         made.normalizer = NORMALIZERS[options["normalizer"]]()
     more: Case = {}
     if pre.startswith("bytes"):
@@ -330,7 +336,7 @@ def check_in(folder: Path, case: Case) -> None:
         (chat,) = read_documents(find_sources(str(folder / "chat.jsonl")).files[0], None)
         tokens = ChatEncoder(tokenizer).encode(chat)  # type: ignore[arg-type]
     except UserError as error:
-        check_refusal(str(error), case)
+        check_refusal(str(error), case, reference, render(spec, messages, tools))
         return
     pieces = render(spec, messages, tools)
     text = "".join(piece for piece, _ in pieces)
@@ -405,9 +411,30 @@ def squeezed(text: str) -> str:
     return "".join(text.replace("<unk>", "").replace("##", "").replace("▁", "").split())
 
 
-def check_refusal(said: str, case: Case) -> None:
-    """A refusal is one line that names the record; it is counted by its kind."""
+def check_refusal(said: str, case: Case, reference: Any, pieces: list[tuple[str, int]]) -> None:
+    """A refusal is one line that names the record, of something that cannot be had; it is counted by kind."""
     if "\n" in said or not re.search(r"chat\.jsonl:1\b", said):
         raise Deviation(f"refused without naming the record in one line: {said!r}")
+    spec = case.get("template", {})
+    reasons = {
+        "joins an answer to the text beside it": joins(reference, pieces),
+        "the tokens of an answer decode to": True,
+        "leaves out the reasoning_content": "thinking" not in spec,
+        "leaves out the tool_calls": "arguments" not in spec,
+        "the content": not spec.get("parts"),
+    }
+    # A template that drops thoughts writes an answer differently when others follow; that it leaves one out
+    # is noticed at a later message, if the same words are there.
+    drops = spec.get("thinking") == "last" and any("reasoning_content" in m for m in case.get("messages", ()))
+    if not drops and not any(words in said and holds for words, holds in reasons.items()):
+        raise Deviation(f"refused: {said}")
     kind = re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d+|/\S*", "…", said)
     raise Refusal(kind[:110])
+
+
+def joins(reference: Any, pieces: list[tuple[str, int]]) -> bool:
+    """Whether a token covers text of an answer and other text."""
+    text = "".join(piece for piece, _ in pieces)
+    owners = [owner for piece, owner in pieces for _ in piece]
+    offsets = reference(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return any(len({owners[i] for i in range(a, b) if not text[i].isspace()}) > 1 for a, b in offsets)

@@ -88,6 +88,23 @@ def test_the_folders_tokenizer_and_the_defaults_of_fine_tuning(
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == VOCAB
 
 
+def test_export_keeps_the_dtype_of_the_folder(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "half"
+    shutil.copytree(base, folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    assert train_tiny(tmp_path, **options(folder, training__steps=1)) == 0
+    for asked, dtype in ((), torch.bfloat16), (("--dtype", "float16"), torch.float16):
+        out = tmp_path / str(dtype)
+        capsys.readouterr()
+        assert main(["export", str(tmp_path / "run"), "--to", str(out), *asked]) == 0
+        assert f"parameters, {str(dtype).removeprefix('torch.')}, its tokenizer" in capsys.readouterr().out
+        assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == dtype
+        assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
 def test_a_name_of_the_hub_is_downloaded(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
