@@ -65,6 +65,10 @@ class ChatEncoder:
             raise UserError(_why_no_chats(tokenizer))
         messages, predicted_messages = self._read_messages(chat, str(tokenizer.renderer.chat_template))
         _check_messages(messages, chat.place)
+        for name in chat.unread:
+            self._note(
+                f"{chat.place}: the record has a field {name!r} beside messages, which is not read", name
+            )
         rendered = _Rendered(tokenizer, chat, messages)
         spans = rendered.answers(predicted_messages)
         ids, predicted = _predicted_tokens(tokenizer, rendered.text, spans, chat.place)
@@ -97,7 +101,7 @@ class ChatEncoder:
         return messages, predicted
 
     def _note(self, line: str, name: str) -> None:
-        self.notes.setdefault(name, f"{line} ({name} of further messages is not mentioned)")
+        self.notes.setdefault(name, f"{line}; further ones are not named")
 
 
 def _why_no_chats(tokenizer: Tokenizer) -> str:

@@ -354,7 +354,8 @@ class Trainer:
         if settings.sample_tokens == 0:
             return
         tokenizer = self.data.tokenizer
-        prompt = tokenizer.encode(settings.sample_prompt) or list(tokenizer.separator_ids) or [0]
+        prompt = [*tokenizer.bos_ids, *tokenizer.encode(settings.sample_prompt)]
+        prompt = prompt or list(tokenizer.separator_ids) or [0]
         ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
         # The model may have more rows in its embedding than the tokenizer has tokens.
         text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])

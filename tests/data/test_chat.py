@@ -208,8 +208,8 @@ def test_a_field_that_nobody_reads_is_named_once(chatty: Path) -> None:
     strange = {"messages": [QUESTION, {**ANSWER, "mood": "good", "name": "me"}]}
     for _ in range(2):
         with pytest.warns(UserWarning, match="message 2 has a field 'mood', which the chat template") as seen:
-            opened(chatty, CHATML, strange, strange)
-        assert len(seen) == 1
+            opened(chatty, CHATML, strange, {**strange, "system": "Be good."})
+        assert len(seen) == 2 and "2: the record has a field 'system' beside messages" in str(seen[1].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opened(chatty, CHATML + "{# reads mood #}", strange)

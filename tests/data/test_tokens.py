@@ -141,14 +141,12 @@ def test_documents_begin_as_the_tokenizer_begins_texts(
 
 def test_text_has_the_ids_that_chats_and_inference_have(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    added = {"300": {"content": "Two", "special": False, "normalized": False}}
-    for name, config in [
-        ("split", {"split_special_tokens": True}),
-        ("added", {"added_tokens_decoder": added}),
-    ]:
+    added = {"300": {"content": "twice", "special": False, "normalized": False}}
+    configs = {"split": {"split_special_tokens": True}, "added": {"added_tokens_decoder": added}}
+    for name, config in configs.items():
         folder = with_bos(tmp_path / name, "<s>", "<s>", "<|end|>", **config)
         expected = transformers.AutoTokenizer.from_pretrained(folder)
-        tokenizer, text = load_tokenizer(folder), "Two lines.<|end|>Two"
+        tokenizer, text = load_tokenizer(folder), "Two lines.<|end|>twice"
         assert tokenizer.encode(text) == expected.encode(text, add_special_tokens=False)
         assert (2 in tokenizer.encode(text)) == (name != "split")
         assert (300 in tokenizer.encode(text)) == (name == "added")
@@ -163,9 +161,9 @@ def test_tokenizer_json_alone_is_refused_where_files_beside_it_differ(
     added = with_bos(tmp_path / "added", "<s>", "<s>", "<|end|>")
     (Path(added) / "added_tokens.json").write_text('{"<|end|>": 2}')
     load_tokenizer(added)
-    (Path(added) / "added_tokens.json").write_text('{"Two": 300}')
+    (Path(added) / "added_tokens.json").write_text('{"twice": 300}')
     with pytest.raises(
-        UserError, match=r"token 'Two' has the id 300 beside tokenizer\.json and None in it; "
+        UserError, match=r"token 'twice' has the id 300 beside tokenizer\.json and None in it"
     ):
         load_tokenizer(added)
 
