@@ -26,12 +26,12 @@ ASKING = {"system", "developer", "user", "tool", "function", "ipython", "observa
 HELD = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # what a message may contain
 # Fields by which data sets of OpenAI, axolotl, ms-swift and slime say whether an answer is trained on.
 MARKS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
-_UNREAD = {"role", "name", "tool_call_id", "id", *HELD}  # fields without which a chat says the same
+# Fields that a template may leave out without a word: a chat says the same without them, or they are `HELD`.
+_KNOWN_FIELDS = {"role", "name", "tool_call_id", "id", *HELD}
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 # Noncharacters of Unicode, of which the first pair that is not in the text marks where answers begin and end.
 _BRACKETS = [(chr(0xFDD0 + i), chr(0xFDD1 + i)) for i in range(0, 32, 2)]
-
-
+_SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
 _JOINED = "give the tokenizer a template that puts a special token or a line end between them"
 
 
@@ -93,7 +93,7 @@ class ChatEncoder:
             if True in marks.values() and message["role"] != "assistant":
                 name = next(iter(marks))
                 self._note(f"{where} has {name} {message[name]}, but answers alone are predicted", name)
-            for name in present.keys() - _UNREAD - set(MARKS):
+            for name in present.keys() - _KNOWN_FIELDS - set(MARKS):
                 if not re.search(rf"\b{re.escape(name)}\b", template):
                     self._note(f"{where} has a field {name!r}, which the chat template does not read", name)
             messages.append({name: value for name, value in message.items() if name not in MARKS})
@@ -180,8 +180,12 @@ class _Rendered:
     ) -> str:
         """The text of messages, with the generation prompt after it if `prompt`."""
         apply = self.tokenizer.renderer.apply_chat_template
-        given = {"chat_template": template or self.template, **self.options}
-        return self._refusing(lambda: apply(messages, tokenize=False, add_generation_prompt=prompt, **given))
+        options = {
+            "chat_template": template or self.template,
+            "add_generation_prompt": prompt,
+            **self.options,
+        }
+        return self._refusing(lambda: apply(messages, tokenize=False, **options))
 
     def _refusing(self, call: Callable[[], str]) -> str:
         try:
@@ -194,8 +198,8 @@ class _Rendered:
         """Where the answers are that are to be predicted; `predicted` has a value for each message."""
         if _GENERATION.search(self.template):
             return self._marked_answers(predicted)
-        wanted = [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and predicted[i]]
-        return [self._added_by(i) for i in wanted]
+        numbers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and predicted[i]]
+        return [self._added_by(i) for i in numbers]
 
     def _added_by(self, i: int) -> Span:
         """What message i adds to the messages before it and the generation prompt."""
@@ -232,28 +236,28 @@ class _Rendered:
     def _marked_answers(self, predicted: list[bool]) -> list[Span]:
         """What the template has inside ``{% generation %}``."""
         spans = self._brackets(self.messages)
-        asked = [self.messages[i]["role"] == "assistant" and not predicted[i] for i in range(len(predicted))]
-        if not any(asked):
+        answers = [message["role"] == "assistant" for message in self.messages]
+        excluded = [i for i, answer in enumerate(answers) if answer and not predicted[i]]
+        if not excluded:
             return spans
         # Which spans are whose: those that the rendering gains with each message, if they hold its text.
-        counts = [0, *(len(self._brackets(self.messages[: i + 1])) for i in range(len(asked)))]
+        counts = [0, *(len(self._brackets(self.messages[: i + 1])) for i in range(len(answers)))]
         chosen = []
         for i, (start, stop) in enumerate(itertools.pairwise(counts)):
             text = _squeezed("".join(self.text[a:b] for a, b in spans[start:stop]))
-            answer = self.messages[i]["role"] == "assistant"
-            held = [leaf for field in HELD for leaf in _leaves(self.messages[i].get(field)) if answer]
-            if (stop > start) != answer or not all(_places(leaf, text) for leaf in held):
-                off = asked.index(True) + 1
+            leaves = [leaf for field in HELD for leaf in _leaves(self.messages[i].get(field)) if answers[i]]
+            if (stop > start) != answers[i] or not all(_places(leaf, text) for leaf in leaves):
                 raise UserError(
-                    f"{self.chat.place}: message {off} is not to be predicted, but the chat template does "
-                    f"not tell which {{% generation %}} holds message {i + 1}; leave the record out"
+                    f"{self.chat.place}: message {excluded[0] + 1} is not to be predicted, but the chat "
+                    f"template does not tell which {{% generation %}} holds message {i + 1}; leave the "
+                    "record out"
                 )
             chosen += spans[start:stop] if predicted[i] else []
         return chosen
 
     def _brackets(self, messages: list[dict[str, Any]]) -> list[Span]:
         """The spans inside ``{% generation %}``, found by rendering with a character at each end of them."""
-        plain = self.render(messages)
+        plain = self.text if messages is self.messages else self.render(messages)
         opening, closing = next(pair for pair in _BRACKETS if not set(pair) & set(plain))
 
         def bracket(tag: re.Match[str]) -> str:
@@ -398,19 +402,20 @@ def _predicted_tokens(
     """
     ids, offsets = tokenizer.encode_with_offsets(text)
     if offsets is None:
-        owner = _owners_by_prefixes(tokenizer, ids, text, spans, place)
+        owners = _owners_by_prefixes(tokenizer, ids, text, spans, place)
     else:
-        owner = _owners_by_offsets(tokenizer, ids, offsets, text, spans, place)
+        owners = _owners_by_offsets(tokenizer, offsets, text, spans, place)
     for number, (start, stop) in enumerate(spans):
         answer = text[start:stop]
-        own = [ids[t] for t in np.flatnonzero(owner == number)]
-        decoded = _squeezed(tokenizer.decode(own))
-        if decoded != _squeezed(answer) and not _says_the_same(tokenizer, own, tokenizer.encode(answer)):
+        answer_ids = [ids[token] for token in np.flatnonzero(owners == number)]
+        decoded, expected = _squeezed(tokenizer.decode(answer_ids)), _squeezed(answer)
+        if decoded != expected and not _says_the_same(tokenizer, answer_ids, tokenizer.encode(answer)):
             raise UserError(
-                f"{place}: the tokens of an answer decode to {decoded[:60]!r} and not to "
-                f"{_squeezed(answer)[:60]!r}; {tokenizer.name} does not tell which tokens are an answer's"
+                f"{place}: the tokens of an answer decode to {decoded[:60]!r} and not to {expected[:60]!r}: "
+                f"{tokenizer.name} does not tell which tokens are the answer's; leave the record out, or "
+                "name another data.tokenizer"
             )
-    return ids, owner >= 0
+    return ids, owners >= 0
 
 
 def _says_the_same(tokenizer: FileTokenizer, ids: list[int], others: list[int]) -> bool:
@@ -426,35 +431,32 @@ def _says_the_same(tokenizer: FileTokenizer, ids: list[int], others: list[int]) 
 
 
 def _owners_by_offsets(
-    tokenizer: FileTokenizer,
-    ids: list[int],
-    offsets: list[tuple[int, int]],
-    text: str,
-    spans: list[Span],
-    place: str,
+    tokenizer: FileTokenizer, offsets: list[tuple[int, int]], text: str, spans: list[Span], place: str
 ) -> np.ndarray:
     """The number of the span that each token belongs to, -1 for none, (n,) int64, by the characters that it
     covers. Whitespace at a span's edge belongs to the token that it is in."""
-    owners = np.full(len(text) + 1, -1)
+    of_character = np.full(len(text) + 1, -1)
     for number, span in enumerate(spans):
-        owners[span.start : span.stop] = number
-    is_text = np.array([not character.isspace() for character in text], bool)
-    found = np.full(len(ids), -1)
-    for t, (start, stop) in enumerate(offsets):
-        inside = owners[start:stop]
-        words = inside[is_text[start:stop]]
-        if len(words) and (words != words[0]).any():
-            raise UserError(
-                f"{place}: token {text[start:stop]!r} of {tokenizer.name} joins an answer to the text "
-                f"beside it; {_JOINED}"
-            )
-        if len(words):
-            found[t] = words[0]
-        elif len(inside):
-            found[t] = inside.max()
-        elif start > 0 and owners[start - 1] == owners[start]:  # a token of no character, inside an answer
-            found[t] = owners[start]
-    return found
+        of_character[span.start : span.stop] = number
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    words = np.flatnonzero(~np.isin(codes, _SPACES))  # characters that are not whitespace
+    of_word = np.append(of_character[words], -1)
+    changes = np.append(0, np.cumsum(of_word[1:] != of_word[:-1]))  # of owners, up to each of these
+    start, stop = np.array(offsets, np.int64).reshape(-1, 2).T
+    first, last = np.searchsorted(words, start), np.searchsorted(words, stop) - 1
+    has_words = last >= first
+    joined = has_words & (changes[np.maximum(last, 0)] != changes[first])
+    if joined.any():
+        token = int(joined.argmax())
+        raise UserError(
+            f"{place}: token {text[start[token] : stop[token]]!r} of {tokenizer.name} joins an answer to the "
+            f"text beside it; {_JOINED}"
+        )
+    # A token of whitespace belongs to the answer that it touches, one of no character to the one around it.
+    before, after = of_character[np.maximum(start, 1) - 1], of_character[start]
+    blank = np.maximum(after, of_character[np.maximum(stop, 1) - 1])
+    blank = np.where(stop > start, blank, np.where(before == after, after, -1))
+    return np.where(has_words, of_word[first], blank)
 
 
 def _owners_by_prefixes(
@@ -462,12 +464,12 @@ def _owners_by_prefixes(
 ) -> np.ndarray:
     """As `_owners_by_offsets`, for a tokenizer that does not say which characters a token covers: a span's
     tokens are those that the text up to its end has more than the text before it."""
-    found = np.full(len(ids), -1)
+    owners = np.full(len(ids), -1)
     for number, span in enumerate(spans):
         before, through = tokenizer.encode(text[: span.start]), tokenizer.encode(text[: span.stop])
         if ids[: len(through)] != through or through[: len(before)] != before:
             raise UserError(
                 f"{place}: a token of {tokenizer.name} joins an answer to the text beside it; {_JOINED}"
             )
-        found[len(before) : len(through)] = number
-    return found
+        owners[len(before) : len(through)] = number
+    return owners

@@ -32,7 +32,7 @@ _SUPPORTED = f"supported are {' '.join(SUFFIXES)}, each also as .gz or .zst ({_N
 # In the standard library: tests (some broken on purpose, not installed everywhere) and what pip installs.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages"}
 # Fields beside `messages` by which other programs change what is trained on.
-_UNREAD = ("system", "functions", "documents", "chat_template_kwargs", "weight", "loss", "train")
+_UNREAD_FIELDS = ("system", "functions", "documents", "chat_template_kwargs", "weight", "loss", "train")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can write it, UTF-8 cannot
 
 
@@ -284,7 +284,7 @@ def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat
         tools = record.get("tools")
         if isinstance(tools, str):
             tools = _parsed(tools, f"{place}: field 'tools'", "a list of tools") if tools.strip() else None
-        unread = tuple(each for each in _UNREAD if record.get(each) not in (None, "", [], {}))
+        unread = tuple(each for each in _UNREAD_FIELDS if record.get(each) not in (None, "", [], {}))
         yield Chat(value, tools, place, unread)
     elif isinstance(value, str):
         if not value.isascii() and _HALF_PAIR.search(value):
@@ -417,7 +417,7 @@ def _parquet_records(stream: Any, path: Path, field: str | None) -> Records:
 def _columns(names: Sequence[str], field: str | None, path: Path) -> list[str]:
     """The columns to read."""
     own = _present(names, field, path)
-    return own + [each for each in ("tools", *_UNREAD) if each in names and each not in own]
+    return own + [each for each in ("tools", *_UNREAD_FIELDS) if each in names and each not in own]
 
 
 def _as_json(row: dict[str, Any]) -> dict[str, Any]:

@@ -109,8 +109,8 @@ class FileTokenizer:
             try:
                 from transformers import AutoTokenizer
 
-                given = {"local_files_only": True, "trust_remote_code": False}
-                return self._use_transformers(AutoTokenizer.from_pretrained(str(folder), **given))
+                options = {"local_files_only": True, "trust_remote_code": False}
+                return self._use_transformers(AutoTokenizer.from_pretrained(str(folder), **options))
             except Exception as error:  # transformers raises a dozen types
                 absent = isinstance(error, ImportError) and error.name == "transformers"
                 reason = None if absent else _first_line(error)
@@ -138,18 +138,22 @@ class FileTokenizer:
         self.renderer = tokenizer
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
         self._vocab, self._eos, self._bos = tokenizer.get_vocab(), tokenizer.eos_token, tokenizer.bos_token
-        call = {"truncation": False, "padding": False, "verbose": False, "return_attention_mask": False}
-        without = {"add_special_tokens": False, **call}
-        self._encode_batch = lambda texts: tokenizer(texts, **without)["input_ids"] if texts else []
-        self._prefix = _added_before(tokenizer(_PROBE, **call)["input_ids"], self.encode(_PROBE))
+        options = {"truncation": False, "padding": False, "verbose": False, "return_attention_mask": False}
+
+        def encode_batch(texts: list[str], add_special_tokens: bool = False) -> Any:
+            return tokenizer(texts, add_special_tokens=add_special_tokens, **options)["input_ids"]
+
+        self._encode_batch, self._prefix = lambda texts: encode_batch(texts) if texts else [], []
+        probes = ["".join(tokenizer.all_special_tokens)]
+        with contextlib.suppress(Exception):  # a vocabulary may have no token for what is unknown
+            self._prefix = _added_before(encode_batch([_PROBE], True)[0], self.encode(_PROBE))
+            probes.append(_PROBE + probes[0])
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return
-        special = " ".join(getattr(tokenizer, "all_special_tokens", ()))
-        expected = self._encode_batch([_PROBE + special, special])
-        fast = self._prepare(backend, bool(getattr(tokenizer, "split_special_tokens", False)))
-        if [list(ids) for ids in fast([_PROBE + special, special])] == expected:
-            self._backend, self._encode_batch = backend, fast  # else its class encodes in Python
+        if backend is not None:
+            expected = encode_batch(probes)
+            fast = self._prepare(backend, bool(getattr(tokenizer, "split_special_tokens", False)))
+            if fast(probes) == expected:
+                self._backend, self._encode_batch = backend, fast  # else its class encodes in Python
 
     def _use_file(self, folder: Path, file: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -329,8 +333,9 @@ def _first_line(error: Exception) -> str:
 
 def _added_before(with_special: list[int], without: list[int]) -> list[int]:
     """The tokens that stand before a text's own."""
-    found = (i for i in range(len(with_special)) if with_special[i : i + len(without)] == without)
-    return list(with_special[: next(found, 0)])
+    starts = range(len(with_special) - len(without) + 1)
+    start = next((i for i in starts if with_special[i : i + len(without)] == without), 0)
+    return list(with_special[:start])
 
 
 def _token_name(token: Any) -> str | None:

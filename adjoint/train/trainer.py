@@ -375,7 +375,7 @@ class Trainer:
         picked = getattr(method, "chunk_size", 0) is None
         if picked:
             method = dataclasses.replace(method, chunk_size=self._picked_chunk_size())
-        answers = "" if data.predicted is None else f", {data.predicted:.0%} of them predicted"
+        answers = "" if data.predicted is None else f", {data.predicted:.1%} of them predicted"
         print(
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
