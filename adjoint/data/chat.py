@@ -204,7 +204,7 @@ class _Rendered:
     def _added_by(self, i: int) -> Span:
         """What message i adds to the messages before it and the generation prompt."""
         place = f"{self.chat.place}: the chat template writes message {i + 1}"
-        through = self.render(self.messages[: i + 1])
+        through = self._through(i)
         before = self.render(self.messages[:i], prompt=True) if i else self._before_first(through)
         if not through.startswith(before):
             raise UserError(
@@ -218,14 +218,31 @@ class _Rendered:
             )
         return Span(len(before), len(through))
 
+    def _through(self, i: int) -> str:
+        """The text up to the end of message i."""
+        through = self.render(self.messages[: i + 1])
+        if self.text.startswith(through):
+            return through
+        # Some templates end a chat's last message differently (Phi-3, gpt-oss), unless a prompt follows it.
+        prompt, prompted = self._generation_prompt(), self.render(self.messages[: i + 1], prompt=True)
+        return through if prompt is None or not prompted.endswith(prompt) else prompted.removesuffix(prompt)
+
+    def _generation_prompt(self) -> str | None:
+        """What the template writes to ask for an answer; None if it cannot be told."""
+        question = [{"role": "user", "content": "?"}]
+        prompted, plain = self.render(question, prompt=True), self.render(question)
+        for end in ("", self.tokenizer.renderer.eos_token or ""):  # which may end what no prompt follows
+            if prompted.startswith(before := plain.removesuffix(end)):
+                return prompted.removeprefix(before)
+        return None
+
     def _before_first(self, through: str) -> str:
         """What stands before an answer that nothing precedes: what any answer there begins with."""
         texts = [self.render([{"role": "assistant", "content": content}]) for content in ("0", "1")]
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         before = "".join(character for character, _ in same)
-        question = [{"role": "user", "content": "?"}]
-        prompt = self.render(question, prompt=True).removeprefix(self.render(question))
-        if not through.startswith(before) or not before.rstrip().endswith(prompt.rstrip()):
+        prompt = (self._generation_prompt() or "").rstrip()
+        if not through.startswith(before) or not before.rstrip().endswith(prompt):
             raise UserError(
                 f"{self.chat.place}: message 1 is an answer to nothing, and the chat template does not tell "
                 "where it begins; put a message before it, or give the tokenizer a template with "

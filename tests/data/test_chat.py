@@ -170,6 +170,17 @@ def test_answers_where_the_tokenizer_drops_whitespace(
     assert "".join(texts(data)[1].split()) == "Because.<|im_end|>Yes<|im_end|>"
 
 
+def test_a_template_may_end_the_last_message_differently(chatty: Path) -> None:
+    """As Phi-3's, which ends a chat by a token, and gpt-oss's, which ends its last answer by another."""
+    ended = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    ending = (
+        "{{ '!' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|im_end|>' }}"
+    )
+    for template, last in [(ended, "<|im_end|>\n<|im_end|>"), (CHATML.replace("<|im_end|>", ending), "!\n")]:
+        data = opened(chatty, template, {"messages": [QUESTION, ANSWER, QUESTION, SPACED]})
+        assert texts(data)[1].startswith(f"Because.<|im_end|>\n Because.{last}")
+
+
 def test_a_token_that_joins_an_answer_to_other_text_is_refused(chatty: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     records = [[{"role": "user", "content": "Why?"}, SPACED], [{"role": "user", "content": "Beca"}, ANSWER]]

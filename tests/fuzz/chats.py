@@ -116,6 +116,7 @@ def draw(rng: random.Random) -> Case:
         "tools": True,
         "arguments": lambda: rng.choice(("object", "string", "printed")),
         "parts": True,
+        "end": True,  # written unless a generation prompt is
     })  # fmt: skip
     case = {
         "kind": "chats",
@@ -266,7 +267,8 @@ def make_template(spec: Case) -> str:
         lines += [f"{{% {word} m.role == '{role}' %}}", f"{{{{ {json.dumps(head(role))} }}}}"]
         lines += answer if role == "assistant" else [f"{{{{ {content} }}}}", *closing]
     lines += ["{% endif %}", "{% endfor %}", "{% if add_generation_prompt %}"]
-    lines += [f"{{{{ {json.dumps(head('assistant'))} }}}}", "{% endif %}"]
+    lines += [f"{{{{ {json.dumps(head('assistant'))} }}}}"]
+    lines += ["{% else %}", "{{ eos_token }}"] * spec.get("end", False) + ["{% endif %}"]
     layout = spec.get("layout", "tight")
     if layout == "tight":
         return "".join(lines)
@@ -307,6 +309,8 @@ def render(spec: Case, messages: list[Case], tools: Any) -> list[tuple[str, int]
         owner = i if answer else -1
         pieces += [(head(message["role"]), -1), (text, owner)]
         pieces.append((close, owner if spec.get("generation") != "content" else -1))
+    if spec.get("end"):
+        pieces.append(("</s>", owner if "generation" not in spec else -1))
     return pieces
 
 
