@@ -184,9 +184,9 @@ def make_tokenizer(options: Case, seed: int) -> Any:
         more = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
         made.decoder = decoders.ByteLevel()
     elif pre.startswith("metaspace"):
-        scheme = "first" if pre.endswith("first") else "always"
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-        made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+        spec = "first" if pre.endswith("first") else "always"
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=spec)
+        made.decoder = decoders.Metaspace(prepend_scheme=spec)
     elif pre in PRE_TOKENIZERS and (pre_tokenizer := PRE_TOKENIZERS[pre]()) is not None:
         made.pre_tokenizer = pre_tokenizer
     if options.get("byte_fallback") and kind == "BPE" and not pre.startswith("bytes"):
