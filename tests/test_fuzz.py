@@ -18,7 +18,7 @@ from tests.fuzz.runner import Outcome, draw, judge, module_of, shrink
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COUNTS = {"stacks": 48, "distributions": 20}
+COUNTS = {"stacks": 48, "distributions": 20, "chats": 40}
 PARTS = 4  # for several processes
 LINES = (Path(__file__).parent / "fuzz" / "cases.jsonl").read_text().splitlines()
 KEPT = [json.loads(line) for line in LINES]

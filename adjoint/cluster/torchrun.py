@@ -202,7 +202,7 @@ class Replica(Trainer):
             loss, _ = super()._gradients(own, start, number, loss_divisor)
         return sum(self._gathered(loss, self.peers)), None
 
-    def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
+    def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:
         found = super()._accumulate(step)
         trained = [p for p in self.model.module.parameters() if p.requires_grad]
         sum_gradients(trained, self.transport, self.peers)

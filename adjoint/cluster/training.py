@@ -300,7 +300,7 @@ class ShardedTrainer(Trainer):
         from ray.util.metrics import Gauge
 
         row, run = super()._train_step(), {"run": self.folder.path.name}
-        for key, value in row.items():
+        for key, value in ((key, value) for key, value in row.items() if value is not None):
             of_layers = isinstance(value, list)
             if key not in self.gauges:
                 tags = ("run", "layer") if of_layers else ("run",)

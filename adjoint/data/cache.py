@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from adjoint.data.chat import encode_chat
+from adjoint.data.chat import ChatEncoder
 from adjoint.data.sources import Chat, Source, Sources, read_documents, split_sources
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.documents import document_ends
@@ -37,7 +38,7 @@ from adjoint.files import (
     write_atomically,
 )
 
-_FORMAT = 3  # increase it whenever the same sources would give other tokens or another file layout
+_FORMAT = 4  # increase it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick
 _SPAN = 1 << 22  # tokens counted at once
 _PIECE = 4 << 20  # characters per call of a tokenizer, which takes about a hundred times as much memory
@@ -54,6 +55,7 @@ class TokenCache:
         apart: whether the separator occurs only at the ends of documents.
         documents: (documents, 2) uint64, memory-mapped: a digest of each document's tokens, and their
             number.
+        notes: lines about what records hold and nobody reads.
     """
 
     train: np.ndarray
@@ -64,6 +66,7 @@ class TokenCache:
     predicted: float
     apart: bool
     documents: np.ndarray
+    notes: list[str]
 
 
 def open_tokens(
@@ -77,13 +80,14 @@ def open_tokens(
     """The tokens of `sources`, from the cache or tokenised now; a damaged cache is rebuilt. At most
     `max_tokens` are read, held-out ones included. Raises UserError for an unusable source or cache folder."""
     files = [source.identity for source in sources.files]
-    settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, text_field, eval_fraction]
+    settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, tokenizer.bos_ids]
+    settings += [text_field, eval_fraction]
     settings += [] if max_tokens is None else [max_tokens]
     key = hashlib.blake2b(json.dumps([settings, files]).encode(), digest_size=16).hexdigest()
     folder = Path(cache_dir).expanduser() if cache_dir else cache_folder()
     cached = _read_cache(folder, key)
     if cached is not None:
-        return cached
+        return _noted(cached)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder, _STALE_SECONDS)
@@ -96,6 +100,13 @@ def open_tokens(
     cached = _read_cache(folder, key)
     if cached is None:
         raise UserError(f"the token cache in {folder} cannot be read back: is the disk full or damaged?")
+    return _noted(cached)
+
+
+def _noted(cached: TokenCache) -> TokenCache:
+    """Say what nobody reads of the records, whether they were tokenised now or before."""
+    for note in cached.notes:
+        warnings.warn(note, stacklevel=4)
     return cached
 
 
@@ -183,6 +194,7 @@ def _build(
             "unigram_entropy": entropy(shares),
             "predicted": float((tokens[:n_train] >= 0).mean()) if n_train else 1.0,
             "apart": writer.apart,
+            "notes": list(writer.chats.notes.values()),
         }
         rows = np.array(writer.documents, np.uint64).reshape(-1, 2)
         beside = place.with_name(f"{place.name}-{meta['digest']}.npy")
@@ -207,7 +219,7 @@ class _Writer:
     `TokenCache`."""
 
     def __init__(self, out: IO[bytes], tokenizer: Tokenizer) -> None:
-        self.out, self.tokenizer = out, tokenizer
+        self.out, self.tokenizer, self.chats = out, tokenizer, ChatEncoder(tokenizer)
         highest = tokenizer.vocab_size - 1
         self.dtype = np.min_scalar_type(~highest if tokenizer.chats else highest)
         self.tokens, self.apart, self.documents = 0, True, array.array("Q")
@@ -243,21 +255,26 @@ class _Writer:
     def _encoded(self, documents: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """Pairs of tokens and whether a document ends with them."""
         separator = np.array(self.tokenizer.separator_ids, np.int64)
+        bos = np.array(self.tokenizer.bos_ids, np.int64)
         for conversations, group in itertools.groupby(documents, lambda each: isinstance(each, Chat)):
             if conversations:
-                yield from ((encode_chat(self.tokenizer, chat), True) for chat in group)
+                yield from ((self.chats.encode(chat), True) for chat in group)
                 continue
             for pieces in _pieces(group):
-                encoded = self.tokenizer.encode_batch([text for text, _ in pieces])
-                for each, (_, last) in zip(encoded, pieces, strict=True):
+                encoded = self.tokenizer.encode_batch([text for text, _, _ in pieces])
+                for each, (_, first, last) in zip(encoded, pieces, strict=True):
+                    if (
+                        first and len(bos) and list(each[: len(bos)]) != bos.tolist()
+                    ):  # a text may have it already
+                        each = np.append(bos, each)
                     yield (np.append(each, separator) if last else each), last
 
 
-def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool]]]:
+def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool, bool]]]:
     """Texts in groups to be tokenised together: many short ones, or a piece of a very long one, cut at a line
-    end. Each piece comes with whether it is the last of its text.
+    end. Each piece comes with whether it is the first and whether it is the last of its text.
     """
-    group: list[tuple[str, bool]] = []
+    group: list[tuple[str, bool, bool]] = []
     characters = 0
     for text in texts:
         first = 0
@@ -265,7 +282,7 @@ def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool]]]:
             end = min(first + _PIECE, len(text))
             if end < len(text):
                 end = text.rfind("\n", first, end) + 1 or end
-            group.append((text[first:end], end == len(text)))
+            group.append((text[first:end], first == 0, end == len(text)))
             characters += end - first
             if characters >= _PIECE:
                 yield group

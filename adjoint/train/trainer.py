@@ -21,6 +21,7 @@ import torch
 from adjoint.batch import IGNORE_INDEX, labelled
 from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
 from adjoint.data.batches import Data, open_data
+from adjoint.data.tokenizer import describe_boundaries
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
@@ -258,11 +259,14 @@ class Trainer:
         if windows is not None:
             row["windows"] = windows
         if (_due(step, settings.eval_every) or step == settings.steps) and len(self.data.eval):
-            row["eval_loss"] = self._evaluate()
+            held_out = self._evaluate()
+            if held_out is not None:
+                row["eval_loss"] = held_out
         return row
 
-    def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
-        """Fill the gradients from the next batches: the mean loss, tokens, each layer's window if picked."""
+    def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:
+        """Fill the gradients from the next batches: the mean loss (None if no token is predicted), tokens,
+        each layer's window if picked."""
         batches, how = self.settings.grad_accumulation, self.settings.carry_state
         self._zero_grad()
         loss, tokens, windows = 0.0, 0, None
@@ -282,20 +286,20 @@ class Trainer:
             if picked is not None:  # the widest of the batches
                 windows = list(map(max, windows or picked, picked))
             tokens += ids.numel()
-        return loss, tokens, windows
+        return loss if sum(counts) else None, tokens, windows
 
     def _predictions(self, ids: torch.Tensor) -> int:
         return int((self.data.targets(ids) != IGNORE_INDEX).sum())
 
     @torch.no_grad()
-    def _evaluate(self) -> float:
-        """Mean loss over the held-out text, nats per token."""
+    def _evaluate(self) -> float | None:
+        """Mean loss over the held-out text, nats per token; None if no token of it is predicted."""
         total, count = 0.0, 0
         for ids in self.data.eval:
             predictions = self._predictions(ids)
             total += self._loss_of(ids) * predictions if predictions else 0.0
             count += predictions
-        return total / max(count, 1)
+        return total / count if count else None
 
     def _save(self) -> None:
         self._wait_for_saving()  # so that there is one copy at most
@@ -352,7 +356,8 @@ class Trainer:
         if settings.sample_tokens == 0:
             return
         tokenizer = self.data.tokenizer
-        prompt = tokenizer.encode(settings.sample_prompt) or list(tokenizer.separator_ids) or [0]
+        prompt = [*tokenizer.bos_ids, *tokenizer.encode(settings.sample_prompt)]
+        prompt = prompt or list(tokenizer.separator_ids) or [0]
         ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
         # The model may have more rows in its embedding than the tokenizer has tokens.
         text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])
@@ -372,7 +377,7 @@ class Trainer:
         picked = getattr(method, "chunk_size", 0) is None
         if picked:
             method = dataclasses.replace(method, chunk_size=self._picked_chunk_size())
-        answers = "" if data.predicted is None else f", {data.predicted:.0%} of them predicted"
+        answers = "" if data.predicted is None else f", {data.predicted:.1%} of them predicted"
         print(
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
@@ -380,7 +385,8 @@ class Trainer:
             f"method: {described(method, picked)}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on{answers}, "
             f"{len(data.eval.tokens):,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
-            f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens\n"
+            f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens, "
+            f"{describe_boundaries(data.tokenizer)}\n"
             f"training: {settings.steps} steps of {self.config.data.batch * settings.grad_accumulation} x "
             f"{self.config.data.seqlen:,} tokens on {self.device} in {self.precision}\n"
             f"optimizer: {settings.optimizer}, learning rate {settings.lr:g} ({settings.schedule} to "
@@ -393,6 +399,9 @@ class Trainer:
             print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen")
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
+        left = settings.steps - self.step
+        for line in data.describe_unpredicted(left, settings.grad_accumulation):
+            warnings.warn(line, stacklevel=2)
         if self.step >= settings.steps:
             print(f"note: all {settings.steps} steps are done; raise training.steps to continue")
 
@@ -415,16 +424,18 @@ class _Progress:
         held_out = f"held-out {row['eval_loss']:.4f}  " if "eval_loss" in row else ""
         speed = f"{row['tokens_per_second']:,.0f} tokens/s  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB"
         step, last = row["step"], self.settings.steps
+        loss = "no token predicted" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        norm = "" if row["loss"] is None else f"grad norm {row['grad_norm']:.2f}  "
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {row['loss']:.4f}  {speed}")
+            self.bar.set_postfix_str(f"{loss}  {speed}")
             self.bar.update()
             if held_out:
                 self.bar.write(f"step {step}: {held_out}")
         elif held_out or step == last or _due(step, self.settings.log_every):
             left = int((time.monotonic() - self.started) / (step - self.first) * (last - step))
             print(
-                f"step {step}/{last}  loss {row['loss']:.4f}  {held_out}lr {row['lr']:.2e}  "
-                f"grad norm {row['grad_norm']:.2f}  {speed}  left {left // 60}:{left % 60:02d}",
+                f"step {step}/{last}  {loss}  {held_out}lr {row['lr']:.2e}  "
+                f"{norm}{speed}  left {left // 60}:{left % 60:02d}",
                 flush=True,
             )
 

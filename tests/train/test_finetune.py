@@ -18,7 +18,6 @@ from adjoint.batch import labelled
 from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
-from adjoint.data.chat import _template
 from adjoint.errors import UserError
 from adjoint.tools.eval.command import _held_out
 from adjoint.train.config import load_config
@@ -87,6 +86,23 @@ def test_the_folders_tokenizer_and_the_defaults_of_fine_tuning(
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again.decode(again.encode(SENTENCE)) == SENTENCE and again.eos_token == "<|end|>"
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == VOCAB
+
+
+def test_export_keeps_the_dtype_of_the_folder(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "half"
+    shutil.copytree(base, folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    assert train_tiny(tmp_path, **options(folder, training__steps=1)) == 0
+    for asked, dtype in ((), torch.bfloat16), (("--dtype", "float16"), torch.float16):
+        out = tmp_path / str(dtype)
+        capsys.readouterr()
+        assert main(["export", str(tmp_path / "run"), "--to", str(out), *asked]) == 0
+        assert f"parameters, {str(dtype).removeprefix('torch.')}, its tokenizer" in capsys.readouterr().out
+        assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == dtype
+        assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
 def test_a_name_of_the_hub_is_downloaded(
@@ -229,7 +245,6 @@ def chat_options(chatty: Path, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str) -> None:
     (chatty / "chat_template.jinja").write_text(template)
-    _template.cache_clear()
     config = DataConfig(
         path=str(tmp_path / "chat.jsonl"), tokenizer=str(chatty), seqlen=48, cache_dir=str(tmp_path)
     )
@@ -260,15 +275,36 @@ def test_a_batch_of_answers_weighs_as_they_do(
 
 
 @pytest.mark.parametrize("method", ["exact", "backprop"])
-def test_windows_without_an_answer(chatty: Path, tmp_path: Path, method: str) -> None:
-    """Transformers' own loss is nan where nothing is predicted."""
+def test_windows_without_an_answer(
+    chatty: Path, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers' own loss is nan where nothing is predicted; a step of such windows has no loss."""
     said = [{"role": "user", "content": SENTENCE * 3}, {"role": "assistant", "content": "is"}]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 40)
     flags = chat_options(chatty, method__name=method, training__steps=8) | {"data__seqlen": 8}
-    assert train_tiny(tmp_path, **flags, data__eval_fraction=0.2) == 0
+    with pytest.warns(UserWarning, match="which teach nothing; raise data.seqlen") as warned:
+        assert train_tiny(tmp_path, **flags, data__eval_fraction=0.2) == 0
     losses = [row["loss"] for row in metrics(tmp_path / "run")]
-    assert 0.0 in losses and max(losses) > 0 and all(map(math.isfinite, losses))
-    assert math.isfinite(metrics(tmp_path / "run")[-1]["eval_loss"])
+    assert None in losses and capsys.readouterr().out.count("no token predicted") == losses.count(None)
+    assert all(loss > 0 and math.isfinite(loss) for loss in losses if loss is not None)
+    assert metrics(tmp_path / "run")[-1]["eval_loss"] > 0 and (tmp_path / "run" / "loss.png").exists()
+    share = f"and {losses.count(None) / len(losses):.0%} of the next 8 steps"
+    assert any(share in str(warning.message) for warning in warned)
+
+
+def test_held_out_text_without_an_answer_has_no_loss_and_no_best_step(
+    chatty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = {"messages": [{"role": "user", "content": SENTENCE}]}
+    answered = {"messages": [*question["messages"], {"role": "assistant", "content": "is"}]}
+    lines = [json.dumps(record) + "\n" for record in [*[question] * 9, answered]]
+    (tmp_path / "held.jsonl").write_text("".join(lines))
+    flags = chat_options(chatty, data__validation_path=tmp_path / "held.jsonl", data__eval_tokens=96)
+    with pytest.warns(UserWarning, match="in 100% of the held-out windows: there is nothing to evaluate"):
+        assert train_tiny(tmp_path, **flags) == 0
+    shown = capsys.readouterr().out
+    assert "held-out 0" not in shown and "lowest held-out loss" not in shown
+    assert not any("eval_loss" in row for row in metrics(tmp_path / "run"))
 
 
 def test_conversations_over_shards_are_as_in_one_process(
