@@ -30,8 +30,8 @@ VAGUE = set(
 # Pronouns, genitives, question words and prepositions; "Whether" is a complete beginning.
 OPENINGS = set(
     WORDS.findall("""
-    of those that these this it its they them what where when which who whose how why by none all as at from in
-    on to for with others another one
+    of those that these this it its they them what where when which who whose how why by none all as at
+    from in on to for with others another one
     """)
 )
 
