@@ -291,10 +291,15 @@ class ModelConfig(StackConfig):
         "folder, or name on the Hugging Face hub, of a causal LM to fine-tune; it sets the sizes, and the "
         "method must be exact, truncated or backprop.",
     )
+    trust_remote_code: bool = option(
+        False, "whether Python code that comes with model.from_pretrained may run: read it first."
+    )
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.trust_remote_code and self.from_pretrained is None:
+            raise UserError("model.trust_remote_code: is for a pretrained model, model.from_pretrained")
         if self.lora is not None and self.from_pretrained is None:
             raise UserError("model.lora: adapters need a pretrained model, model.from_pretrained")
 
@@ -491,8 +496,9 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     """The sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.train.pretrained import sizes
 
-    ours = {key: given.pop(key) for key in ("from_pretrained", "lora") if key in given}
-    own: dict[str, Any] = sizes(ours["from_pretrained"])
+    keys = ("from_pretrained", "lora", "trust_remote_code")
+    ours = {key: given.pop(key) for key in keys if key in given}
+    own: dict[str, Any] = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
     for key, value in given.items():
         if value != own.get(key, getattr(default, key)):
             raise UserError(f"model.{key}: model.from_pretrained has its own; leave {value} out")

@@ -27,7 +27,7 @@ from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.methods import described
-from adjoint.train import machine
+from adjoint.train import dependencies, machine
 from adjoint.train.carried_state import STEM, Carried
 from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, TrainingConfig
@@ -84,6 +84,7 @@ class Trainer:
         self.step = self.saved_step = 0
         self.tokens = 0
         self._build(checkpoint)
+        self.dependencies = dependencies.record(config.to_dict())
         if checkpoint is not None:
             self._resume(checkpoint)
         self.trackers = Trackers(settings.report_to, folder.path, self.step, config.to_dict())
@@ -304,6 +305,7 @@ class Trainer:
             "unigram_entropy": self.data.unigram_entropy,
             "torch": torch.__version__,
             "config": self.config.to_dict(),
+            dependencies.RECORD: self.dependencies,
         }
         folder = self.folder.path / "checkpoints"
         best, keep = self._best(), self.settings.keep_checkpoints
@@ -351,7 +353,11 @@ class Trainer:
             return
         tokenizer = self.data.tokenizer
         prompt = tokenizer.encode(settings.sample_prompt) or list(tokenizer.separator_ids) or [0]
-        ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
+        try:
+            ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
+        except UserError as error:
+            print(f"no sample: {error}")
+            return
         # The model may have more rows in its embedding than the tokenizer has tokens.
         text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])
         write_atomically(self.folder.path / "sample.txt", text)

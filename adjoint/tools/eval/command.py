@@ -22,6 +22,7 @@ from adjoint.settings import Positive, SeqLen
 from adjoint.tools.eval import needles, positions
 from adjoint.tools.measure.show import print_table
 from adjoint.train.config import Precision
+from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.model import LanguageModel, PretrainedLM, model_class
@@ -109,6 +110,7 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
             check_bytes(run, module.config.get_text_config().vocab_size)
         return Loaded(PretrainedLM(module, Exact()), DataConfig(tokenizer=tokenizer), Path("eval"))
     checkpoint = find_checkpoint(run)
+    check_tokenizer(checkpoint)
     trainer = read_trainer(checkpoint)
     config = trainer["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})

@@ -100,7 +100,7 @@ def request_of(given: argparse.Namespace, config: Config) -> Request:
 
         if config.model.lora is not None:
             raise UserError("model.lora: a plan counts all weights as trained; leave it out")
-        model = outlined(config.model.from_pretrained)
+        model = outlined(config.model.from_pretrained, config.model.trust_remote_code)
     machine = Machine(given.kind, precision, None if given.limits is None else min(given.limits))
     sizes = config.data.batch, config.data.seqlen
     setup = Setup(model_of(model), config.method, *sizes, Layout(), machine, config.training)
