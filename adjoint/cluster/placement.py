@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from adjoint.errors import UserError
+from adjoint.errors import UserError, install_command
 from adjoint.memory import usable_cores
 from adjoint.train.layout import Layout
 
@@ -70,7 +70,7 @@ def connect(workers: int, each: Resources) -> bool:
         import ray
     except ImportError:
         raise UserError(
-            'cluster.shards: needs Ray; pip install "adjoint-sharding[cluster]", or --cluster.shards 0'
+            f"cluster.shards: needs Ray; {install_command('cluster')}, or --cluster.shards 0"
         ) from None
     if ray.is_initialized():
         return False

@@ -81,9 +81,7 @@ class PretrainedShard(Shard):
 DTYPES = ("F32", "BF16", "F16")
 
 
-def described_by_files(
-    directory: str, method: Any, trust_remote_code: bool = False
-) -> Pretrained | None:
+def described_by_files(directory: str, method: Any, trust_remote_code: bool = False) -> Pretrained | None:
     """What shards have to know of the model of a folder, whose weights they read from its files themselves.
 
     Memory does not grow with the number of layers: of each third of the model one layer of each kind is read

@@ -334,9 +334,9 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
 
     Raises:
         UserError: one line naming the flag, file or variable, what is wrong with it and what would be right.
-        SystemExit: code 0, after ``--help`` or ``--print_config``.
+        SystemExit: code 0, after ``--help``, ``--help-all`` or ``--print_config``.
     """
-    options, unknown = _parser(prog).parse_known_args(argv)
+    options, unknown = _parser(prog, "--help-all" in argv).parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
         if re.match("--.", name):
@@ -419,7 +419,22 @@ def _keys_of(cls: type, defaults: object) -> dict[str, Setting]:
     return keys
 
 
-def _parser(prog: str) -> Flags:
+# The keys that `adjoint train --help` shows; --help-all shows all.
+_FIRST_KEYS = (
+    "data.path",
+    "data.seqlen",
+    "data.batch",
+    "model.from_pretrained",
+    "model.lora.rank",
+    "method.name",
+    "training.steps",
+    "training.lr",
+    "run.dir",
+    "run.resume",
+)
+
+
+def _parser(prog: str, show_all: bool = False) -> Flags:
     parser = Flags(
         prog=prog,
         usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--resume auto]",
@@ -428,6 +443,9 @@ def _parser(prog: str) -> Flags:
         "environment variables (ADJOINT_TRAINING__STEPS=2) override them, flags override both.",
         argument_default=argparse.SUPPRESS,
     )
+    show = "show all keys, by section, and exit"
+    parser.add_argument("--help-all", action="help", help=argparse.SUPPRESS if show_all else show)
+    first = parser.add_argument_group("keys", "The ten that most runs need.")
     text = "YAML file with any of the keys below"
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
     parser.add_argument(
@@ -435,14 +453,23 @@ def _parser(prog: str) -> Flags:
     )
     about = {section: inspect.getdoc(type(value)) or "" for section, value in vars(Config()).items()}
     about["method"] = "How the gradient is computed."
-    groups = {
+    groups: dict[str, Any] = {
         section: parser.add_argument_group(section, " ".join(text.partition("\n\n")[0].split()))
         for section, text in about.items()
+        if show_all
     }
-    for name, key in known_keys().items():
-        flags = [f"--{name}", "--resume"] if name == "run.resume" else [f"--{name}"]
+    keys = known_keys()
+    for name in [*_FIRST_KEYS, *(name for name in keys if name not in _FIRST_KEYS)]:
+        key = keys[name]
         text = f"{key.help} ({in_words(key.hint)}; default: {json.dumps(key.default)})".replace("%", "%%")
-        groups[name.partition(".")[0]].add_argument(*flags, dest=name, metavar="VALUE", help=text)
+        group = first if name in _FIRST_KEYS else groups.get(name.partition(".")[0], parser)
+        given: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": text}
+        if group is parser:
+            given["help"] = argparse.SUPPRESS
+        if name == "run.resume":
+            group.add_argument("--run.resume", "--resume", nargs="?", const="auto", **given)
+        else:
+            group.add_argument(f"--{name}", **given)
     return parser
 
 
@@ -508,7 +535,7 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
 def _unknown(name: str, where: str) -> UserError:
     guess = ELSEWHERE.get(name.rpartition(".")[2]) or nearest(name, known_keys())
     meant = f"; did you mean {guess}?" if guess in known_keys() else f"; {guess}" * bool(guess)
-    return UserError(f"{where}: unknown key {name}{meant} (--help lists all keys)")
+    return UserError(f"{where}: unknown key {name}{meant} (--help-all lists all keys)")
 
 
 def _method(name: str, given: dict[str, Any]) -> Any:

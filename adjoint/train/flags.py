@@ -51,13 +51,28 @@ class Flags(argparse.ArgumentParser):
             raise self.unknown(rest[0])
         return given
 
+    def parse_with_keys(self, argv: list[str]) -> tuple[Any, list[str]]:
+        """Parse the command's own flags; return them, and the words that may be keys of a configuration.
+
+        Raises:
+            UserError: one of these has no section, as no key has, and is like a flag of the command.
+        """
+        given, rest = self.parse_known_args(argv)
+        for word in rest:
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and "." not in flag and nearest(flag, self._flags(), cutoff=0.8):
+                raise self.unknown(word)
+        return given, rest
+
+    def _flags(self) -> list[str]:
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
     def unknown(self, word: str) -> UserError:
         """An error for a word that is no flag of the command, with the flag that may be meant."""
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
             return UserError(f"{word!r}: {self.prog} takes no such argument; see {self.prog} --help")
-        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        meant = nearest(flag, known, cutoff=0.6)
+        meant = nearest(flag, self._flags(), cutoff=0.6)
         hint = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
         return UserError(f"{flag}: {self.prog} does not take it; {hint}")
 

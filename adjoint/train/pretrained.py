@@ -75,9 +75,7 @@ def configuration(place: str, trust_remote_code: bool = False, key: str = KEY) -
         )
     file = path if path.is_file() else path / "config.json"
     with _reading(place, key, trust_remote_code):
-        config = AutoConfig.from_pretrained(
-            place, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=trust_remote_code)
         missing = [name for name in _SIZES.values() if not hasattr(config.get_text_config(), name)]
         if missing:
             raise ValueError(f"{file.name} describes no causal language model (it has no {missing[0]})")
@@ -114,9 +112,7 @@ def load(
     return wrapped if lora is None else _adapted(wrapped, lora)
 
 
-def unwrapped(
-    directory: str, dtype: torch.dtype, trust_remote_code: bool = False, key: str = KEY
-) -> Any:
+def unwrapped(directory: str, dtype: torch.dtype, trust_remote_code: bool = False, key: str = KEY) -> Any:
     """Return the model of a folder as transformers makes it.
 
     Raises:
@@ -211,7 +207,7 @@ def continued(model: Any, prompt: Tensor, max_new_tokens: int, temperature: floa
         UserError: the model's own `generate` fails, as that of a model with code of its own may.
     """
     model.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), quiet_transformers():
         torch.manual_seed(seed)
         try:
             return model.generate(
@@ -256,7 +252,7 @@ def _reading(place: str, key: str, trust_remote_code: bool) -> Iterator[None]:
             ) from None
         if damaged := damaged_weights(Path(place)):
             said = damaged
-        elif not isinstance(error, OSError | ValueError) or "\n" in str(error):
+        elif not isinstance(error, OSError | ValueError):
             said = f"its files cannot be read ({type(error).__name__}: {said}); download them again"
         raise UserError(f"{key}: {place}: {said[:600]}") from error
 

@@ -39,6 +39,7 @@ from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
 from adjoint.train.trackers import Trackers
 
+_RESULTS = ("metrics.jsonl", "loss.png", "sample.txt", "trace.json", "config.yaml", "checkpoints/")
 Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
 LossAndWindows = tuple[float, list[int] | None]  # of a batch; None unless the method picked the windows
 
@@ -127,7 +128,8 @@ class Trainer:
         self._sample()
         if (best := self._best()) is not None:
             print(f"lowest held-out loss: {best['eval_loss']:.4f}, checkpoints/step-{best['step']:08d}")
-        print(f"run: {path} (metrics.jsonl, loss.png, sample.txt, config.yaml, checkpoints/)", flush=True)
+        written = [name for name in _RESULTS if (path / name).exists()]
+        print(f"run: {path} ({', '.join(written)})", flush=True)
         return Outcome(path, self.step)
 
     # What is done to model and optimizer is in the next methods and nowhere else: over several processes
@@ -367,8 +369,8 @@ class Trainer:
     def _diverged(self, what: str, value: float, step: int) -> None:
         kept = f"the checkpoint of step {self.saved_step} is kept" if self.saved_step else "none is saved yet"
         raise UserError(
-            f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; "
-            "lower training.lr, raise training.warmup_steps or lower training.grad_clip"
+            f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; lower training.lr, raise "
+            f"training.warmup_steps or {'lower' if self.settings.grad_clip else 'set'} training.grad_clip"
         )
 
     def _announce(self) -> None:

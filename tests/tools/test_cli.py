@@ -25,7 +25,8 @@ def test_train_py_is_adjoint_train_and_shows_no_traceback(tmp_path: Path) -> Non
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.splitlines() == [
-        "error: --training.lrr: unknown key training.lrr; did you mean training.lr? (--help lists all keys)"
+        "error: --training.lrr: unknown key training.lrr; did you mean training.lr? "
+        "(--help-all lists all keys)"
     ]
 
 

@@ -61,7 +61,7 @@ def march() -> str:
 
 
 def prebuilt(target: str) -> Path:
-    """Where a wheel has the kernels compiled for a target, without the digest and .so. The name tells of which
+    """Where a wheel has the kernels compiled for a target, less the digest and .so. The name tells of which
     sources: those of a checkout may have changed since."""
     return Path(__file__).parent / "prebuilt" / f"{_sources().hexdigest()[:16]}-{target}"
 

@@ -132,6 +132,10 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
                 raise UserError(f"{request.model}: {what}{answer['error']}")
             return answer
 
+        def remaining(points: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+            keys = (settings | {"way": way, "length": length} for way, length in points)
+            return [each for each, key in zip(points, keys, strict=True) if journal.get(key) is None]
+
         def point(way: str, length: int, later: Sequence[tuple[str, int]] = ()) -> Point:
             key = settings | {"way": way, "length": length}
             tell("", 1)
@@ -146,14 +150,14 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
                 journal.add(key, answer)
                 if "seconds" in answer:
                     times.add(way, length, typical(answer["seconds"]))
-                left = [each for each in later if journal.get(settings | dict(zip(_KEY, each))) is None]
+                left = remaining(later)
                 rest = f"; about {duration_text(times.of_points(left))} left" if left else ""
                 tell(f"    {report.row_text(answer)}{rest}", 0)
             return answer
 
         try:
             times = _estimate(measure, settings, lengths, request.ways, journal)
-            left = [each for each in points if journal.get(settings | dict(zip(_KEY, each))) is None]
+            left = remaining(points)
             if left:
                 then = ", then a search for the longest that fit" if request.search else ""
                 tell(f"{len(left)} points, about {duration_text(times.of_points(left))}{then}", 0)
@@ -165,9 +169,6 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
                 _search(point, request.ways, lengths[-1], journal, times, settings["limit"], tell)
         finally:
             process.close()
-
-
-_KEY = ("way", "length")
 
 
 def _estimate(

@@ -224,7 +224,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
-    given, words = _parser().parse_known_args(argv)
+    given, words = _parser().parse_with_keys(argv)
     if given.seqlen is not None:
         words += ["--data.seqlen", str(given.seqlen)]
     config = load_config(words, "adjoint plan")
