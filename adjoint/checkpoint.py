@@ -102,7 +102,7 @@ def verify_checkpoint(path: str | Path) -> None:
         if (path / "checkpoints").is_dir():
             raise UserError(f"{path}: is a run, not a checkpoint; --run.dir {path} --resume auto") from None
         raise damaged(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise damaged(f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
         raise UserError(

@@ -33,6 +33,7 @@ from adjoint.train.carried_state import STEM
 from adjoint.train.dependencies import check_model, records_model
 from adjoint.train.optimizer import flattened, parts_of, restored
 
+_MAY_CHANGE = ("run.", "cluster.", "training.steps", "model.from_pretrained")
 _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
 
 
@@ -191,6 +192,22 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
                 f"set --{key} {saved.get(key)} or start another run"
             )
     check_model(path, config)
+
+
+def changed_keys(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Say which settings of a run differ from those of its checkpoint, as "training.lr 0.1, was 0.2"; where a
+    run is, how long and over what, is not among them."""
+
+    def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        leaves: dict[str, Any] = {}
+        for key, value in config.items():
+            nested = isinstance(value, Mapping)
+            leaves |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        return leaves
+
+    before, now = flat(stored), flat(current)
+    keys = [key for key in now if key in before and not key.startswith(_MAY_CHANGE)]
+    return [f"{key} {now[key]}, was {before[key]}" for key in keys if now[key] != before[key]]
 
 
 def set_aside_after(directory: str | Path, step: int) -> list[Path]:

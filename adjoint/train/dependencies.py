@@ -25,9 +25,9 @@ _SAMPLE_BYTES = 4096
 _SAMPLES_PER_TENSOR = 4
 _SAMPLES_PER_FILE = 2048
 _MODEL_FILES = {
-    "config": ("config.json", "the model that the run trains"),
-    "code": ("Python code", "the model that the run trains"),
-    "weights": ("weights", "the weights that the run's adapters were trained on"),
+    "config": ("the config.json", "the checkpoint is of the model as it was"),
+    "code": ("the Python code", "the checkpoint is of the model as it was"),
+    "weights": ("the weights", "the checkpoint's adapters are for those as they were"),
 }
 
 
@@ -56,10 +56,10 @@ def check_model(checkpoint: Path, config: Mapping[str, Any]) -> None:
     digests = _model_digests(model)
     for kind in kinds:
         if digests.get(kind) != recorded[kind]:
-            what, of = _MODEL_FILES[kind]
+            what, why = _MODEL_FILES[kind]
             raise UserError(
-                f"{checkpoint}: the {what} in {model['from_pretrained']} changed since the run began, and is "
-                f"not that of {of}; put the folder back as it was, or start another run"
+                f"{checkpoint}: {what} in {model['from_pretrained']} changed since the run began, and {why}; "
+                "put the folder back as it was, or start another run"
             )
 
 

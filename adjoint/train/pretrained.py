@@ -96,19 +96,24 @@ def sizes(directory: str, trust_remote_code: bool = False) -> dict[str, int]:
 
 
 def load(
-    directory: str, method: Any, lora: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+    directory: str,
+    method: Any,
+    lora: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    key: str = KEY,
 ) -> Any:
     """Return the model of a folder, in float32, wrapped.
 
     Args:
         lora: settings of `model.lora`, for a model with adapters.
         trust_remote_code: whether Python files of the folder may run.
+        key: what the folder was given as, for an error.
 
     Raises:
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
-    with _naming(directory):
-        wrapped = wrap(unwrapped(directory, torch.float32, trust_remote_code), method)
+    with _naming(directory, key):
+        wrapped = wrap(unwrapped(directory, torch.float32, trust_remote_code, key), method)
     return wrapped if lora is None else _adapted(wrapped, lora)
 
 
@@ -223,14 +228,14 @@ def continued(model: Any, prompt: Tensor, max_new_tokens: int, temperature: floa
 
 
 @contextlib.contextmanager
-def _naming(directory: str) -> Iterator[None]:
+def _naming(directory: str, key: str = KEY) -> Iterator[None]:
     """Errors as `UserError`, in a line that names the folder."""
     try:
         yield
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{key}: {directory}: {' '.join(str(error).split())}") from None
 
 
 @contextlib.contextmanager

@@ -29,7 +29,13 @@ from adjoint.memory import peak_memory_bytes
 from adjoint.methods import described
 from adjoint.train import dependencies, machine
 from adjoint.train.carried_state import STEM, Carried
-from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
+from adjoint.train.checkpoint import (
+    changed_keys,
+    load_checkpoint,
+    model_files,
+    save_checkpoint,
+    set_aside_after,
+)
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.in_backward import SteppedInBackward
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
@@ -341,6 +347,8 @@ class Trainer:
         for moved in set_aside_after(self.folder.path / "checkpoints", self.step):
             print(f"set aside: {moved}, because their steps run again")
         print(f"resuming after step {self.step} from {checkpoint}")
+        if changed := changed_keys(trainer.get("config", {}), self.config.to_dict()):
+            print(f"changed since the checkpoint: {', '.join(changed)}")
 
     def _plot(self) -> None:
         if self.folder.rows:

@@ -4,4 +4,4 @@ A kind of case is a module with `draw(rng)`, a random case, and `check(case)`, w
 `Deviation`, or whatever was raised, where it does not hold. A case is plain data, so that one that fails is a
 line of JSON: with `--case` it runs again, in `cases.jsonl` it is tried in every run of the tests."""
 
-KINDS = ("stacks", "distributions", "operators", "wrapped")
+KINDS = ("stacks", "distributions", "operators", "wrapped", "damage")

@@ -47,7 +47,7 @@ def measure(point: Point) -> Point:
 
 def _pilot(point: Point, ids: Tensor) -> Point:
     """Seconds of a pass of each of some `ways` at each of some `lengths`, up to that of the point."""
-    passes = {}
+    passes = dict[str, list[float]]()
     for way in point["ways"]:
         model, loss = _passes(point | {"way": way})
         loss(ids[:, : min(FIRST, point["length"])]).backward()

@@ -108,7 +108,8 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
     if (folder := _model_folder(run)) is not None:
         from adjoint.train.pretrained import load as load_pretrained
 
-        module = load_pretrained(folder, Exact(), None, trust_remote_code).to(device, dtype).eval()
+        module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval")
+        module.to(device, dtype).eval()
         tokenizer = tokenizer_in(folder)
         if tokenizer is None:
             check_bytes(folder, module.config.get_text_config().vocab_size)

@@ -166,7 +166,7 @@ def _rate(given: argparse.Namespace, setup: Setup) -> tuple[float, str]:
 # ----------------------------------------------------------------------------------------- command line
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Flags:
     parser = Flags(
         prog="adjoint plan",
         usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
