@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import sys
@@ -126,6 +127,7 @@ def unwrapped(directory: str, dtype: torch.dtype, trust_remote_code: bool = Fals
     from transformers import AutoModelForCausalLM
 
     configuration(directory, trust_remote_code, key)
+    _check_generation_config(Path(directory) / "generation_config.json", key)
     # With mismatched shapes ignored, transformers lists them; else it prints a table and names no tensor.
     options = {"ignore_mismatched_sizes": True, "output_loading_info": True, "local_files_only": True}
     with _reading(directory, key, trust_remote_code), quiet_transformers():
@@ -144,6 +146,16 @@ def unwrapped(directory: str, dtype: torch.dtype, trust_remote_code: bool = Fals
                 "a folder that save_pretrained wrote of it"
             )
     return model
+
+
+def _check_generation_config(file: Path, key: str) -> None:
+    """Raise a UserError where a generation_config.json is damaged: transformers would go on without it."""
+    try:
+        readable = not file.exists() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):
+        readable = False
+    if not readable:
+        raise UserError(f"{key}: {file.parent}: {file.name} is damaged; download it again")
 
 
 def _adapted(model: Any, lora: Mapping[str, Any]) -> Any:

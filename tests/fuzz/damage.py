@@ -48,6 +48,15 @@ def draw(rng: random.Random) -> Case:
     }
 
 
+def prepare() -> None:
+    """Make the undamaged folders, and what commands find in them."""
+    for model in ("stack", "lora"):
+        _undamaged(model, 1)
+        for command in COMMANDS:
+            if command != "kernels":
+                _expected(model, command)
+
+
 def check(case: Case) -> None:
     model, command = case.get("model", "stack"), case.get("command", "resume")
     expected = None if command == "kernels" else _expected(model, command)
