@@ -113,8 +113,9 @@ def load(
     Raises:
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
+    model = unwrapped(directory, torch.float32, trust_remote_code, key)
     with _naming(directory, key):
-        wrapped = wrap(unwrapped(directory, torch.float32, trust_remote_code, key), method)
+        wrapped = wrap(model, method)
     return wrapped if lora is None else _adapted(wrapped, lora)
 
 
@@ -244,8 +245,6 @@ def _naming(directory: str, key: str = KEY) -> Iterator[None]:
     """Errors as `UserError`, in a line that names the folder."""
     try:
         yield
-    except UserError:
-        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {directory}: {' '.join(str(error).split())}") from None
 
