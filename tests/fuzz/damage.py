@@ -269,7 +269,7 @@ def _damage(case: Case, home: Path, foreign: Path, command: str) -> list[str]:
         name = case.get("name") or names[(case.get("file", 0) + 7 * number) % len(names)]
         other = names[case.get("other", 0) % len(names)]
         _change(case, home, name, other, foreign)
-        damaged.append(name)
+        damaged += [name, other] if case["damage"] == "exchanged" else [name]
     return damaged
 
 
