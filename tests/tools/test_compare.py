@@ -150,9 +150,11 @@ def test_what_is_refused(model: Path, here: list[Any], monkeypatch: pytest.Monke
     assert "expected a size" in refused("model", "--memory", "lots")
     assert "--model.d_model" in refused("model", "--model.d_model", "8")
     assert "--method layer-local" in refused("model", "--method", "layer-local")
+    config = (model / "config.json").read_text()
     (model / "config.json").write_text('{"model_type": "nonsense"}')
     assert "nonsense" in refused("model", *ASKED)
-    found = {"difference": 0.5, "parameter": "A_log", "length": 32}
+    (model / "config.json").write_text(config)
+    found = {"difference": 0.5, "parameter": "A_log", "length": 32, "passes": {}}
     monkeypatch.setattr(Process, "measure", lambda self, point: found)
     assert "the gradient of A_log differs by 5.0e-01" in refused("model", *ASKED)
     assert not any(p["way"] != "gradients" for p in here), "before a time counts"
