@@ -223,7 +223,7 @@ def _undamaged(model: str, number: int) -> Path:
         if model == "lora":
             _save_base(home / "base", seed=number)
         # three steps of four: the newest checkpoint is of step 3, the one before it of step 2
-        argv = tiny(home, **flags | {"training__seed": number, "training__schedule": "constant"})
+        argv = tiny(home, **flags | {"training__seed": number})
         code, _, error = _run([*argv, "--training.steps", "3"])
         assert code == 0, error
         if number == 0:  # for commands that set the default
