@@ -106,7 +106,7 @@ class Gradients:
         return None if total is None else total.to(parameter.dtype)
 
 
-class _Arriving:
+class StreamingAccumulator:
     """Adds gradients to the sums while a tile's backward runs, so that they never all exist at once: together
     they may be as large as the model. On a GPU it adds some at a time, by one launch for all."""
 
@@ -174,7 +174,7 @@ def linearize(
         outputs.clear()
         if not given:
             return None, (None,) * len(state)
-        arriving = _Arriving(gradients)
+        arriving = StreamingAccumulator(gradients)
         for parameter, leaf in trained:
             leaf.register_hook(functools.partial(arriving.take, parameter))
         inputs = [*followed, *(leaf for _, leaf in trained), *others]
