@@ -18,7 +18,7 @@ from tests.fuzz.runner import Outcome, draw, judge, module_of, shrink
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COUNTS = {"stacks": 48, "distributions": 20, "chats": 40}
+COUNTS = {"stacks": 48, "distributions": 20, "chats": 40, "damage": 8}
 PARTS = 4  # for several processes
 LINES = (Path(__file__).parent / "fuzz" / "cases.jsonl").read_text().splitlines()
 KEPT = [json.loads(line) for line in LINES]
@@ -131,3 +131,16 @@ def test_a_process_that_dies_or_hangs_is_a_verdict(monkeypatch: pytest.MonkeyPat
         assert worker.judge({**good, "seqlen": 10**6})[0] == "hangs"
     finally:
         worker.stop()
+
+
+def test_a_checkpoint_that_is_taken_though_it_is_damaged_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {
+        "kind": "damage",
+        "command": "resume",
+        "damage": "changed",
+        "place": 0.9,
+        "name": "run/checkpoints/step-00000003/model.safetensors",
+    }
+    assert judge(case) == ("", "")
+    monkeypatch.setattr("adjoint.checkpoint.verify_checkpoint", lambda path: None)
+    assert judge(case)[0] == "Deviation"

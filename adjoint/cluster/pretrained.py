@@ -24,7 +24,7 @@ from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.plan.pretrained import outlined
 from adjoint.plan.stage_memory import Uncountable
-from adjoint.train.pretrained import KEY, configuration
+from adjoint.train.pretrained import KEY, configuration, damaged_weights
 
 
 class PretrainedPipelineWorker(PipelineWorker):
@@ -82,7 +82,7 @@ class PretrainedPipelineWorker(PipelineWorker):
 DTYPES = ("F32", "BF16", "F16")
 
 
-def described_by_files(directory: str, method: Any) -> Pretrained | None:
+def described_by_files(directory: str, method: Any, trust_remote_code: bool = False) -> Pretrained | None:
     """What shards have to know of the model of a folder, whose weights they read from its files themselves.
 
     Memory does not grow with the number of layers: of each third of the model one layer of each kind is read
@@ -95,12 +95,14 @@ def described_by_files(directory: str, method: Any) -> Pretrained | None:
     Raises:
         UserError: the model cannot be cut, or the method is not for it.
     """
+    config = configuration(directory, trust_remote_code)
+    if damaged := damaged_weights(Path(directory)):
+        raise UserError(f"{KEY}: {directory}: {damaged}")
     stored = StoredTensors(Path(directory), "model")
-    config = configuration(directory)
     if not stored.where or getattr(config, "quantization_config", None) is not None:
         return None
     try:
-        found = outlined(directory)
+        found = outlined(directory, trust_remote_code)
     except Uncountable:
         return None
     model = found.empty()

@@ -111,9 +111,10 @@ def summary_of(config: Config, folder: Path | None) -> ModelSummary:
     from adjoint.train.pretrained import described
 
     weights: Path | None = Path(directory)
-    found = described_by_files(directory, config.method)
+    trusted = config.model.trust_remote_code
+    found = described_by_files(directory, config.method, trusted)
     if found is None:
-        found, weights = described(directory, config.method, folder), folder
+        found, weights = described(directory, config.method, folder, trusted), folder
     return ModelSummary(found, found.num_parameters, list(found.names), weights, samples=False)
 
 

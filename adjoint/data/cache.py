@@ -5,7 +5,8 @@ of the held-out ones, memory-mapped, in the narrowest integers that the vocabula
 predicted is stored as -1 - id); KEY-DIGEST.npy, one row per document; and KEY.json, written last. KEY
 identifies the sources (paths, sizes, modification times), the tokenizer and the settings; DIGEST identifies
 the content. Files appear only when complete, and processes that build the same cache at the same time write
-the same bytes under the same names.
+the same bytes under the same names. KEY.json ends with a checksum of itself, of KEY and of the .npy, so that
+a file that was damaged, or put in the place of another, is noticed.
 """
 
 from __future__ import annotations
@@ -142,15 +143,24 @@ def _read_cache(folder: Path, key: str) -> TokenCache | None:
     """The cache, or None if it is missing or damaged."""
     try:
         meta = json.loads((folder / f"{key}.json").read_bytes())
-        digest, n_train = meta.pop("digest"), meta.pop("n_train")
+        checksum, digest, n_train = meta.pop("checksum"), meta["digest"], meta["n_train"]
+        if checksum != _checksum(key, meta, folder / f"{key}-{digest}.npy"):
+            return None
+        del meta["digest"], meta["n_train"]
         tokens = np.memmap(folder / f"{key}-{digest}.bin", dtype=meta.pop("dtype"), mode="r")
         if _digest(tokens) != digest:
             return None
         meta["documents"] = np.load(folder / f"{key}-{digest}.npy", mmap_mode="r")
         # The boundary is part of the identity: moving it gives other training data from the same tokens.
         return TokenCache(tokens[:n_train], tokens[n_train:], f"{digest}-{n_train}", **meta)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _checksum(key: str, meta: dict[str, Any], documents: Path) -> str:
+    """Checksum of what KEY.json says, of KEY, and of the file of documents."""
+    content = [key, meta, _digest(np.memmap(documents, np.uint8, "r"))]
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _build(
@@ -203,6 +213,7 @@ def _build(
         publish(unfinished, place.with_name(f"{place.name}-{meta['digest']}.bin"))
     finally:
         unfinished.unlink(missing_ok=True)
+    meta["checksum"] = _checksum(place.name, meta, beside)
     write_atomically(place.with_name(f"{place.name}.json"), json.dumps(meta, indent=1))
 
 

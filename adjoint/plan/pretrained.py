@@ -35,7 +35,7 @@ from adjoint.train.pretrained import KEY, configuration
 WIDEST = 1024  # d_model of the layer that is timed in the place of a model's own
 
 
-def outlined(directory: str) -> Pretrained:
+def outlined(directory: str, trust_remote_code: bool = False) -> Pretrained:
     """What the config.json of a folder says of how its causal LM is cut. The multiplier is left at 1: memory
     does not depend on it.
 
@@ -45,10 +45,13 @@ def outlined(directory: str) -> Pretrained:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = configuration(directory)
+    config = configuration(directory, trust_remote_code)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
-        raise UserError(f"{KEY}: {directory}: transformers has no causal LM for a {type(config).__name__}")
+        raise UserError(
+            f"{KEY}: {directory}: transformers has no causal LM for a {type(config).__name__}; a model with "
+            "code of its own trains in one process or under torchrun, and is not planned"
+        )
     try:
         with fake_tensors(torch.float32) as mode, _countable(kind), mode:
             model = kind(copy.deepcopy(config))

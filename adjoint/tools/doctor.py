@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from adjoint.cluster.devices import find
+from adjoint.errors import install_command
 from adjoint.kernels import dispatch, trial
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
@@ -118,7 +119,7 @@ def packages() -> list[Finding]:
     found = []
     for extra, name in ((extra, name) for extra, names in PACKAGES.items() for name in names):
         version = versions(name).get(name)
-        told = version or f"missing (pip install '{f'adjoint-sharding[{extra}]' if extra else name}')"
+        told = version or f"missing ({install_command(extra) if extra else f'pip install {name}'})"
         found.append(row(name, told, None if version is None else True, version=version))
     return found
 

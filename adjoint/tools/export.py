@@ -21,6 +21,7 @@ from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
 from adjoint.methods import Backprop
 from adjoint.train.checkpoint import trained_model, write_file
+from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, new_folder, reads
 from adjoint.train.pretrained import configuration
 from adjoint.train.rundir import find_checkpoint
@@ -61,6 +62,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
         UserError: the layout has no such model, or something is in the folder's place.
         OSError: the disk refused; nothing is left.
     """
+    check_tokenizer(checkpoint)
     trained = read_trainer(checkpoint).get("config", {})
     source = trained.get("model", {}).get("from_pretrained")
     if source is not None and layout != "transformers":

@@ -150,7 +150,7 @@ class PretrainedLM(LanguageModel):
         from adjoint.train.pretrained import load
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
-        module = load(directory, config.method, lora).to(device, dtype)
+        module = load(directory, config.method, lora, config.model.trust_remote_code).to(device, dtype)
         return cls(module if group is None else wrap(module, config.method, group), config.method, group)
 
     @classmethod

@@ -28,9 +28,15 @@ from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.methods import described
-from adjoint.train import machine
+from adjoint.train import dependencies, machine
 from adjoint.train.carried_state import STEM, Carried
-from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
+from adjoint.train.checkpoint import (
+    changed_keys,
+    load_checkpoint,
+    model_files,
+    save_checkpoint,
+    set_aside_after,
+)
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.in_backward import SteppedInBackward
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
@@ -40,6 +46,7 @@ from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
 from adjoint.train.trackers import Trackers
 
+_RESULTS = ("metrics.jsonl", "loss.png", "sample.txt", "trace.json", "config.yaml", "checkpoints/")
 Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
 LossAndWindows = tuple[float, list[int] | None]  # of a batch; None unless the method picked the windows
 
@@ -85,6 +92,7 @@ class Trainer:
         self.step = self.saved_step = 0
         self.tokens = 0
         self._build(checkpoint)
+        self.dependencies = dependencies.record(config.to_dict())
         if checkpoint is not None:
             self._resume(checkpoint)
         self.trackers = Trackers(settings.report_to, folder.path, self.step, config.to_dict())
@@ -127,7 +135,8 @@ class Trainer:
         self._sample()
         if (best := self._best()) is not None:
             print(f"lowest held-out loss: {best['eval_loss']:.4f}, checkpoints/step-{best['step']:08d}")
-        print(f"run: {path} (metrics.jsonl, loss.png, sample.txt, config.yaml, checkpoints/)", flush=True)
+        written = [name for name in _RESULTS if (path / name).exists()]
+        print(f"run: {path} ({', '.join(written)})", flush=True)
         return Outcome(path, self.step)
 
     # What is done to model and optimizer is in the next methods and nowhere else: over several processes
@@ -310,6 +319,7 @@ class Trainer:
             "unigram_entropy": self.data.unigram_entropy,
             "torch": torch.__version__,
             "config": self.config.to_dict(),
+            dependencies.RECORD: self.dependencies,
         }
         folder = self.folder.path / "checkpoints"
         best, keep = self._best(), self.settings.keep_checkpoints
@@ -343,6 +353,8 @@ class Trainer:
         for moved in set_aside_after(self.folder.path / "checkpoints", self.step):
             print(f"set aside: {moved}, because their steps run again")
         print(f"resuming after step {self.step} from {checkpoint}")
+        if changed := changed_keys(trainer.get("config", {}), self.config.to_dict()):
+            print(f"changed since the checkpoint: {', '.join(changed)}")
 
     def _plot(self) -> None:
         if self.folder.rows:
@@ -358,7 +370,11 @@ class Trainer:
         tokenizer = self.data.tokenizer
         prompt = [*tokenizer.bos_ids, *tokenizer.encode(settings.sample_prompt)]
         prompt = prompt or list(tokenizer.separator_ids) or [0]
-        ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
+        try:
+            ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
+        except UserError as error:
+            print(f"no sample: {error}")
+            return
         # The model may have more rows in its embedding than the tokenizer has tokens.
         text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])
         write_atomically(self.folder.path / "sample.txt", text)
@@ -368,8 +384,8 @@ class Trainer:
     def _diverged(self, what: str, value: float, step: int) -> None:
         kept = f"the checkpoint of step {self.saved_step} is kept" if self.saved_step else "none is saved yet"
         raise UserError(
-            f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; "
-            "lower training.lr, raise training.warmup_steps or lower training.grad_clip"
+            f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; lower training.lr, raise "
+            f"training.warmup_steps or {'lower' if self.settings.grad_clip else 'set'} training.grad_clip"
         )
 
     def _announce(self) -> None:

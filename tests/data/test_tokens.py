@@ -233,6 +233,11 @@ DAMAGE = {
     "description without a key": lambda tokens, description: description.write_text(
         description.read_text().replace("n_train", "other")
     ),
+    "description of no keys": lambda tokens, description: description.write_text('"text"'),
+    "description changed": lambda tokens, description: description.write_text(
+        description.read_text().replace('"n_train": ', '"n_train": 1')
+    ),
+    "documents changed": lambda tokens, description: flip(tokens.with_suffix(".npy"), description),
 }
 
 
@@ -249,6 +254,21 @@ def test_damaged_cache_is_made_anew(
     DAMAGE[damage](next(cache.glob("*.bin")), next(cache.glob("*.json")))
     assert tokenised_again(monkeypatch, config)
     assert not tokenised_again(monkeypatch, config)
+
+
+def test_the_cache_of_another_text_is_not_taken(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file of one has been copied over that of the other."""
+    configs, descriptions = [], []
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"text of {name} " * 30)
+        configs.append(DataConfig(path=str(tmp_path / name), seqlen=8))
+        open_data(configs[-1])
+        descriptions += [path for path in cache.glob("*.json") if path not in descriptions]
+    descriptions[0].write_bytes(descriptions[1].read_bytes())
+    assert tokenised_again(monkeypatch, configs[0])
+    assert not tokenised_again(monkeypatch, configs[1])
 
 
 def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

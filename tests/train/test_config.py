@@ -36,6 +36,22 @@ def test_the_papers_sizes_have_their_stated_parameter_counts(name: str) -> None:
     assert f"{parameters:,}" in file.read_text()
 
 
+def test_usual_spellings_of_a_choice_are_taken() -> None:
+    config = load_config(["--training.precision", "bf16", "--method.name", "layer_local"])
+    assert (config.training.precision, config.method.name) == ("bfloat16", "layer-local")
+    assert load_config(["--resume", "--training.steps", "2"]).run.resume == "auto"
+
+
+def test_help_begins_with_the_keys_that_most_need(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            load_config([flag])
+        shown[flag] = set(re.findall(r"^  --(\w+\.[\w.]+)", capsys.readouterr().out, re.MULTILINE))
+    assert len(shown["--help"]) == 10 and {"data.path", "run.resume"} <= shown["--help"]
+    assert shown["--help-all"] == known_keys().keys()
+
+
 def test_every_config_file_is_tested() -> None:
     assert {file.stem for file in CONFIGS.glob("*.yaml")} == {"default", *PAPER_SIZES}
 

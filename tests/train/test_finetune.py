@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import yaml
 
@@ -21,9 +22,10 @@ from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
 from adjoint.tools.eval.command import _held_out
 from adjoint.train.config import load_config
+from adjoint.train.dependencies import weights_digest
 from tests.cluster.threads import train_in_threads
 from tests.data.text_helpers import tokenizer_folder
-from tests.training_helpers import SENTENCE, metrics, same_training, tiny, train_tiny
+from tests.training_helpers import SENTENCE, metrics, same_training, tiny, train_tiny, write_text
 
 transformers = pytest.importorskip("transformers")
 
@@ -186,6 +188,147 @@ def test_adapters_without_a_gradient_are_told_of(tmp_path: Path) -> None:
     flags = options(tmp_path / "mamba", **LORA, training__steps=1, training__sample_tokens=0)
     with pytest.warns(UserWarning, match=r"2 adapters have no gradient, such as .*layers\.0\.mixer\.dt_proj"):
         assert train_tiny(tmp_path, **flags, model__lora__target_modules="[in_proj, dt_proj]") == 0
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line that a command ends with, as its only error."""
+    capsys.readouterr()
+    assert main(argv) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_run_does_not_go_on_with_another_base(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lora: bool
+) -> None:
+    """A checkpoint of adapters is of the weights that these were trained on; any other needs config.json."""
+    pytest.importorskip("peft")
+    own = shutil.copytree(base, tmp_path / "own")
+    flags = options(own, **LORA if lora else {})
+    assert train_tiny(tmp_path, **flags) == 0
+    moved = shutil.copytree(own, tmp_path / "moved")
+    resumed = tiny(tmp_path, **flags | {"training__steps": 3}, run__resume="auto")
+    assert main([*resumed, "--model.from_pretrained", str(moved)]) == 0, "the same model elsewhere"
+    weights = safetensors.torch.load_file(own / "model.safetensors")
+    weights["backbone.layers.0.mixer.D"] += 1
+    safetensors.torch.save_file(weights, own / "model.safetensors", {"format": "pt"})
+    checkpoint = str(list_checkpoints(tmp_path / "run" / "checkpoints")[0])
+    commands = (
+        [*resumed, "--run.resume", checkpoint, "--run.dir", str(tmp_path / "other")],
+        ["eval", checkpoint, "--lengths", "64", "--out", str(tmp_path / "eval")],
+        ["export", checkpoint, "--to", str(tmp_path / "exported")],
+    )
+    for command in commands:
+        if lora:
+            said = f"the weights in {own} changed since the run began"
+            assert said in refusal(command, capsys)
+        else:
+            assert main(command) == 0
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.5}))
+    shutil.rmtree(tmp_path / "exported", ignore_errors=True)
+    for command in commands[1:]:
+        assert f"the config.json in {own} changed since the run began" in refusal(command, capsys)
+    shutil.copyfile(moved / "config.json", own / "config.json")
+    shutil.copyfile(moved / "model.safetensors", own / "model.safetensors")
+    (own / "tokenizer_config.json").write_text("{}")
+    assert "changed since the run began, and the model knows the tokens" in refusal(commands[2], capsys)
+
+
+def test_a_digest_of_weights_is_that_of_the_tensors(base: Path, tmp_path: Path) -> None:
+    """However they are distributed over files."""
+    model = transformers.Mamba2ForCausalLM.from_pretrained(base)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="5KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert weights_digest(tmp_path / "shards") == weights_digest(base)
+
+
+FOLDERS: dict[str, tuple[Any, str]] = {
+    "cut": (
+        lambda folder: (folder / "model.safetensors").write_bytes(
+            (folder / "model.safetensors").read_bytes()[:5000]
+        ),
+        "model.safetensors is damaged",
+    ),
+    "emptied": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b""),
+        "model.safetensors is damaged",
+    ),
+    "another shape": (
+        lambda folder: reshape(folder, "backbone.embeddings.weight"),
+        "its tensor backbone.embeddings.weight has shape (3, 16), and Mamba2ForCausalLM with its config.json",
+    ),
+    "a config of another kind": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "mamba2", "vocab_size": "many"}'),
+        "its files cannot be read",
+    ),
+}
+
+
+def reshape(folder: Path, name: str) -> None:
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights[name] = torch.zeros(3, 16)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("damage", FOLDERS)
+def test_a_damaged_folder_is_told_in_a_line(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "damaged")
+    change, said = FOLDERS[damage]
+    change(folder)
+    text = str(write_text(tmp_path / "text.txt"))
+    for argv in (
+        tiny(tmp_path, **options(folder)),
+        tiny(tmp_path, **options(folder), cluster__shards=1),
+        ["eval", str(folder), "--lengths", "64", "--path", text],
+    ):
+        assert said in refusal(argv, capsys)
+
+
+CODE = """
+from transformers import Mamba2Config, Mamba2ForCausalLM
+class OwnConfig(Mamba2Config):
+    model_type = "own"
+class OwnForCausalLM(Mamba2ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_that_comes_with_a_model_runs_where_it_is_trusted(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "remote")
+    (folder / "own_model.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": classes}))
+    flags = options(folder, data__tokenizer=base)
+    assert "set --model.trust_remote_code true" in refusal(tiny(tmp_path, **flags), capsys)
+    text = ["--lengths", "64", "--path", str(tmp_path / "text.txt"), "--out", str(tmp_path / "eval")]
+    assert "set --trust-remote-code" in refusal(["eval", str(folder), *text], capsys)
+    assert main(tiny(tmp_path, **flags, model__trust_remote_code=True)) == 0
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "exported")]) == 0
+    assert "OwnForCausalLM" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path / "run"), *text]) == 0
+
+
+def test_eval_takes_names_of_the_hub(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(name: str, allow_patterns: list[str]) -> str:
+        if name == "some/model":
+            return str(base)
+        raise FileNotFoundError(f"no network for {name}")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    text = ["--lengths", "64", "--path", str(write_text(tmp_path / "text.txt"))]
+    assert main(["eval", "some/model", *text]) == 0
+    assert "no network for other/model" in refusal(["eval", "other/model", *text], capsys)
+    assert "runs/other: no such run or checkpoint" in refusal(["eval", "runs/other", *text], capsys)
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
-    given, rest = _parser().parse_known_args(argv)
+    given, rest = _parser().parse_with_keys(argv)
     for window in given.windows or ():
         needs = "tolerance" if window == "auto" else "window"
         if not any(compare.takes(name, needs) for name in given.methods):
