@@ -373,7 +373,11 @@ class Data:
 
 
 def open_data(
-    config: DataConfig, seed: int = 0, vocab_size: int | None = None, consecutive: bool = False
+    config: DataConfig,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    consecutive: bool = False,
+    trust_remote_code: bool = False,
 ) -> Data:
     """Find, tokenise (once: the result is cached and memory-mapped) and cut the text of `config`.
 
@@ -382,11 +386,12 @@ def open_data(
         seed: Determines the order of the training windows; at least 0.
         vocab_size: The model's vocabulary, to check the tokens against; None checks nothing.
         consecutive: Whether each row of a training batch continues where the previous batch ended.
+        trust_remote_code: Whether Python files of the tokenizer's folder may run.
 
     Raises:
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
     """
-    tokenizer = load_tokenizer(config.tokenizer, config.separator)
+    tokenizer = load_tokenizer(config.tokenizer, config.separator, trust_remote_code)
     weights, own = config.weights, config.validation_path is None
     if weights is not None and consecutive:
         raise UserError("data.weights: training.carry_state previous needs one stream; leave one of them out")

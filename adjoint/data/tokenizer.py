@@ -65,9 +65,9 @@ class FileTokenizer:
     _bos: str | None
     _prefix: list[int]  # tokens that it adds before a text
 
-    def __init__(self, path: str, separator: str | None = None) -> None:
+    def __init__(self, path: str, separator: str | None = None, trust_remote_code: bool = False) -> None:
         """Raises UserError: no such path, not a tokenizer, or no separator found in it."""
-        self.name = path
+        self.name, self.trust_remote_code = path, trust_remote_code
         place = Path(path).expanduser()
         if not place.exists():
             raise UserError(f'data.tokenizer {path}: no such file or folder; or take "byte"')
@@ -109,11 +109,13 @@ class FileTokenizer:
             try:
                 from transformers import AutoTokenizer
 
-                options = {"local_files_only": True, "trust_remote_code": False}
+                options = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
                 return self._use_transformers(AutoTokenizer.from_pretrained(str(folder), **options))
             except Exception as error:  # transformers raises a dozen types
                 absent = isinstance(error, ImportError) and error.name == "transformers"
                 reason = None if absent else _first_line(error)
+                if "trust_remote_code" in str(error):
+                    reason = "it brings Python code: read it; --model.trust_remote_code true lets it run"
                 if not file.exists():
                     said = f"not a folder of transformers ({reason})"
                     said = "needs transformers: pip install transformers" if absent else said
@@ -268,12 +270,20 @@ def check_bytes(directory: str, vocab_size: int) -> None:
         )
 
 
-def load_tokenizer(tokenizer: str | None, separator: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, bytes if None, with the separator of `data.separator`.
-    Raises UserError if there is none."""
+def load_tokenizer(
+    tokenizer: str | None, separator: str | None = None, trust_remote_code: bool = False
+) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` names, bytes if None.
+
+    Args:
+        separator: of `data.separator`. trust_remote_code: whether Python files of its folder may run.
+
+    Raises:
+        UserError: there is no such tokenizer.
+    """
     if tokenizer in (None, ByteTokenizer.name):
         return ByteTokenizer(separator)
-    return FileTokenizer(tokenizer, separator)
+    return FileTokenizer(tokenizer, separator, trust_remote_code)
 
 
 def describe_boundaries(tokenizer: Tokenizer) -> str:

@@ -87,7 +87,8 @@ class Trainer:
         self.precision = machine.pick_precision(settings.precision, self.device)
         machine.set_up(settings, self.device)
         on = settings.carry_state == "previous"
-        self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, consecutive=on)
+        trusted = config.model.trust_remote_code
+        self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, on, trusted)
         self.method = config.method
         self.step = self.saved_step = 0
         self.tokens = 0

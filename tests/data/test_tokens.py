@@ -321,3 +321,30 @@ def test_long_documents_go_to_the_tokenizer_in_pieces(
     assert stream(open_data(DataConfig(path=str(file), seqlen=8))) == packed(texts)
     data = open_data(DataConfig(path=str(file), seqlen=8, tokenizer=str(bpe)))
     assert data.tokenizer.decode(stream(data)) == "".join(text + "<|endoftext|>" for text in texts)
+
+
+CODE = """
+from transformers import PreTrainedTokenizer
+
+class Letters(PreTrainedTokenizer):
+    vocab_files_names = {}
+    model_input_names = ["input_ids"]
+    @property
+    def vocab_size(self): return 26
+    def get_vocab(self): return {chr(97 + i): i for i in range(26)}
+    def _tokenize(self, text, **_): return list(text)
+    def _convert_token_to_id(self, token): return ord(token) - 97
+    def _convert_id_to_token(self, index): return chr(97 + index)
+    def convert_tokens_to_string(self, tokens): return "".join(tokens)
+"""
+
+
+def test_a_tokenizers_own_code_runs_where_it_is_trusted(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "letters.py").write_text(CODE)
+    settings = {"tokenizer_class": "Letters", "auto_map": {"AutoTokenizer": ["letters.Letters", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="trust_remote_code"):
+        load_tokenizer(str(tmp_path), "")
+    tokenizer = load_tokenizer(str(tmp_path), "", trust_remote_code=True)
+    assert list(tokenizer.encode("cab")) == [2, 0, 1] and tokenizer.decode([2, 0, 1]) == "cab"

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
-from adjoint.tools.eval.command import _held_out
+from adjoint.tools.eval.command import Loaded, _held_out
 from adjoint.train.config import load_config
 from adjoint.train.dependencies import weights_digest
 from tests.cluster.threads import train_in_threads
@@ -401,7 +402,8 @@ def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str
     assert text.startswith("<|user|>the state<|end|><|assistant|>of a chunk<|end|><|user|>is all<|end|>")
     short = open_data(dataclasses.replace(config, max_tokens=200, eval_fraction=0.0)).train
     assert np.array_equal(short.tokens, whole[:200])
-    assert _held_out(config, None, 2).min() >= 0  # `adjoint eval` reads all tokens
+    loaded = Loaded(SimpleNamespace(vocab_size=None), config, tmp_path)  # type: ignore[arg-type]
+    assert _held_out(loaded, None, 2).min() >= 0  # `adjoint eval` reads all tokens
     with pytest.raises(UserError, match=r"data.separator: '<\|end\|>' is inside documents too"):
         open_data(dataclasses.replace(config, documents="packed"))
 

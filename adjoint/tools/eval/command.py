@@ -33,13 +33,18 @@ TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of 
 
 
 class Loaded(NamedTuple):
-    """A model, the settings of its text, where results go, and of a run the fingerprint of what it was
-    trained on."""
+    """A model to evaluate, with its text.
+
+    Attributes:
+        data: settings of the text. folder: for the results. trained: a run's fingerprint of its training
+            text. trusts_code: whether Python files of the model's folder may run.
+    """
 
     model: LanguageModel
     data: DataConfig
     folder: Path
     trained: str | None = None
+    trusts_code: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -75,8 +80,8 @@ def main(argv: list[str]) -> int:
         loaded = load(run, device, precision, request.trust_remote_code)
         folder = folder or loaded.folder
         model = loaded.model
-        text = _held_out(loaded.data, request.path, max(lengths), model.vocab_size, loaded.trained)
-        tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
+        text = _held_out(loaded, request.path, max(lengths))
+        tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator, loaded.trusts_code)
         for length in lengths:
             given = text, length, request.tokens or TOKENS[request.needles], device
             with autocast(precision, device):
@@ -113,15 +118,18 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
         tokenizer = tokenizer_in(folder)
         if tokenizer is None:
             check_bytes(folder, module.config.get_text_config().vocab_size)
-        return Loaded(PretrainedLM(module, Exact()), DataConfig(tokenizer=tokenizer), Path("eval"))
+        model = PretrainedLM(module, Exact())
+        return Loaded(model, DataConfig(tokenizer=tokenizer), Path("eval"), trusts_code=trust_remote_code)
     checkpoint = find_checkpoint(run)
     check_tokenizer(checkpoint)
     trainer = read_trainer(checkpoint)
     config = trainer["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
-    model = model_class(config["model"].get("from_pretrained")).from_checkpoint(checkpoint)
-    model.module.to(device, dtype)
-    return Loaded(model, data, checkpoint.parent.parent / "eval", fingerprint_of(trainer["data"]))
+    run_model = model_class(config["model"].get("from_pretrained")).from_checkpoint(checkpoint)
+    run_model.module.to(device, dtype)
+    trusted = config["model"].get("trust_remote_code", False)
+    results = checkpoint.parent.parent / "eval"
+    return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted)
 
 
 def _model_folder(run: str) -> str | None:
@@ -137,28 +145,22 @@ def _model_folder(run: str) -> str | None:
     return None if folder == run else folder
 
 
-def _held_out(
-    data: DataConfig,
-    path: str | None,
-    longest: int,
-    vocab_size: int | None = None,
-    trained: str | None = None,
-) -> Tensor:
+def _held_out(loaded: Loaded, path: str | None, longest: int) -> Tensor:
     """The held-out tokens, (n,) int64; of a text that is named, all.
 
     Args:
-        trained: the fingerprint that the training text must have; None for any.
+        path: of another text. longest: how many tokens there must be at least.
 
     Raises:
         UserError: there are fewer than the longest window has, or the model does not know one, or the text
             has changed, so that what it holds out may have been trained on.
     """
-    named = dataclasses.replace(data, seqlen=2, batch=1, eval_tokens=1 << 62)
+    named = dataclasses.replace(loaded.data, seqlen=2, batch=1, eval_tokens=1 << 62)
     if path:
         whole: dict[str, Any] = {"validation_path": None, "weights": None, "max_tokens": None}
         named = dataclasses.replace(named, path=path, eval_fraction=0.0, **whole)
-    opened = open_data(named, vocab_size=vocab_size)
-    if not path and trained not in (None, opened.fingerprint):
+    opened = open_data(named, vocab_size=loaded.model.vocab_size, trust_remote_code=loaded.trusts_code)
+    if not path and loaded.trained not in (None, opened.fingerprint):
         raise UserError(
             f"data.path: {opened.description} has changed since it was trained on, and what it holds out now "
             "may have been trained on; put it back, or name a text to evaluate on with --path"
