@@ -65,6 +65,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     check_tokenizer(checkpoint)
     trained = read_trainer(checkpoint).get("config", {})
     source = trained.get("model", {}).get("from_pretrained")
+    trusted = trained.get("model", {}).get("trust_remote_code", False)
     if source is not None and layout != "transformers":
         raise UserError(f"--format {layout}: the run trains the transformers model in {source}; leave it out")
     config = checkpoint_config(checkpoint) if source is None else None
@@ -84,7 +85,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
             weights = {name: _cast(t, dtype) for name, t in weights.items()}
             told = _write(work, layout, *FORMATS[layout].convert(stack, weights))
         else:
-            told = _write_pretrained(work, checkpoint, dtype or _dtype_of(source))
+            told = _write_pretrained(work, checkpoint, dtype or _dtype_of(source, trusted))
         told += _write_tokenizer(work, trained.get("data", {}))
         for written in (*work.iterdir(), work):
             flush(written)
@@ -100,9 +101,9 @@ def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
     return tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
 
 
-def _dtype_of(source: str) -> str | None:
+def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
     """The dtype of a Hugging Face folder's weights; None for the run's."""
-    config = configuration(source)
+    config = configuration(source, trust_remote_code)
     dtype = config.dtype if config.dtype is not None else config.get_text_config().dtype
     name = str(dtype).removeprefix("torch.")
     return name if name in get_args(Dtype) else None
