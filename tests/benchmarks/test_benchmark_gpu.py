@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_tried_smaller(
     code, rows = run(tmp_path, "--stages", "d", "g", "--methods", "exact")
     states = [(row["status"], row["point"]["model"]["n_layer"]) for row in rows["d"]]
     tried = [("out of memory", 2), ("error", 1)]
-    assert code == 1 and states == [*tried, *tried, *[("stopped", 2)] * (3 + len(points.MIXERS))]
+    assert code == 1 and states == [*tried, *tried, *[("stopped", 2)] * (1 + len(points.MIXERS))]
     assert rows["d"][0]["out_of_memory"] == "CUDA out of memory Tried to allocate 9 GiB"
     assert [(row["status"], row["point"]["length"]) for row in rows["g"]] == [
         ("out of memory", 64),
