@@ -14,9 +14,10 @@ from torch import Tensor
 
 from adjoint.kernels import dispatch
 from adjoint.kernels.attention import causal_attention, past_attention
-from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
+from adjoint.kernels.operation import all_operations
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -62,7 +63,7 @@ SHAPES: dict[str, dict[str, str]] = {
     "linear_cross_entropy": {"hidden": "b s d", "weight": "n d"},
 }  # fmt: skip
 NEGATIVE = {"A", "g"}
-WINDOWED = ("selective_scan", "ssd_scan", "linear_scan")
+WINDOWED = tuple(name for name, operation in all_operations().items() if operation.takes_windows)
 
 
 def draw(rng: random.Random) -> Case:

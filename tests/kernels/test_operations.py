@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjoint.kernels import dispatch, reference
-from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels import dispatch, recurrence
+from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
@@ -75,14 +75,14 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     asked, split = case.get("pieces"), 6 if "window" in case else 8
     if asked is None:
         return
-    monkeypatch.setattr(reference, "SEGMENT", 12)
-    monkeypatch.setattr(reference, "STRETCH", 4)
+    monkeypatch.setattr(recurrence, "SEGMENT", 12)
+    monkeypatch.setattr(recurrence, "STRETCH", 4)
     if not INTERPRETED:
         return
+    from adjoint.kernels.linear_scan import triton as linear
+    from adjoint.kernels.selective_scan.triton import launch as selective
+    from adjoint.kernels.ssd_scan.triton import launch as ssd
     from adjoint.kernels.triton import common
-    from adjoint.kernels.triton import linear_scan as linear
-    from adjoint.kernels.triton.selective_scan import launch as selective
-    from adjoint.kernels.triton.ssd_scan import launch as ssd
 
     if isinstance(asked, int):
         monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), asked))
@@ -459,7 +459,7 @@ def test_triton_is_a_backend_of_its_own() -> None:
     name."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from adjoint.kernels.triton.selective_scan import forward
+    from adjoint.kernels.selective_scan.triton import forward
 
     assert BACKENDS == ["triton"] and "triton" in dispatch.backends()
     assert all(

@@ -33,13 +33,13 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from adjoint.kernels.causal_conv1d import triton as conv
+from adjoint.kernels.gated_delta_rule.triton import launch as delta
+from adjoint.kernels.linear_scan import triton as linear
+from adjoint.kernels.rms_norm import triton as norm
+from adjoint.kernels.selective_scan.triton import launch as selective
+from adjoint.kernels.ssd_scan.triton import launch as ssd
 from adjoint.kernels.triton import common
-from adjoint.kernels.triton import conv1d as conv
-from adjoint.kernels.triton import linear_scan as linear
-from adjoint.kernels.triton import rms_norm as norm
-from adjoint.kernels.triton.gated_delta_rule import launch as delta
-from adjoint.kernels.triton.selective_scan import launch as selective
-from adjoint.kernels.triton.ssd_scan import launch as ssd
 
 POINTERS = {
     torch.float32: "*fp32",

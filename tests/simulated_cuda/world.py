@@ -226,8 +226,8 @@ def simulated(record: Record, gigabytes: float = 40.0) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     from adjoint.kernels import trial
+    from adjoint.kernels.ssd_scan.triton import launch as ssd_launch
     from adjoint.kernels.triton import common
-    from adjoint.kernels.triton.ssd_scan import launch as ssd_launch
 
     total = int(gigabytes * 1e9)
     properties = types.SimpleNamespace(

@@ -15,8 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LENGTHS, softplus_slope
-from adjoint.kernels.triton.ssd_scan.forward import (
+from adjoint.kernels.ssd_scan.triton.forward import (
     add_by_document,
     chunk_resets,
     of_pairs,
@@ -29,6 +28,7 @@ from adjoint.kernels.triton.ssd_scan.forward import (
     state_tile,
     tile_sums,
 )
+from adjoint.kernels.triton.common import LENGTHS, softplus_slope
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -5,12 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
+from adjoint.kernels.causal_conv1d import reference, trial
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import CPU, Code, Operation, register
 
 
 def _forward(x, weight, bias, initial_state, reset, silu, backend):
-    impl = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
-    y = impl.causal_conv1d_forward(x, weight, bias, initial_state, silu, reset)
+    code = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
+    y = code.forward(x, weight, bias, initial_state, silu, reset)
     tail = _tail(x, weight.shape[1] - 1, initial_state)
     return y, tail if reset is None else tail.masked_fill(_of_others(reset, tail.shape[2]), 0)
 
@@ -20,17 +22,15 @@ def _fake(x, weight, bias, initial_state, reset, silu, backend):
 
 
 def _backward(dy, dtail, x, weight, bias, initial_state, reset, silu, backend):
-    impl = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
+    code = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
     dy = torch.zeros_like(x) if dy is None else dy
-    dx, dweight, dbias, dinitial = impl.causal_conv1d_backward(
-        dy, x, weight, bias, initial_state, silu, reset
-    )
-    if dtail is not None:  # added where it belongs: autograd would fill a whole dx with zeros for it
-        length, own = dtail.shape[2], min(dtail.shape[2], x.shape[1])
+    dx, dweight, dbias, dinitial = code.backward(dy, x, weight, bias, initial_state, silu, reset)
+    if dtail is not None:  # added in place: autograd would fill a tensor like x with zeros for it
+        length, tokens = dtail.shape[2], min(dtail.shape[2], x.shape[1])
         dtail = dtail if reset is None else dtail.masked_fill(_of_others(reset, length), 0)
-        dx[:, x.shape[1] - own :] += dtail[:, :, length - own :].transpose(1, 2)
-        if own < length and initial_state is not None:
-            dinitial[:, :, own:] += dtail[:, :, : length - own]
+        dx[:, x.shape[1] - tokens :] += dtail[:, :, length - tokens :].transpose(1, 2)
+        if tokens < length and initial_state is not None:
+            dinitial[:, :, tokens:] += dtail[:, :, : length - tokens]
     return dx, dweight, dbias, dinitial
 
 
@@ -105,5 +105,23 @@ def _tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:
             else initial_state.to(x.dtype)
         )
         return torch.cat([before[:, :, length - missing :], tail], dim=2)
-    # A copy: whoever keeps the state, as chunk edges are kept, must not keep all of x with it.
+    # A copy: whoever stores the state, as chunk edges are, must not store all of x with it.
     return tail.clone(memory_format=torch.contiguous_format)
+
+
+OPERATION = register(
+    Operation(
+        name="causal_conv1d",
+        function=causal_conv1d,
+        operator="causal_conv1d",
+        code_name="causal_conv1d",
+        reference=reference,
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.causal_conv1d.triton", limits={"d_conv": 8}),
+        },
+        saves_states=False,
+        under_recompute="recompute",
+        trial=trial.causal_conv1d,
+    )
+)

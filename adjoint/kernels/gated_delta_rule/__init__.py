@@ -4,38 +4,38 @@ states included."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from adjoint.kernels import checks, dispatch, operators, reference
+from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
-from adjoint.kernels.libraries import LIBRARIES
+from adjoint.kernels.gated_delta_rule import reference, trial
+from adjoint.kernels.operation import CPU, Code, Operation, register
 
 
 def _operation(g: Tensor) -> str:
-    """Under which name backends have it: with a decay per channel it is another kernel."""
+    """Name of the operation for backends and trials: with a decay per channel it is another one."""
     return "kda" if g.dim() == 4 else "gated_delta_rule"
 
 
 def _forward(q, k, v, g, beta, initial_state, reset, backend, save=False):
-    impl, name = dispatch.choose(_operation(g), backend, q.device, q.dtype), _operation(g)
-    return getattr(impl, f"{name}_forward")(q, k, v, g, beta, initial_state, reset, save)
+    code = dispatch.choose(_operation(g), backend, q.device, q.dtype)
+    return code.forward(q, k, v, g, beta, initial_state, reset, save)
 
 
 def _fake(q, k, v, g, beta, initial_state, reset, backend, save=False):
-    batch, seqlen, nheads, d_k = k.shape
+    batch, _, nheads, d_k = k.shape
     state = g.new_empty(batch, nheads, d_k, v.shape[-1])
-    slots = -(-seqlen // reference.DELTA_CHUNK)
-    kept = save and backend not in LIBRARIES
-    saved = (batch, nheads, slots, d_k, v.shape[-1]) if kept else (0,)
-    return v.new_empty(v.shape), state, state.new_empty(saved)
+    code = dispatch.choose(_operation(g), backend, q.device, q.dtype)
+    return v.new_empty(v.shape), state, state.new_empty(code.saved_shape(k, v) if save else 0)
 
 
 def _backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, saved, backend):
-    impl, name = dispatch.choose(_operation(g), backend, q.device, q.dtype), _operation(g)
+    code = dispatch.choose(_operation(g), backend, q.device, q.dtype)
     do = torch.zeros_like(v) if do is None else do
-    inputs = q, k, v, g, beta, initial_state, reset
-    return getattr(impl, f"{name}_backward")(do, dfinal_state, *inputs, saved)
+    return code.backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, saved)
 
 
 _gated_delta_rule = operators.register(
@@ -60,7 +60,7 @@ def gated_delta_rule(
     seq_idx: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs S_t = (I - β_t k_t k_tᵀ) exp(g_t) S_{t-1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t.
+    """Run S_t = (I - β_t k_t k_tᵀ) exp(g_t) S_{t-1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t.
 
     The decay exp(g_t) is a number per head or, in Kimi Delta Attention, a diagonal matrix. Inside a chunk of
     64 tokens the updates are one triangular system (section 3.3, the extended WY form); from chunk to chunk
@@ -98,3 +98,22 @@ def gated_delta_rule(
     initial = None if initial_state is None else initial_state.to(wide)
     o, final_state, _ = _gated_delta_rule(q, k, v, g, beta, initial, reset, backend)
     return o.to(wide), final_state
+
+
+OPERATION = register(
+    Operation(
+        name="gated_delta_rule",
+        function=gated_delta_rule,
+        operator="gated_delta_rule",
+        code_name="gated_delta_rule",
+        reference=reference,
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.gated_delta_rule.triton.launch", limits={"d_k": 256}),
+        },
+        saves_states=True,
+        under_recompute="save",
+        trial=trial.gated_delta_rule,
+    )
+)
+KDA = register(dataclasses.replace(OPERATION, name="kda", trial=trial.kda))

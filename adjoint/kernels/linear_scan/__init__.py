@@ -1,16 +1,24 @@
 """Linear recurrences h_t = A_t h_{t-1} + b_t with scalar, diagonal or dense A_t, returning every state."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.linear_scan import reference, trial
+from adjoint.kernels.operation import CPU, Code, Operation, register
+
+
+def _operation(a: Tensor) -> str:
+    """Name of the operation that backends have: with dense decays it is another kernel."""
+    return "dense_scan" if a.dim() == 4 else "linear_scan"
 
 
 def _forward(a, b, initial_state, reset, window, halo, backend):
-    impl = dispatch.choose("dense_scan" if a.dim() == 4 else "linear_scan", backend, b.device, b.dtype)
-    run = impl.dense_scan_forward if a.dim() == 4 else impl.linear_scan_forward
-    return (run(a, b, initial_state, reset),)
+    code = dispatch.choose(_operation(a), backend, b.device, b.dtype)
+    return (code.forward(a, b, initial_state, reset),)
 
 
 def _fake(a, b, initial_state, reset, window, halo, backend):
@@ -18,10 +26,9 @@ def _fake(a, b, initial_state, reset, window, halo, backend):
 
 
 def _backward(dh, a, h, initial_state, reset, window, halo, backend):
-    impl = dispatch.choose("dense_scan" if a.dim() == 4 else "linear_scan", backend, h.device, h.dtype)
-    run = impl.dense_scan_backward if a.dim() == 4 else impl.linear_scan_backward
+    code = dispatch.choose(_operation(a), backend, h.device, h.dtype)
     dh = torch.zeros_like(h) if dh is None else dh
-    da, db, dinitial = run(dh, a, h, initial_state, reset, window, halo)
+    da, db, dinitial = code.backward(dh, a, h, initial_state, reset, window, halo)
     return da, db.clone() if db is dh else db, dinitial  # with a window of one token, db is dh
 
 
@@ -75,10 +82,36 @@ def linear_scan(
     checks.shape("initial_state", initial_state, batch, d_state)
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    operation = "dense_scan" if a.dim() == 4 else "linear_scan"
     dtype = accumulate_dtype(b.dtype)
     initial_state = None if initial_state is None else initial_state.to(dtype)
     a, b_ = a.to(dtype), b.to(dtype)
-    backend = dispatch.fitting(operation, backend, b_, window, halo, reset)
+    backend = dispatch.fitting(_operation(a), backend, b_, window, halo, reset)
     h = _linear_scan(a, b_, initial_state, reset, window, halo, backend)
     return h.to(b.dtype)
+
+
+OPERATION = register(
+    Operation(
+        name="linear_scan",
+        function=linear_scan,
+        operator="linear_scan",
+        code_name="linear_scan",
+        reference=reference,
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.linear_scan.triton"),
+        },
+        saves_states=False,
+        under_recompute="save",
+        trial=trial.linear_scan,
+    )
+)
+DENSE = register(
+    dataclasses.replace(
+        OPERATION,
+        name="dense_scan",
+        code_name="dense_scan",
+        backends={**OPERATION.backends, "triton": None},
+        trial=trial.dense_scan,
+    )
+)

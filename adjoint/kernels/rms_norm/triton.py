@@ -18,10 +18,13 @@ import triton
 import triton.language as tl
 
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import registered
 from adjoint.kernels.triton import common
 from adjoint.kernels.triton.common import LENGTHS, sigmoid
 
-MAX_GROUP = 16384  # channels a program holds in registers
+MAX_GROUP = registered("rms_norm").limits("triton")[
+    "group_size"
+]  # channels that a program holds in registers
 PROGRAMS_PER_SM = 4
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from adjoint.kernels.selective_scan.triton.backward import add_recent
 from adjoint.kernels.triton.common import (
     LENGTHS,
     LOG2E,
@@ -30,7 +31,6 @@ from adjoint.kernels.triton.common import (
     softplus_slope,
     times_decay,
 )
-from adjoint.kernels.triton.selective_scan.backward import add_recent
 
 
 @triton.jit

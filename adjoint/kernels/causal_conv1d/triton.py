@@ -21,12 +21,13 @@ import triton
 import triton.language as tl
 
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import registered
 from adjoint.kernels.triton import common
 from adjoint.kernels.triton.common import LENGTHS, sigmoid
 
 TOKENS, CHANNELS = 128, 64  # a program: one warp walks these tokens, two channels a thread
 UNROLL = 4  # tokens loaded at once
-MAX_D_CONV = 8
+MAX_D_CONV = registered("causal_conv1d").limits("triton")["d_conv"]
 
 
 @triton.jit

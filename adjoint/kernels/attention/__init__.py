@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels import dispatch, operators
+from adjoint.kernels.attention import reference
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import Operation, register
 
 BLOCK = 2048  # tokens of the past at a time, on a CPU
 CUDA_BLOCK = 8 * BLOCK  # where to join a block's output is a pass over memory; and offsets stay below 2**31
@@ -50,11 +52,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
         attend = aten._scaled_dot_product_efficient_attention
         out, log = attend(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
         return out, log[:, :, : q.shape[2]]  # padded to a multiple of 32
-    with torch.autocast(q.device.type, enabled=False):
-        scores = _scores(q, k, causal, scale)
-        log = scores.logsumexp(-1)
-        out = scores.sub_(log[..., None]).exp_() @ v.to(scores.dtype)
-        return out.to(q.dtype), log
+    return reference.past_attention_forward(q, k, v, causal, scale)
 
 
 def _attend_backward(
@@ -80,23 +78,7 @@ def _attend_backward(
         k, v, wanted = k.contiguous(), v.contiguous(), [True, True, True, False]
         backward = aten._scaled_dot_product_efficient_attention_backward
         return backward(d, q, k, v, None, out, log, None, None, 0.0, wanted, causal, scale=scale)[:3]
-    with torch.autocast(q.device.type, enabled=False):
-        weights = _scores(q, k, causal, scale).sub_(log[..., None]).exp_()
-        narrow = q.dtype
-        d, q, k, v = (t.to(weights.dtype) for t in (d, q, k, v))
-        d_scores = d @ v.mT - (d * out).sum(-1, keepdim=True)
-        d_scores.mul_(weights).mul_(scale)
-        return (d_scores @ k).to(narrow), (d_scores.mT @ q).to(narrow), (weights.mT @ d).to(narrow)
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """Of plain operations, wide; what a query does not see has -inf."""
-    wide = accumulate_dtype(q.dtype)
-    scores = (q.to(wide) * scale) @ k.to(wide).mT
-    if causal:
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
-        scores.masked_fill_(~seen, -torch.inf)
-    return scores
+    return reference.past_attention_backward(d, q, k, v, out, log, causal, scale)
 
 
 def kernel_width(q: Tensor, v: Tensor) -> int:
@@ -441,3 +423,18 @@ def _in_sight(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     ones = torch.ones(tokens, seen, dtype=torch.bool, device=q.device)
     mask = ones.tril(seen - tokens).triu(seen - tokens - window + 1)
     return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+OPERATION = register(
+    Operation(
+        name="past_attention",
+        function=past_attention,
+        operator="past_attention",
+        code_name="past_attention",
+        reference=reference,
+        backends={},  # it picks among PyTorch's own kernels
+        saves_states=False,
+        under_recompute="save",
+        trial=None,
+    )
+)

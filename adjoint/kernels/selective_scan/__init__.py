@@ -3,21 +3,23 @@
 import torch
 from torch import Tensor
 
-from adjoint.kernels import checkpoints, checks, dispatch, operators
+from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import CPU, Code, Operation, register
+from adjoint.kernels.selective_scan import reference, trial
 
 
 def _forward(
     u, delta, A, B, C, D, z, bias, initial_state, reset, softplus, window, halo, backend, save=False
 ):
-    impl = dispatch.choose("selective_scan", backend, u.device, u.dtype)
-    return impl.selective_scan_forward(u, delta, A, B, C, D, z, bias, softplus, initial_state, reset, save)
+    code = dispatch.choose("selective_scan", backend, u.device, u.dtype)
+    return code.forward(u, delta, A, B, C, D, z, bias, softplus, initial_state, reset, save)
 
 
 def _fake(u, delta, A, B, C, D, z, bias, initial_state, reset, softplus, window, halo, backend, save=False):
     state = u.new_empty(u.shape[0], *A.shape, dtype=accumulate_dtype(u.dtype))
-    saved = state.new_empty(checkpoints.selective_scan(backend, u, A) if save else 0)
-    return u.new_empty(u.shape), state, saved
+    code = dispatch.choose("selective_scan", backend, u.device, u.dtype)
+    return u.new_empty(u.shape), state, state.new_empty(code.saved_shape(u, A) if save else 0)
 
 
 def _backward(
@@ -40,10 +42,10 @@ def _backward(
     backend,
 ):
     """The accumulated adjoint state: a reverse scan that recomputes h from sparse saved states."""
-    impl = dispatch.choose("selective_scan", backend, u.device, u.dtype)
+    code = dispatch.choose("selective_scan", backend, u.device, u.dtype)
     inputs = u, delta, A, B, C, D, z, bias, softplus, initial_state, reset
     dy = torch.zeros_like(u) if dy is None else dy
-    return impl.selective_scan_backward(dy, dfinal_state, *inputs, saved, window, halo)
+    return code.backward(dy, dfinal_state, *inputs, saved, window, halo)
 
 
 _selective_scan = operators.register(
@@ -75,7 +77,7 @@ def selective_scan(
     backend: str | None = None,
     halo: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Runs h_t = exp(d_t A) h_{t-1} + d_t u_t B_t,  y_t = (C_t · h_t + D u_t) silu(z_t),  d = delta or
+    """Run h_t = exp(d_t A) h_{t-1} + d_t u_t B_t,  y_t = (C_t · h_t + D u_t) silu(z_t),  d = delta or
     softplus(delta + delta_bias).
 
     Mamba (Gu & Dao 2023), eq. 2; the backward is the accumulated adjoint state (docs/method.md), in time
@@ -92,7 +94,7 @@ def selective_scan(
         seq_idx: (batch, seqlen) integers; where it changes a new document begins and the state starts from
             zero.
         backend: a name of `adjoint.backends()`; None picks one.
-        halo: the last `halo` tokens only serve the windows of the others: they get no gradients of their own.
+        halo: the last `halo` tokens only serve the windows of the others: they get no gradients.
 
     Returns:
         y (batch, seqlen, d_inner) in u's dtype and the final state (batch, d_inner, d_state), float32 for
@@ -134,13 +136,31 @@ def selective_scan(
 
 
 def _in_groups(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, *rest):
-    """One scan a group: channels know nothing of each other."""
+    """One scan per group: channels know nothing of each other."""
     ngroups = B.shape[2]
     channels = (u, 2), (delta, 2), (A, 0), (D, 0), (z, 2), (delta_bias, 0), (initial_state, 1)
     pieces = [[None] * ngroups if t is None else t.chunk(ngroups, dim) for t, dim in channels]
-    found = [
+    scans = [
         selective_scan(u, delta, A, B, C, D, z, bias, delta_softplus, h, *rest)
         for u, delta, A, D, z, bias, h, B, C in zip(*pieces, B.unbind(2), C.unbind(2), strict=True)
     ]
-    y, final_state = zip(*found, strict=True)
+    y, final_state = zip(*scans, strict=True)
     return torch.cat(y, dim=2), torch.cat(final_state, dim=1)
+
+
+OPERATION = register(
+    Operation(
+        name="selective_scan",
+        function=selective_scan,
+        operator="selective_scan",
+        code_name="selective_scan",
+        reference=reference,
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.selective_scan.triton.launch", limits={"d_state": 256}),
+        },
+        saves_states=True,
+        under_recompute="save",
+        trial=trial.selective_scan,
+    )
+)

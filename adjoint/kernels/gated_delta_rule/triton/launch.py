@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 
 from adjoint.kernels.checks import accumulate_dtype
-from adjoint.kernels.reference import DELTA_CHUNK
+from adjoint.kernels.gated_delta_rule.reference import CHUNK, gated_delta_rule_saved_shape
+from adjoint.kernels.gated_delta_rule.triton import backward, forward
+from adjoint.kernels.operation import registered
 from adjoint.kernels.triton import common
-from adjoint.kernels.triton.gated_delta_rule import backward, forward
 
-MAX_D_K = 256
+MAX_D_K = registered("gated_delta_rule").limits("triton")["d_k"]
 # Columns of keys and of values that a program takes at once, by the size of the inputs' elements.
 KEYS = {2: 64, 4: 32, 8: 16}
 WIDE_KEYS = {2: 32, 4: 16, 8: 16}  # where each has a decay, but for the programs that go from chunk to chunk
@@ -55,7 +56,7 @@ class _Call:
             )
         size = v.element_size()
         self.acc = accumulate_dtype(v.dtype)
-        self.chunks = triton.cdiv(self.seqlen, DELTA_CHUNK)
+        self.chunks = triton.cdiv(self.seqlen, CHUNK)
         columns = min(KEYS[size], max(16, triton.next_power_of_2(self.d_k)))
         self.values = min(VALUES[size], max(16, triton.next_power_of_2(self.d_v)))
         self.state_values = min(STATE_VALUES[size], self.values)
@@ -63,11 +64,11 @@ class _Call:
         self.state_constants: dict[str, Any] = {
             "WIDE": g.dim() == 4,
             "HAS_RESET": reset is not None,
-            "Q": DELTA_CHUNK,
+            "Q": CHUNK,
             "K": columns,
             "V": self.state_values,
             "NK": triton.cdiv(self.d_k, columns),
-            "LEVELS": DELTA_CHUNK.bit_length() - 1,
+            "LEVELS": CHUNK.bit_length() - 1,
             "DOT": _TL[v.dtype],
             "PRECISION": products,
             "ACC": common.tl_dtype(v.dtype),
@@ -83,7 +84,7 @@ class _Call:
         self.grad_constants = self.constants | {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
         self.segment = None
         if reset is not None:
-            begins = torch.nn.functional.pad(reset, (0, self.chunks * DELTA_CHUNK - self.seqlen))
+            begins = torch.nn.functional.pad(reset, (0, self.chunks * CHUNK - self.seqlen))
             counts = begins.view(self.batch, self.chunks, -1).cumsum(-1, dtype=torch.int32)
             self.segment = counts.view(self.batch, -1)
         self.sizes = (self.seqlen, self.nheads, self.d_k, self.d_v)
@@ -102,8 +103,8 @@ class _Call:
 
     def solved(self, k, v, g, beta):
         """T, U and W, see `forward`."""
-        tokens = self.chunks * DELTA_CHUNK
-        inverses = self.empty(k, self.chunks, DELTA_CHUNK, DELTA_CHUNK)
+        tokens = self.chunks * CHUNK
+        inverses = self.empty(k, self.chunks, CHUNK, CHUNK)
         U, W = self.empty(k, tokens, self.d_v), self.empty(k, tokens, self.d_k)
         forward.solve_kernel[self.grid()](
             *(k, v, g, beta, self.segment, inverses, U, W, *self.sizes),
@@ -131,7 +132,7 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     g, beta = g.contiguous(), beta.contiguous()
     with common.on_device(v):
         _, U, W = call.solved(k, v, g, beta)
-        states = call.empty(v, call.chunks, call.d_k, call.d_v)
+        states = torch.empty(gated_delta_rule_saved_shape(k, v), dtype=call.acc, device=v.device)
         written, final = torch.empty_like(U), call.empty(v, call.d_k, call.d_v)
         initial = None if initial_state is None else initial_state.to(call.acc).contiguous()
         forward.state_kernel[call.columns()](
@@ -176,7 +177,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
         wide, blocks = call.constants["WIDE"], call.grad_constants["NK"]
         dc = shares = None
         if not wide:
-            dc = call.empty(v, call.chunks * DELTA_CHUNK)
+            dc = call.empty(v, call.chunks * CHUNK)
             shares = torch.empty((blocks, *dc.shape), dtype=dc.dtype, device=dc.device)
         backward.system_grad_kernel[call.grid()](
             *(q, k, v, g, beta, do, call.segment, inverses, written, d_written, states, d_right),
@@ -193,7 +194,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
             backward.decay_grad_kernel[call.grid()](
                 *(call.segment, dc, shares, dg, call.seqlen, call.nheads),
                 HAS_RESET=reset is not None,
-                Q=DELTA_CHUNK,
+                Q=CHUNK,
                 NK=blocks,
                 ACC=call.constants["ACC"],
                 num_warps=2,

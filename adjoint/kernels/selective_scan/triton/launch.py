@@ -21,10 +21,11 @@ import torch
 import triton
 
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import registered
+from adjoint.kernels.selective_scan.triton import backward as backward_kernels
+from adjoint.kernels.selective_scan.triton import forward as forward_kernels
+from adjoint.kernels.selective_scan.triton import window as windowed_kernels
 from adjoint.kernels.triton import common
-from adjoint.kernels.triton.selective_scan import backward as backward_kernels
-from adjoint.kernels.triton.selective_scan import forward as forward_kernels
-from adjoint.kernels.triton.selective_scan import window as windowed_kernels
 
 CHECKPOINT = 64  # tokens between the states that the forward keeps
 SPAN = 8  # tokens of which the backward does at once what is not by states
@@ -34,7 +35,8 @@ MOST_CHANNELS = 256  # over which a backward program sums dB and dC
 # Writing a program's dB and dC and reading them again takes about this share of a block of channels' time.
 SHARE_OF_SUMS = 1 / 16
 SHARE_OF_PASS = 181 / 810  # of a block's time, the pass over splits: their instructions, as counted
-MAX_D_STATE = 256  # above, a warp's registers cannot hold the state
+# above, a warp's registers cannot hold the state
+MAX_D_STATE = registered("selective_scan").limits("triton")["d_state"]
 # Registers a thread may take: ptxas, left to itself, takes a few more or makes kernels spill that need not.
 # Of a backward with 168 twelve warps share a multiprocessor.
 FORWARD_REGISTERS, BACKWARD_REGISTERS, MOST_REGISTERS = 128, 168, 255
@@ -114,6 +116,12 @@ def check(d_state: int) -> None:
         )
 
 
+def selective_scan_saved_shape(u: torch.Tensor, A: torch.Tensor) -> tuple[int, ...]:
+    """States before every CHECKPOINT tokens, channels dense: (batch, checkpoints, d_state, d_inner)."""
+    batch, seqlen, d_inner = u.shape
+    return batch, triton.cdiv(seqlen, CHECKPOINT), A.shape[1], d_inner
+
+
 def selective_scan_forward(
     u: torch.Tensor,
     delta: torch.Tensor,
@@ -151,14 +159,13 @@ def selective_scan_forward(
     B, C = (common.last_contiguous(x.to(acc) if n <= 16 else x) for x in (B, C))
     z = None if z is None else common.last_contiguous(z)
     D, delta_bias = common.dense(D), common.dense(delta_bias)
-    A = A.t().contiguous()  # kernels keep every state as (d_state, d_inner), channels dense
+    checkpoints = None
+    if save:
+        checkpoints = torch.empty(selective_scan_saved_shape(u, A), dtype=acc, device=u.device)
+    A = A.t().contiguous()  # kernels store every state as (d_state, d_inner), channels dense
     reset_u8 = common.reset_bytes(reset)
     h_in = None if initial_state is None else initial_state.to(acc).transpose(1, 2).contiguous()
     y = torch.empty((batch, seqlen, d_inner), dtype=u.dtype, device=u.device)
-    n_checkpoints = triton.cdiv(seqlen, CHECKPOINT)
-    checkpoints = None
-    if save:
-        checkpoints = torch.empty((batch, n_checkpoints, d_state, d_inner), dtype=acc, device=u.device)
     final = torch.empty((batch, d_state, d_inner), dtype=acc, device=u.device)
     blocks = triton.cdiv(d_inner, lanes)
     registers = FORWARD_REGISTERS if n <= 16 else MOST_REGISTERS

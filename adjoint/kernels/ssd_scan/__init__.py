@@ -4,29 +4,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.kernels import checkpoints, checks, dispatch, operators
+from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import CPU, Code, Operation, register
+from adjoint.kernels.ssd_scan import reference, trial
 
 
 def _forward(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
-    impl = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
-    return impl.ssd_scan_forward(x, dt, A, B, C, D, bias, softplus, initial_state, reset, save)
+    code = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
+    return code.forward(x, dt, A, B, C, D, bias, softplus, initial_state, reset, save)
 
 
 def _fake(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
     batch, _, nheads, headdim = x.shape
     state = x.new_empty(batch, nheads, headdim, B.shape[-1], dtype=accumulate_dtype(x.dtype))
-    saved = state.new_empty(checkpoints.ssd_scan(backend, x, B) if save else 0)
-    return x.new_empty(x.shape), state, saved
+    code = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
+    return x.new_empty(x.shape), state, state.new_empty(code.saved_shape(x, B) if save else 0)
 
 
 def _backward(
     dy, dfinal_state, x, dt, A, B, C, D, bias, initial_state, reset, saved, softplus, window, halo, backend
 ):
-    impl = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
+    code = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
     inputs = x, dt, A, B, C, D, bias, softplus, initial_state, reset
     dy = torch.zeros_like(x) if dy is None else dy
-    return impl.ssd_scan_backward(dy, dfinal_state, *inputs, saved, window, halo)
+    return code.backward(dy, dfinal_state, *inputs, saved, window, halo)
 
 
 _ssd_scan = operators.register(
@@ -58,7 +60,7 @@ def ssd_scan(
     backend: str | None = None,
     halo: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Runs h_t = exp(d_t A) h_{t-1} + d_t x_t ⊗ B_t,  y_t = (h_t C_t + D x_t) silu(z_t), one decay a head.
+    """Run h_t = exp(d_t A) h_{t-1} + d_t x_t ⊗ B_t,  y_t = (h_t C_t + D x_t) silu(z_t), one decay per head.
 
     Mamba-2 (Dao & Gu 2024), section 3; the backward is the accumulated adjoint state (docs/method.md).
 
@@ -103,6 +105,24 @@ def ssd_scan(
     y = y.to(x.dtype)
     if z is None:
         return y, final_state
-    if halo:  # whose tokens get no gradients of their own
+    if halo:  # whose tokens get no gradients
         z = torch.cat([z[:, :-halo], z[:, -halo:].detach()], dim=1)
     return y * F.silu(z), final_state
+
+
+OPERATION = register(
+    Operation(
+        name="ssd_scan",
+        function=ssd_scan,
+        operator="ssd_scan",
+        code_name="ssd_scan",
+        reference=reference,
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.ssd_scan.triton.launch", limits={"headdim": 128, "d_state": 256}),
+        },
+        saves_states=True,
+        under_recompute="save",
+        trial=trial.ssd_scan,
+    )
+)

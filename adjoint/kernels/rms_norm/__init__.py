@@ -8,11 +8,13 @@ from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import CPU, Code, Operation, register
+from adjoint.kernels.rms_norm import reference, trial
 
 
 def _forward(x, weight, gate, residual, eps, group_size, x_dtype, dtype, backend, save=False):
-    impl = dispatch.choose("rms_norm", backend, x.device, x.dtype)
-    y, s, rstd = impl.rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype)
+    code = dispatch.choose("rms_norm", backend, x.device, x.dtype)
+    y, s, rstd = code.forward(x, weight, gate, residual, eps, group_size, dtype)
     return y, x.new_empty(0) if s is None else s, rstd if save else None
 
 
@@ -27,12 +29,11 @@ def _fake(x, weight, gate, residual, eps, group_size, x_dtype, dtype, backend, s
 
 def _backward(dy, ds, s, weight, gate, rstd, eps, group_size, x_dtype, dtype, backend):
     """(cotangent of the sum, dweight, dgate, the first once more as x's where x has another dtype)."""
-    impl = dispatch.choose("rms_norm", backend, s.device, x_dtype)
+    code = dispatch.choose("rms_norm", backend, s.device, x_dtype)
     dy = torch.zeros_like(s, dtype=dtype) if dy is None else dy
-    ds = (
-        None if ds is None or ds.shape != s.shape else ds
-    )  # of the empty stand-in for a sum that is not there
-    return impl.rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype)
+    # without a residual the sum is an empty stand-in, and so is its cotangent
+    ds = None if ds is None or ds.shape != s.shape else ds
+    return code.backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype)
 
 
 def _backward_fake(dy, ds, s, weight, gate, rstd, eps, group_size, x_dtype, dtype, backend):
@@ -134,3 +135,21 @@ def rms_norm(
     gate = None if gate is None else gate.to(narrow)
     y, s, _ = _rms_norm(x.to(narrow), weight.to(wide), gate, stream, eps, group_size, narrow, dtype, backend)
     return y if residual is None else (y, s.to(residual.dtype))
+
+
+OPERATION = register(
+    Operation(
+        name="rms_norm",
+        function=rms_norm,
+        operator="rms_norm",
+        code_name="rms_norm",
+        reference=reference,
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.rms_norm.triton", limits={"group_size": 16384}),
+        },
+        saves_states=False,
+        under_recompute="recompute",
+        trial=trial.rms_norm,
+    )
+)

@@ -24,9 +24,10 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import registered
+from adjoint.kernels.selective_scan.triton import launch as selective
+from adjoint.kernels.ssd_scan.triton import backward, forward
 from adjoint.kernels.triton import common
-from adjoint.kernels.triton.selective_scan import launch as selective
-from adjoint.kernels.triton.ssd_scan import backward, forward
 
 # By the size of the inputs' elements: tokens between the states that are kept, tokens a matrix tile, and the
 # columns of d_state that a program takes where they are the inner and where they are the outer dimension.
@@ -49,7 +50,7 @@ PAIR_WARPS = {2: 8, 4: 4, 8: 4}  # its tiles of 64 x 64 and its stages are more 
 GROUP_REGISTERS, STEP_REGISTERS = 255, 96
 HEADS_EACH = 16  # heads whose dB, dC a program sums before writing them
 STEP_HEADS = 16  # heads a program of the step kernels
-MAX_HEADDIM, MAX_D_STATE = 128, 256
+LIMITS = registered("ssd_scan").limits("triton")
 
 _TL = {
     torch.bfloat16: tl.bfloat16,
@@ -68,10 +69,10 @@ def _chunk(x: torch.Tensor) -> int:
 def _tile(x: torch.Tensor, d_state: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs of the kernels that sum over d_state, and of those that are split over it."""
     headdim, size = x.shape[-1], x.element_size()
-    if headdim > MAX_HEADDIM or d_state > MAX_D_STATE:
+    if headdim > LIMITS["headdim"] or d_state > LIMITS["d_state"]:
         raise ValueError(
             f"headdim={headdim}, d_state={d_state}: the Triton SSD scan takes at most "
-            f"{MAX_HEADDIM} and {MAX_D_STATE}; "
+            f"{LIMITS['headdim']} and {LIMITS['d_state']}; "
             "use smaller ones or backend='reference'"
         )
     n = max(16, triton.next_power_of_2(d_state))
@@ -180,6 +181,12 @@ def _gram(B, C, chunks, tile, acc):
     return gram
 
 
+def ssd_scan_saved_shape(x: torch.Tensor, B: torch.Tensor) -> tuple[int, ...]:
+    """States at the chunks' entries: (batch, chunks, nheads, headdim, d_state)."""
+    batch, seqlen, nheads, headdim = x.shape
+    return batch, triton.cdiv(seqlen, _chunk(x)), nheads, headdim, B.shape[-1]
+
+
 def ssd_scan_forward(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -208,7 +215,7 @@ def ssd_scan_forward(
     A, D, dt_bias = A.contiguous(), common.dense(D), common.dense(dt_bias)
     chunks, tiles = triton.cdiv(seqlen, inner["CHUNK"]), inner["CHUNK"] // inner["Q"]
     y = torch.empty((batch, seqlen, nheads, headdim), dtype=x.dtype, device=x.device)
-    local = torch.empty((batch, chunks, nheads, headdim, d_state), dtype=acc, device=x.device)
+    local = torch.empty(ssd_scan_saved_shape(x, B), dtype=acc, device=x.device)
     decay = torch.empty((batch, chunks, nheads), dtype=acc, device=x.device)
     sizes = (seqlen, nheads, headdim, d_state, nheads // ngroups)
     with common.on_device(x):

@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LENGTHS
-from adjoint.kernels.triton.gated_delta_rule.forward import (
+from adjoint.kernels.gated_delta_rule.triton.forward import (
     begins_of,
     corners,
     decaying,
@@ -31,6 +30,7 @@ from adjoint.kernels.triton.gated_delta_rule.forward import (
     until_end,
     whole_decay,
 )
+from adjoint.kernels.triton.common import LENGTHS
 
 
 @triton.jit(do_not_specialize=LENGTHS)
