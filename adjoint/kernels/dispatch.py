@@ -1,4 +1,4 @@
-"""Which backend runs an operation, and why another one cannot."""
+"""The choice of the backend that runs an operation, with the reasons why another one cannot."""
 
 import contextlib
 import functools
@@ -31,8 +31,8 @@ _as_on_cuda = False  # a plain variable: torch.compile guards on it, and cannot 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Meanwhile tensors of the CPU, fake ones, get the kernels, shapes and dtypes that a GPU's would get from
-    Triton, if it is installed: for counting what a device takes that need not be here."""
+    """Give fake tensors of the CPU the kernels, shapes and dtypes that a GPU's would get from Triton, if it
+    is installed: to count what an absent device takes."""
     global _as_on_cuda
     _as_on_cuda = True
     try:
@@ -48,7 +48,7 @@ def is_as_on_cuda() -> bool:
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
-    """None if backend `name` is usable (for tensors of that device and dtype), else the reason."""
+    """Return None if backend `name` is usable (for tensors of that device and dtype), else the reason."""
     if name not in NAMES:
         return f"there is no such backend; the backends are {', '.join(NAMES)}"
     if name in LIBRARIES:
@@ -283,8 +283,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def sequence_dtype(operation: str, backend: str | None, tensor: Tensor) -> torch.dtype:
-    """Of what an operation reads and writes a token: Triton's kernels and libraries take half precision as it
-    is and widen it in registers, half the traffic; for the others it is widened before."""
+    """The dtype that an operation reads and writes per token: Triton's kernels and libraries take half
+    precision as it is and widen it in registers, half the traffic; for the others it is widened before."""
     wide = accumulate_dtype(tensor.dtype)
     if tensor.dtype == wide or not _takes_half(operation, backend, tensor.device, tensor.dtype):
         return wide

@@ -61,14 +61,14 @@ class Library:
     refused: ClassVar[Mapping[str, str]] = {}
 
     def absent(self) -> str | None:
-        """None if it is installed, else one line that says so."""
+        """Return None if it is installed, else one line that says so."""
         if _installed(next(iter(self.operations.values())).partition(".")[0]):
             return None
         return f"not installed (pip install --no-build-isolation {self.package})"
 
     def broken(self, operation: str | None = None) -> str | None:
-        """None if what an operation (None: the first one) needs imports, else one line that says why not.
-        Takes seconds the first time."""
+        """Return None if the module of an operation (None: of the first one) imports, else one line that says
+        why not. Takes seconds the first time."""
         module = self.operations[operation or next(iter(self.operations))]
         problem = _import_problem(module)
         if problem is None:
@@ -78,7 +78,7 @@ class Library:
     def lacks(
         self, operation: str, dtype: torch.dtype, windowed: bool, resets: bool, needs: Mapping[str, int]
     ) -> str | None:
-        """What a call needs that the library has not, in one line; None if it has it all.
+        """Say in one line what a call needs and the library does not have; None if it has it all.
 
         needs: sizes (`d_conv=4`) and options (`dt_softplus=1`) of the call; one that is not there is as
             layers have it.
@@ -292,7 +292,7 @@ class FLA(Library):
 
     @staticmethod
     def _before(initial_state: Tensor | None) -> Tensor | None:
-        """Its states are d_conv inputs, of which the oldest is never read."""
+        """The state as fla has it: d_conv inputs, of which the oldest is never read."""
         return None if initial_state is None else torch.nn.functional.pad(initial_state, (1, 0))
 
 

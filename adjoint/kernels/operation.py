@@ -46,7 +46,8 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Code:
-    """Where a backend has an operation's code, imported on first use: it may need a compiler, or Triton.
+    """The module with an operation's code in a backend, imported on first use: it may need a compiler, or
+    Triton.
 
     Attributes:
         module: full name of the module. It has the functions NAME_forward, NAME_backward and, if the
@@ -114,18 +115,20 @@ class Operation:
         unknown = {*self.backends} - {*BACKENDS}
         self._need("backends", not unknown, f"only of {' and '.join(BACKENDS)}, not of {unknown}")
         for backend in BACKENDS if self.backends else ():
-            part, code = f"backends[{backend!r}]", self.backends.get(backend, "missing")
+            entry, code = f"backends[{backend!r}]", self.backends.get(backend, "missing")
             fits = code is None or isinstance(code, Code)
-            self._need(part, fits, "its Code, or None to leave it to the reference")
+            self._need(entry, fits, "its Code, or None to leave it to the reference")
             if isinstance(code, Code):
                 exists = importlib.util.find_spec(code.module) is not None
-                self._need(part, exists, f"in a module that exists; there is no {code.module}")
+                self._need(entry, exists, f"in a module that exists; there is no {code.module}")
         tried = callable(self.trial) or not self.backends
         self._need("trial", tried, "the problem on which backends are compared with the reference")
 
-    def _need(self, part: str, fits: object, meant: str) -> None:
+    def _need(self, attribute: str, fits: object, expected: str) -> None:
         if not fits:
-            raise TypeError(f"operation {self.name!r}: {part} is missing or wrong; it should be {meant}")
+            raise TypeError(
+                f"operation {self.name!r}: {attribute} is missing or wrong; it should be {expected}"
+            )
 
     def limits(self, backend: str) -> Mapping[str, int]:
         """Largest sizes that a backend's code takes, by name; those that are not there have none."""

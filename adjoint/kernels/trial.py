@@ -119,9 +119,10 @@ class Draw:
         """The same in float32 at least: parameters and states, which public functions widen for backends."""
         return self.normal(*shape, dtype=torch.promote_types(self.dtype, torch.float32))
 
-    def resets(self, batch: int, wanted: bool) -> Tensor | None:
-        """Where documents begin, (batch, seqlen) bool: a second one in each row, or None unless `wanted`."""
-        if not wanted:
+    def resets(self, batch: int, present: bool) -> Tensor | None:
+        """Beginnings of documents, (batch, seqlen) bool: of a second one in each row; None unless
+        `present`."""
+        if not present:
             return None
         begins = torch.arange(self.seqlen, device="cpu") == 61
         return begins.expand(batch, self.seqlen).contiguous().to(self.device)

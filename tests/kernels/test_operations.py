@@ -91,7 +91,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(selective, "CHECKPOINT", 4)
         monkeypatch.setattr(selective, "backward_programs", lambda *sizes: (2, split))
         return
-    monkeypatch.setattr(common, "wanted_programs", lambda x, per_multiprocessor: 10**6)
+    monkeypatch.setattr(common, "programs_that_fill", lambda x, per_multiprocessor: 10**6)
     monkeypatch.setattr(selective, "SHORTEST_SPLIT", 1)
     monkeypatch.setattr(linear, "SHORTEST_SPLIT", 1)
     if asked == "small":

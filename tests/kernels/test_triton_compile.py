@@ -227,6 +227,16 @@ def test_what_was_tried_is_what_runs(operation, windowed, resets, calls):
     assert kernels(launched) and kernels(launched) <= kernels(tried)
 
 
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+def test_delta_rules_are_tried_with_products_of_half_precision(operation):
+    """As models run them: the public function hands q, k and v on as they are."""
+    with aot.record_launches() as tried:
+        code = dispatch.load(operation, "triton")
+        registered(operation).trial(code, None, False, torch.device("meta"), aot.BF16)
+    products = {launch[2]["DOT"] for launch in tried if "DOT" in launch[2]}
+    assert products == {aot.triton.language.bfloat16}
+
+
 @pytest.mark.parametrize("programs", [1, 3, 128, 256, 1100, 5000])
 @pytest.mark.parametrize("seqlen", [1, 100, 1792, 65536, 65537, 1_000_000])
 def test_splits_fill_the_device_once(seqlen, programs):

@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -274,8 +275,15 @@ def _launched(record: Record, kernel: Any, args: Any, how: dict[str, Any]) -> No
         record.wrong.append(f"{name} gets a tensor of the CPU: {where()}")
     if not all(0 < size <= limit for size, limit in zip(sizes, LIMITS, strict=False)):
         record.wrong.append(f"{name} has the grid {sizes}: {where()}")
-    if any(t.numel() >= SMALL for t in tensors) and "int64" not in inspect.getsource(kernel.fn):
+    if any(t.numel() >= SMALL for t in tensors) and "int64" not in _source(kernel):
         record.wrong.append(f"{name} reaches over {SMALL} elements with 32-bit offsets: {where()}")
+
+
+def _source(kernel: Any) -> str:
+    """A kernel's code, and that of the functions of ours that it calls."""
+    code = inspect.getsource(kernel.fn)
+    called = [kernel.fn.__globals__.get(name) for name in set(re.findall(r"(\w+)\(", code))]
+    return code + "".join(inspect.getsource(f.fn) for f in called if isinstance(f, type(kernel)))
 
 
 def _attention() -> list[tuple[Any, str, Any]]:

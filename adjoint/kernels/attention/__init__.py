@@ -25,8 +25,8 @@ CUDA_BLOCK = 8 * BLOCK  # where to join a block's output is a pass over memory; 
 
 
 def _kernel(q: Tensor) -> str:
-    """Which kernel attends from such queries, as wide as `kernel_width`: PyTorch's for a CPU; on CUDA "flash"
-    or "efficient", where PyTorch would use them; or "plain" operations, as for float64 on CUDA."""
+    """The kernel that attends from such queries, as wide as `kernel_width`: PyTorch's for a CPU; on CUDA
+    "flash" or "efficient", where PyTorch would use them; or "plain" operations, as for float64 on CUDA."""
     if dispatch.is_as_on_cuda():
         return {torch.float64: "plain", torch.float32: "efficient"}.get(q.dtype, "flash")
     if q.device.type == "cpu":
@@ -58,9 +58,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 def _attend_backward(
     d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of q, k and v. Of the forward every kernel reads `out` and `log` alone: it makes the
-    softmax again as exp(scores - log) and takes Σ d · out from each of its cotangents. So with the output
-    and the log-sum-exp of all that the queries see, a part's backward is its share of the whole's.
+    """The cotangents of q, k and v. Every kernel reads only `out` and `log` of the forward: it makes the
+    softmax again as exp(scores - log) and takes Σ d · out from each of its cotangents. So with the output and
+    the log-sum-exp of all keys that the queries see, the backward of some keys gives their share.
 
     Args:
         d, out: (batch, heads, tokens, width), in memory token by token. log: (batch, heads, tokens),
@@ -75,14 +75,14 @@ def _attend_backward(
         return backward(d, q, k, v, out, log, None, None, *sizes, 0.0, causal, None, None, scale=scale)
     if kernel == "efficient":
         log = F.pad(log, (0, -log.shape[2] % 32), value=torch.inf)
-        k, v, wanted = k.contiguous(), v.contiguous(), [True, True, True, False]
+        k, v, which_gradients = k.contiguous(), v.contiguous(), [True, True, True, False]
         backward = aten._scaled_dot_product_efficient_attention_backward
-        return backward(d, q, k, v, None, out, log, None, None, 0.0, wanted, causal, scale=scale)[:3]
+        return backward(d, q, k, v, None, out, log, None, None, 0.0, which_gradients, causal, scale=scale)[:3]
     return reference.past_attention_backward(d, q, k, v, out, log, causal, scale)
 
 
 def kernel_width(q: Tensor, v: Tensor) -> int:
-    """How wide rows of queries, keys and values are padded: to the wider of keys and values; for CUDA's
+    """Width to which rows of queries, keys and values are padded: the wider of keys and values; for CUDA's
     kernels to a multiple of 8, above 192 of 64, to which flash fills them up anyway."""
     width = max(q.shape[3], v.shape[3])
     if q.device.type == "cpu" and not dispatch.is_as_on_cuda():
@@ -127,8 +127,8 @@ class _PastAttention(torch.autograd.Function):
             dk_past, dv_past = torch.empty_like(k_past), torch.empty_like(v_past)
 
             def gather(start: int, *d: Tensor) -> None:
-                for whole, part in zip((dk_past, dv_past), d, strict=True):
-                    whole[:, :, start : start + part.shape[2]] = part
+                for cotangent, of_block in zip((dk_past, dv_past), d, strict=True):
+                    cotangent[:, :, start : start + of_block.shape[2]] = of_block
 
         dq += past_backward(d, q, (k_past, v_past), out, log, ctx.scale, gather)
         return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None
@@ -154,7 +154,7 @@ def own_backward(
 def past_backward(
     d: Tensor,
     q: Tensor,
-    seen: Sequence[Tensor],
+    kv: Sequence[Tensor],
     out: Tensor,
     log: Tensor,
     scale: float,
@@ -164,19 +164,19 @@ def past_backward(
     `gather`, after the first token's place, block by block.
 
     Args:
-        d, q, out, log: as in `own_backward`. seen: keys and values.
+        d, q, out, log: as in `own_backward`. kv: keys and values.
     """
-    k, v = seen
+    k, v = kv
     groups = q.shape[1] // k.shape[1]
     d, q, out = (_folded(t, groups) for t in (d, q, out))
     log = log.reshape(q.shape[:3]).contiguous()
     dq = torch.zeros_like(q, dtype=log.dtype)
     for start, of_k, of_v in _blocks(q, k, v):
-        part, *d_block = _attend_backward(d, q, of_k, of_v, out, log, False, scale)
-        dq += part
+        dq_block, *d_block = _attend_backward(d, q, of_k, of_v, out, log, False, scale)
+        dq += dq_block
         assert gather is not None
         gather(start, *(t[..., : p.shape[3]] for t, p in zip(d_block, (k, v), strict=True)))
-        del part, d_block  # before the next ones are made
+        del dq_block, d_block  # before the next ones are made
     return _unfolded(dq, groups)
 
 
@@ -190,15 +190,15 @@ def _joined_attention(
     k_own, v_own = (_repeated(padded(t, widest), groups) for t in (k, v))
     out, log = _attend(q, k_own, v_own, True, scale)
     folded = _folded(q, groups)
-    own = _folded(out, groups), log.reshape(folded.shape[:3])
-    out, log = merged(itertools.chain([own], _to_blocks(folded, k_past, v_past, scale)))
+    chunk = _folded(out, groups), log.reshape(folded.shape[:3])
+    out, log = merged(itertools.chain([chunk], _to_blocks(folded, k_past, v_past, scale)))
     return _by_tokens(_unfolded(out.to(q.dtype), groups)), log.reshape(q.shape[:3]).contiguous()
 
 
-def attention_to_all(q: Tensor, seen: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+def attention_to_all(q: Tensor, kv: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """The output (batch, heads, tokens, width) of queries that see all of some keys and values, of one token
     at least, and its log-sum-exp (batch, heads, tokens); q is of `kernel_width`."""
-    k, v = seen
+    k, v = kv
     groups = q.shape[1] // k.shape[1]
     out, log = merged(_to_blocks(_folded(q, groups), k, v, scale))
     return _unfolded(out.to(q.dtype), groups), log.reshape(q.shape[:3])
@@ -272,7 +272,7 @@ def _folded(t: Tensor, groups: int) -> Tensor:
 
 
 def _unfolded(t: Tensor, groups: int) -> Tensor:
-    """What `_folded` was given."""
+    """Undo `_folded`."""
     if groups == 1:
         return t
     batch, heads, rows, width = t.shape
@@ -310,7 +310,8 @@ class Past(Protocol):
 
 @dataclass(frozen=True)
 class Joined:
-    """What a tensor of keys or values is made of: attention that finds it there need not take it apart."""
+    """The past and the piece that a tensor of keys or values consists of: attention that finds it there need
+    not take it apart."""
 
     past: Past
     piece: Tensor
@@ -319,13 +320,13 @@ class Joined:
 def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
     """`past.join`, of which `past_attention` knows what it is made of; what has been fetched from other
     ranks is a tensor like any other."""
-    whole = past.join(piece, reach)
+    tensor = past.join(piece, reach)
     if hasattr(past, "attend"):
         if reach is not None or getattr(past, "fetches", False):
-            return whole
-        whole, piece = whole.view_as(whole), whole
-    whole.joined = Joined(past, piece)  # type: ignore[attr-defined]
-    return whole
+            return tensor
+        tensor, piece = tensor.view_as(tensor), tensor
+    tensor.joined = Joined(past, piece)  # type: ignore[attr-defined]
+    return tensor
 
 
 def is_spread(k: Tensor) -> bool:
@@ -334,12 +335,12 @@ def is_spread(k: Tensor) -> bool:
     return hasattr(getattr(getattr(k, "joined", None), "past", None), "attend")
 
 
-def row_of(whole: Tensor, row: int, tokens: int) -> Tensor:
+def row_of(tensor: Tensor, row: int, tokens: int) -> Tensor:
     """The first tokens of one row of spread keys or values, as what they are."""
-    joined: Any = whole.joined  # type: ignore[attr-defined]
-    part = whole[row : row + 1, :, :tokens]
-    part.joined = Joined(joined.past.of_row(row), joined.piece[row : row + 1, :, :tokens])  # type: ignore[attr-defined]
-    return part
+    joined: Any = tensor.joined  # type: ignore[attr-defined]
+    row_tensor = tensor[row : row + 1, :, :tokens]
+    row_tensor.joined = Joined(joined.past.of_row(row), joined.piece[row : row + 1, :, :tokens])  # type: ignore[attr-defined]
+    return row_tensor
 
 
 def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -356,16 +357,16 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
         return _of_nothing(q, k, v)
     (k_past, k_own), (v_past, v_own) = (t.split([t.shape[2] - tokens, tokens], dim=2) for t in (k, v))
     if None in joined or k_own.shape[2] != tokens:
-        own = k_own.to(q.dtype), v_own.to(q.dtype)
-        return _PastAttention.apply(q, *own, k_past, v_past, scale, None)
+        piece = k_own.to(q.dtype), v_own.to(q.dtype)
+        return _PastAttention.apply(q, *piece, k_past, v_past, scale, None)
     begin = joined[0].past.start - k_past.shape[2]
 
     def gather(start: int, *d: Tensor) -> None:
-        for whole, part in zip(joined, d, strict=True):
-            whole.past.gather(part, begin + start)
+        for keys_or_values, of_block in zip(joined, d, strict=True):
+            keys_or_values.past.gather(of_block, begin + start)
 
-    own = joined[0].piece.to(q.dtype), joined[1].piece.to(q.dtype)
-    return _PastAttention.apply(q, *own, k_past.detach(), v_past.detach(), scale, gather)
+    piece = joined[0].piece.to(q.dtype), joined[1].piece.to(q.dtype)
+    return _PastAttention.apply(q, *piece, k_past.detach(), v_past.detach(), scale, gather)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
@@ -374,22 +375,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
     Args:
         window: keys that a query sees, its own included; None for all.
     """
-    tokens, seen, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    tokens, n_keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if is_spread(k):
         return past_attention(q, k, v)
     if not q.numel():
         return _of_nothing(q, k, v)
-    if window is not None and window < seen:
+    if window is not None and window < n_keys:
         k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))
         return _banded(q, k, v, window)
-    if 1 < tokens < seen:
+    if 1 < tokens < n_keys:
         return past_attention(q, k, v)
     k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
 
 
 def _of_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What no row or no token gets: it depends on q, k and v all the same, with gradients of zero."""
+    """Attention of no row or no token: it depends on q, k and v all the same, with gradients of zero."""
     k, v = (_repeated(t.to(q.dtype), q.shape[1] // t.shape[1]) for t in (k, v))
     return (q @ k.mT) @ v
 
@@ -411,17 +412,17 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     bands = F.pad(rest, (0, 0, 0, pad)).unflatten(2, (-1, size)).flatten(1, 2)
     pairs = []
     for t in (k, v):
-        own = F.pad(t[:, :, past:], (0, 0, 0, pad)).unflatten(2, (-1, size))
-        pairs.append(torch.cat([own[:, :, :-1], own[:, :, 1:]], dim=3).flatten(1, 2))
+        band = F.pad(t[:, :, past:], (0, 0, 0, pad)).unflatten(2, (-1, size))
+        pairs.append(torch.cat([band[:, :, :-1], band[:, :, 1:]], dim=3).flatten(1, 2))
     more = _in_sight(bands, pairs[0], pairs[1], window).unflatten(1, (q.shape[1], -1)).flatten(2, 3)
     return torch.cat([out, more[:, :, : rest.shape[2]]], dim=2)
 
 
 def _in_sight(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """By a mask: the last query's place is the last key's."""
-    tokens, seen = q.shape[2], k.shape[2]
-    ones = torch.ones(tokens, seen, dtype=torch.bool, device=q.device)
-    mask = ones.tril(seen - tokens).triu(seen - tokens - window + 1)
+    """Attention by a mask: the last query's place is the last key's."""
+    tokens, n_keys = q.shape[2], k.shape[2]
+    ones = torch.ones(tokens, n_keys, dtype=torch.bool, device=q.device)
+    mask = ones.tril(n_keys - tokens).triu(n_keys - tokens - window + 1)
     return F.scaled_dot_product_attention(q, k, v, mask)
 
 

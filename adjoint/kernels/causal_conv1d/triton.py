@@ -8,6 +8,15 @@ document begins between it and the output.
 
 Proven under the interpreter and by compilation; not measured on a GPU: the stretch and the channels a program
 takes are reasoned, not tuned.
+
+Backward, with p the sum before SiLU:  dp_t = dy_t silu'(p_t),  dx_t = sum_k weight[:, d_conv-1-k] dp_{t+k}.
+
+Parameters of the kernels that are not obvious:
+
+    state: the inputs before the first token, (batch, channels, W - 1); reset: bytes (batch, seqlen)
+    *_b, *_t: strides of batch and token; channels are dense
+    W: d_conv; TOKENS, CHANNELS: what a program takes; UNROLL: tokens loaded at once
+    ACC: type of sums, float32 or float64
 """
 
 # Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
@@ -55,7 +64,7 @@ def _begins(reset, t, seqlen, HAS_RESET: tl.constexpr):
 def _taps(xs, begins, w, W: tl.constexpr, HAS_RESET: tl.constexpr):
     """(sum_k w_k x_{t-k}, the inputs x_{t-k} as the taps see them); xs and begins hold t, t - 1, ..."""
     total = w[0] * xs[0]
-    seen = (xs[0],)
+    inputs = (xs[0],)
     if HAS_RESET:
         cut = begins[0]
     for k in tl.static_range(1, W):
@@ -64,8 +73,8 @@ def _taps(xs, begins, w, W: tl.constexpr, HAS_RESET: tl.constexpr):
             x_ = tl.where(cut, 0.0, x_)
             cut = cut | begins[k]
         total += w[k] * x_
-        seen = seen + (x_,)
-    return total, seen
+        inputs = inputs + (x_,)
+    return total, inputs
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -118,7 +127,7 @@ def _forward_kernel(
             t = first + group * UNROLL + i
             xs = (loaded[i],) + xs[: W - 1]
             begins = (_begins(reset, t, seqlen, HAS_RESET),) + begins[: W - 1]
-            out, _seen = _taps(xs, begins, w, W, HAS_RESET)
+            out, _inputs = _taps(xs, begins, w, W, HAS_RESET)
             out += b
             if SILU:
                 out = out * sigmoid(out)
@@ -156,7 +165,7 @@ def _backward_kernel(
     """dx of TOKENS tokens, and their share of dweight and dbias: (batch, parts, W, channels), (batch, parts,
     channels)."""
     batch = tl.program_id(2).to(tl.int64)
-    part, parts = tl.program_id(0), tl.num_programs(0)
+    stretch, stretches = tl.program_id(0), tl.num_programs(0)
     d = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     d_ok = d < channels
     dy += batch * dy_b
@@ -169,7 +178,7 @@ def _backward_kernel(
     if HAS_BIAS:
         b = tl.load(bias + d, mask=d_ok, other=0.0).to(ACC)
     # Tokens are counted from -(W - 1): the state's inputs get their gradient like any other.
-    first = part.to(tl.int64) * TOKENS - (W - 1)
+    first = stretch.to(tl.int64) * TOKENS - (W - 1)
     stop = first + TOKENS
     w = ()
     xs = ()
@@ -196,20 +205,20 @@ def _backward_kernel(
             t = first + group * UNROLL + i
             xs = (loaded[i],) + xs[: W - 1]
             begins = (_begins(reset, t, seqlen, HAS_RESET),) + begins[: W - 1]
-            out, seen = _taps(xs, begins, w, W, HAS_RESET)
+            out, inputs = _taps(xs, begins, w, W, HAS_RESET)
             grad = grads[i]
             if SILU:
                 out += b
                 gate = sigmoid(out)
                 grad = grad * gate * (1.0 + out * (1.0 - gate))
-            own = tl.where(t < stop, grad, 0.0)
-            sum_bias += own
+            inner = tl.where(t < stop, grad, 0.0)
+            sum_bias += inner
             if HAS_RESET:
                 cut = begins[0]
-            new_sums = (sums[0] + own * seen[0],)
+            new_sums = (sums[0] + inner * inputs[0],)
             new_pending = (w[0] * grad,)
             for k in tl.static_range(1, W):
-                new_sums = new_sums + (sums[k] + own * seen[k],)
+                new_sums = new_sums + (sums[k] + inner * inputs[k],)
                 share = w[k] * grad
                 if HAS_RESET:
                     share = tl.where(cut, 0.0, share)
@@ -223,7 +232,7 @@ def _backward_kernel(
             tl.store(
                 dstate + (batch * channels + d) * (W - 1) + (s + (W - 1)), pending[W - 1], mask=done & (s < 0)
             )
-    row = batch * parts + part
+    row = batch * stretches + stretch
     for k in tl.static_range(W):
         tl.store(dweight + (row * W + (W - 1 - k)) * channels + d, sums[k], mask=d_ok)
     tl.store(dbias + row * channels + d, sum_bias, mask=d_ok)
@@ -301,17 +310,17 @@ def causal_conv1d_backward(
     dy, x, bias = common.last_contiguous(dy), common.last_contiguous(x), common.dense(bias)
     state = initial_state.contiguous() if initial_state is not None and d_conv > 1 else None
     acc = accumulate_dtype(x.dtype)
-    parts = triton.cdiv(seqlen + d_conv - 1, TOKENS)
+    stretches = triton.cdiv(seqlen + d_conv - 1, TOKENS)
     dx = torch.empty((batch, seqlen, channels), dtype=x.dtype, device=x.device)
     dstate = torch.empty(
         (batch, channels, d_conv - 1),
         dtype=x.dtype if initial_state is None else initial_state.dtype,
         device=x.device,
     )
-    dweight = torch.empty((batch, parts, d_conv, channels), dtype=acc, device=x.device)
-    dbias = torch.empty((batch, parts, channels), dtype=acc, device=x.device)
+    dweight = torch.empty((batch, stretches, d_conv, channels), dtype=acc, device=x.device)
+    dbias = torch.empty((batch, stretches, channels), dtype=acc, device=x.device)
     with common.on_device(x):
-        _backward_kernel[(parts, triton.cdiv(channels, CHANNELS), batch)](
+        _backward_kernel[(stretches, triton.cdiv(channels, CHANNELS), batch)](
             *(dy, x, weight.contiguous(), bias, state, common.reset_bytes(reset), dx, dstate, dweight, dbias),
             *(seqlen, channels, *dy.stride()[:2], *x.stride()[:2]),
             W=d_conv,

@@ -1,6 +1,8 @@
 """The plain linear scan ``h_t = a_t h_{t-1} + b_t`` in Triton: a diagonal (batch, seqlen, N) or scalar
 (batch, seqlen, 1).
 
+    mu_t = dh_t + a_{t+1} mu_{t+1},   da_t = mu_t h_{t-1},   db_t = mu_t
+
 Bandwidth is all it costs, so a thread owns one channel and walks its split of the sequence with a few loads
 in flight; a scalar decay is read once a token, never expanded. The windowed backward: blocks
 of ``window`` tokens, a suffix scan inside each, joined with the prefix scan of the next; nothing is
@@ -9,6 +11,14 @@ initial state's gradient.
 
 Proven under the interpreter and by compilation; not measured on a GPU: tokens loaded at once, channels a
 program and the shortest split are reasoned, not tuned.
+
+Parameters of the kernels that are not obvious:
+
+    *_b, *_t: strides of batch and token; states are dense
+    h_in, c_in: state, and a_t mu_t, at the entry of each split; h_out, c_out: those at its other end
+    decay: product of a split's decays; prefix: see `_prefix_kernel`
+    split_len: tokens of a split; SCALAR: one decay for all states; UNROLL: tokens loaded at once
+    ACC: type of states and sums, float32 or float64
 """
 
 # Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
@@ -267,9 +277,9 @@ def _backward_kernel(
 
 def _splits(x: torch.Tensor, batch: int, seqlen: int, blocks: int, window: int | None) -> tuple[int, int]:
     """(tokens a split, number of splits); with a window a split is whole blocks, counted from token -1."""
-    wanted = common.wanted_programs(x, PER_SM)
+    programs_at_once = common.programs_that_fill(x, PER_SM)
     unit = UNIT if window is None else window
-    length = common.split_length(seqlen, batch * blocks, wanted, unit, SHORTEST_SPLIT)
+    length = common.split_length(seqlen, batch * blocks, programs_at_once, unit, SHORTEST_SPLIT)
     return length, triton.cdiv(seqlen + (window is not None), length)
 
 

@@ -9,6 +9,14 @@ then over programs, in a fixed order.
 
 Proven under the interpreter and by compilation; not measured on a GPU: warps a group and programs a
 multiprocessor are reasoned, not tuned.
+
+Backward, with n = v rstd and e = weight dy:  dv = rstd (e - n mean(e n)),  dweight = sum over rows of dy n.
+
+Parameters of the kernels that are not obvious:
+
+    *_r: strides of rows; rows_each: rows that a program of the backward takes
+    GROUP, BLOCK: channels of a group, and the power of two that holds them
+    ACC: type of sums, float32 or float64
 """
 
 from __future__ import annotations
@@ -93,13 +101,13 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    part, group = tl.program_id(0), tl.program_id(1)
+    share, group = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, BLOCK)
     ok = i < GROUP
     d = group * GROUP + i
     w = tl.load(weight + d, mask=ok, other=0.0).to(ACC)
     sum_w = tl.zeros((BLOCK,), ACC)
-    first = part.to(tl.int64) * rows_each
+    first = share.to(tl.int64) * rows_each
     for k in range(0, tl.minimum(rows_each, rows - first)):
         row = first + k
         v = tl.load(s + row * s_r + d, mask=ok, other=0.0).to(ACC)
@@ -122,7 +130,7 @@ def _backward_kernel(
         tl.store(dresidual + row * width + d, dv, mask=ok)
         if HAS_DX:
             tl.store(dx + row * width + d, dv, mask=ok)
-    tl.store(dweight + part.to(tl.int64) * width + d, sum_w, mask=ok)
+    tl.store(dweight + share.to(tl.int64) * width + d, sum_w, mask=ok)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -208,15 +216,15 @@ def rms_norm_backward(
     flat_ds = None if ds is None else _rows(ds)
     flat_gate = None if gate is None else _rows(gate)
     rows, groups = flat_s.shape[0], width // group
-    parts = max(1, min(rows, common.wanted_programs(dy, PROGRAMS_PER_SM)))
-    rows_each = triton.cdiv(rows, parts)
-    parts = triton.cdiv(rows, rows_each)
+    shares = max(1, min(rows, common.programs_that_fill(dy, PROGRAMS_PER_SM)))
+    rows_each = triton.cdiv(rows, shares)
+    shares = triton.cdiv(rows, rows_each)
     dresidual = torch.empty(s.shape, dtype=s.dtype, device=s.device)
     dx = None if s.dtype == x_dtype else torch.empty(s.shape, dtype=x_dtype, device=s.device)
     dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=s.device)
-    dweight = torch.empty((parts, width), dtype=acc, device=s.device)
+    dweight = torch.empty((shares, width), dtype=acc, device=s.device)
     with common.on_device(s):
-        _backward_kernel[(parts, groups)](
+        _backward_kernel[(shares, groups)](
             *(flat_dy, flat_ds, flat_s, flat_gate, weight, rstd),
             *(dx, dresidual, dgate, dweight, rows, width, rows_each),
             flat_dy.stride(0),

@@ -1,4 +1,4 @@
-"""Mamba-2's scan in plain PyTorch: a segment's states at a time, made again in the backward."""
+"""The scan of Mamba-2 in plain PyTorch: a segment's states at a time, made again in the backward."""
 
 import torch
 from torch import Tensor

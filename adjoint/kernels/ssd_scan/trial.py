@@ -1,4 +1,4 @@
-"""Mamba-2's scan on a small problem."""
+"""The scan of Mamba-2 on a small problem."""
 
 import torch
 from torch import Tensor

@@ -1,10 +1,22 @@
 """Backward kernels of the gated delta rule in Triton (launched by `launch`).
 
+In the terms of `forward`, with d of a name its cotangent:
+
+    dwritten_j = sum_{i >= j} exp(c_i - c_j) (q_i . k_j) do_i + exp(c_end - c_j) dS_next' k_j
+    dS = exp(c_end) dS_next + sum_i exp(c_i) q_i (x) do_i - W' dwritten
+    d_right = T' dwritten,   dv = beta d_right
+
 T, U, W and what is written are made again from the inputs and the states before the chunks. The cotangent
-of the states then goes through the chunks from the last to the first (`cotangent_kernel`), and everything
+of the states then goes through the chunks from the last to the first (`cotangent_kernel`), and all_tokens
 else is again of all chunks at once: through the triangular system (`system_grad_kernel`), through keys,
 queries and states (`key_grad_kernel`), and through the decays, whose running sums turn round
 (`decay_grad_kernel`).
+
+Parameters that are not obvious, beside those in `forward`:
+
+    d_right: see above; d_reads, d_lower: cotangents of q_i . k_j and k_i . k_j, (batch, nheads, chunks, Q, Q)
+    d_states: cotangents of the states after the chunks
+    dc, shares: cotangent of c, of pairs, and of each NK columns of keys; for one decay per head
 """
 
 # mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment"
@@ -16,21 +28,28 @@ import triton.language as tl
 
 from adjoint.kernels.gated_delta_rule.triton.forward import (
     begins_of,
+    chunk_decay,
     corners,
     decaying,
     documents_of,
     matrix,
+    of_chunk,
     of_state,
     pair_decays,
+    place_of,
     products,
     scalars,
+    segment_of,
     since_before,
+    state_blocks,
+    store_chunk,
+    store_state,
     to_middle,
     tokens_of,
     until_end,
-    whole_decay,
+    weights_of,
 )
-from adjoint.kernels.triton.common import LENGTHS
+from adjoint.kernels.triton.common import LENGTHS, rows_of
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -49,18 +68,10 @@ def written_kernel(
     nheads,
     d_k,
     d_v,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    do_b,
-    do_t,
-    do_h,
-    g_b,
-    g_t,
-    g_h,
+    q_strides,
+    k_strides,
+    do_strides,
+    g_strides,
     WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
@@ -73,45 +84,30 @@ def written_kernel(
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """V columns of what is written in a chunk, and of its cotangent so far as the chunk's own outputs read
+    """V columns of what is written in a chunk, and of its cotangent as far as the chunk's own outputs read
     it: (batch, nheads, chunks * Q, d_v) each."""
-    chunk, head, batch = (
-        (tl.program_id(0) // NV).to(tl.int64),
-        tl.program_id(1),
-        tl.program_id(2).to(tl.int64),
-    )
-    m = tl.program_id(0) % NV * V + tl.arange(0, V)
-    chunks = tl.num_programs(0) // NV
-    first, i = chunk * Q, tl.arange(0, Q)
-    if HAS_RESET:
-        segment += (batch * chunks + chunk) * Q
-    q += batch * q_b + head * q_h
-    k += batch * k_b + head * k_h
-    do += batch * do_b + head * do_h
-    g += batch * g_b + head * g_h
-    at = (batch * nheads + head) * chunks + chunk
-    out = at * Q * d_v + (i[:, None] * d_v + m[None, :])
+    index, head, batch, first, at, segment = place_of(segment, nheads, NV, HAS_RESET, Q)
+    m = index * V + tl.arange(0, V)
+    place = first, seqlen, d_k, segment
+    q = rows_of(q, q_strides, batch, head)
+    k = rows_of(k, k_strides, batch, head)
+    do = rows_of(do, do_strides, batch, head)
+    g = rows_of(g, g_strides, batch, head)
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
-        own = tokens_of(segment, document, HAS_RESET, Q)
-        ok = own[:, None] & (m < d_v)[None, :]
-        u = matrix(U + at * Q * d_v, 0, m, d_v, Q, d_v, own, Q, ACC)
+        members = tokens_of(segment, document, HAS_RESET, Q)
+        u = of_chunk(U, at, m, d_v, members, Q, ACC)
         if document == 0:
             for block in range(0, NK):
                 n = block * K + tl.arange(0, K)
-                w = matrix(W + at * Q * d_k, 0, n, d_k, Q, d_k, own, Q, DOT)
-                state = of_state(states + at * (d_k * d_v), n, m, d_k, d_v, DOT)
+                w = of_chunk(W, at, n, d_k, members, Q, DOT)
+                state = of_state(states, at, n, m, d_k, d_v, DOT)
                 u -= tl.dot(w, state, input_precision=PRECISION, out_dtype=ACC)
-        tl.store(written + out, u, mask=ok)
-        weights = products(
-            *(q, k, g, first, q_t, k_t, g_t, seqlen, d_k, own, segment),
-            *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
-        )
-        decays = pair_decays(g, first, g_t, seqlen, own, segment, WIDE, HAS_RESET, Q, ACC)
-        weights = tl.where(decays > 0.0, weights * decays, 0.0).to(DOT)
-        do_ = matrix(do, first, m, do_t, seqlen, d_v, own, Q, DOT)
-        part = tl.dot(tl.trans(weights), do_, input_precision=PRECISION, out_dtype=ACC)
-        tl.store(d_written + out, part, mask=ok)
+        store_chunk(written, at, u, m, d_v, members, Q)
+        weights = weights_of(q, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC)
+        do_ = matrix(do, first, m, seqlen, d_v, members, Q, DOT)
+        term = tl.dot(tl.trans(weights), do_, input_precision=PRECISION, out_dtype=ACC)
+        store_chunk(d_written, at, term, m, d_v, members, Q)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -131,18 +127,10 @@ def cotangent_kernel(
     nheads,
     d_k,
     d_v,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    do_b,
-    do_t,
-    do_h,
-    g_b,
-    g_t,
-    g_h,
+    q_strides,
+    k_strides,
+    do_strides,
+    g_strides,
     HAS_FINAL: tl.constexpr,
     WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
@@ -159,61 +147,50 @@ def cotangent_kernel(
     one; to `d_written` is added what the state after the chunk asks: V columns of one head."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * V + tl.arange(0, V)
-    i, n = tl.arange(0, Q), tl.arange(0, K)
-    size = d_k * d_v
+    n = tl.arange(0, K)
     line = batch * nheads + head
-    q += batch * q_b + head * q_h
-    k += batch * k_b + head * k_h
-    do += batch * do_b + head * do_h
-    g += batch * g_b + head * g_h
-    state = ()
-    for block in tl.static_range(NK):
-        if HAS_FINAL:
-            part = of_state(d_final + line * size, block * K + n, m, d_k, d_v, ACC)
-        else:
-            part = tl.zeros((K, V), ACC)
-        state = state + (part,)  # noqa: RUF005
+    q = rows_of(q, q_strides, batch, head)
+    k = rows_of(k, k_strides, batch, head)
+    do = rows_of(do, do_strides, batch, head)
+    g = rows_of(g, g_strides, batch, head)
+    state = state_blocks(d_final, line, m, d_k, d_v, HAS_FINAL, K, V, NK, ACC)
     for back in range(0, chunks):
         chunk = chunks - 1 - back
         at = line * chunks + chunk
         first = tl.full((), Q, tl.int64) * chunk
-        if HAS_RESET:
-            here = segment + (batch * chunks + chunk) * Q
-        else:
-            here = segment
-        end = documents_of(here, HAS_RESET, Q)[1]
-        everything = tl.full((Q,), 1, tl.int1)
-        goes_on = tokens_of(here, 0, HAS_RESET, Q)
-        own = tokens_of(here, end, HAS_RESET, Q)
-        asked = tl.zeros((Q, V), ACC)
+        documents = segment_of(segment, batch * chunks + chunk, HAS_RESET, Q)
+        place = first, seqlen, d_k, documents
+        end = documents_of(documents, HAS_RESET, Q)[1]
+        all_tokens = tl.full((Q,), 1, tl.int1)
+        goes_on = tokens_of(documents, 0, HAS_RESET, Q)
+        members = tokens_of(documents, end, HAS_RESET, Q)
+        requested = tl.zeros((Q, V), ACC)
         for block in tl.static_range(NK):
             j = block * K + n
-            ok = (j < d_k)[:, None] & (m < d_v)[None, :]
-            tl.store(d_states + at * size + (j[:, None] * d_v + m[None, :]), state[block], mask=ok)
-            until = until_end(g, first, j, g_t, seqlen, d_k, own, here, WIDE, HAS_RESET, Q, ACC)
-            k_ = matrix(k, first, j, k_t, seqlen, d_k, own, Q, ACC) * until
-            asked = tl.dot(k_.to(DOT), state[block].to(DOT), asked, input_precision=PRECISION, out_dtype=ACC)
-        out = d_written + at * Q * d_v
-        dw = matrix(out, 0, m, d_v, Q, d_v, everything, Q, ACC) + tl.where(own[:, None], asked, 0.0)
-        tl.store(out + (i[:, None] * d_v + m[None, :]), dw, mask=(i < Q)[:, None] & (m < d_v)[None, :])
+            store_state(d_states, at, state[block], j, m, d_k, d_v)
+            until = until_end(g, place, j, members, WIDE, HAS_RESET, Q, ACC)
+            k_ = matrix(k, first, j, seqlen, d_k, members, Q, ACC) * until
+            requested = tl.dot(
+                k_.to(DOT), state[block].to(DOT), requested, input_precision=PRECISION, out_dtype=ACC
+            )
+        dw = of_chunk(d_written, at, m, d_v, all_tokens, Q, ACC) + tl.where(members[:, None], requested, 0.0)
+        store_chunk(d_written, at, dw, m, d_v, all_tokens, Q)
         dw = tl.where(goes_on[:, None], dw, 0.0).to(DOT)
-        do_ = matrix(do, first, m, do_t, seqlen, d_v, goes_on, Q, DOT)
+        do_ = matrix(do, first, m, seqlen, d_v, goes_on, Q, DOT)
         before = ()
         for block in tl.static_range(NK):
             j = block * K + n
-            whole = whole_decay(g, first, j, g_t, seqlen, d_k, goes_on, here, WIDE, HAS_RESET, Q, ACC)
-            kept = tl.where(end == 0, state[block] * (whole[:, None] if WIDE else whole), 0.0)
-            since = since_before(g, first, j, g_t, seqlen, d_k, goes_on, here, WIDE, HAS_RESET, Q, ACC)
-            q_ = matrix(q, first, j, q_t, seqlen, d_k, goes_on, Q, ACC) * since
-            part = tl.dot(tl.trans(q_).to(DOT), do_, kept, input_precision=PRECISION, out_dtype=ACC)
-            w = matrix(W + at * Q * d_k, 0, j, d_k, Q, d_k, goes_on, Q, DOT)
-            part -= tl.dot(tl.trans(w), dw, input_precision=PRECISION, out_dtype=ACC)
-            before = before + (part,)  # noqa: RUF005
+            decay = chunk_decay(g, place, j, goes_on, WIDE, HAS_RESET, Q, ACC)
+            carried = tl.where(end == 0, state[block] * (decay[:, None] if WIDE else decay), 0.0)
+            since = since_before(g, place, j, goes_on, WIDE, HAS_RESET, Q, ACC)
+            q_ = matrix(q, first, j, seqlen, d_k, goes_on, Q, ACC) * since
+            term = tl.dot(tl.trans(q_).to(DOT), do_, carried, input_precision=PRECISION, out_dtype=ACC)
+            w = of_chunk(W, at, j, d_k, goes_on, Q, DOT)
+            term -= tl.dot(tl.trans(w), dw, input_precision=PRECISION, out_dtype=ACC)
+            before = before + (term,)  # noqa: RUF005
         state = before
     for block in tl.static_range(NK):
-        j = block * K + n
-        ok = (j < d_k)[:, None] & (m < d_v)[None, :]
-        tl.store(d_initial + line * size + (j[:, None] * d_v + m[None, :]), state[block], mask=ok)
+        store_state(d_initial, line, state[block], block * K + n, m, d_k, d_v)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -239,21 +216,11 @@ def system_grad_kernel(
     nheads,
     d_k,
     d_v,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    v_b,
-    v_t,
-    v_h,
-    do_b,
-    do_t,
-    do_h,
-    g_b,
-    g_t,
-    g_h,
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    g_strides,
     WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
@@ -266,79 +233,68 @@ def system_grad_kernel(
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Of one chunk and head: dv and dbeta; ``d_right``, the cotangent of v - S k times beta, (batch, nheads,
+    """dv and dbeta of one chunk and head; ``d_right``, the cotangent of v - S k times beta, (batch, nheads,
     chunks * Q, d_v); ``d_reads`` and ``d_lower``, those of q_i . k_j and k_i . k_j, (batch, nheads, chunks,
     Q, Q), or with decays per channel those of what is left of them; and for one decay per head the share of
     pairs in the cotangent of c, ``dc`` (batch, nheads, chunks * Q)."""
-    chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunks = tl.num_programs(0)
-    first, i = chunk * Q, tl.arange(0, Q)
-    if HAS_RESET:
-        segment += (batch * chunks + chunk) * Q
-    q += batch * q_b + head * q_h
-    k += batch * k_b + head * k_h
-    v += batch * v_b + head * v_h
-    do += batch * do_b + head * do_h
-    g += batch * g_b + head * g_h
-    beta += batch * seqlen * nheads + head
-    at = (batch * nheads + head) * chunks + chunk
+    _, head, batch, first, at, segment = place_of(segment, nheads, 1, HAS_RESET, Q)
+    i = tl.arange(0, Q)
+    place = first, seqlen, d_k, segment
+    q = rows_of(q, q_strides, batch, head)
+    k = rows_of(k, k_strides, batch, head)
+    v = rows_of(v, v_strides, batch, head)
+    do = rows_of(do, do_strides, batch, head)
+    g = rows_of(g, g_strides, batch, head)
+    beta = beta + (batch * seqlen * nheads + head), nheads
     square = at * (Q * Q) + (i[:, None] * Q + i[None, :])
     tokens = (batch * seqlen + first) * nheads + head
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
-        own = tokens_of(segment, document, HAS_RESET, Q)
-        inside = own & (i < seqlen - first)
-        beta_ = scalars(beta, first, nheads, seqlen, own, Q, ACC)
-        both = own[:, None] & own[None, :]
+        members = tokens_of(segment, document, HAS_RESET, Q)
+        inside = members & (i < seqlen - first)
+        beta_ = scalars(beta, first, seqlen, members, Q, ACC)
+        both = members[:, None] & members[None, :]
         solved = tl.load(inverses + square, mask=both, other=0.0).to(DOT)
         reads = tl.zeros((Q, Q), ACC)
         lower = tl.zeros((Q, Q), ACC)
         of_beta = tl.zeros((Q,), ACC)
         for block in range(0, NV):
             m = block * V + tl.arange(0, V)
-            here = at * Q * d_v + (i[:, None] * d_v + m[None, :])
-            ok = own[:, None] & (m < d_v)[None, :]
-            dw = matrix(d_written + at * Q * d_v, 0, m, d_v, Q, d_v, own, Q, DOT)
+            dw = of_chunk(d_written, at, m, d_v, members, Q, DOT)
             right = tl.dot(tl.trans(solved), dw, input_precision=PRECISION, out_dtype=ACC)
-            tl.store(d_right + here, right, mask=ok)
+            store_chunk(d_right, at, right, m, d_v, members, Q)
             into = tokens * d_v + (i[:, None] * (nheads * d_v) + m[None, :])
             tl.store(dv + into, right * beta_[:, None], mask=inside[:, None] & (m < d_v)[None, :])
-            u = matrix(written + at * Q * d_v, 0, m, d_v, Q, d_v, own, Q, DOT)
-            do_ = matrix(do, first, m, do_t, seqlen, d_v, own, Q, DOT)
+            u = of_chunk(written, at, m, d_v, members, Q, DOT)
+            do_ = matrix(do, first, m, seqlen, d_v, members, Q, DOT)
             reads = tl.dot(do_, tl.trans(u), reads, input_precision=PRECISION, out_dtype=ACC)
             lower -= tl.dot(right.to(DOT), tl.trans(u), input_precision=PRECISION, out_dtype=ACC)
-            residual = matrix(v, first, m, v_t, seqlen, d_v, own, Q, ACC)
+            residual = matrix(v, first, m, seqlen, d_v, members, Q, ACC)
             if document == 0:
-                for part in range(0, NK):
-                    n = part * K + tl.arange(0, K)
-                    since = since_before(g, first, n, g_t, seqlen, d_k, own, segment, WIDE, HAS_RESET, Q, ACC)
-                    k_ = (matrix(k, first, n, k_t, seqlen, d_k, own, Q, ACC) * since).to(DOT)
-                    state = of_state(states + at * (d_k * d_v), n, m, d_k, d_v, DOT)
+                for term in range(0, NK):
+                    n = term * K + tl.arange(0, K)
+                    since = since_before(g, place, n, members, WIDE, HAS_RESET, Q, ACC)
+                    k_ = (matrix(k, first, n, seqlen, d_k, members, Q, ACC) * since).to(DOT)
+                    state = of_state(states, at, n, m, d_k, d_v, DOT)
                     read = tl.dot(k_, state, input_precision=PRECISION, out_dtype=ACC)
-                    residual -= tl.where(own[:, None], read, 0.0)
+                    residual -= tl.where(members[:, None], read, 0.0)
             of_beta += tl.sum(right * residual, axis=1)
-        decays = pair_decays(g, first, g_t, seqlen, own, segment, WIDE, HAS_RESET, Q, ACC)
+        decays = pair_decays(g, place, members, WIDE, HAS_RESET, Q, ACC)
         pair = (i[:, None] >= i[None, :]) & both
         below = (i[:, None] > i[None, :]) & both
         reads = tl.where(pair, reads * decays, 0.0)
         lower = tl.where(below, lower * decays, 0.0)
-        tl.store(d_reads + square, reads, mask=own[:, None])
-        tl.store(d_lower + square, lower * beta_[:, None], mask=own[:, None])
-        grams = products(
-            *(k, k, g, first, k_t, k_t, g_t, seqlen, d_k, own, segment),
-            *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
-        )
+        tl.store(d_reads + square, reads, mask=members[:, None])
+        tl.store(d_lower + square, lower * beta_[:, None], mask=members[:, None])
+        grams = products(k, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC)
         lower = tl.where(below, lower * grams, 0.0)
         of_beta += tl.sum(lower, axis=1)
         tl.store(dbeta + tokens + i * nheads, of_beta, mask=inside)
         if not WIDE:
-            grams = products(
-                *(q, k, g, first, q_t, k_t, g_t, seqlen, d_k, own, segment),
-                *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
-            )
+            grams = products(q, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC)
             pairs = tl.where(pair, reads * grams, 0.0) + lower * beta_[:, None]
-            # sums along i are of columns, in the other layout: by their own mask too
-            tl.store(dc + at * Q + i, tl.sum(pairs, axis=1) - tl.sum(pairs, axis=0), mask=own)
+            # sums along i are of columns, in the other layout: by their mask too
+            tl.store(dc + at * Q + i, tl.sum(pairs, axis=1) - tl.sum(pairs, axis=0), mask=members)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -363,18 +319,10 @@ def key_grad_kernel(
     nheads,
     d_k,
     d_v,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    do_b,
-    do_t,
-    do_h,
-    g_b,
-    g_t,
-    g_h,
+    q_strides,
+    k_strides,
+    do_strides,
+    g_strides,
     WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
@@ -389,67 +337,60 @@ def key_grad_kernel(
 ):
     """K columns of dq and dk of one chunk and head; with decays per channel dg of these, else their share of
     the cotangent of c: ``shares`` (NK, batch, nheads, chunks * Q)."""
-    chunk, head, batch = (
-        (tl.program_id(0) // NK).to(tl.int64),
-        tl.program_id(1),
-        tl.program_id(2).to(tl.int64),
-    )
-    block = tl.program_id(0) % NK
-    n = block * K + tl.arange(0, K)
-    chunks = tl.num_programs(0) // NK
-    first, i = chunk * Q, tl.arange(0, Q)
-    if HAS_RESET:
-        segment += (batch * chunks + chunk) * Q
-    q += batch * q_b + head * q_h
-    k += batch * k_b + head * k_h
-    do += batch * do_b + head * do_h
-    g += batch * g_b + head * g_h
-    beta += batch * seqlen * nheads + head
-    at = (batch * nheads + head) * chunks + chunk
+    index, head, batch, first, at, segment = place_of(segment, nheads, NK, HAS_RESET, Q)
+    n = index * K + tl.arange(0, K)
+    i = tl.arange(0, Q)
+    place = first, seqlen, d_k, segment
+    q = rows_of(q, q_strides, batch, head)
+    k = rows_of(k, k_strides, batch, head)
+    do = rows_of(do, do_strides, batch, head)
+    g = rows_of(g, g_strides, batch, head)
+    beta = beta + (batch * seqlen * nheads + head), nheads
     if not WIDE:
-        shares += ((block * tl.num_programs(2) + batch) * nheads + head) * chunks * Q + chunk * Q
+        chunks = tl.num_programs(0) // NK
+        shares += ((index * tl.num_programs(2) + batch) * nheads + head) * chunks * Q + first
     square = at * (Q * Q) + (i[:, None] * Q + i[None, :])
     out = ((batch * seqlen + first) * nheads + head) * d_k + (i[:, None] * (nheads * d_k) + n[None, :])
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
-        own = tokens_of(segment, document, HAS_RESET, Q)
+        members = tokens_of(segment, document, HAS_RESET, Q)
         of_q = tl.zeros((Q, K), ACC)
         of_k = tl.zeros((Q, K), ACC)
         last_k = tl.zeros((Q, K), ACC)
         through = tl.zeros((K,), ACC)
-        beta_ = scalars(beta, first, nheads, seqlen, own, Q, ACC)
-        for part in range(0, NV):
-            m = part * V + tl.arange(0, V)
+        beta_ = scalars(beta, first, seqlen, members, Q, ACC)
+        for term in range(0, NV):
+            m = term * V + tl.arange(0, V)
             if document == 0:
-                state = of_state(states + at * (d_k * d_v), n, m, d_k, d_v, ACC)
-                do_ = matrix(do, first, m, do_t, seqlen, d_v, own, Q, DOT)
-                dv_ = matrix(d_right + at * Q * d_v, 0, m, d_v, Q, d_v, own, Q, ACC) * beta_[:, None]
-                turned = tl.trans(state).to(DOT)
-                of_q = tl.dot(do_, turned, of_q, input_precision=PRECISION, out_dtype=ACC)
-                of_k -= tl.dot(dv_.to(DOT), turned, input_precision=PRECISION, out_dtype=ACC)
+                state = of_state(states, at, n, m, d_k, d_v, ACC)
+                do_ = matrix(do, first, m, seqlen, d_v, members, Q, DOT)
+                dv_ = of_chunk(d_right, at, m, d_v, members, Q, ACC) * beta_[:, None]
+                transposed = tl.trans(state).to(DOT)
+                of_q = tl.dot(do_, transposed, of_q, input_precision=PRECISION, out_dtype=ACC)
+                of_k -= tl.dot(dv_.to(DOT), transposed, input_precision=PRECISION, out_dtype=ACC)
                 if end == 0:
-                    after = of_state(d_states + at * (d_k * d_v), n, m, d_k, d_v, ACC)
+                    after = of_state(d_states, at, n, m, d_k, d_v, ACC)
                     through += tl.sum(state * after, axis=1)
             if document == end:
-                u = matrix(written + at * Q * d_v, 0, m, d_v, Q, d_v, own, Q, DOT)
-                after = of_state(d_states + at * (d_k * d_v), n, m, d_k, d_v, DOT)
+                u = of_chunk(written, at, m, d_v, members, Q, DOT)
+                after = of_state(d_states, at, n, m, d_k, d_v, DOT)
                 last_k = tl.dot(u, tl.trans(after), last_k, input_precision=PRECISION, out_dtype=ACC)
-        goes_on, ends = own & (document == 0), own & (document == end)
-        since = since_before(g, first, n, g_t, seqlen, d_k, goes_on, segment, WIDE, HAS_RESET, Q, ACC)
-        until = until_end(g, first, n, g_t, seqlen, d_k, ends, segment, WIDE, HAS_RESET, Q, ACC)
-        whole = whole_decay(g, first, n, g_t, seqlen, d_k, own, segment, WIDE, HAS_RESET, Q, ACC)
-        of_q = tl.where(own[:, None], of_q * since, 0.0)
-        of_k = tl.where(own[:, None], of_k * since, 0.0)
-        last_k = tl.where(own[:, None], last_k * until, 0.0)
-        q_ = matrix(q, first, n, q_t, seqlen, d_k, own, Q, ACC)
-        k_ = matrix(k, first, n, k_t, seqlen, d_k, own, Q, ACC)
+        goes_on, ends = members & (document == 0), members & (document == end)
+        since = since_before(g, place, n, goes_on, WIDE, HAS_RESET, Q, ACC)
+        until = until_end(g, place, n, ends, WIDE, HAS_RESET, Q, ACC)
+        decay = chunk_decay(g, place, n, members, WIDE, HAS_RESET, Q, ACC)
+        of_q = tl.where(members[:, None], of_q * since, 0.0)
+        of_k = tl.where(members[:, None], of_k * since, 0.0)
+        last_k = tl.where(members[:, None], last_k * until, 0.0)
+        q_ = matrix(q, first, n, seqlen, d_k, members, Q, ACC)
+        k_ = matrix(k, first, n, seqlen, d_k, members, Q, ACC)
         # what the state after the chunk has of c at the chunk's end, where the last document's sums end
-        total = tl.sum(last_k * k_, axis=0) + through * whole
+        total = tl.sum(last_k * k_, axis=0) + through * decay
         at_end = (i == Q - 1) & (document == end)
-        both = own[:, None] & own[None, :]
-        ok = (own & (i < seqlen - first))[:, None] & (n < d_k)[None, :]
+        both = members[:, None] & members[None, :]
+        ok = (members & (i < seqlen - first))[:, None] & (n < d_k)[None, :]
         if WIDE:
-            decays = decaying(g, first, n, g_t, seqlen, d_k, own, segment, HAS_RESET, Q, ACC)
+            decays = decaying(g, place, n, members, HAS_RESET, Q, ACC)
             wrote = (
                 last_k  # as `of_k`, of what is written: the decays' cotangents have it with the other sign
             )
@@ -465,19 +406,19 @@ def key_grad_kernel(
                 writes = tl.dot(tl.trans(pairs), left_k, writes, input_precision=PRECISION, out_dtype=ACC)
                 wrote += left * writes
             share = of_q * q_ + (of_k - wrote) * k_ + tl.where(at_end[:, None], total[None, :], 0.0)
-            share = tl.cumsum(tl.where(own[:, None], share, 0.0), axis=0, reverse=True)
+            share = tl.cumsum(tl.where(members[:, None], share, 0.0), axis=0, reverse=True)
             share = tl.where(begins_of(segment, HAS_RESET, Q)[:, None], 0.0, share)
             tl.store(dg + out, share, mask=ok)
             # a token with itself: nothing decays
-            alone = tl.load(d_reads + at * (Q * Q) + i * (Q + 1), mask=own, other=0.0)[:, None]
-            of_q += alone * k_
-            of_k += wrote + alone * q_
+            diagonal = tl.load(d_reads + at * (Q * Q) + i * (Q + 1), mask=members, other=0.0)[:, None]
+            of_q += diagonal * k_
+            of_k += wrote + diagonal * q_
         else:
             share = tl.sum(of_q * q_ + (of_k - last_k) * k_, axis=1)
             share += tl.where(at_end, tl.sum(total, axis=0), 0.0)
-            tl.store(shares + i, share, mask=own)
-            q_ = matrix(q, first, n, q_t, seqlen, d_k, own, Q, DOT)
-            k_ = matrix(k, first, n, k_t, seqlen, d_k, own, Q, DOT)
+            tl.store(shares + i, share, mask=members)
+            q_ = matrix(q, first, n, seqlen, d_k, members, Q, DOT)
+            k_ = matrix(k, first, n, seqlen, d_k, members, Q, DOT)
             pairs = tl.load(d_reads + square, mask=both, other=0.0).to(DOT)
             of_q = tl.dot(pairs, k_, of_q, input_precision=PRECISION, out_dtype=ACC)
             of_k = tl.dot(tl.trans(pairs), q_, of_k + last_k, input_precision=PRECISION, out_dtype=ACC)
@@ -502,20 +443,17 @@ def decay_grad_kernel(
     ACC: tl.constexpr,
 ):
     """dg of one chunk and head: the sums of c's cotangent from each token of a document on."""
-    chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunks = tl.num_programs(0)
-    first, i = chunk * Q, tl.arange(0, Q)
-    if HAS_RESET:
-        segment += (batch * chunks + chunk) * Q
-    here = ((batch * nheads + head) * chunks + chunk) * Q + i
-    block = tl.num_programs(2).to(tl.int64) * nheads * chunks * Q
+    _, head, batch, first, at, segment = place_of(segment, nheads, 1, HAS_RESET, Q)
+    i = tl.arange(0, Q)
+    tokens = at * Q + i
+    per_block = tl.num_programs(2).to(tl.int64) * nheads * tl.num_programs(0) * Q
     out = dg + (batch * seqlen + first) * nheads + head + i * nheads
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
-        own = tokens_of(segment, document, HAS_RESET, Q)
-        total = tl.load(dc + here, mask=own, other=0.0)
+        members = tokens_of(segment, document, HAS_RESET, Q)
+        total = tl.load(dc + tokens, mask=members, other=0.0)
         for k in range(0, NK):
-            total += tl.load(shares + k * block + here, mask=own, other=0.0)
+            total += tl.load(shares + k * per_block + tokens, mask=members, other=0.0)
         total = tl.cumsum(total, axis=0, reverse=True)
         total = tl.where(begins_of(segment, HAS_RESET, Q), 0.0, total)
-        tl.store(out, total.to(ACC), mask=own & (i < seqlen - first))
+        tl.store(out, total.to(ACC), mask=members & (i < seqlen - first))

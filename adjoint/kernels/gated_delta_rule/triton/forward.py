@@ -15,6 +15,18 @@ columns of every head (`state_kernel`); outputs are again of all chunks at once 
 Where a chunk holds several documents, the work is done for each, tokens of others read as 0 and their rows
 not written: none gets what another one has, NaN or infinite as it may be. The first goes on from the state
 before, the last one goes into the state after.
+
+Parameters of the kernels here and in `backward` that are not obvious:
+
+    *_strides: of batch, token and head; channels are dense
+    segment: number of documents that have begun in the chunk up to each token, (batch, chunks * Q), None
+        without documents
+    inverses, U, W: as above; states: those before the chunks; written: what each token writes
+    place: (first token of the chunk, seqlen, d_k, segment at the chunk), for the functions of decays
+    members: mask of the tokens of the document at work, (Q,)
+    WIDE: whether each channel of the keys has a decay; Q: tokens of a chunk
+    K, V: columns of keys and of values at once, NK, NV: how many times; LEVELS: log2 of Q
+    DOT, PRECISION: type and precision of the matrix products; ACC: type of sums, float32 or float64
 """
 
 # mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment"
@@ -24,7 +36,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LENGTHS
+from adjoint.kernels.triton.common import LENGTHS, rows_of
+
+
+@triton.jit
+def place_of(segment, nheads, BLOCKS: tl.constexpr, HAS_RESET: tl.constexpr, Q: tl.constexpr):
+    """The place at which a program of the grid (chunks * BLOCKS, nheads, batch) works: one chunk of one head.
+
+    Returns which of the chunk's BLOCKS it is, the head, the row of the batch, the chunk's first token, the
+    number of the chunk among those of all heads and rows, and ``segment`` at the chunk.
+    """
+    chunk, index = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks = tl.num_programs(0) // BLOCKS
+    at = (batch * nheads + head) * chunks + chunk
+    return index, head, batch, chunk * Q, at, segment_of(segment, batch * chunks + chunk, HAS_RESET, Q)
+
+
+@triton.jit
+def segment_of(segment, chunk, HAS_RESET: tl.constexpr, Q: tl.constexpr):
+    """``segment`` at the first token of a chunk; anything, which nobody reads, without documents."""
+    if HAS_RESET:
+        return segment + chunk * Q
+    else:
+        return 0
 
 
 @triton.jit
@@ -39,7 +74,7 @@ def documents_of(segment, HAS_RESET: tl.constexpr, Q: tl.constexpr):
 
 @triton.jit
 def tokens_of(segment, document, HAS_RESET: tl.constexpr, Q: tl.constexpr):
-    """Which tokens of a chunk are a document's, (Q,)."""
+    """Mask of a document's tokens in a chunk, (Q,)."""
     if HAS_RESET:
         return tl.load(segment + tl.arange(0, Q)) == document
     else:
@@ -48,7 +83,7 @@ def tokens_of(segment, document, HAS_RESET: tl.constexpr, Q: tl.constexpr):
 
 @triton.jit
 def begins_of(segment, HAS_RESET: tl.constexpr, Q: tl.constexpr):
-    """With which tokens of a chunk a document begins, (Q,)."""
+    """Mask of the tokens of a chunk with which a document begins, (Q,)."""
     q = tl.arange(0, Q)
     if HAS_RESET:
         return tl.load(segment + q) != tl.load(segment + q - 1, mask=q > 0, other=0)
@@ -57,153 +92,149 @@ def begins_of(segment, HAS_RESET: tl.constexpr, Q: tl.constexpr):
 
 
 @triton.jit
-def scalars(pointer, first, stride, seqlen, own, Q: tl.constexpr, ACC: tl.constexpr):
-    """g or beta of a chunk's tokens, 0 for those that are not ``own``, (Q,)."""
+def scalars(rows, first, seqlen, members, Q: tl.constexpr, ACC: tl.constexpr):
+    """g or beta of a chunk's tokens, 0 for those that are not ``members``, (Q,)."""
+    pointer, stride = rows
     q = tl.arange(0, Q)
-    return tl.load(pointer + (first + q) * stride, mask=own & (q < seqlen - first), other=0.0).to(ACC)
+    return tl.load(pointer + (first + q) * stride, mask=members & (q < seqlen - first), other=0.0).to(ACC)
 
 
 @triton.jit
-def matrix(pointer, first, i, stride, seqlen, size, own, Q: tl.constexpr, TO: tl.constexpr):
-    """Columns i of a chunk's tokens, 0 for those that are not ``own``, (Q, columns)."""
+def matrix(rows, first, i, seqlen, size, members, Q: tl.constexpr, TO: tl.constexpr):
+    """Columns i of a chunk's tokens, 0 for those that are not ``members``, (Q, columns)."""
+    pointer, stride = rows
     q = tl.arange(0, Q)
-    ok = (own & (q < seqlen - first))[:, None] & (i < size)[None, :]
+    ok = (members & (q < seqlen - first))[:, None] & (i < size)[None, :]
     return tl.load(pointer + first * stride + (q[:, None] * stride + i[None, :]), mask=ok, other=0.0).to(TO)
 
 
 @triton.jit
-def of_state(pointer, n, m, d_k, d_v, TO: tl.constexpr):
-    """Rows n and columns m of a state (d_k, d_v)."""
-    ok = (n < d_k)[:, None] & (m < d_v)[None, :]
-    return tl.load(pointer + (n[:, None] * d_v + m[None, :]), mask=ok, other=0.0).to(TO)
+def of_chunk(pointer, at, i, size, members, Q: tl.constexpr, TO: tl.constexpr):
+    """`matrix` of a tensor (batch, nheads, chunks * Q, size): columns i of chunk ``at`` among those of all
+    heads."""
+    return matrix((pointer + at * Q * size, size), 0, i, Q, size, members, Q, TO)
 
 
 @triton.jit
-def decaying(
-    g,
-    first,
-    n,
-    stride,
-    seqlen,
+def store_chunk(pointer, at, x, i, size, members, Q: tl.constexpr):
+    """Write columns i of chunk ``at``, as `of_chunk` reads them, of the tokens that are ``members``."""
+    q = tl.arange(0, Q)
+    ok = members[:, None] & (i < size)[None, :]
+    tl.store(pointer + at * Q * size + (q[:, None] * size + i[None, :]), x, mask=ok)
+
+
+@triton.jit
+def of_state(pointer, at, n, m, d_k, d_v, TO: tl.constexpr):
+    """Rows n and columns m of state ``at`` of those (…, d_k, d_v)."""
+    ok = (n < d_k)[:, None] & (m < d_v)[None, :]
+    place = pointer + at * (d_k * d_v) + (n[:, None] * d_v + m[None, :])
+    return tl.load(place, mask=ok, other=0.0).to(TO)
+
+
+@triton.jit
+def state_blocks(
+    pointer,
+    at,
+    m,
     d_k,
-    own,
-    segment,
-    HAS_RESET: tl.constexpr,
-    Q: tl.constexpr,
+    d_v,
+    GIVEN: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NK: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """g of channels n of a document's tokens of a chunk, (Q, columns); 0 for its first token, which has
-    nothing before it that would decay."""
-    decays = own & (begins_of(segment, HAS_RESET, Q) == 0)
-    return matrix(g, first, n, stride, seqlen, d_k, decays, Q, ACC)
+    """Columns m of state ``at`` of those (…, d_k, d_v), NK blocks of K rows each; zero unless GIVEN."""
+    state = ()
+    for block in tl.static_range(NK):
+        if GIVEN:
+            rows = of_state(pointer, at, block * K + tl.arange(0, K), m, d_k, d_v, ACC)
+        else:
+            rows = tl.zeros((K, V), ACC)
+        state = state + (rows,)  # noqa: RUF005
+    return state
 
 
 @triton.jit
-def running_sums(
-    g, first, stride, seqlen, own, segment, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr
-):
-    """c, the sums of g over a document's tokens of a chunk up to each, and their whole sum. The first token
+def store_state(pointer, at, rows, n, m, d_k, d_v):
+    """Write rows n and columns m of state ``at`` of those (…, d_k, d_v)."""
+    ok = (n < d_k)[:, None] & (m < d_v)[None, :]
+    tl.store(pointer + at * (d_k * d_v) + (n[:, None] * d_v + m[None, :]), rows, mask=ok)
+
+
+@triton.jit
+def decaying(g, place, n, members, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr):
+    """g of channels n of a document's tokens of a chunk, (Q, columns); 0 for its first token, which has
+    nothing before it that would decay."""
+    first, seqlen, d_k, segment = place
+    decays = members & (begins_of(segment, HAS_RESET, Q) == 0)
+    return matrix(g, first, n, seqlen, d_k, decays, Q, ACC)
+
+
+@triton.jit
+def running_sums(g, place, members, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr):
+    """c, the sums of g over a document's tokens of a chunk up to each, and the sum of all. The first token
     of a document has nothing before it that would decay."""
-    values = scalars(g, first, stride, seqlen, own & (begins_of(segment, HAS_RESET, Q) == 0), Q, ACC)
+    first, seqlen, _, segment = place
+    values = scalars(g, first, seqlen, members & (begins_of(segment, HAS_RESET, Q) == 0), Q, ACC)
     return tl.cumsum(values, axis=0), tl.sum(values, axis=0)
 
 
 @triton.jit
 def since_before(
-    g,
-    first,
-    n,
-    stride,
-    seqlen,
-    d_k,
-    own,
-    segment,
-    WIDE: tl.constexpr,
-    HAS_RESET: tl.constexpr,
-    Q: tl.constexpr,
-    ACC: tl.constexpr,
+    g, place, n, members, WIDE: tl.constexpr, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr
 ):
-    """What is left at each token of channels n of the state before the chunk: exp(c), (Q, columns or 1)."""
+    """Share of channels n of the state before the chunk that is left at each token: exp(c), (Q, columns or
+    1)."""
     if WIDE:
-        decays = decaying(g, first, n, stride, seqlen, d_k, own, segment, HAS_RESET, Q, ACC)
-        c = tl.cumsum(decays, axis=0)
+        c = tl.cumsum(decaying(g, place, n, members, HAS_RESET, Q, ACC), axis=0)
     else:
-        c = running_sums(g, first, stride, seqlen, own, segment, HAS_RESET, Q, ACC)[0][:, None]
-    return tl.where(own[:, None], tl.exp(c), 0.0)
+        c = running_sums(g, place, members, HAS_RESET, Q, ACC)[0][:, None]
+    return tl.where(members[:, None], tl.exp(c), 0.0)
 
 
 @triton.jit
 def until_end(
-    g,
-    first,
-    n,
-    stride,
-    seqlen,
-    d_k,
-    own,
-    segment,
-    WIDE: tl.constexpr,
-    HAS_RESET: tl.constexpr,
-    Q: tl.constexpr,
-    ACC: tl.constexpr,
+    g, place, n, members, WIDE: tl.constexpr, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr
 ):
-    """What is left at the chunk's end of what each token, of its last document, writes into channels n:
+    """Share of what each token, of the chunk's last document, writes into channels n that is left at its end:
     exp(c_end - c), (Q, columns or 1). Of decays per channel it sums from the end: a difference would round
     away what a channel keeps that decays slowly."""
     if WIDE:
-        following = own & (tl.arange(0, Q) < Q - 1)
-        later = matrix(g + stride, first, n, stride, seqlen - 1, d_k, following, Q, ACC)
+        first, seqlen, d_k, _ = place
+        following = members & (tl.arange(0, Q) < Q - 1)
+        later = matrix((g[0] + g[1], g[1]), first, n, seqlen - 1, d_k, following, Q, ACC)
         rest = tl.cumsum(later, axis=0, reverse=True)
     else:
-        c, whole = running_sums(g, first, stride, seqlen, own, segment, HAS_RESET, Q, ACC)
-        rest = (whole - c)[:, None]
-    return tl.where(own[:, None], tl.exp(rest), 0.0)
+        c, total = running_sums(g, place, members, HAS_RESET, Q, ACC)
+        rest = (total - c)[:, None]
+    return tl.where(members[:, None], tl.exp(rest), 0.0)
 
 
 @triton.jit
-def whole_decay(
-    g,
-    first,
-    n,
-    stride,
-    seqlen,
-    d_k,
-    own,
-    segment,
-    WIDE: tl.constexpr,
-    HAS_RESET: tl.constexpr,
-    Q: tl.constexpr,
-    ACC: tl.constexpr,
+def chunk_decay(
+    g, place, n, members, WIDE: tl.constexpr, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr
 ):
-    """What a chunk leaves of channels n of the state before it: exp(c_end), (columns,), or a number."""
+    """Share of channels n of the state before a chunk that it leaves: exp(c_end), (columns,), or a number."""
     if WIDE:
-        whole = tl.sum(decaying(g, first, n, stride, seqlen, d_k, own, segment, HAS_RESET, Q, ACC), axis=0)
+        total = tl.sum(decaying(g, place, n, members, HAS_RESET, Q, ACC), axis=0)
     else:
-        whole = running_sums(g, first, stride, seqlen, own, segment, HAS_RESET, Q, ACC)[1]
-    return tl.exp(whole)
+        total = running_sums(g, place, members, HAS_RESET, Q, ACC)[1]
+    return tl.exp(total)
 
 
 @triton.jit
 def pair_decays(
-    g,
-    first,
-    stride,
-    seqlen,
-    own,
-    segment,
-    WIDE: tl.constexpr,
-    HAS_RESET: tl.constexpr,
-    Q: tl.constexpr,
-    ACC: tl.constexpr,
+    g, place, members, WIDE: tl.constexpr, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr
 ):
     """exp(c_i - c_j) of a document's tokens j <= i, 0 for all other pairs. Of decays per channel, which are
     in the `products`: 1 for 0."""
     q = tl.arange(0, Q)
-    pair = (q[:, None] >= q[None, :]) & own[:, None] & own[None, :]
+    pair = (q[:, None] >= q[None, :]) & members[:, None] & members[None, :]
     if WIDE:
         return pair.to(ACC)
     else:
-        c, _ = running_sums(g, first, stride, seqlen, own, segment, HAS_RESET, Q, ACC)
+        c, _ = running_sums(g, place, members, HAS_RESET, Q, ACC)
         return tl.exp(tl.where(pair, c[:, None] - c[None, :], float("-inf")))
 
 
@@ -217,7 +248,7 @@ def corners(bits, Q: tl.constexpr):
 
 @triton.jit
 def to_middle(decays, bits, Q: tl.constexpr, ACC: tl.constexpr):
-    """How much channels, whose logs are ``decays`` (Q, columns), keep between each token and the middle of
+    """Share that channels, whose logs are ``decays`` (Q, columns), keep between each token and the middle of
     its block of 2 * 2**bits: in the first half after the token, in the second up to it. The product of two
     such is what is left from j to i; both are exponentials of sums of at most 2**bits numbers of one sign."""
     i, t = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :]
@@ -238,14 +269,8 @@ def products(
     a,
     b,
     g,
-    first,
-    a_t,
-    b_t,
-    g_t,
-    seqlen,
-    d_k,
-    own,
-    segment,
+    place,
+    members,
     WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
@@ -256,27 +281,51 @@ def products(
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """a_i . b_j of a document's tokens, (Q, Q), their channels decayed from j to i where they have decays of
-    their own; what is not j <= i is then left to `pair_decays`."""
+    """a_i . b_j of a document's tokens, (Q, Q), their channels decayed from j to i if each has a decay;
+    `pair_decays` then drops what is not j <= i."""
+    first, seqlen, d_k, _ = place
     total = tl.zeros((Q, Q), ACC)
     q = tl.arange(0, Q)
     for block in range(0, NK):
         i = block * K + tl.arange(0, K)
         if WIDE:
-            a_ = matrix(a, first, i, a_t, seqlen, d_k, own, Q, ACC)
-            b_ = matrix(b, first, i, b_t, seqlen, d_k, own, Q, ACC)
+            a_ = matrix(a, first, i, seqlen, d_k, members, Q, ACC)
+            b_ = matrix(b, first, i, seqlen, d_k, members, Q, ACC)
             total += tl.where(q[:, None] == q[None, :], tl.sum(a_ * b_, axis=1)[:, None], 0.0)
-            decays = decaying(g, first, i, g_t, seqlen, d_k, own, segment, HAS_RESET, Q, ACC)
+            decays = decaying(g, place, i, members, HAS_RESET, Q, ACC)
             for bits in range(0, LEVELS):
                 left = to_middle(decays, bits, Q, ACC)
                 read, wrote = (a_ * left).to(DOT), (b_ * left).to(DOT)
-                part = tl.dot(read, tl.trans(wrote), input_precision=PRECISION, out_dtype=ACC)
-                total += tl.where(corners(bits, Q), part, 0.0)
+                term = tl.dot(read, tl.trans(wrote), input_precision=PRECISION, out_dtype=ACC)
+                total += tl.where(corners(bits, Q), term, 0.0)
         else:
-            a_ = matrix(a, first, i, a_t, seqlen, d_k, own, Q, DOT)
-            b_ = matrix(b, first, i, b_t, seqlen, d_k, own, Q, DOT)
+            a_ = matrix(a, first, i, seqlen, d_k, members, Q, DOT)
+            b_ = matrix(b, first, i, seqlen, d_k, members, Q, DOT)
             total = tl.dot(a_, tl.trans(b_), total, input_precision=PRECISION, out_dtype=ACC)
     return total
+
+
+@triton.jit
+def weights_of(
+    q,
+    k,
+    g,
+    place,
+    members,
+    WIDE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    NK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """exp(c_i - c_j) q_i . k_j of a document's tokens j <= i, 0 for all other pairs, (Q, Q)."""
+    weights = products(q, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC)
+    decays = pair_decays(g, place, members, WIDE, HAS_RESET, Q, ACC)
+    return tl.where(decays > 0.0, weights * decays, 0.0).to(DOT)
 
 
 @triton.jit
@@ -310,15 +359,9 @@ def solve_kernel(
     nheads,
     d_k,
     d_v,
-    k_b,
-    k_t,
-    k_h,
-    v_b,
-    v_t,
-    v_h,
-    g_b,
-    g_t,
-    g_h,
+    k_strides,
+    v_strides,
+    g_strides,
     WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
@@ -334,47 +377,36 @@ def solve_kernel(
 ):
     """T (batch, nheads, chunks, Q, Q), U (batch, nheads, chunks * Q, d_v), W (batch, nheads, chunks * Q, d_k)
     of one chunk and head."""
-    chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunks = tl.num_programs(0)
-    first = chunk * Q
+    _, head, batch, first, at, segment = place_of(segment, nheads, 1, HAS_RESET, Q)
     q = tl.arange(0, Q)
-    if HAS_RESET:
-        segment += (batch * chunks + chunk) * Q
-    k += batch * k_b + head * k_h
-    v += batch * v_b + head * v_h
-    g += batch * g_b + head * g_h
-    beta += batch * seqlen * nheads + head
-    at = (batch * nheads + head) * chunks + chunk
+    place = first, seqlen, d_k, segment
+    k = rows_of(k, k_strides, batch, head)
+    v = rows_of(v, v_strides, batch, head)
+    g = rows_of(g, g_strides, batch, head)
+    beta = beta + (batch * seqlen * nheads + head), nheads
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
-        own = tokens_of(segment, document, HAS_RESET, Q)
-        beta_ = scalars(beta, first, nheads, seqlen, own, Q, ACC)
-        lower = products(
-            *(k, k, g, first, k_t, k_t, g_t, seqlen, d_k, own, segment),
-            *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
-        )
-        below = (q[:, None] > q[None, :]) & own[:, None] & own[None, :]
-        decays = pair_decays(g, first, g_t, seqlen, own, segment, WIDE, HAS_RESET, Q, ACC)
+        members = tokens_of(segment, document, HAS_RESET, Q)
+        beta_ = scalars(beta, first, seqlen, members, Q, ACC)
+        lower = products(k, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC)
+        below = (q[:, None] > q[None, :]) & members[:, None] & members[None, :]
+        decays = pair_decays(g, place, members, WIDE, HAS_RESET, Q, ACC)
         lower = tl.where(below, lower * decays * beta_[:, None], 0.0)
         solved = inverse(lower, Q, LEVELS, SOLVE, ACC)
-        tl.store(inverses + at * (Q * Q) + (q[:, None] * Q + q[None, :]), solved, mask=own[:, None])
+        tl.store(inverses + at * (Q * Q) + (q[:, None] * Q + q[None, :]), solved, mask=members[:, None])
         solved = solved.to(DOT)
         for block in range(0, NV):
             m = block * V + tl.arange(0, V)
-            v_ = matrix(v, first, m, v_t, seqlen, d_v, own, Q, ACC) * beta_[:, None]
+            v_ = matrix(v, first, m, seqlen, d_v, members, Q, ACC) * beta_[:, None]
             u = tl.dot(solved, v_.to(DOT), input_precision=PRECISION, out_dtype=ACC)
-            tl.store(
-                U + at * Q * d_v + (q[:, None] * d_v + m[None, :]), u, mask=own[:, None] & (m < d_v)[None, :]
-            )
-        goes_on = own & (document == 0)
+            store_chunk(U, at, u, m, d_v, members, Q)
+        goes_on = members & (document == 0)
         for block in range(0, NK):
             n = block * K + tl.arange(0, K)
-            since = since_before(g, first, n, g_t, seqlen, d_k, goes_on, segment, WIDE, HAS_RESET, Q, ACC)
-            k_ = matrix(k, first, n, k_t, seqlen, d_k, own, Q, ACC) * (since * beta_[:, None])
+            since = since_before(g, place, n, goes_on, WIDE, HAS_RESET, Q, ACC)
+            k_ = matrix(k, first, n, seqlen, d_k, members, Q, ACC) * (since * beta_[:, None])
             w = tl.dot(solved, k_.to(DOT), input_precision=PRECISION, out_dtype=ACC)
-            tl.store(
-                W + at * Q * d_k + (q[:, None] * d_k + n[None, :]), w, mask=own[:, None] & (n < d_k)[None, :]
-            )
+            store_chunk(W, at, w, n, d_k, members, Q)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -393,12 +425,8 @@ def state_kernel(
     nheads,
     d_k,
     d_v,
-    k_b,
-    k_t,
-    k_h,
-    g_b,
-    g_t,
-    g_h,
+    k_strides,
+    g_strides,
     HAS_INITIAL: tl.constexpr,
     WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
@@ -415,58 +443,42 @@ def state_kernel(
     chunks * Q, d_v), and the final state: V columns of one head."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * V + tl.arange(0, V)
-    q, n = tl.arange(0, Q), tl.arange(0, K)
-    size = d_k * d_v
+    n = tl.arange(0, K)
     line = batch * nheads + head
-    k += batch * k_b + head * k_h
-    g += batch * g_b + head * g_h
-    state = ()
-    for block in tl.static_range(NK):
-        if HAS_INITIAL:
-            part = of_state(initial + line * size, block * K + n, m, d_k, d_v, ACC)
-        else:
-            part = tl.zeros((K, V), ACC)
-        state = state + (part,)  # noqa: RUF005
+    k = rows_of(k, k_strides, batch, head)
+    g = rows_of(g, g_strides, batch, head)
+    state = state_blocks(initial, line, m, d_k, d_v, HAS_INITIAL, K, V, NK, ACC)
     for chunk in range(0, chunks):
         at = line * chunks + chunk
         first = tl.full((), Q, tl.int64) * chunk
-        if HAS_RESET:
-            here = segment + (batch * chunks + chunk) * Q
-        else:
-            here = segment
-        end = documents_of(here, HAS_RESET, Q)[1]
-        everything = tl.full((Q,), 1, tl.int1)
+        documents = segment_of(segment, batch * chunks + chunk, HAS_RESET, Q)
+        place = first, seqlen, d_k, documents
+        end = documents_of(documents, HAS_RESET, Q)[1]
+        all_tokens = tl.full((Q,), 1, tl.int1)
         reads = tl.zeros((Q, V), ACC)
         for block in tl.static_range(NK):
             i = block * K + n
-            ok = (i < d_k)[:, None] & (m < d_v)[None, :]
-            tl.store(states + at * size + (i[:, None] * d_v + m[None, :]), state[block], mask=ok)
-            w = matrix(W + at * Q * d_k, 0, i, d_k, Q, d_k, everything, Q, DOT)
+            store_state(states, at, state[block], i, m, d_k, d_v)
+            w = of_chunk(W, at, i, d_k, all_tokens, Q, DOT)
             reads = tl.dot(w, state[block].to(DOT), reads, input_precision=PRECISION, out_dtype=ACC)
-        goes_on = tokens_of(here, 0, HAS_RESET, Q)
-        own = tokens_of(here, end, HAS_RESET, Q)
-        u = matrix(U + at * Q * d_v, 0, m, d_v, Q, d_v, everything, Q, ACC)
+        goes_on = tokens_of(documents, 0, HAS_RESET, Q)
+        members = tokens_of(documents, end, HAS_RESET, Q)
+        u = of_chunk(U, at, m, d_v, all_tokens, Q, ACC)
         u -= tl.where(goes_on[:, None], reads, 0.0)
-        tl.store(
-            written + at * Q * d_v + (q[:, None] * d_v + m[None, :]),
-            u,
-            mask=(q < Q)[:, None] & (m < d_v)[None, :],
-        )
-        u = tl.where(own[:, None], u, 0.0).to(DOT)
+        store_chunk(written, at, u, m, d_v, all_tokens, Q)
+        u = tl.where(members[:, None], u, 0.0).to(DOT)
         after = ()
         for block in tl.static_range(NK):
             i = block * K + n
-            until = until_end(g, first, i, g_t, seqlen, d_k, own, here, WIDE, HAS_RESET, Q, ACC)
-            k_ = matrix(k, first, i, k_t, seqlen, d_k, own, Q, ACC) * until
-            whole = whole_decay(g, first, i, g_t, seqlen, d_k, own, here, WIDE, HAS_RESET, Q, ACC)
-            kept = tl.where(end == 0, state[block] * (whole[:, None] if WIDE else whole), 0.0)
-            part = tl.dot(tl.trans(k_).to(DOT), u, kept, input_precision=PRECISION, out_dtype=ACC)
-            after = after + (part,)  # noqa: RUF005
+            until = until_end(g, place, i, members, WIDE, HAS_RESET, Q, ACC)
+            k_ = matrix(k, first, i, seqlen, d_k, members, Q, ACC) * until
+            decay = chunk_decay(g, place, i, members, WIDE, HAS_RESET, Q, ACC)
+            carried = tl.where(end == 0, state[block] * (decay[:, None] if WIDE else decay), 0.0)
+            term = tl.dot(tl.trans(k_).to(DOT), u, carried, input_precision=PRECISION, out_dtype=ACC)
+            after = after + (term,)  # noqa: RUF005
         state = after
     for block in tl.static_range(NK):
-        i = block * K + n
-        ok = (i < d_k)[:, None] & (m < d_v)[None, :]
-        tl.store(final + line * size + (i[:, None] * d_v + m[None, :]), state[block], mask=ok)
+        store_state(final, line, state[block], block * K + n, m, d_k, d_v)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -482,15 +494,9 @@ def output_kernel(
     nheads,
     d_k,
     d_v,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    g_b,
-    g_t,
-    g_h,
+    q_strides,
+    k_strides,
+    g_strides,
     WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
@@ -504,38 +510,26 @@ def output_kernel(
     ACC: tl.constexpr,
 ):
     """V columns of the outputs of one chunk and head."""
-    chunk, head, batch = (
-        (tl.program_id(0) // NV).to(tl.int64),
-        tl.program_id(1),
-        tl.program_id(2).to(tl.int64),
-    )
-    m = tl.program_id(0) % NV * V + tl.arange(0, V)
-    chunks = tl.num_programs(0) // NV
-    first, i = chunk * Q, tl.arange(0, Q)
-    if HAS_RESET:
-        segment += (batch * chunks + chunk) * Q
-    q += batch * q_b + head * q_h
-    k += batch * k_b + head * k_h
-    g += batch * g_b + head * g_h
-    at = (batch * nheads + head) * chunks + chunk
+    index, head, batch, first, at, segment = place_of(segment, nheads, NV, HAS_RESET, Q)
+    m = index * V + tl.arange(0, V)
+    i = tl.arange(0, Q)
+    place = first, seqlen, d_k, segment
+    q = rows_of(q, q_strides, batch, head)
+    k = rows_of(k, k_strides, batch, head)
+    g = rows_of(g, g_strides, batch, head)
     out = o + ((batch * seqlen + first) * nheads + head) * d_v + (i[:, None] * (nheads * d_v) + m[None, :])
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
-        own = tokens_of(segment, document, HAS_RESET, Q)
-        weights = products(
-            *(q, k, g, first, q_t, k_t, g_t, seqlen, d_k, own, segment),
-            *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
-        )
-        decays = pair_decays(g, first, g_t, seqlen, own, segment, WIDE, HAS_RESET, Q, ACC)
-        weights = tl.where(decays > 0.0, weights * decays, 0.0).to(DOT)
-        u = matrix(written + at * Q * d_v, 0, m, d_v, Q, d_v, own, Q, DOT)
+        members = tokens_of(segment, document, HAS_RESET, Q)
+        weights = weights_of(q, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC)
+        u = of_chunk(written, at, m, d_v, members, Q, DOT)
         total = tl.dot(weights, u, input_precision=PRECISION, out_dtype=ACC)
         if document == 0:
             for block in range(0, NK):
                 n = block * K + tl.arange(0, K)
-                since = since_before(g, first, n, g_t, seqlen, d_k, own, segment, WIDE, HAS_RESET, Q, ACC)
-                q_ = matrix(q, first, n, q_t, seqlen, d_k, own, Q, ACC) * since
-                state = of_state(states + at * (d_k * d_v), n, m, d_k, d_v, DOT)
+                since = since_before(g, place, n, members, WIDE, HAS_RESET, Q, ACC)
+                q_ = matrix(q, first, n, seqlen, d_k, members, Q, ACC) * since
+                state = of_state(states, at, n, m, d_k, d_v, DOT)
                 total = tl.dot(q_.to(DOT), state, total, input_precision=PRECISION, out_dtype=ACC)
-        ok = (own & (i < seqlen - first))[:, None] & (m < d_v)[None, :]
+        ok = (members & (i < seqlen - first))[:, None] & (m < d_v)[None, :]
         tl.store(out, total, mask=ok)

@@ -44,7 +44,7 @@ _TL = {
 
 
 class _Call:
-    """What the kernels of one call have in common."""
+    """Sizes, constants and buffers that the kernels of one call share."""
 
     def __init__(self, k, v, g, reset):
         self.batch, self.seqlen, self.nheads, self.d_k = k.shape
@@ -108,7 +108,7 @@ class _Call:
         U, W = self.empty(k, tokens, self.d_v), self.empty(k, tokens, self.d_k)
         forward.solve_kernel[self.grid()](
             *(k, v, g, beta, self.segment, inverses, U, W, *self.sizes),
-            *(*k.stride()[:3], *v.stride()[:3], *g.stride()[:3]),
+            *(k.stride()[:3], v.stride()[:3], g.stride()[:3]),
             SOLVE=self.constants["PRECISION"],
             **self.constants,
         )
@@ -137,14 +137,14 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
         initial = None if initial_state is None else initial_state.to(call.acc).contiguous()
         forward.state_kernel[call.columns()](
             *(k, g, call.segment, U, W, initial, states, written, final, *call.walk),
-            *(*k.stride()[:3], *g.stride()[:3]),
+            *(k.stride()[:3], g.stride()[:3]),
             HAS_INITIAL=initial is not None,
             **call.state_constants,
         )
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         forward.output_kernel[call.grid(call.constants["NV"])](
             *(q, k, g, call.segment, states, written, o, *call.sizes),
-            *(*q.stride()[:3], *k.stride()[:3], *g.stride()[:3]),
+            *(q.stride()[:3], k.stride()[:3], g.stride()[:3]),
             **call.constants,
         )
     return o, final, states if save else None
@@ -157,7 +157,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     g, beta = g.contiguous(), beta.contiguous()
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-    with_do = (*q.stride()[:3], *k.stride()[:3], *do.stride()[:3], *g.stride()[:3])
+    with_do = (q.stride()[:3], k.stride()[:3], do.stride()[:3], g.stride()[:3])
     with common.on_device(v):
         inverses, U, W = call.solved(k, v, g, beta)
         written, d_written = torch.empty_like(U), torch.empty_like(U)
@@ -182,7 +182,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
         backward.system_grad_kernel[call.grid()](
             *(q, k, v, g, beta, do, call.segment, inverses, written, d_written, states, d_right),
             *(d_reads, d_lower, dv, dbeta, dc, *call.sizes),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *g.stride()[:3]),
+            *(q.stride()[:3], k.stride()[:3], v.stride()[:3], do.stride()[:3], g.stride()[:3]),
             **call.constants,
         )
         backward.key_grad_kernel[call.grid(blocks)](

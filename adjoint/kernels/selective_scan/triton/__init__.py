@@ -1,1 +1,1 @@
-"""Mamba-1's scan in Triton."""
+"""The selective scan in Triton."""

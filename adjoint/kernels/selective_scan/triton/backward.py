@@ -1,5 +1,9 @@
 """The selective scan's backward kernels in Triton (launched by `launch`).
 
+    mu_t = g_t C_t + a_{t+1} mu_{t+1},   a_t = exp(d_t A),   g_t = dy_t silu(z_t)
+    du_t = d_t (B_t . mu_t) + D g_t,   dB_t = sum over channels of d_t u_t mu_t,   dC_t = that of g_t h_t
+    dd_t = u_t (B_t . mu_t) + A . (a_t h_{t-1} mu_t),   dA = sum over t of d_t a_t h_{t-1} mu_t
+
 The backward goes through the forward's stretches of ``EVERY`` tokens from last to first: it redoes a
 stretch's states once to place finer marks every ``STEPS`` tokens (a scratch buffer), and again group by group
 of ``STEPS`` with the decays a_t and the states h_{t-1} held in registers, where the reverse walk of the
@@ -18,6 +22,14 @@ neighbouring programs at about one time. What a block carries to the next stretc
 The (rows, d_state, 8) tile gives a warp 8 lanes of channels × 4 of states, the balance between its two kinds
 of sums: over states (du, ddelta, dz) and over channels (dB, dC). Above d_state 32 several warps share a
 program's states, so that a thread never holds more than 8 of a token and nothing spills.
+
+Parameters that are not obvious, beside those in `forward`:
+
+    carried: a_{t+1} mu_{t+1} at the right edge of each split, (batch, splits, d_state, d_inner), which
+        becomes that at its left edge
+    scratch: what a program keeps in memory, see above
+    dB, dC: (batch, programs, seqlen, d_state), dA, dD, dbias: (batch, splits, ...): partial sums
+    ROWS: rows of 8 channels a program holds; EVEN: whether d_state is N, so that no load needs a mask
 """
 
 # Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
@@ -58,7 +70,7 @@ def adjoint_local_kernel(
     d_inner,
     d_state,
     split_len,
-    one,
+    opaque_one,
     dy_b,
     dy_t,
     delta_b,
@@ -83,7 +95,7 @@ def adjoint_local_kernel(
     n = tl.arange(0, N)
     d_ok, n_ok = d < d_inner, n < d_state
     ok = n_ok[:, None] & d_ok[None, :]
-    state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
+    state = n[:, None] * d_inner + a_lane_each(d, opaque_one)[None, :]
     A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
     first = split.to(tl.int64) * split_len
     stop = tl.minimum(first + split_len, seqlen)
@@ -99,7 +111,7 @@ def adjoint_local_kernel(
         step_bias = tl.load(bias + d, mask=d_ok, other=0.0).to(ACC)
     c = tl.zeros((N, LANES), ACC)
     total = tl.zeros((LANES,), ACC)
-    kept = tl.full((LANES,), 1.0, ACC)
+    through = tl.full((LANES,), 1.0, ACC)
     for group in range(0, (stop - first + UNROLL - 1) // UNROLL):
         for i in tl.static_range(UNROLL):
             t = stop - 1 - group * UNROLL - i
@@ -120,12 +132,12 @@ def adjoint_local_kernel(
                 new_c = tl.where(inside, new_c, c)
             begins = begins_at(reset, t, inside, HAS_RESET)
             c = over_edge(new_c, begins, HAS_RESET)
-            kept = over_edge(kept, begins, HAS_RESET)
+            through = over_edge(through, begins, HAS_RESET)
             total += step
     edge = (batch * tl.num_programs(1) + split) * d_inner * d_state
     tl.store(c_out + edge + state, c, mask=ok)
     tl.store(
-        decay + edge + state, times_decay(tl.exp2(A2 * total[None, :]), kept[None, :], HAS_RESET), mask=ok
+        decay + edge + state, times_decay(tl.exp2(A2 * total[None, :]), through[None, :], HAS_RESET), mask=ok
     )
 
 
@@ -236,7 +248,7 @@ def backward_kernel(
     d_inner,
     d_state,
     split_len,
-    one,
+    opaque_one,
     dy_b,
     dy_t,
     u_b,
@@ -282,7 +294,7 @@ def backward_kernel(
     if HAS_RESET:
         reset += batch * seqlen
     row = batch * seqlen + first  # of the contiguous tensors (batch, seqlen, d_inner)
-    part = (batch * n_programs + program) * seqlen + first  # of dB and dC
+    shares = (batch * n_programs + program) * seqlen + first  # of dB and dC
     per_batch = tl.cast(d_inner, tl.int64) * d_state
     edge = (batch * n_splits + split) * per_batch
     sums = (batch * n_splits + split) * d_inner
@@ -302,7 +314,7 @@ def backward_kernel(
     sums_A = sums_B + SPAN * WIDTH
     recent_B = sums_A + SPAN * WIDTH
     recent_C = recent_B + SPAN * N
-    scratch += n[:, None] * LANES + a_lane_each(lane, one)[None, :]
+    scratch += n[:, None] * LANES + a_lane_each(lane, opaque_one)[None, :]
 
     n_stretches = ((stop - first + EVERY - 1) // EVERY).to(tl.int32)
     n_blocks = (d_inner + WIDTH - 1) // WIDTH
@@ -316,7 +328,7 @@ def backward_kernel(
         start = (program + nth * n_programs) * WIDTH
         # The channels of row r are d + r * LANES: the same pointers at a constant offset.
         d = start + lane
-        state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
+        state = n[:, None] * d_inner + a_lane_each(d, opaque_one)[None, :]
         A2 = ()
         c = ()
         sum_A = ()
@@ -350,10 +362,10 @@ def backward_kernel(
         B_s = B + begin * B_t
         C_s = C + begin * C_t
         reset_s = reset + begin if HAS_RESET else reset
-        here = (row + ahead) * d_inner
-        du_s = du + here
-        ddelta_s = ddelta + here
-        dz_s = dz + here if HAS_Z else dz
+        tokens_at = (row + ahead) * d_inner
+        du_s = du + tokens_at
+        ddelta_s = ddelta + tokens_at
+        dz_s = dz + tokens_at if HAS_Z else dz
         for span in range(0, n_spans):
             t = span * SPAN + i
             ok = (t < tokens) & dw_ok
@@ -447,10 +459,10 @@ def backward_kernel(
                     tl.store(recent_C + (near * N + n), tl.sum(h_g, axis=1))
             tl.debug_barrier()
             add_recent(
-                dB, recent_B, part + ahead + base, 0, tokens - base, n, n_ok, d_state, nth > 0, N, SPAN
+                dB, recent_B, shares + ahead + base, 0, tokens - base, n, n_ok, d_state, nth > 0, N, SPAN
             )
             add_recent(
-                dC, recent_C, part + ahead + base, 0, tokens - base, n, n_ok, d_state, nth > 0, N, SPAN
+                dC, recent_C, shares + ahead + base, 0, tokens - base, n, n_ok, d_state, nth > 0, N, SPAN
             )
             step_ = tl.load(steps + (base * WIDTH + place))
             u_ = tl.load(u_s + (tb * u_t + dw[None, :]), mask=ok, other=0.0).to(ACC)

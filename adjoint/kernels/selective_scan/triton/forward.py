@@ -1,11 +1,23 @@
 """The selective scan's forward kernel in Triton (launched by `launch`).
 
+    h_t = exp(d_t A) h_{t-1} + d_t u_t B_t,   d = softplus(delta + bias)
+    y_t = (C_t . h_t + D u_t) silu(z_t)
+
 A program owns one batch element, a few channels with their whole d_state, and one split of the sequence; the
 state lives in registers and time is walked in order, so each (token, channel, state) element costs one
 exponential and nothing is ever scanned twice in a tree. The state is kept once every ``EVERY`` tokens.
 
 Triton lays the last dimension of a tile over the lanes of the warp first: the (d_state, lanes) tile gives a
 thread one channel and, up to d_state 32, all its states, so that the sum over d_state needs no communication.
+
+Parameters of this kernel and of those in `backward` and `window` that are not obvious:
+
+    *_b, *_t: strides of batch and token; channels, or states, are dense
+    bias: delta_bias; reset: bytes (batch, seqlen), not 0 where a document begins
+    checkpoints: the states before every EVERY tokens, (batch, checkpoints, d_state, d_inner)
+    split_len: tokens of a split; opaque_one: 1, see `common.a_lane_each`
+    N, LANES: d_state as a power of two, and channels that a tile holds; UNROLL: tokens walked at once
+    ACC: type of states and sums, float32 or float64
 """
 
 # Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
@@ -49,7 +61,7 @@ def forward_kernel(
     d_inner,
     d_state,
     split_len,
-    one,
+    opaque_one,
     u_b,
     u_t,
     delta_b,
@@ -82,7 +94,7 @@ def forward_kernel(
     n = tl.arange(0, N)
     d_ok, n_ok = d < d_inner, n < d_state
     ok = n_ok[:, None] & d_ok[None, :]
-    state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
+    state = n[:, None] * d_inner + a_lane_each(d, opaque_one)[None, :]
     A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
 
     # int64 from here on: batch * stride and t * stride pass 2^31 at the lengths this is for
@@ -111,7 +123,7 @@ def forward_kernel(
     if HAS_INIT:
         h = tl.load(h_in + (batch * n_splits + split) * per_batch + state, mask=ok, other=0.0).to(ACC)
     total = tl.zeros((LANES,), ACC)
-    kept = tl.full((LANES,), 1.0, ACC)
+    through = tl.full((LANES,), 1.0, ACC)
 
     for stretch in range(0, (stop - first + EVERY - 1) // EVERY):
         begin = first + stretch * EVERY
@@ -141,7 +153,7 @@ def forward_kernel(
                 begins = begins_at(reset, t, inside, HAS_RESET)
                 h = over_edge(a * h, begins, HAS_RESET) + (step * u_t_)[None, :] * B_t_[:, None]
                 if LOCAL:
-                    kept = over_edge(kept, begins, HAS_RESET)
+                    through = over_edge(through, begins, HAS_RESET)
                 total += step
                 if not LOCAL:
                     C_t_ = tl.load(C + at * C_t + n, mask=n_ok, other=0.0).to(ACC)
@@ -162,7 +174,9 @@ def forward_kernel(
         edge = (batch * n_splits + split) * per_batch
         tl.store(h_out + edge + state, h, mask=ok)
         tl.store(
-            decay + edge + state, times_decay(tl.exp2(A2 * total[None, :]), kept[None, :], HAS_RESET), mask=ok
+            decay + edge + state,
+            times_decay(tl.exp2(A2 * total[None, :]), through[None, :], HAS_RESET),
+            mask=ok,
         )
     else:
         if split == n_splits - 1:

@@ -72,17 +72,23 @@ def _registers(budget: int, dtype: torch.dtype) -> int | None:
     return None if dtype == torch.float64 else budget
 
 
-def _wanted(x: torch.Tensor, registers: int, warps: int) -> int:
+def _programs_at_once(x: torch.Tensor, registers: int, warps: int) -> int:
     """Programs of so many registers a thread that run on the tensor's device at once."""
     resident = 65536 // (32 * (registers + 7 & ~7))  # warps; a multiprocessor has 65,536 registers
-    return common.wanted_programs(x, max(resident // warps, 1))
+    return common.programs_that_fill(x, max(resident // warps, 1))
 
 
 def backward_programs(
-    batch: int, seqlen: int, d_inner: int, channels: int, wanted: int, unit: int, passes: bool = False
+    batch: int,
+    seqlen: int,
+    d_inner: int,
+    channels: int,
+    programs_at_once: int,
+    unit: int,
+    passes: bool = False,
 ) -> tuple[int, int]:
     """(programs that share out the channels, tokens a split) of a backward whose programs hold ``channels``
-    at a time, of which ``wanted`` run at once.
+    at a time, of which ``programs_at_once`` run together.
 
     Fewer programs, each of which takes several blocks of channels, leave fewer partial sums of dB and dC, and
     shorter splits in their place fill the device: as few as cost no time by idle or uneven work, or, if
@@ -90,15 +96,15 @@ def backward_programs(
     blocks = triton.cdiv(d_inner, channels)
 
     def time(programs: int) -> float:
-        split_len = common.split_length(seqlen, batch * programs, wanted, unit, SHORTEST_SPLIT)
-        waves = triton.cdiv(batch * programs * triton.cdiv(seqlen, split_len), wanted)
+        split_len = common.split_length(seqlen, batch * programs, programs_at_once, unit, SHORTEST_SPLIT)
+        waves = triton.cdiv(batch * programs * triton.cdiv(seqlen, split_len), programs_at_once)
         each = triton.cdiv(blocks, programs)
         share = SHARE_OF_PASS if passes and split_len < seqlen else 0.0
         return waves * min(split_len, seqlen) * (each * (1 + share) + SHARE_OF_SUMS)
 
     most = max(min(MOST_CHANNELS // channels, blocks), 1)
     programs = min((triton.cdiv(blocks, each) for each in range(1, most + 1)), key=time)
-    return programs, common.split_length(seqlen, batch * programs, wanted, unit, SHORTEST_SPLIT)
+    return programs, common.split_length(seqlen, batch * programs, programs_at_once, unit, SHORTEST_SPLIT)
 
 
 def partial_bytes(batch: int, seqlen: int, d_state: int, programs: int, itemsize: int = 4) -> int:
@@ -169,8 +175,8 @@ def selective_scan_forward(
     final = torch.empty((batch, d_state, d_inner), dtype=acc, device=u.device)
     blocks = triton.cdiv(d_inner, lanes)
     registers = FORWARD_REGISTERS if n <= 16 else MOST_REGISTERS
-    wanted = _wanted(u, registers, warps)
-    split_len = common.split_length(seqlen, batch * blocks, wanted, CHECKPOINT, SHORTEST_SPLIT)
+    programs_at_once = _programs_at_once(u, registers, warps)
+    split_len = common.split_length(seqlen, batch * blocks, programs_at_once, CHECKPOINT, SHORTEST_SPLIT)
     splits = triton.cdiv(seqlen, split_len)
 
     def launch(h: torch.Tensor | None, h_out: torch.Tensor, decay: torch.Tensor | None) -> None:
@@ -251,11 +257,11 @@ def selective_scan_backward(
     n, rows, lanes, warps, steps = backward_tile(d_state, window is not None)
     light = n <= 32 and window is None and reset is None  # resets take registers too
     registers = BACKWARD_REGISTERS if light else MOST_REGISTERS
-    wanted = _wanted(u, registers, warps)
+    programs_at_once = _programs_at_once(u, registers, warps)
     unit = CHECKPOINT if window is None else window  # windowed splits are whole blocks, counted from token -1
     length = seqlen + (window is not None)
     programs, split_len = backward_programs(
-        batch, length, d_inner, rows * lanes, wanted, unit, window is None
+        batch, length, d_inner, rows * lanes, programs_at_once, unit, window is None
     )
     splits = triton.cdiv(length, split_len)
 
@@ -272,8 +278,8 @@ def selective_scan_backward(
     dbias_parts = None if delta_bias is None else empty(batch, splits, d_inner)
     marks = CHECKPOINT // steps * (1 if window is None else 3)
     span = min(SPAN, CHECKPOINT)
-    apart, recent = (0, CHECKPOINT) if window is not None else (2 * CHECKPOINT + 4 * span, span)
-    scratch = empty(batch, splits, programs, (marks * n + apart) * rows * lanes + 2 * recent * n)
+    per_channel, recent = (0, CHECKPOINT) if window is not None else (2 * CHECKPOINT + 4 * span, span)
+    scratch = empty(batch, splits, programs, (marks * n + per_channel) * rows * lanes + 2 * recent * n)
     flags = {
         "HAS_Z": z is not None,
         "HAS_BIAS": delta_bias is not None,

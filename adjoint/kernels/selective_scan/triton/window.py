@@ -1,6 +1,9 @@
 """The selective scan's windowed backward in Triton: mu_i sums the terms of tokens i … i + window - 1 only,
 in time O(seqlen).
 
+    mu_i = sum over t in [i, i + window) of a_{i+1} ... a_t g_t C_t
+    a_t = exp(d_t A),   g_t = dy_t silu(z_t)
+
 Blocks of ``window`` tokens, counted from the token before the first (whose windowed adjoint is the initial
 state's gradient): token i's window is the rest of its own block, a suffix scan, and the beginning of the
 next, a prefix scan carried across by the decays between. Nothing is subtracted and nothing divided. A first
@@ -9,6 +12,12 @@ backwards and redoes states and prefixes from the marks. A split of the sequence
 need nothing of each other.
 
 ``halo``: the last tokens serve the windows of the others and get no gradient themselves.
+
+Parameters that are not obvious, beside those in `forward` and `backward`:
+
+    step: d, (batch, seqlen, d_inner)
+    totals, products: marks of the prefixes, sums of g C and products of decays, like checkpoints
+    c_out: the initial state's gradient
 """
 
 # Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
@@ -99,7 +108,7 @@ def marks_kernel(
     d_state,
     split_len,
     window,
-    one,
+    opaque_one,
     dy_b,
     dy_t,
     C_b,
@@ -120,7 +129,7 @@ def marks_kernel(
     n = tl.arange(0, N)
     d_ok, n_ok = d < d_inner, n < d_state
     ok = n_ok[:, None] & d_ok[None, :]
-    state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
+    state = n[:, None] * d_inner + a_lane_each(d, opaque_one)[None, :]
     A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
     per_batch = tl.cast(d_inner, tl.int64) * d_state
     last = tl.zeros((N, LANES), ACC)
@@ -147,9 +156,9 @@ def marks_kernel(
     for k in range(0, tl.minimum(split_len, seqlen - first)):
         i = first + k
         mark = (batch * marks + i // EVERY) * per_batch + state
-        here = ok & (i % EVERY == 0) & (i >= 0)
-        tl.store(totals + mark, total, mask=here)
-        tl.store(products + mark, product, mask=here)
+        at_mark = ok & (i % EVERY == 0) & (i >= 0)
+        tl.store(totals + mark, total, mask=at_mark)
+        tl.store(products + mark, product, mask=at_mark)
         _used, total, product = _include(
             total,
             product,
@@ -209,7 +218,7 @@ def backward_kernel(
     split_len,
     window,
     halo,
-    one,
+    opaque_one,
     dy_b,
     dy_t,
     u_b,
@@ -246,7 +255,7 @@ def backward_kernel(
     C += batch * C_b
     if HAS_Z:
         z += batch * z_b
-    part = (batch * n_programs + program) * seqlen
+    shares = (batch * n_programs + program) * seqlen
     edge = (batch * n_splits + split) * per_batch
     sums = (batch * n_splits + split) * d_inner
     marks = (seqlen + EVERY - 1) // EVERY
@@ -255,7 +264,7 @@ def backward_kernel(
     scratch += ((batch * n_splits + split) * n_programs + program) * (marks_size + 2 * EVERY * N)
     recent_B = scratch + marks_size  # dB and dC of a visit's tokens
     recent_C = recent_B + EVERY * N
-    scratch += n[:, None] * LANES + a_lane_each(tl.arange(0, LANES), one)[None, :]
+    scratch += n[:, None] * LANES + a_lane_each(tl.arange(0, LANES), opaque_one)[None, :]
 
     first = split.to(tl.int64) * split_len - 1
     stop = tl.minimum(first + split_len, seqlen)
@@ -269,7 +278,7 @@ def backward_kernel(
         d = (program + nth * n_programs) * LANES + tl.arange(0, LANES)
         d_ok = d < d_inner
         ok = n_ok[:, None] & d_ok[None, :]
-        state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
+        state = n[:, None] * d_inner + a_lane_each(d, opaque_one)[None, :]
         A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
         last = tl.zeros((N, LANES), ACC)
         if HAS_FINAL:
@@ -283,11 +292,11 @@ def backward_kernel(
         tokens = tl.minimum(stop - begin, EVERY).to(tl.int32)
         n_groups = (tokens + STEPS - 1) // STEPS
         row = batch * seqlen + begin  # of the contiguous tensors (batch, seqlen, d_inner)
-        here = row * d_inner
-        step_s = step + here
-        du_s = du + here
-        ddelta_s = ddelta + here
-        dz_s = dz + here if HAS_Z else dz
+        tokens_at = row * d_inner
+        step_s = step + tokens_at
+        du_s = du + tokens_at
+        ddelta_s = ddelta + tokens_at
+        dz_s = dz + tokens_at if HAS_Z else dz
         dy_s = dy + begin * dy_t
         u_s = u + begin * u_t
         B_s = B + begin * B_t
@@ -402,7 +411,7 @@ def backward_kernel(
                 p = decayed[STEPS - 1 - k]
                 t = group * STEPS + (STEPS - 1 - k)
                 inside = (t < tokens) & (t >= low)
-                own = tl.where(inside & (t < to_halo), 1.0, 0.0).to(ACC)
+                counts = tl.where(inside & (t < to_halo), 1.0, 0.0).to(ACC)
                 m = d_ok & inside
                 step_, a, cut = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
                 u_ = tl.load(u_s + t * u_t + d, mask=m, other=0.0).to(ACC)
@@ -415,15 +424,15 @@ def backward_kernel(
                     z_ = tl.load(z_s + t * z_t + d, mask=m, other=0.0).to(ACC)
                     gate = sigmoid(z_)
                     ungated = tl.sum(h_ * C_[:, None], axis=0) + skip * u_
-                    dz_ = own * g * ungated * gate * (1.0 + z_ * (1.0 - gate))
+                    dz_ = counts * g * ungated * gate * (1.0 + z_ * (1.0 - gate))
                     tl.store(dz_s + t * d_inner + d, dz_, mask=m)
                     g = g * z_ * gate
                 suffix = g[None, :] * C_[:, None] + tl.where(inside & (t == to_end - 1), last, 0.0) + c
-                mu = (suffix + times_decay(prefixes[STEPS - 1 - k], across, HAS_RESET)) * own
+                mu = (suffix + times_decay(prefixes[STEPS - 1 - k], across, HAS_RESET)) * counts
                 begins = ((phase + t) % window == 0) & inside
                 c = tl.where(begins, 0.0, over_edge(a * suffix, cut, HAS_RESET))
                 across = over_edge(tl.where(begins, a, across * a), cut, HAS_RESET)
-                g = g * own
+                g = g * counts
                 place = t * N + n
                 tl.store(recent_B + place, tl.sum(mu * x[None, :], axis=1), mask=n_ok & inside)
                 tl.store(recent_C + place, tl.sum(h_ * g[None, :], axis=1), mask=n_ok & inside)
@@ -438,8 +447,8 @@ def backward_kernel(
                 sum_D += g * u_
                 sum_bias += dstep
         tl.debug_barrier()
-        add_recent(dB, recent_B, part + begin, low, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
-        add_recent(dC, recent_C, part + begin, low, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
+        add_recent(dB, recent_B, shares + begin, low, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
+        add_recent(dC, recent_C, shares + begin, low, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
         tl.store(carried + (edge * 2 + state), c, mask=ok)
         tl.store(carried + (edge * 2 + per_batch + state), across, mask=ok)
         before = tl.load(dA + edge + state, mask=ok & again, other=0.0)

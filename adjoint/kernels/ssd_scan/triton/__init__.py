@@ -1,1 +1,1 @@
-"""Mamba-2's scan in Triton."""
+"""The SSD scan in Triton."""

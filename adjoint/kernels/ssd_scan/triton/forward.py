@@ -18,6 +18,18 @@ are read as 0, and what others would get is dropped. A tile with itself takes a 
 
 C_i . B_j is the same for all heads of a group: ``gram_kernel`` writes it once, (batch, chunks, ngroups,
 CHUNK, CHUNK), of which the tiles on and under the diagonal are written and read.
+
+Parameters of the kernels here and in `backward` that are not obvious:
+
+    *_strides: of batch, token, and head or group; channels, or states, are dense
+    step: dt, softplus(dt + bias) if asked; prefix, suffix: S inside a tile up to a token, and after it; all
+        three (batch, nheads, chunks * CHUNK)
+    segment: number of resets in the chunk up to each token, (batch, chunks * CHUNK), None without resets
+    gram: C_i . B_j; h_in, local: states at the chunks' entries, and those of a chunk from a zero state
+    decay: exp(S) of a whole chunk
+    heads_a_group: heads that share B and C
+    CHUNK, Q: tokens of a chunk and of a tile; P: headdim as a power of two; N: columns of d_state at once
+    DOT, PRECISION: type and precision of the matrix products; ACC: type of sums, float32 or float64
 """
 
 # mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment"
@@ -27,12 +39,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LENGTHS, log1p_exp
+from adjoint.kernels.triton.common import LENGTHS, log1p_exp, rows_of
 
 
 @triton.jit
 def _add_in_document(a, begun_a, b, begun_b):
-    """Of sums that begin again with each document: the sum of two neighbouring runs, and whether a document
+    """Join two neighbouring runs of sums that begin again with each document: the sum, and whether a document
     begins in it."""
     return tl.where(begun_b != 0, b, a + b), begun_a | begun_b
 
@@ -89,10 +101,55 @@ def step_kernel(
 
 
 @triton.jit
+def place_of(segment, nheads, HAS_RESET: tl.constexpr, CHUNK: tl.constexpr, Q: tl.constexpr):
+    """The place at which a program of the grid (chunks * tiles, nheads, batch) works: one tile of one head.
+
+    Returns the tile's number in its chunk and its first token; the head and the row of the batch; the number
+    of the chunk in the row, and of the head's state there among those (batch, chunks, nheads); where the
+    head's line of (batch, nheads, chunks * CHUNK) begins; and ``segment`` at the row.
+    """
+    TILES: tl.constexpr = CHUNK // Q
+    chunk, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks = tl.num_programs(0) // TILES
+    at = (batch * chunks + chunk) * nheads + head
+    line = (batch * nheads + head) * (chunks * CHUNK)
+    segment = row_segment(segment, batch * (chunks * CHUNK), HAS_RESET)
+    return tile, chunk * CHUNK + tile * Q, head, batch, chunk, at, line, segment
+
+
+@triton.jit
+def row_segment(segment, first, HAS_RESET: tl.constexpr):
+    """``segment`` at a row's first place; anything, which nobody reads, without resets."""
+    if HAS_RESET:
+        return segment + first
+    else:
+        return 0
+
+
+@triton.jit
 def tile_sums(prefix, Q: tl.constexpr, CHUNK: tl.constexpr):
     """(index, sum of step * A) of each tile of the chunk whose prefixes begin at ``prefix``."""
     k = tl.arange(0, CHUNK // Q)
     return k, tl.load(prefix + k * Q + (Q - 1))
+
+
+@triton.jit
+def sum_before(sums, tile):
+    """Sum of `tile_sums` over the tiles before one."""
+    return tl.sum(tl.where(sums[0] < tile, sums[1], 0.0), axis=0)
+
+
+@triton.jit
+def sum_after(sums, tile):
+    """Sum of `tile_sums` over the tiles after one."""
+    return tl.sum(tl.where(sums[0] > tile, sums[1], 0.0), axis=0)
+
+
+@triton.jit
+def sum_between(sums, col, row):
+    """Sum of `tile_sums` over the tiles between those of the inputs and of the outputs."""
+    return tl.sum(tl.where((sums[0] > col) & (sums[0] < row), sums[1], 0.0), axis=0)
 
 
 @triton.jit
@@ -132,19 +189,21 @@ def segments_after(segment, first, HAS_RESET: tl.constexpr, Q: tl.constexpr):
 
 
 @triton.jit
-def rows(pointer, first, j, i, stride, seqlen, size, DOT: tl.constexpr):
-    """The tile of tokens first + j, in the matrix products' dtype, zero outside. Offsets in it fit 32
-    bits."""
+def token_tile(rows, first, j, i, seqlen, size, DOT: tl.constexpr):
+    """Columns i of the tokens first + j, in the matrix products' dtype, zero outside. ``rows`` as `rows_of`
+    returns them. Offsets in the tile fit 32 bits."""
+    pointer, stride = rows
     ok = (j < seqlen - first)[:, None] & (i < size)[None, :]
     return tl.load(pointer + first * stride + (j[:, None] * stride + i[None, :]), mask=ok, other=0.0).to(DOT)
 
 
 @triton.jit
-def rows_of(pointer, first, j, i, stride, seqlen, size, own, HAS_RESET: tl.constexpr, DOT: tl.constexpr):
-    """`rows`, zero also where ``own`` is false: in other documents."""
+def document_tile(rows, first, j, i, seqlen, size, in_document, HAS_RESET: tl.constexpr, DOT: tl.constexpr):
+    """`token_tile`, zero also where ``in_document`` is false: in other documents."""
+    pointer, stride = rows
     ok = (j < seqlen - first)[:, None] & (i < size)[None, :]
     if HAS_RESET:
-        ok = ok & own[:, None]
+        ok = ok & in_document[:, None]
     return tl.load(pointer + first * stride + (j[:, None] * stride + i[None, :]), mask=ok, other=0.0).to(DOT)
 
 
@@ -155,17 +214,18 @@ def add_by_document(
     """out + scores @ values in a tile with itself, a product for each document in it. ``segment``: the tile's
     first token's."""
     for document in range(tl.load(segment), tl.load(segment + (Q - 1)) + 1):
-        own = (count == document)[:, None]
-        part = tl.dot(scores, tl.where(own, values, 0.0), input_precision=PRECISION, out_dtype=ACC)
-        out += tl.where(own, part, 0.0)
+        in_document = (count == document)[:, None]
+        product = tl.dot(scores, tl.where(in_document, values, 0.0), input_precision=PRECISION, out_dtype=ACC)
+        out += tl.where(in_document, product, 0.0)
     return out
 
 
 @triton.jit
-def state_tile(pointer, p, n, headdim, d_state):
-    """A (headdim, d_state) tile of a state, zero outside."""
+def state_tile(pointer, at, p, n, headdim, d_state):
+    """A tile of the state ``at`` of those (…, headdim, d_state), zero outside."""
     ok = (p < headdim)[:, None] & (n < d_state)[None, :]
-    return tl.load(pointer + p[:, None] * d_state + n[None, :], mask=ok, other=0.0)
+    state = pointer + at * (headdim * d_state)
+    return tl.load(state + p[:, None] * d_state + n[None, :], mask=ok, other=0.0)
 
 
 @triton.jit
@@ -182,7 +242,7 @@ def pair_decay(row, col, same, between, count_i, count_j, i, j):
 
 @triton.jit
 def pairs(same, count_i, count_j, i, j):
-    """Which outputs i (rows) take of which inputs j (columns): those of their document up to their own."""
+    """Mask of the pairs of an output i (rows) and an input j <= i (columns) of one document."""
     return (count_i[:, None] == count_j[None, :]) & (tl.where(same, i[:, None] - j[None, :], 0) >= 0)
 
 
@@ -210,12 +270,8 @@ def chunk_state_kernel(
     headdim,
     d_state,
     heads_a_group,
-    x_b,
-    x_t,
-    x_h,
-    B_b,
-    B_t,
-    B_g,
+    x_strides,
+    B_strides,
     REVERSE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -226,18 +282,18 @@ def chunk_state_kernel(
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """A chunk's own (headdim, d_state) state. REVERSE: its own cotangent of h_in, x and B being dy and C."""
+    """A chunk's local (headdim, d_state) state. REVERSE: its local cotangent of h_in, x and B being dy and
+    C."""
     chunk, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     head, chunks = tl.program_id(1) % nheads, tl.num_programs(0)
     j = tl.arange(0, Q)
     p, n = tl.arange(0, P), tl.program_id(1) // nheads * N + tl.arange(0, N)
     line = (batch * nheads + head) * (chunks * CHUNK)
-    if HAS_RESET:
-        segment += batch * (chunks * CHUNK)
-    x += batch * x_b + head * x_h
-    B += batch * B_b + head // heads_a_group * B_g
+    segment = row_segment(segment, batch * (chunks * CHUNK), HAS_RESET)
+    x = rows_of(x, x_strides, batch, head)
+    B = rows_of(B, B_strides, batch, head // heads_a_group)
     all_resets = chunk_resets(segment, chunk, HAS_RESET, CHUNK)
-    k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
+    sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
     out = tl.zeros((P, N), ACC)
     left = (seqlen - chunk * CHUNK).to(tl.int32)
     for tile in range(0, (tl.minimum(left, CHUNK) + Q - 1) // Q):
@@ -245,26 +301,26 @@ def chunk_state_kernel(
         t = first + j
         count = segments(segment, t, HAS_RESET, Q)
         if REVERSE:
-            own = count == 0
-            before = tl.sum(tl.where(k < tile, sums, 0.0), axis=0)
-            weight = tl.where(own, tl.exp(tl.load(prefix + line + t) + before), 0.0)
+            in_document = count == 0
+            before = sum_before(sums, tile)
+            weight = tl.where(in_document, tl.exp(tl.load(prefix + line + t) + before), 0.0)
         else:
-            own = count == all_resets
-            after = tl.sum(tl.where(k > tile, sums, 0.0), axis=0)
-            weight = tl.where(own, tl.exp(tl.load(suffix + line + t) + after), 0.0)
+            in_document = count == all_resets
+            after = sum_after(sums, tile)
+            weight = tl.where(in_document, tl.exp(tl.load(suffix + line + t) + after), 0.0)
             if HAS_RESET:
-                weight *= tl.load(step + line + t, mask=own, other=0.0)
+                weight *= tl.load(step + line + t, mask=in_document, other=0.0)
             else:
                 weight *= tl.load(step + line + t)
-        x_ = rows_of(x, first, j, p, x_t, seqlen, headdim, own, HAS_RESET, ACC)
+        x_ = document_tile(x, first, j, p, seqlen, headdim, in_document, HAS_RESET, ACC)
         scaled = (x_ * weight[:, None]).to(DOT)
-        B_ = rows_of(B, first, j, n, B_t, seqlen, d_state, own, HAS_RESET, DOT)
+        B_ = document_tile(B, first, j, n, seqlen, d_state, in_document, HAS_RESET, DOT)
         out = tl.dot(tl.trans(scaled), B_, out, input_precision=PRECISION, out_dtype=ACC)
-    state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+    at = (batch * chunks + chunk) * nheads + head
     ok = (p < headdim)[:, None] & (n < d_state)[None, :]
-    tl.store(local + state + p[:, None] * d_state + n[None, :], out, mask=ok)
-    total = tl.where(all_resets == 0, tl.exp(tl.sum(sums, axis=0)), 0.0)
-    tl.store(decay + (batch * chunks + chunk) * nheads + head, total)
+    tl.store(local + at * (headdim * d_state) + p[:, None] * d_state + n[None, :], out, mask=ok)
+    total = tl.where(all_resets == 0, tl.exp(tl.sum(sums[1], axis=0)), 0.0)
+    tl.store(decay + at, total)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -274,12 +330,8 @@ def gram_kernel(
     gram,
     seqlen,
     d_state,
-    B_b,
-    B_t,
-    B_g,
-    C_b,
-    C_t,
-    C_g,
+    B_strides,
+    C_strides,
     CHUNK: tl.constexpr,
     Q: tl.constexpr,
     N: tl.constexpr,
@@ -292,16 +344,15 @@ def gram_kernel(
     chunk, group = (tl.program_id(0) // (TILES * TILES)).to(tl.int64), tl.program_id(1)
     row, col = tl.program_id(0) // TILES % TILES, tl.program_id(0) % TILES
     batch, chunks = tl.program_id(2).to(tl.int64), tl.num_programs(0) // (TILES * TILES)
+    B, C = rows_of(B, B_strides, batch, group), rows_of(C, C_strides, batch, group)
     if col <= row:
         i = tl.arange(0, Q)
-        B += batch * B_b + group * B_g
-        C += batch * C_b + group * C_g
         first_i, first_j = chunk * CHUNK + row * Q, chunk * CHUNK + col * Q
         out = tl.zeros((Q, Q), ACC)
         for block in range(0, (d_state + N - 1) // N):
             n = block * N + tl.arange(0, N)
-            C_ = rows(C, first_i, i, n, C_t, seqlen, d_state, DOT)
-            B_ = rows(B, first_j, i, n, B_t, seqlen, d_state, DOT)
+            C_ = token_tile(C, first_i, i, n, seqlen, d_state, DOT)
+            B_ = token_tile(B, first_j, i, n, seqlen, d_state, DOT)
             out = tl.dot(C_, tl.trans(B_), out, input_precision=PRECISION, out_dtype=ACC)
         square = ((batch * chunks + chunk) * tl.num_programs(1) + group) * (CHUNK * CHUNK)
         tl.store(gram + square + (row * Q + i)[:, None] * CHUNK + (col * Q + i)[None, :], out)
@@ -324,12 +375,8 @@ def output_kernel(
     headdim,
     d_state,
     heads_a_group,
-    x_b,
-    x_t,
-    x_h,
-    C_b,
-    C_t,
-    C_g,
+    x_strides,
+    C_strides,
     HAS_D: tl.constexpr,
     HAS_RESET: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -341,31 +388,24 @@ def output_kernel(
     ACC: tl.constexpr,
 ):
     """y of one tile and head from the state at its chunk's entry."""
-    TILES: tl.constexpr = CHUNK // Q
-    chunk, row = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
-    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunks = tl.num_programs(0) // TILES
+    row, first, head, batch, chunk, at, line, segment = place_of(segment, nheads, HAS_RESET, CHUNK, Q)
     i, p = tl.arange(0, Q), tl.arange(0, P)
-    first = chunk * CHUNK + row * Q
     t = first + i
-    line = (batch * nheads + head) * (chunks * CHUNK)
-    if HAS_RESET:
-        segment += batch * (chunks * CHUNK)
+    chunks = tl.num_programs(0) // (CHUNK // Q)
     count_i = segments(segment, t, HAS_RESET, Q)
     group = head // heads_a_group
-    x += batch * x_b + head * x_h
-    C += batch * C_b + group * C_g
-    h_in += ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+    x = rows_of(x, x_strides, batch, head)
+    C = rows_of(C, C_strides, batch, group)
     gram += ((batch * chunks + chunk) * (nheads // heads_a_group) + group) * (CHUNK * CHUNK)
     out = tl.zeros((Q, P), ACC)
     for block in range(0, (d_state + N - 1) // N):
         n = block * N + tl.arange(0, N)
-        C_ = rows(C, first, i, n, C_t, seqlen, d_state, DOT)
-        h = state_tile(h_in, p, n, headdim, d_state).to(DOT)
+        C_ = token_tile(C, first, i, n, seqlen, d_state, DOT)
+        h = state_tile(h_in, at, p, n, headdim, d_state).to(DOT)
         out = tl.dot(C_, tl.trans(h), out, input_precision=PRECISION, out_dtype=ACC)
-    k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
+    sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
     prefix_i = tl.load(prefix + line + t)
-    before = tl.sum(tl.where(k < row, sums, 0.0), axis=0)
+    before = sum_before(sums, row)
     out = tl.where((count_i == 0)[:, None], out * tl.exp(prefix_i + before)[:, None], 0.0)
     # of the documents in earlier tiles this tile has the last one
     open_ = segments_before(segment, first, row, HAS_RESET)
@@ -373,7 +413,7 @@ def output_kernel(
         first_j = chunk * CHUNK + col * Q
         j = first_j + i
         count_j = segments(segment, j, HAS_RESET, Q)
-        between = tl.sum(tl.where((k > col) & (k < row), sums, 0.0), axis=0)
+        between = sum_between(sums, col, row)
         if col == row:
             edge = prefix_i
         else:
@@ -382,7 +422,7 @@ def output_kernel(
         scores *= pair_decay(prefix_i, edge, col == row, between, count_i, count_j, i, i)
         scores *= tl.load(step + line + j)[None, :]
         scores = of_pairs(scores, col == row, count_i, count_j, i, i, HAS_RESET)
-        x_ = rows_of(x, first_j, i, p, x_t, seqlen, headdim, count_j == open_, HAS_RESET, DOT)
+        x_ = document_tile(x, first_j, i, p, seqlen, headdim, count_j == open_, HAS_RESET, DOT)
         out = tl.dot(scores.to(DOT), x_, out, input_precision=PRECISION, out_dtype=ACC)
     if HAS_RESET:
         out = tl.where((count_i == open_)[:, None], out, 0.0)
@@ -390,9 +430,9 @@ def output_kernel(
         scores *= pair_decay(prefix_i, prefix_i, True, 0.0, count_i, count_i, i, i)
         scores *= tl.load(step + line + t)[None, :]
         scores = of_pairs(scores, True, count_i, count_i, i, i, HAS_RESET)
-        x_ = rows(x, first, i, p, x_t, seqlen, headdim, DOT)
+        x_ = token_tile(x, first, i, p, seqlen, headdim, DOT)
         out = add_by_document(out, scores.to(DOT), x_, count_i, segment + first, Q, PRECISION, ACC)
     if HAS_D:
-        out += tl.load(D + head).to(ACC) * rows(x, first, i, p, x_t, seqlen, headdim, ACC)
+        out += tl.load(D + head).to(ACC) * token_tile(x, first, i, p, seqlen, headdim, ACC)
     ok = (t < seqlen)[:, None] & (p < headdim)[None, :]
     tl.store(y + ((batch * seqlen + t[:, None]) * nheads + head) * headdim + p[None, :], out, mask=ok)

@@ -126,8 +126,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) ->
 
 
 class _Steps:
-    """What all kernels need of dt: (batch, nheads, chunks * CHUNK) each, `forward.step_kernel`; and the
-    number of resets in the chunk up to each token, (batch, chunks * CHUNK), None without resets."""
+    """Quantities of dt that all kernels need: (batch, nheads, chunks * CHUNK) each, `forward.step_kernel`;
+    and the number of resets in the chunk up to each token, (batch, chunks * CHUNK), None without resets."""
 
     def __init__(self, dt, A, dt_bias, dt_softplus, reset, tile):
         batch, seqlen, nheads = dt.shape
@@ -175,7 +175,7 @@ def _gram(B, C, chunks, tile, acc):
     _launch(
         forward.gram_kernel,
         (chunks * tiles * tiles, ngroups, batch),
-        *(B, C, gram, seqlen, d_state, *B.stride()[:3], *C.stride()[:3]),
+        *(B, C, gram, seqlen, d_state, B.stride()[:3], C.stride()[:3]),
         **constants,
     )
     return gram
@@ -224,7 +224,7 @@ def ssd_scan_forward(
             forward.chunk_state_kernel,
             (chunks, nheads * triton.cdiv(d_state, outer["N"]), batch),
             *(x, B, s.step, s.prefix, s.suffix, s.segment, local, decay, *sizes),
-            *(*x.stride()[:3], *B.stride()[:3]),
+            *(x.stride()[:3], B.stride()[:3]),
             REVERSE=False,
             HAS_RESET=reset is not None,
             **outer,
@@ -236,7 +236,7 @@ def ssd_scan_forward(
             forward.output_kernel,
             (chunks * tiles, nheads, batch),
             *(x, C, D, gram, s.step, s.prefix, s.suffix, s.segment, incoming, y, *sizes),
-            *(*x.stride()[:3], *C.stride()[:3]),
+            *(x.stride()[:3], C.stride()[:3]),
             HAS_D=D is not None,
             HAS_RESET=reset is not None,
             **inner,
@@ -302,7 +302,7 @@ def ssd_scan_backward(
         _launch(
             forward.chunk_state_kernel,
             (chunks, nheads * blocks, batch),
-            *(dy, C, *sums, local, decay, *sizes, *d, *c),
+            *(dy, C, *sums, local, decay, *sizes, d, c),
             REVERSE=True,
             **flag,
             **outer,
@@ -312,7 +312,7 @@ def ssd_scan_backward(
         _launch(
             backward.read_kernel,
             (chunks * tiles, nheads, batch),
-            *(dy, C, s.prefix, s.segment, checkpoints, g_out, read, through, *sizes, *d, *c),
+            *(dy, C, s.prefix, s.segment, checkpoints, g_out, read, through, *sizes, d, c),
             **flag,
             **inner,
         )
@@ -320,7 +320,7 @@ def ssd_scan_backward(
         _launch(
             backward.input_grad_kernel,
             (chunks * tiles, nheads, batch),
-            *(dy, x, B, D, gram, *sums, g_out, dx, dD, direct, fed, *sizes, *d, *xs, *b),
+            *(dy, x, B, D, gram, *sums, g_out, dx, dD, direct, fed, *sizes, d, xs, b),
             HAS_D=D is not None,
             **flag,
             **inner,
@@ -329,7 +329,7 @@ def ssd_scan_backward(
             backward.pair_grad_kernel,
             (chunks * tiles * tiles, ngroups * shares, batch),
             *(dy, x, *sums, gram, dgram, inside, by_output, by_input, *sizes[:3]),
-            *(ngroups, nheads // ngroups, HEADS_EACH, *d, *xs),
+            *(ngroups, nheads // ngroups, HEADS_EACH, d, xs),
             **flag,
             **{k: v for k, v in inner.items() if k not in ("N", "P", "num_warps")},
             P=pair_block,
@@ -353,7 +353,7 @@ def ssd_scan_backward(
                 backward.group_grad_kernel,
                 grid,
                 *(v, other, *sums, state, dgram, out, *sizes[:4], *groups),
-                *(*v.stride()[:3], *other.stride()[:3]),
+                *(v.stride()[:3], other.stride()[:3]),
                 OF_B=of_b,
                 maxnreg=None if acc == torch.float64 else GROUP_REGISTERS,
                 **flag,
