@@ -119,8 +119,7 @@ class Operation:
             fits = code is None or isinstance(code, Code)
             self._need(entry, fits, "its Code, or None to leave it to the reference")
             if isinstance(code, Code):
-                exists = importlib.util.find_spec(code.module) is not None
-                self._need(entry, exists, f"in a module that exists; there is no {code.module}")
+                self._need(entry, _exists(code.module), f"in a module that exists; there is no {code.module}")
         tried = callable(self.trial) or not self.backends
         self._need("trial", tried, "the problem on which backends are compared with the reference")
 
@@ -144,6 +143,14 @@ class Operation:
     def takes_documents(self) -> bool:
         """Whether the public function keeps documents of a row apart."""
         return "seq_idx" in inspect.signature(self.function).parameters
+
+
+def _exists(module: str) -> bool:
+    """Whether there is a module of this name; it is not imported, only the packages that hold it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # one of these packages
+        return False
 
 
 def implementation_in(holder: ModuleType | object, operation: Operation, backend: str) -> Implementation:

@@ -41,9 +41,12 @@ def test_a_backend_that_is_left_out_is_named(backend: str) -> None:
     [
         ({"operator": "selective_scna"}, "operator is missing or wrong; .* torch.ops.adjoint"),
         ({"backends": {"cpu": None, "triton": None, "cuda": None}}, "not of {'cuda'}"),
-        (
-            {"backends": {"cpu": None, "triton": Code("adjoint.kernels.selective_scan.tritn")}},
-            r"backends\['triton'\] .* there is no adjoint.kernels.selective_scan.tritn",
+        *(
+            (
+                {"backends": {"cpu": None, "triton": Code(f"adjoint.kernels.{module}")}},
+                rf"backends\['triton'\] .* there is no adjoint.kernels.{module}",
+            )
+            for module in ("selective_scan.tritn", "selective_scna.triton")
         ),
     ],
 )
