@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from adjoint import Exact
-from adjoint.engine.grid import Arrows, Scheme
+from adjoint.engine.grid import BackwardSpec, EngineSpec
 from tests.fuzz import runner
 from tests.fuzz.oracle import Refusal, Vacuous
 from tests.fuzz.runner import Outcome, draw, judge, module_of, shrink
@@ -71,13 +71,13 @@ class Here:
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Exact` forgets what lies more than a token back, where chunks are of two tokens or more."""
-    scheme = Exact.scheme
+    spec = Exact.spec
 
-    def windowed(self: Exact, seqlen: int, default: int) -> Scheme:
-        made = scheme(self, seqlen, default)
-        return made if made.chunk_size < 2 else Scheme(made.chunk_size, Arrows(window=1))
+    def windowed(self: Exact, seqlen: int, default: int) -> EngineSpec:
+        made = spec(self, seqlen, default)
+        return made if made.chunk_size < 2 else EngineSpec(made.chunk_size, BackwardSpec(window=1))
 
-    monkeypatch.setattr(Exact, "scheme", windowed)
+    monkeypatch.setattr(Exact, "spec", windowed)
 
 
 CASE = {

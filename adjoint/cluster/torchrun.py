@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from adjoint.cluster.transport import DistributedTransport
-from adjoint.engine.transport import sum_gradients
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
+from adjoint.parallel.transport import sum_gradients
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device
@@ -195,11 +195,11 @@ class Replica(Trainer):
         each = self.transport.all_gather(torch.tensor([value], dtype=torch.float64), ranks)
         return torch.cat(each).tolist()
 
-    def _gradients(self, ids: Tensor, start: Start, number: int, heavier: float) -> LossAndWindows:
+    def _gradients(self, ids: Tensor, start: Start, number: int, loss_divisor: float) -> LossAndWindows:
         own, share = self._own(ids)
-        heavier = heavier / share if share else math.inf
+        loss_divisor = loss_divisor / share if share else math.inf
         with drawn_from(self.settings.seed, number, self.here.rank):
-            loss, _ = super()._gradients(own, start, number, heavier)
+            loss, _ = super()._gradients(own, start, number, loss_divisor)
         return sum(self._gathered(loss, self.peers)), None
 
     def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:

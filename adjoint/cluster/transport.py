@@ -6,7 +6,7 @@ import datetime
 import functools
 from collections.abc import Sequence
 
-from adjoint.engine.transport import Messages
+from adjoint.parallel.transport import Messages
 
 
 class DistributedTransport(Messages):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.grid import Grid, Key, Tile
-from adjoint.engine.program import Action, Run, keys_of
+from adjoint.engine.schedule import Action, Run, keys_of
 from adjoint.engine.storage import PerChunk, room
 from adjoint.engine.tile import Pullback
 
@@ -207,7 +207,7 @@ class Graphs:
 def _pieces(worker: Any, actions: Sequence[Action]) -> Iterator[_Piece]:
     """The actions as pieces, in order: consecutive forward, or backward, tiles of one chunk are a piece."""
     grid, last = worker.grid, worker.grid.chunks - 1
-    alike = not (grid.document_starts or grid.dropped or grid.passing or worker.decays)
+    alike = not (grid.document_starts or grid.dropped or grid.adjoint_scale or worker.decays)
     alike = alike and worker.batch.seq_idx is None and not worker.batch.inputs
     alike = alike and not worker.batch.ids.is_floating_point()
 

@@ -23,7 +23,7 @@ class Changed(RuntimeError):
     it was, or its graph goes on into another chunk's."""
 
 
-class Outside:
+class UnlistedLeaves:
     """Trainable tensors that reach the tiles of one call without being listed by a stage.
 
     Those of the forward's last chunk, whose tape is kept, are found in its graph; they become inputs of the
@@ -118,7 +118,7 @@ class StandIns(TorchFunctionMode):
         leaves: for each tensor that was met, the leaf.
     """
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: UnlistedLeaves) -> None:
         super().__init__()
         self.outside, self.leaves = outside, dict[Tensor, Tensor]()
 

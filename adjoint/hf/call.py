@@ -1,4 +1,4 @@
-"""What a wrapped model is called with, read once: it becomes a `Batch`, and with the method the `Scheme` of
+"""What a wrapped model is called with, read once: it becomes a `Batch`, and with the method the `EngineSpec` of
 its chunks. Everything that chunks do not know is refused by its name, or, where a call asks for more than a
 loss, run as if the model were not wrapped."""
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.documents import from_cu_seqlens
 from adjoint.engine.chunk_size import Sizes
-from adjoint.engine.grid import Arrows, Scheme
+from adjoint.engine.grid import BackwardSpec, EngineSpec
 from adjoint.hf import check
 from adjoint.hf.cache import Slot
 from adjoint.hf.head import COUNTED
@@ -381,8 +381,8 @@ def recompute_of(method: Any) -> str:
     return getattr(method, "recompute", "none")
 
 
-def scheme_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> Scheme:
-    """A method's scheme, for whole models: chunks are cut at documents' starts, and a continuation has two
+def spec_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> EngineSpec:
+    """A method's spec, for whole models: chunks are cut at documents' starts, and a continuation has two
     tokens at least, as transformers takes one for decoding.
 
     Args:
@@ -393,8 +393,8 @@ def scheme_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...]
         assert isinstance(method.window, int)
         size = max(2, min(size, method.window))
         every = None if method.window >= seqlen else method.window // size * size
-        return Scheme(size, Arrows(drop_every=every), documents=starts, least=2)
-    return dataclasses.replace(method.scheme(seqlen, size), documents=starts, least=2)
+        return EngineSpec(size, BackwardSpec(drop_every=every), documents=starts, least=2)
+    return dataclasses.replace(method.engine_spec(seqlen, size), documents=starts, least=2)
 
 
 def kept_features(model: nn.Module) -> int:
@@ -444,20 +444,20 @@ def blocks_of(model: Any) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def around_blocks(model: Any, scheme: Scheme, batch: Batch) -> Scheme:
-    """The scheme whose chunks end no earlier than one of a batch's blocks does; the scheme itself where there
+def around_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
+    """The spec whose chunks end no earlier than one of a batch's blocks does; the spec itself where there
     are none."""
     if (types := batch.inputs.get(TYPES)) is None or (blocks_in := blocks_of(model)) is None:
-        return scheme
+        return spec
     blocks, seqlen = blocks_in(types), batch.seqlen
     within = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
-    documents, moved = (*scheme.documents, seqlen), list[int]()
+    documents, moved = (*spec.documents, seqlen), list[int]()
     for start, stop in itertools.pairwise(documents):
         last = start
-        for cut in scheme.cuts(seqlen):
+        for cut in spec.cuts(seqlen):
             at = cut
             while start < at < stop and within[at - 1]:
                 at += 1
-            if last + scheme.least <= at <= stop - scheme.least:
+            if last + spec.least <= at <= stop - spec.least:
                 moved.append(last := at)
-    return dataclasses.replace(scheme, chunk_size=seqlen, cut_at=tuple(moved))
+    return dataclasses.replace(spec, chunk_size=seqlen, cut_at=tuple(moved))

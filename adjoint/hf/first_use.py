@@ -22,9 +22,8 @@ from torch import Tensor
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
-from adjoint.engine.autograd import Steps
 from adjoint.engine.chunk_size import Sizes
-from adjoint.engine.first_use import (
+from adjoint.engine.compare import (
     COARSE,
     TOKENS,
     Results,
@@ -34,20 +33,9 @@ from adjoint.engine.first_use import (
     distance,
     tolerance,
 )
-from adjoint.engine.grid import Scheme, Storage
+from adjoint.engine.grid import EngineSpec, Storage
 from adjoint.engine.leaves import Changed
-from adjoint.engine.sequence import ALONE
-from adjoint.engine.sharded import (
-    backpropagate,
-    gradients,
-    is_sharded,
-    largest,
-    precisions,
-    reshard,
-    trained,
-    units,
-)
-from adjoint.engine.spread import NotAttended
+from adjoint.engine.step import ChunkedStep
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check, fla
 from adjoint.hf.cache import Slot
@@ -57,7 +45,7 @@ from adjoint.hf.head import coefficient
 from adjoint.hf.model import (
     ERRORS,
     WINDOW,
-    Moment,
+    ForwardState,
     Noise,
     Snapshot,
     backbone_of,
@@ -66,14 +54,26 @@ from adjoint.hf.model import (
     gathering,
     in_eval_mode,
     plainly,
-    record_of,
     replica,
     root_of,
     some_tokens,
     turned_down,
+    wrap_state_of,
 )
 from adjoint.hf.replacements import by_pytorch
-from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, steps_of
+from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, step_of
+from adjoint.parallel.context import SINGLE_RANK
+from adjoint.parallel.fsdp import (
+    backpropagate,
+    gradients,
+    largest,
+    precisions,
+    reshard,
+    trained,
+    units,
+    uses_fsdp,
+)
+from adjoint.parallel.kv import NotAttended
 
 CHUNK = 5  # of the TOKENS that are compared
 # The least distance at which gradients of a whole model differ, whatever its precision: transformers computes
@@ -82,7 +82,7 @@ CHUNK = 5  # of the TOKENS that are compared
 APART = 1e-4
 WHY = "it keeps something else than its cache between tokens, or its loss is more than that of each token"
 NOT_THE_SAME = f"the gradient of {TOKENS} tokens in chunks is not that of the whole", WHY
-SCHEME = Scheme(CHUNK, least=2)
+SPEC = EngineSpec(CHUNK, least=2)
 PADDED = 2  # tokens at the right, where a call has padding
 KINDS = [0, 0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]  # of its tokens, where a call gives those
 COUNTED = 7  # of the labels, as `num_items_in_batch` where a call gives that
@@ -185,7 +185,7 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
         except Changed:
             refuse(model, f"{what}: {why}")
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    if is_sharded(model):
+    if uses_fsdp(model):
         dtypes += precisions(root_of(model))
     limit = max(APART, tolerance(dtypes, device_of(model)))
     if found := difference(wanted, got, limit, each=limit != COARSE):
@@ -197,14 +197,14 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
 
 def _cause(model: Any) -> str | None:
     """Which of `WHY` it is, seen without gradients; None where that cannot be seen."""
-    if is_sharded(model):
+    if uses_fsdp(model):
         return None
     ids, labels = some_tokens(model)
     backbone = backbone_of(model)
     kept = Collect(TOKENS)
     try:
         with torch.no_grad(), in_eval_mode(model), plainly(model):
-            steps_of([Backbone(model, probe(model, ids)), kept], Batch(ids, ids), SCHEME).forward()
+            step_of([Backbone(model, probe(model, ids)), kept], Batch(ids, ids), SPEC).forward()
             hidden = class_of(backbone).forward(backbone, input_ids=ids, use_cache=False, return_dict=True)[0]
             if kept.hidden is None or not alike(kept.hidden, hidden):
                 return "hidden states differ, by what is carried from token to token"
@@ -252,7 +252,7 @@ def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
 
     def way(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
         with plainly(model), by_pytorch(model):
-            if not is_sharded(model):
+            if not uses_fsdp(model):
                 leaves = [p.detach().requires_grad_() for p in followed]
                 with Tensors(model).replaced(dict(zip(followed, leaves, strict=True))):
                     found = loss(model, ids, labels)
@@ -269,7 +269,7 @@ def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
     return way
 
 
-def by_engine(steps: Callable[[Any, Tensor, Tensor], Steps]) -> Way:
+def by_engine(steps: Callable[[Any, Tensor, Tensor], ChunkedStep]) -> Way:
     """The way of a program that (model, ids, labels) make. A loss of routers counts in full, as their small
     coefficient would hide what is off."""
 
@@ -303,16 +303,16 @@ def ways(method: Any, kind: CallKind, fetches: bool = False) -> tuple[Way, Way]:
 
     # with a budget several tapes are alive: what is recomputed in one must not be read from the latest chunk
     tapes = 1 if getattr(method, "memory", None) is None else 2
-    scheme = dataclasses.replace(SCHEME, storage=Storage(tapes=tapes))
+    spec = dataclasses.replace(SPEC, storage=Storage(tapes=tapes))
 
-    def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
+    def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> ChunkedStep:
         call, slots = Call(model, given(model, ids, labels, kind)), probe(model, ids)
         batch, _ = call.batch()
-        cut = around_blocks(model, scheme, batch)
+        cut = around_blocks(model, spec, batch)
         if not kind.loss:
-            return steps_of([Backbone(model, slots, recompute=recompute_of(method)), Weighted()], batch, cut)
+            return step_of([Backbone(model, slots, recompute=recompute_of(method)), Weighted()], batch, cut)
         stage = CausalLM.of(call, slots, method, fetches)
-        return steps_of([stage], batch, cut, group=ALONE if kind.shared else None)
+        return step_of([stage], batch, cut, group=SINGLE_RANK if kind.shared else None)
 
     return by_autograd(whole), by_engine(by_chunks)
 
@@ -408,7 +408,7 @@ def _apart(model: Any, **given: Any) -> bool:
 # ----------------------------------------------------------------------------------------- what was found out
 
 
-class Findings:
+class Verification:
     """What was found out about a model as it is: it holds for no other, and keeps none alive.
 
     Attributes:
@@ -419,7 +419,7 @@ class Findings:
     """
 
     def __init__(self, model: Any, snapshot: Snapshot, precision: Any, sharded: bool) -> None:
-        self.of, self.snapshot, self.record = weakref.ref(model), snapshot, record_of(model)
+        self.of, self.snapshot, self.record = weakref.ref(model), snapshot, wrap_state_of(model)
         self.precision, self.sharded, self.fetches = precision, sharded, False
         self.by_kind: dict[Any, Any] = {}
         self.difference = 0.0
@@ -431,7 +431,7 @@ class Findings:
     def once(self, kind: Any, find: Callable[..., Any], *args: Any) -> Any:
         """find(*args), which is called once for each kind unless it fails."""
         if kind not in self.by_kind:
-            before = Moment(self.model, self.snapshot)
+            before = ForwardState(self.model, self.snapshot)
             with _quiet():
                 found = find(*args)
             # RecurrentGemma's own forward keeps a state in its mixers
@@ -471,11 +471,11 @@ class Findings:
         return sizes_of(self.once("features", kept_features, self.model), self.slots, element)
 
 
-def findings(model: Any) -> Findings:
+def verification_of(model: Any) -> Verification:
     """What is known of a model as it is now."""
-    record, now, device = record_of(model), Snapshot(model), device_of(model).type
+    record, now, device = wrap_state_of(model), Snapshot(model), device_of(model).type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
-    sharded, before = is_sharded(model), [known for known in record.known if known.model is model]
+    sharded, before = uses_fsdp(model), [known for known in record.known if known.model is model]
     for known in before:
         same = (known.precision, known.sharded) == (precision, sharded)
         if same and not known.snapshot.difference(now):
@@ -486,11 +486,11 @@ def findings(model: Any) -> Findings:
             "each time, which is slow",
             stacklevel=5,
         )
-    record.known = [Findings(model, now, precision, sharded), *record.known[: REMEMBERED - 1]]
+    record.known = [Verification(model, now, precision, sharded), *record.known[: REMEMBERED - 1]]
     return record.known[0]
 
 
-def compared(call: Call) -> Findings:
+def verify(call: Call) -> Verification:
     """What is known of a call's model, once gradients of a few tokens have been compared for this kind of
     call, and what the call says of padding at the left and of packed documents has been tried.
 
@@ -502,7 +502,7 @@ def compared(call: Call) -> Findings:
     reshard(model)
     if kind.routed:
         maybe_install_capturing_hooks(backbone_of(model))  # now and not at the first call: a hook is a change
-    known = findings(model)
+    known = verification_of(model)
     check.refuse_other_losses(model, kind.routed, (ROUTED, check.Z_LOSS))
     check.refuse_what_is_known(model)
     check.refuse_length(model, call.longest)
@@ -530,7 +530,7 @@ def compared(call: Call) -> Findings:
     return known
 
 
-def own_documents(known: Findings, call: Call) -> None:
+def own_documents(known: Verification, call: Call) -> None:
     """Refuses documents that a call tells apart, and the model's own code does not.
 
     Raises:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.first_use import alike, some_numbers
+from adjoint.engine.compare import alike, some_numbers
 from adjoint.engine.sequence_sums import Sum
 from adjoint.hf import check
 from adjoint.hf.model import backbone_of, class_of, gathering

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjoint.engine.first_use import TOKENS, alike
-from adjoint.engine.sharded import is_sharded
+from adjoint.engine.compare import TOKENS, alike
 from adjoint.hf import check, first_use
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.head import recomputed, refuse_own_loss, summed_loss
 from adjoint.hf.model import backbone_of, in_eval_mode, layers_of, put, some_tokens
 from adjoint.hf.replacements import replaced
 from adjoint.methods import MiniSequence
+from adjoint.parallel.fsdp import uses_fsdp
 
 # Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.
 HEADS_OWN = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
@@ -103,7 +103,7 @@ def token_wise(backbone: Any) -> list[str]:
         if len(args) != 1 or kwargs or not all(isinstance(x, Tensor) for x in (args[0], output)):
             return
         if args[0].dim() == 3 and args[0].shape == output.shape:
-            if is_sharded(module):
+            if uses_fsdp(module):
                 check.refuse(backbone, f"MiniSequence: call fully_shard for {name}, not for parts of it")
             if _tokens_are_apart(module, args[0]):
                 found.append(name)

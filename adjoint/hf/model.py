@@ -22,12 +22,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.first_use import TOKENS
+from adjoint.engine.compare import TOKENS
 from adjoint.engine.generators import KINDS, Generators
-from adjoint.engine.sharded import Gathering, is_sharded
 from adjoint.engine.weights import BETWEEN, Tensors
 from adjoint.memory import memory_left
 from adjoint.methods import Backprop
+from adjoint.parallel.fsdp import Gathering, uses_fsdp
 
 MISSING = object()
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -88,7 +88,7 @@ def plainly(model: Any) -> Iterator[None]:
 
 def gathering(model: Any) -> Callable[[Callable[[], Any]], Any]:
     """Calls what runs a model's modules one by one: of a sharded model inside the forward of its root."""
-    return Gathering(root_of(model)) if is_sharded(model) else lambda call: call()
+    return Gathering(root_of(model)) if uses_fsdp(model) else lambda call: call()
 
 
 def device_of(model: Any) -> torch.device:
@@ -137,14 +137,14 @@ def put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
 # ---------------------------------------------------------------------------------------- what is noted on it
 
 
-class Record:
+class WrapState:
     """What is noted of a wrapped model, on the causal LM and its backbone. A copy of the model begins with
     the method alone.
 
     Attributes:
         plain: whether calls go to transformers' own forward for the time being.
         lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
-        known: a `first_use.Findings` of the model, or its backbone, each, as it was lately.
+        known: a `first_use.Verification` of the model, or its backbone, each, as it was lately.
         outer: a reference to what was wrapped, where that is a model around it.
         group: the process group whose ranks share sequences.
         announced: whether the first use has been told.
@@ -157,14 +157,14 @@ class Record:
         self.announced = False
 
     def __reduce__(self) -> Any:
-        return Record, (self.method,)
+        return WrapState, (self.method,)
 
 
-def record_of(model: Any) -> Record:
+def wrap_state_of(model: Any) -> WrapState:
     """A model made by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
     record = model.__dict__.get("_adjoint")
     if record is None:
-        record = Record(Backprop())
+        record = WrapState(Backprop())
         record.plain = True
     return record
 
@@ -293,7 +293,7 @@ def comparable(value: Any) -> Any:
     return type(value)
 
 
-class Moment:
+class ForwardState:
     """A model during a forward, to be gone back to for its backward."""
 
     def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:

@@ -26,8 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from adjoint.engine.autograd import uncompiled
-from adjoint.engine.spread import NotAttended
+from adjoint.engine.step import uncompiled
 from adjoint.hf import fla
 from adjoint.hf.cache import ChunkCache, handed
 from adjoint.hf.model import put
@@ -40,6 +39,7 @@ from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
+from adjoint.parallel.kv import NotAttended
 
 
 class Inside:
@@ -499,7 +499,7 @@ def _in_place(places: Places) -> Iterator[None]:
             for name, function in ours.items():
                 if not _inside[id(mapping), name]:
                     _before[id(mapping), name] = mapping[name]
-                    mapping[name] = _told_apart(function, mapping[name])
+                    mapping[name] = dispatch_by_thread(function, mapping[name])
                 _inside[id(mapping), name] += 1
     try:
         yield
@@ -512,7 +512,7 @@ def _in_place(places: Places) -> Iterator[None]:
                         mapping[name] = _before.pop((id(mapping), name))
 
 
-def _told_apart(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+def dispatch_by_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
     reference = ours if ours in fla.FUNCTIONS.values() else _in_pytorch(theirs)
 
     @functools.wraps(theirs)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch
-from adjoint.engine.autograd import Steps
 from adjoint.engine.chunk_size import chunk_size_for
-from adjoint.engine.first_use import some_numbers
+from adjoint.engine.compare import some_numbers
+from adjoint.engine.step import ChunkedStep
 from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import CallKind, kept_features, sizes_of
@@ -247,11 +247,11 @@ def _compare(model: Any, found: Pretrained) -> None:
     """The gradient of up to three spans, run over a few tokens in chunks, against the whole model's."""
     spans = found.pieces()
 
-    def by_spans(model: Any, ids: Tensor, labels: Tensor) -> Steps:
+    def by_spans(model: Any, ids: Tensor, labels: Tensor) -> ChunkedStep:
         stages = [found.stage(found.part(model, span), span) for span in spans]
         initial = [stage.initial_state(1, ids.device) for stage in stages]
         batch = Batch.of(ids, labels, states=initial)
-        return Steps(stages, batch, first_use.SCHEME, found.d_model)
+        return ChunkedStep(stages, batch, first_use.SPEC, found.d_model)
 
     whole, _ = first_use.ways(None, CallKind())
     try:

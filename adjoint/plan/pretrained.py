@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from adjoint.batch import Batch
-from adjoint.engine.grid import Scheme
-from adjoint.engine.stages import Stage
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.stage import Stage
 from adjoint.engine.tile import WAITING
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.call import check_method, scheme_of
+from adjoint.hf.call import check_method, spec_of
 from adjoint.hf.model import backbone_of
 from adjoint.hf.replacements import rebound
 from adjoint.hf.split import Pretrained, describe
@@ -169,7 +169,7 @@ class PretrainedModel(Model):
         with _countable(self.given.kind):
             return super()._count(piece, on)
 
-    def scheme(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> Scheme:
+    def engine_spec(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
         """As `Model`'s.
 
         Raises:
@@ -182,7 +182,7 @@ class PretrainedModel(Model):
         batch, seqlen = size
         element = 2 if machine.precision == "bfloat16" else machine.element
         picked = self.given.chunk_size(batch, seqlen, element, machine.kind, machine.memory)
-        return scheme_of(method, seqlen, layout.at_most(picked, seqlen))
+        return spec_of(method, seqlen, layout.at_most(picked, seqlen))
 
     def described(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""How long a step takes where ranks share the sequence of a model with attention (`adjoint.engine.sequence`).
+"""How long a step takes where ranks share the sequence of a model with attention (`adjoint.parallel.context`).
 
 They go through it in rounds: each rank has one chunk, all run layer by layer in the same order. They meet at
 attention, where queries travel and each rank does as much of the round's work as any other; recurrent states
@@ -63,7 +63,7 @@ def seen_pairs(window: int | None, start: Any, stop: Any) -> Any:
 
 def step_bytes(setup: Setup, spans: Sequence[range]) -> tuple[int, int]:
     """Bytes of all messages of a step but the sum of gradients, and of those on the link with most."""
-    ranks, chunks, size = setup.layout.sequence, setup.chunks, setup.scheme.chunk_size
+    ranks, chunks, size = setup.layout.sequence, setup.chunks, setup.spec.chunk_size
     c = np.arange(chunks)
     start, reached = c * size, np.minimum(c, ranks - 1)  # by queries: other ranks that have keys before
     tokens = np.minimum(size, setup.seqlen - start)
@@ -85,7 +85,7 @@ def step_bytes(setup: Setup, spans: Sequence[range]) -> tuple[int, int]:
 
 
 @dataclass
-class Walk:
+class RoundSimulator:
     """Goes through a step's rounds.
 
     Args:
@@ -110,7 +110,7 @@ class Walk:
 
     def __post_init__(self) -> None:
         setup, n = self.setup, self.setup.layout.sequence
-        size, chunks = setup.scheme.chunk_size, setup.chunks
+        size, chunks = setup.spec.chunk_size, setup.chunks
         cuts = np.minimum(np.arange(chunks + 1) * size, setup.seqlen)
         first = -chunks % n  # the last round is whole
         self.ranks, self.cuts = n, cuts

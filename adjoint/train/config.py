@@ -41,7 +41,7 @@ from adjoint.settings import (
 )
 from adjoint.train.flags import Flags, nearest
 from adjoint.train.layout import Layout
-from adjoint.train.other_trainers import ELSEWHERE
+from adjoint.train.other_trainers import FOREIGN_KEYS
 from adjoint.train.trackers import are_trackers
 
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
@@ -500,7 +500,7 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
 
 
 def _unknown(name: str, where: str) -> UserError:
-    guess = ELSEWHERE.get(name.rpartition(".")[2]) or nearest(name, known_keys())
+    guess = FOREIGN_KEYS.get(name.rpartition(".")[2]) or nearest(name, known_keys())
     meant = f"; did you mean {guess}?" if guess in known_keys() else f"; {guess}" * bool(guess)
     return UserError(f"{where}: unknown key {name}{meant} (--help lists all keys)")
 

@@ -117,7 +117,7 @@ class Layout:
 
     def chunk_size(self, method: Any, seqlen: int, default: int) -> int:
         """Tokens of a chunk; where the method does not say, `default` or fewer (`at_most`)."""
-        return method.scheme(seqlen, self.at_most(default, seqlen)).chunk_size
+        return method.engine_spec(seqlen, self.at_most(default, seqlen)).chunk_size
 
     # ------------------------------------------------------------------------------ what does not go together
 

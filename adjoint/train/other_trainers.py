@@ -49,4 +49,4 @@ _ANSWERS = {
     "the best checkpoint is kept, see training.keep_checkpoints": "load_best_model_at_end",
     "weights are trained in full precision; leave it out": "load_in_4bit load_in_8bit",
 }
-ELSEWHERE = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
+FOREIGN_KEYS = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}

@@ -137,7 +137,7 @@ class Trainer:
         dtype = torch.float64 if self.precision == "float64" else None
         self.carried = Carried(self.settings.carry_state, range(self.config.model.n_layer))
         cls = model_class(self.config.model.from_pretrained)
-        self.model = cls.made(self.config, self.device, dtype, self.sequence_group)
+        self.model = cls.from_config(self.config, self.device, dtype, self.sequence_group)
         module = self.model.module
         self.optimizer = make_optimizer(module, self.settings)
         if self.settings.optimizer_in_backward:
@@ -165,7 +165,7 @@ class Trainer:
         if self.in_backward is not None:
             self.in_backward.lr = learning_rate(self.step + 1, self.settings)
 
-    def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> LossAndWindows:
+    def _gradients(self, ids: torch.Tensor, start: Start, number: int, loss_divisor: float) -> LossAndWindows:
         """Add the gradients of the batch `number`, divided by the batches of a step, to those there are.
 
         Args:
@@ -178,7 +178,7 @@ class Trainer:
             output = self._output(ids, **states)
         if carries:
             self.carried.end(output.state, self.data.ended(ids).to(self.device))
-        loss = output.loss / heavier
+        loss = output.loss / loss_divisor
         loss.backward()
         return loss.item(), getattr(output, "windows", None)
 
@@ -272,8 +272,10 @@ class Trainer:
             drawn.append((start, next(self.data.train)))
         counts = [self._predictions(ids) for _, ids in drawn]
         for i, (start, ids) in enumerate(drawn):
-            heavier = sum(counts) / counts[i] if counts[i] else math.inf  # as in one batch of all of them
-            part, picked = self._gradients(ids, start, (step - 1) * batches + i, heavier)
+            loss_divisor = (
+                sum(counts) / counts[i] if counts[i] else math.inf
+            )  # as in one batch of all of them
+            part, picked = self._gradients(ids, start, (step - 1) * batches + i, loss_divisor)
             loss += part
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)

@@ -13,8 +13,8 @@ from torch.func import functional_call
 from adjoint import Exact, StackConfig, Truncated
 from adjoint.cluster.shard import Microbatch
 from adjoint.engine import tile
-from adjoint.engine.autograd import draw_passing
 from adjoint.engine.budget import LiveBytes
+from adjoint.engine.step import draw_adjoint_scale
 from adjoint.engine.tile import Gradients
 from adjoint.layers import AttentionMixer, State
 from adjoint.train.layout import Layout
@@ -140,7 +140,7 @@ def test_states_that_grow_and_layers_of_ones_own(
 @pytest.mark.parametrize("keep", ["edges", "inputs"])
 def test_what_grows_can_lie_on_the_host(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is there anyway; sums are made as for a device."""
-    monkeypatch.setattr("adjoint.engine.run.lies_on_host", lambda *_: True)
+    monkeypatch.setattr("adjoint.engine.executor.lies_on_host", lambda *_: True)
     method = {"name": "Exact", "chunk_size": 4, "keep": keep}
     check(HYBRID, method, {}, seqlen=13, states=1.0, before=4, final=True)
 
@@ -193,10 +193,10 @@ def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> 
     exact = called(config, Exact(4), ids)[1]
     out, expected = called(config, method, ids, seed=1)
     torch.manual_seed(1)
-    passing = draw_passing(config.n_layer, 7, method.scheme(27, 4).arrows.drop_probability)
-    assert 0 < sum(row.count(0.0) for row in passing) < config.n_layer * 7
+    adjoint_scale = draw_adjoint_scale(config.n_layer, 7, method.engine_spec(27, 4).backward.drop_probability)
+    assert 0 < sum(row.count(0.0) for row in adjoint_scale) < config.n_layer * 7
     made = disturbed_shards(config, Layout(**how), method, TRAINING)
-    loss, got = accumulated(made, ids, step=Microbatch(passing=passing))
+    loss, got = accumulated(made, ids, step=Microbatch(adjoint_scale=adjoint_scale))
     assert loss == pytest.approx(out.loss.item(), rel=1e-12)
     assert_same(got, expected, 1e-12)
     with pytest.raises(AssertionError):

@@ -239,7 +239,7 @@ def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     torch.manual_seed(0)
     getattr(transformers, name)(config).save_pretrained(tmp_path / "model")
     losses, calls = [], []
-    own_steps = wrap_module.steps_of
+    own_steps = wrap_module.step_of
     monkeypatch.setattr(wrap_module, "steps_of", lambda *given: calls.append(1) or own_steps(*given))
     compares, own_compare = [], first_use.compare
     monkeypatch.setattr(first_use, "compare", lambda *given: compares.append(1) or own_compare(*given))

@@ -26,7 +26,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import adjoint
-from adjoint.engine.run import Worker
+from adjoint.engine.executor import Executor
 from adjoint.hf.model import class_of
 from tests.hf.hf_models import (
     REFUSED,
@@ -835,21 +835,21 @@ def test_a_second_derivative_is_refused(hidden: bool) -> None:
 
 
 def test_a_backward_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, found, backward = wrapped(make("BambaForCausalLM")), [], Worker.backward
+    model, found, backward = wrapped(make("BambaForCausalLM")), [], Executor.backward
     for fails in (False, True):
         model.zero_grad()
         loss, tiles = model(**BATCH).loss, iter(range(100))
 
-        def interrupted(self: Worker, tile: Any, tiles: Any = tiles) -> None:
+        def interrupted(self: Executor, tile: Any, tiles: Any = tiles) -> None:
             if next(tiles) == 2:
                 raise KeyboardInterrupt
             backward(self, tile)
 
         if fails:
-            monkeypatch.setattr(Worker, "backward", interrupted)
+            monkeypatch.setattr(Executor, "backward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 loss.backward()
-            monkeypatch.setattr(Worker, "backward", backward)
+            monkeypatch.setattr(Executor, "backward", backward)
         loss.backward()
         found.append([p.grad.clone() for p in model.parameters()])
     assert all(map(torch.equal, *found))
@@ -861,7 +861,7 @@ def test_hidden_states_leave_nothing_behind() -> None:
     gc.disable()
     try:
         model.model(IDS)[0].sum().backward()
-        assert not [o for o in gc.get_objects() if type(o) is Worker]
+        assert not [o for o in gc.get_objects() if type(o) is Executor]
     finally:
         gc.enable()
 

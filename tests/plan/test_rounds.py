@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from adjoint import Exact, StackConfig
 from adjoint.engine.grid import Tile
-from adjoint.engine.program import Action, Plan, Recv, Run, Send
-from adjoint.engine.transport import GroupTransport
+from adjoint.engine.schedule import Action, Recv, Run, Schedule, Send
+from adjoint.parallel.transport import GroupTransport
 from adjoint.plan.estimate import Costs, walk
 from adjoint.plan.layouts import Request, rank
 from adjoint.plan.memory import Machine, Setup, needs
@@ -71,7 +71,7 @@ def test_a_wave_takes_what_its_programs_take(ranks: int, chunks: int) -> None:
                 add("backward", k, c, "dS", -1)
         programs.append(tuple(program))
     expected = simulate(
-        Plan(setup.own.pipeline([layers], 2).grid, tuple(programs), buffers=1 << 10),
+        Schedule(setup.per_rank.pipeline([layers], 2).grid, tuple(programs), buffers=1 << 10),
         lambda _, t: 64 * (costs.backward if t.kind == "backward" else costs.forward)[t.stage],
         lambda key: setup.state(key[1]) / 1e6,
         latency=50e-6,

@@ -14,7 +14,7 @@ from adjoint.methods import METHODS, Exact
 from adjoint.settings import whole_number
 from adjoint.stack import Stack
 from adjoint.train.config import Config, known_keys, load_config
-from adjoint.train.other_trainers import ELSEWHERE
+from adjoint.train.other_trainers import FOREIGN_KEYS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER_SIZES = {f"mamba-{size}m": size * 1e6 for size in (32, 63, 127, 225)} | {"mamba-1.27b": 1.27e9}
@@ -124,7 +124,7 @@ def test_every_key_has_a_help_text() -> None:
 
 
 def test_keys_of_other_trainers_are_answered_with_keys_that_exist() -> None:
-    for answer in ELSEWHERE.values():
+    for answer in FOREIGN_KEYS.values():
         named = re.findall(r"\b(?:model|method|data|training|run|cluster)\.\w+(?:\.\w+)?", answer)
         assert all(key in known_keys() for key in named)
         assert answer in named or " " in answer

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from adjoint.engine.first_use import tolerance
+from adjoint.engine.compare import tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.memory import size_bytes, total_memory_bytes

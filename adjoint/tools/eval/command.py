@@ -112,7 +112,7 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     trainer = read_trainer(checkpoint)
     config = trainer["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
-    model = model_class(config["model"].get("from_pretrained")).stored(checkpoint)
+    model = model_class(config["model"].get("from_pretrained")).from_checkpoint(checkpoint)
     model.module.to(device, dtype)
     return Loaded(model, data, checkpoint.parent.parent / "eval", fingerprint_of(trainer["data"]))
 

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         from adjoint.tools.plan.plot import plot_timeline
 
         setup = fit.setup
-        what = f"{setup.seqlen:,} tokens in {setup.chunks} chunks of {setup.scheme.chunk_size:,}"
+        what = f"{setup.seqlen:,} tokens in {setup.chunks} chunks of {setup.spec.chunk_size:,}"
         title = f"One step of {setup.method.name}: {what}, {setup.model.n_layer} layers"
         plot_timeline(estimate.timeline, labels_of(spans, layout), given.timeline, title)
     return 0
@@ -121,7 +121,7 @@ def _measured(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
     largest = max([layer.weights for layer in timed.model.layers] + [int(timed.model.head_flops / 2)])
     # a few seconds a layer on a slow CPU, and enough tokens to fill it
     most = 4096 if given.kind == "cuda" else max(64, int(1e10 / largest / setup.batch))
-    tokens, workers, threads = min(setup.scheme.chunk_size, most), given.devices, setup.training.threads
+    tokens, workers, threads = min(setup.spec.chunk_size, most), given.devices, setup.training.threads
     slower = 1.0
     if given.kind == "cpu" and workers > 1:
         cores = usable_cores()

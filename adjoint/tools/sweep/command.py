@@ -19,7 +19,7 @@ import torch
 
 from adjoint.data.batches import open_data
 from adjoint.data.tokenizer import check_bytes, tokenizer_in
-from adjoint.engine.stages import check_windows
+from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.formats.folders import checkpoint_config
@@ -154,7 +154,7 @@ def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Windo
         wanted += [(name, w) for w in windows if w != "auto" or compare.takes(name, "tolerance")]
     for name, window in wanted:
         method = compare.build(name, window, comparison.seqlen, None)
-        check_windows(comparison.model.config, method.scheme(comparison.seqlen, comparison.seqlen))
+        check_windows(comparison.model.config, method.engine_spec(comparison.seqlen, comparison.seqlen))
     return list(dict.fromkeys(wanted))
 
 

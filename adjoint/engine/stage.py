@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.decay import Decays
-from adjoint.engine.grid import Scheme
+from adjoint.engine.grid import EngineSpec
 from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
 from adjoint.engine.weights import Casts, SummedProducts, Tensors
 from adjoint.errors import UserError
@@ -121,7 +121,7 @@ class Layer:
         recompute: what a tape leaves out: "none", "selective" or "full" (see `methods.Exact`).
 
     Attributes:
-        lazy: whether its module takes a `crossing.Crossing` in the place of each recurrent tensor.
+        lazy: whether its module takes a `crossing.StateHandoff` in the place of each recurrent tensor.
     """
 
     replayable = True
@@ -228,10 +228,10 @@ class Head:
         return tile.linearize(call, self.model.head_parameters(), x, (), gradients)
 
 
-def check_windows(config: StackConfig, scheme: Scheme) -> None:
-    """Raises a UserError if a scheme needs windows and a layer's mixer has none."""
+def check_windows(config: StackConfig, spec: EngineSpec) -> None:
+    """Raises a UserError if a spec needs windows and a layer's mixer has none."""
     others = [kind for kind in dict.fromkeys(config.mixers) if kind not in WINDOWED]
-    if others and (scheme.arrows.window is not None or scheme.arrows.drop_probability):
+    if others and (spec.backward.window is not None or spec.backward.drop_probability):
         raise UserError(
             f"windows work with {', '.join(WINDOWED)} layers, and this stack has "
             f"{', '.join(others)}: use Exact(), or LayerLocal() without a window"

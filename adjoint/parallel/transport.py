@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from adjoint.engine.program import CAPACITY
-from adjoint.engine.run import Pending
+from adjoint.engine.executor import Pending
+from adjoint.engine.schedule import CAPACITY
 from adjoint.errors import UserError
 
 Channel = tuple[int, int]  # sender, receiver

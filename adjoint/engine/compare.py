@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
-from adjoint.engine.grid import Scheme, make_grid
-from adjoint.engine.leaves import Changed, Outside
-from adjoint.engine.program import Owners, Run, plan
-from adjoint.engine.run import Worker
-from adjoint.engine.stages import Embedding, Layer
+from adjoint.engine.executor import Executor
+from adjoint.engine.grid import EngineSpec, make_grid
+from adjoint.engine.leaves import Changed, UnlistedLeaves
+from adjoint.engine.schedule import Owners, Run, make_schedule
+from adjoint.engine.stage import Embedding, Layer
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.engine.weights import Constants
 from adjoint.errors import UserError
@@ -244,11 +244,11 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     """
     table, outputs = nn.Embedding.from_pretrained(x.clone(), freeze=False), Weighted()
     stages: list[Any] = [Embedding(table), stage, outputs]
-    scheme, ids = Scheme(chunk_size), torch.arange(TOKENS, device=x.device)[None]
-    grid = make_grid(scheme, TOKENS, [each.stateful for each in stages], 0)
+    spec, ids = EngineSpec(chunk_size), torch.arange(TOKENS, device=x.device)[None]
+    grid = make_grid(spec, TOKENS, [each.stateful for each in stages], 0)
     batch = Batch(ids, ids, states=[(), tuple(s.detach() for s in state), ()])
-    worker = Worker(stages, grid, batch, scheme, gradients=Gradients(Outside(open=True)))
-    program = plan(grid, Owners((0,) * len(stages))).programs[0]
+    worker = Executor(stages, grid, batch, spec, gradients=Gradients(UnlistedLeaves(open=True)))
+    program = make_schedule(grid, Owners((0,) * len(stages))).programs[0]
     first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.is_forward))
     worker.run(program[:first])
     worker.gradients.outside.close()
