@@ -19,7 +19,7 @@ import torch
 import triton
 
 from adjoint.files import write_atomically
-from adjoint.kernels.triton.selective_scan import launch
+from adjoint.kernels.selective_scan.triton import launch
 from benchmarks import report
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS

@@ -19,10 +19,10 @@ from adjoint.engine.leaves import UnlistedLeaves, alias, next_node, unseen
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import products_kept
+from adjoint.kernels.operation import operators_saved_under_recompute
 from adjoint.layers import Block, State
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-SCANS = ("selective_scan", "ssd_scan", "linear_scan", "gated_delta_rule", "past_attention")
 WAITING = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
 MANY_TERMS = 256  # a product that sums fewer terms per element is cheaper to recompute than to store
 
@@ -200,14 +200,14 @@ def recomputed(call: Callable[..., Any], given: tuple, how: str, random: bool = 
     call = products_kept()(call)
     if how == "full":
         return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=random)
-    width = given[0].shape[-1]
+    width, saved = given[0].shape[-1], operators_saved_under_recompute()
 
     def policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
         if op in PRODUCTS:
             left, right = args[-2:]
             keeps = left.shape[-1] >= MANY_TERMS and right.shape[-1] != width
         else:
-            keeps = op.namespace == "adjoint" and op._opname in SCANS
+            keeps = op.namespace == "adjoint" and op._opname in saved
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)

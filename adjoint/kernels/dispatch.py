@@ -1,4 +1,4 @@
-"""Which backend runs an operation, and why another one cannot."""
+"""The choice of the backend that runs an operation, with the reasons why another one cannot."""
 
 import contextlib
 import functools
@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,18 +15,24 @@ from torch import Tensor
 from adjoint.kernels import trial
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
-from adjoint.kernels.libraries import LIBRARIES, Library
+from adjoint.kernels.libraries import LIBRARIES
+from adjoint.kernels.operation import (
+    BACKENDS,
+    Implementation,
+    all_operations,
+    implementation_in,
+    registered,
+)
 
-_MODULES = {"reference": "reference", "cpu": "cpu.backend", "triton": "triton.backend"}
-NAMES = (*_MODULES, *LIBRARIES)
+NAMES = ("reference", *BACKENDS, *LIBRARIES)
 Needs = tuple[tuple[str, int], ...]  # sizes and options of a call, by name
 _as_on_cuda = False  # a plain variable: torch.compile guards on it, and cannot trace a ContextVar
 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Meanwhile tensors of the CPU, fake ones, get the kernels, shapes and dtypes that a GPU's would get from
-    Triton, if it is installed: for counting what a device takes that need not be here."""
+    """Give fake tensors of the CPU the kernels, shapes and dtypes that a GPU's would get from Triton, if it
+    is installed: to count what an absent device takes."""
     global _as_on_cuda
     _as_on_cuda = True
     try:
@@ -42,7 +48,7 @@ def is_as_on_cuda() -> bool:
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
-    """None if backend `name` is usable (for tensors of that device and dtype), else the reason."""
+    """Return None if backend `name` is usable (for tensors of that device and dtype), else the reason."""
     if name not in NAMES:
         return f"there is no such backend; the backends are {', '.join(NAMES)}"
     if name in LIBRARIES:
@@ -92,29 +98,38 @@ def unusable_backends() -> dict[str, str]:
 
 
 def operations() -> list[str]:
-    """The operations that backends implement: those of the reference, which has them all."""
-    names = vars(importlib.import_module("adjoint.kernels.reference"))
-    return [name.removesuffix("_forward") for name in names if name.endswith("_forward") and name[0] != "_"]
+    """The operations that backends implement."""
+    return [name for name, operation in all_operations().items() if operation.backends]
 
 
 def implementation(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
-    """Whose code runs one of `operations()` on such tensors: a backend may leave one to the reference.
+    """The backend whose code runs one of `operations()` on such tensors: one may leave it to the reference.
 
     Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
-    chosen = choose(operation, backend, device, dtype)
-    if isinstance(chosen, Library):
-        return chosen.name
-    if chosen is _module("reference"):
-        return "reference"
-    name = next(name for name, module in _MODULES.items() if chosen.__name__.endswith(f".{module}"))
-    return "reference" if _left_out(name, operation) else name
+    return choose(operation, backend, device, dtype).backend
+
+
+@functools.cache
+def load(operation: str, backend: str) -> Implementation:
+    """A backend's code of an operation, imported here; the reference's where the backend leaves it to that.
+
+    Raises:
+        TypeError: the backend's module lacks one of the operation's functions, which the message names.
+    """
+    record = registered(operation)
+    if backend in LIBRARIES:
+        return LIBRARIES[backend].implementation(record)
+    code = record.backends.get(backend)
+    if code is None:
+        return implementation_in(record.reference, record, "reference")
+    return implementation_in(importlib.import_module(code.module), record, backend)
 
 
 @functools.cache  # asked for in every forward and backward
-def choose(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """What has the operation's forward/backward pair; `backend=None` picks as `considered` says: the compiled
-    one on a CPU; on a GPU a library or Triton, where its plain kernels pass their trial.
+def choose(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> Implementation:
+    """The operation's forward and backward; `backend=None` picks as `considered` says: the compiled ones on a
+    CPU; on a GPU a library's or Triton's, where its plain kernels pass their trial.
 
     Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
@@ -124,7 +139,7 @@ def choose(operation: str, backend: str | None, device: torch.device, dtype: tor
         if library is None and reason is not None:
             cpu_build.warn_once(reason)
     _ensure(operation, backend, device, dtype)
-    return _module(backend)
+    return load(operation, backend)
 
 
 def _ensure(
@@ -205,40 +220,44 @@ def considered(
     resets: bool = False,
     needs: Needs = (),
 ) -> Iterator[tuple[str, str | None]]:
-    """The backends that `backend=None` asks in turn, each with the reason why it is passed over, or None: it
-    is taken. Of a CUDA device where there is none here this says what is installed and suffices, untried."""
+    """The backends that `backend=None` asks in turn, each with the reason why it is passed over, or None for
+    the one that runs. On a machine without CUDA, a CUDA device gets what is installed and suffices,
+    untried."""
     if device.type == "cpu":
         yield "cpu", why_not("cpu", device, dtype) or _left_out("cpu", operation)
         yield "reference", None
         return
-    here = device.type != "cuda" or torch.cuda.is_available()
+    present = device.type != "cuda" or torch.cuda.is_available()
     for name, library in LIBRARIES.items():
         if operation in library.operations or operation in library.refused:
             reason = library.refused.get(operation) or library.absent()
             reason = reason or library.lacks(operation, dtype, windowed, resets, dict(needs))
-            if here and reason is None:
+            if present and reason is None:
                 reason = why_not(name, device) or library.broken(operation)
-                if reason is None and not trial.passes(library, operation, device, dtype, windowed, resets):
+                if reason is None and not _passes(name, operation, device, dtype, windowed, resets):
                     reason = "it failed its trial"
             yield name, reason
-    reason = why_not("triton", device, dtype) if here else _without_triton()
+    reason = why_not("triton", device, dtype) if present else _without_triton()
     reason = reason or _left_out("triton", operation)
-    if here and reason is None:
-        impl = _module("triton")
-        reason = _too_large(impl.LIMITS.get(operation, {}), operation, needs)
-        if reason is None and not trial.passes(impl, operation, device, dtype, windowed, resets):
+    if present and reason is None:
+        reason = _too_large("triton", operation, needs)
+        if reason is None and not _passes("triton", operation, device, dtype, windowed, resets):
             reason = "it failed its trial"
     yield "triton", reason
     yield "reference", None
 
 
+def _passes(backend: str, operation: str, *call: Any) -> bool:
+    return trial.passes(load(operation, backend), operation, *call)
+
+
 def _left_out(backend: str, operation: str) -> str | None:
     """Why a backend leaves the operation to the reference, None if it does not."""
-    forward = getattr(_module(backend), f"{operation}_forward")
-    return "it has no kernel for it" if forward.__module__.endswith(".reference") else None
+    return "it has no kernel for it" if registered(operation).backends.get(backend) is None else None
 
 
-def _too_large(limits: Mapping[str, int], operation: str, needs: Needs) -> str | None:
+def _too_large(backend: str, operation: str, needs: Needs) -> str | None:
+    limits = registered(operation).limits(backend)
     for name, size in needs:
         if size > limits.get(name, size):
             _warn_of_size(operation, name, size, limits[name])
@@ -255,12 +274,6 @@ def _warn_of_size(operation: str, name: str, size: int, most: int) -> None:
     )
 
 
-def _module(backend: str) -> Any:
-    if backend in LIBRARIES:
-        return LIBRARIES[backend]
-    return importlib.import_module(f"adjoint.kernels.{_MODULES[backend]}")
-
-
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """To what autocast rounds float32 factors of a matrix product on that device; None where it is off."""
     kind = device.type
@@ -270,8 +283,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def sequence_dtype(operation: str, backend: str | None, tensor: Tensor) -> torch.dtype:
-    """Of what an operation reads and writes a token: Triton's kernels and libraries take half precision as it
-    is and widen it in registers, half the traffic; for the others it is widened before."""
+    """The dtype that an operation reads and writes per token: Triton's kernels and libraries take half
+    precision as it is and widen it in registers, half the traffic; for the others it is widened before."""
     wide = accumulate_dtype(tensor.dtype)
     if tensor.dtype == wide or not _takes_half(operation, backend, tensor.device, tensor.dtype):
         return wide
@@ -283,9 +296,9 @@ def _takes_half(operation: str, backend: str | None, device: torch.device, dtype
         return True
     if backend not in (None, "triton") or (backend is None and device.type == "cpu"):
         return False
-    return why_not("triton", device, dtype) is None and choose(operation, backend, device, dtype) is _module(
-        "triton"
-    )
+    if why_not("triton", device, dtype) is not None:
+        return False
+    return choose(operation, backend, device, dtype).backend == "triton"
 
 
 # A compiler is to ask, not to trace the imports and the trial behind the answer. The mark is what

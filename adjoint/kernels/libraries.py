@@ -1,8 +1,8 @@
 """Kernels of other libraries as backends: mamba-ssm, causal-conv1d and flash-linear-attention.
 
-Each is an object with the pairs of functions of `reference`, for the operations whose semantics the library
-has. `lacks` says what a call needs that it has not, in one place for the choice, the errors and `adjoint
-doctor`. Nothing is imported before it is used.
+Each is an object with the functions NAME_forward and NAME_backward of the operations that the library
+computes as our references do. `lacks` says what a call needs and the library does not have, in one place for
+the choice, the errors and `adjoint doctor`. Nothing is imported before it is used.
 
 What is said of the libraries here was read in mamba-ssm 2.3.2, causal-conv1d 1.7.0 (and 1.6.1) and
 flash-linear-attention 0.6.0. The Triton kernels of the first and the last agree with the reference under
@@ -13,11 +13,13 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from adjoint.kernels.operation import Implementation, Operation
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -39,8 +41,8 @@ def _import_problem(module: str) -> str | None:
 @functools.cache
 def _version(package: str) -> tuple[int, ...]:
     """The first two numbers of the installed version."""
-    told = importlib.metadata.version(package).split(".")[:2]
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in told)
+    numbers = importlib.metadata.version(package).split(".")[:2]
+    return tuple(int("".join(c for c in number if c.isdigit()) or 0) for number in numbers)
 
 
 class Library:
@@ -49,8 +51,8 @@ class Library:
     Attributes:
         name: of the backend.
         package: what pip installs.
-        operations: whose pairs it has, each with the module that is imported for it.
-        refused: operations of its that are no backend, each with the reason.
+        operations: names of the operations that it has, each with the module that is imported for it.
+        refused: names of operations that the library has but that are no backend, each with the reason.
     """
 
     name: str
@@ -59,14 +61,14 @@ class Library:
     refused: ClassVar[Mapping[str, str]] = {}
 
     def absent(self) -> str | None:
-        """None if it is installed, else one line that says so."""
+        """Return None if it is installed, else one line that says so."""
         if _installed(next(iter(self.operations.values())).partition(".")[0]):
             return None
         return f"not installed (pip install --no-build-isolation {self.package})"
 
     def broken(self, operation: str | None = None) -> str | None:
-        """None if what an operation (None: the first one) needs imports, else one line that says why not.
-        Takes seconds the first time."""
+        """Return None if the module of an operation (None: of the first one) imports, else one line that says
+        why not. Takes seconds the first time."""
         module = self.operations[operation or next(iter(self.operations))]
         problem = _import_problem(module)
         if problem is None:
@@ -76,7 +78,7 @@ class Library:
     def lacks(
         self, operation: str, dtype: torch.dtype, windowed: bool, resets: bool, needs: Mapping[str, int]
     ) -> str | None:
-        """What a call needs that the library has not, in one line; None if it has it all.
+        """Say in one line what a call needs and the library does not have; None if it has it all.
 
         needs: sizes (`d_conv=4`) and options (`dt_softplus=1`) of the call; one that is not there is as
             layers have it.
@@ -93,6 +95,11 @@ class Library:
         self, operation: str, dtype: torch.dtype, resets: bool, needs: Mapping[str, int]
     ) -> str | None:
         raise NotImplementedError
+
+    def implementation(self, operation: Operation) -> Implementation:
+        """The library's forward and backward of an operation; it saves nothing in between."""
+        forward, backward = (getattr(self, f"{operation.code_name}_{way}") for way in ("forward", "backward"))
+        return Implementation(self.name, forward, backward)
 
     def _module(self, operation: str) -> Any:
         return importlib.import_module(self.operations[operation])
@@ -203,8 +210,8 @@ class CausalConv1dLibrary(Library):
     def causal_conv1d_backward(self, dy, x, weight, bias, initial_state, silu, reset):
         backward = self._module("causal_conv1d").causal_conv1d_bwd_function
         x, dy, before = _channels_last(x), _channels_last(dy), self._before(initial_state, x)
-        given = x, weight, bias, dy, _documents(reset), before
-        dx, dweight, dbias, dbefore = backward(*given, None, None, before is not None, silu)
+        inputs = x, weight, bias, dy, _documents(reset), before
+        dx, dweight, dbias, dbefore = backward(*inputs, None, None, before is not None, silu)
         dinitial = None if initial_state is None else dbefore.to(initial_state.dtype)
         return dx.transpose(1, 2), dweight, dbias, dinitial
 
@@ -255,15 +262,15 @@ class FLA(Library):
         return o, final_state, final_state.new_empty(0)
 
     def gated_delta_rule_backward(self, do, dfinal_state, q, k, v, g, beta, initial_state, reset, saved):
-        given = [t for t in (q, k, v, g, beta, initial_state) if t is not None]
+        inputs = [t for t in (q, k, v, g, beta, initial_state) if t is not None]
         with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in given]
-            made: Sequence[Tensor] = self._delta_rule(*leaves)
-            made, cotangents = (made, (do, dfinal_state)) if dfinal_state is not None else (made[:1], (do,))
-            gradients = torch.autograd.grad(made, leaves, cotangents)
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            o, final_state = self._delta_rule(*leaves)
+            outputs, cotangents = [o], [do]
+            if dfinal_state is not None:
+                outputs, cotangents = [o, final_state], [do, dfinal_state]
+            gradients = torch.autograd.grad(outputs, leaves, cotangents)
         return (*gradients, None)[:6]
-
-    kda_forward, kda_backward = gated_delta_rule_forward, gated_delta_rule_backward
 
     def _delta_rule(self, q, k, v, g, beta, initial_state=None):
         name = "kda" if g.dim() == 4 else "gated_delta_rule"
@@ -285,7 +292,7 @@ class FLA(Library):
 
     @staticmethod
     def _before(initial_state: Tensor | None) -> Tensor | None:
-        """Its states are d_conv inputs, of which the oldest is never read."""
+        """The state as fla has it: d_conv inputs, of which the oldest is never read."""
         return None if initial_state is None else torch.nn.functional.pad(initial_state, (1, 0))
 
 

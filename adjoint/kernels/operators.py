@@ -61,31 +61,33 @@ def register(
 
     def forward_kernel(*args: Any) -> Any:
         with torch._C._DisableAutocast():  # it would round the products of sums that are to be float32
-            made = forward(*args)
+            results = forward(*args)
         if single:
-            return _own(made[0])
+            return _contiguous(results[0])
         # Checkpoints stay where they are: a backend may want them on a boundary of its own.
-        return *map(_own, made[:outputs]), *(args[0].new_empty(0) if x is None else x for x in made[outputs:])
+        return *map(_contiguous, results[:outputs]), *(
+            args[0].new_empty(0) if x is None else x for x in results[outputs:]
+        )
 
     def forward_fake(*args: Any) -> Any:
-        made = fake(*args)
-        return made[0] if single else made
+        results = fake(*args)
+        return results[0] if single else results
 
     def backward_kernel(*args: Any) -> list[Tensor]:
         with torch._C._DisableAutocast():
-            made = backward(*args)
+            results = backward(*args)
         if backward_fake is None:  # a backend may make gradients of what was not given
             inputs = args[outputs : outputs + n_gradients]
-            made = tuple(None if x is None else g for x, g in zip(inputs, made, strict=True))
-        return [args[outputs].new_empty(0) if g is None else _own(g) for g in made]
+            results = tuple(None if x is None else g for x, g in zip(inputs, results, strict=True))
+        return [args[outputs].new_empty(0) if g is None else _contiguous(g) for g in results]
 
     def backward_fake_kernel(*args: Any) -> list[Tensor]:
         if backward_fake is None:
             inputs = args[outputs : outputs + n_gradients]
-            made = tuple(None if x is None else x.new_empty(x.shape) for x in inputs)
+            results = tuple(None if x is None else x.new_empty(x.shape) for x in inputs)
         else:
-            made = backward_fake(*args)
-        return [args[outputs].new_empty(0) if g is None else g for g in made]
+            results = backward_fake(*args)
+        return [args[outputs].new_empty(0) if g is None else g for g in results]
 
     op = _define(
         f"{name}({tensors}, {options}{', bool save=False' if checkpoints else ''})",
@@ -106,8 +108,10 @@ def register(
         with torch._C._AutoDispatchBelowAutograd():
             result = op(*args[:n_args], follows or any(args[n_args:])) if checkpoints else op(*args)
         if follows:
-            given, made = args[:n_tensors], (result,) if single else result
-            ctx.save_for_backward(*((*given, *made[outputs:]) if save is None else save(*given, *made)))
+            tensors_in, results = args[:n_tensors], (result,) if single else result
+            ctx.save_for_backward(
+                *((*tensors_in, *results[outputs:]) if save is None else save(*tensors_in, *results))
+            )
             ctx.options = args[n_tensors:n_args]
             ctx.set_materialize_grads(False)
         if checkpoints:
@@ -120,8 +124,8 @@ def register(
         gradients = backward_op(*args)
         gradients = gradients if route is None else route(*gradients)
         needed = ctx.needs_input_grad  # not by an argument that is None: its gradient is an empty stand-in
-        kept = [g if need else None for g, need in zip(gradients, needed, strict=False)]
-        return *kept, *[None] * (len(needed) - len(kept))
+        input_gradients = [g if need else None for g, need in zip(gradients, needed, strict=False)]
+        return *input_gradients, *[None] * (len(needed) - len(input_gradients))
 
     members = {"forward": staticmethod(function_forward), "backward": staticmethod(function_backward)}
     function: Any = type(name, (torch.autograd.Function,), members)
@@ -147,9 +151,9 @@ def _define(
     return getattr(torch.ops.adjoint, name).default
 
 
-def _own(x: Tensor | None) -> Tensor:
+def _contiguous(x: Tensor | None) -> Tensor:
     """x itself where it begins its memory and fills it in order, else a copy: an operator's outputs must not
     alias each other, and a view keeps alive all that it is a view of."""
     assert x is not None
-    whole = x.is_contiguous() and x.storage_offset() == 0
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
+    fills_memory = x.is_contiguous() and x.storage_offset() == 0
+    return x if fills_memory else x.clone(memory_format=torch.contiguous_format)

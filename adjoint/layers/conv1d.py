@@ -2,12 +2,12 @@
 
 from torch import Tensor, nn
 
-from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.layers.mixer import arrived, handed_on
 
 
 class CausalConv1d(nn.Conv1d):
-    """`adjoint.kernels.conv1d.causal_conv1d` as a module, its weights named as in mamba-ssm."""
+    """`adjoint.kernels.causal_conv1d.causal_conv1d` as a module, its weights named as in mamba-ssm."""
 
     def __init__(self, channels: int, taps: int, bias: bool = True) -> None:
         super().__init__(channels, channels, taps, groups=channels, bias=bias)

@@ -220,9 +220,9 @@ def self_checks(backends: list[str]) -> list[Finding]:
             continue
         error = math.inf
         try:
-            implementation = dispatch.choose("selective_scan", backend, device, dtype)
+            code = dispatch.choose("selective_scan", backend, device, dtype)
             with torch.no_grad():
-                error = max(trial.errors(implementation, "selective_scan", device, dtype).values())
+                error = max(trial.errors(code, "selective_scan", device, dtype).values())
             told = f"relative error {error:.1e}, at most {LARGEST_ERROR[dtype]:.0e}"
         except Exception as failure:  # whatever is broken is the answer here
             told = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"

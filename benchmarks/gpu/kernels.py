@@ -14,13 +14,13 @@ import torch
 
 from adjoint.kernels import dispatch, trial
 from adjoint.kernels.libraries import LIBRARIES
+from adjoint.kernels.operation import registered
 from adjoint.tools.measure.process import Point
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.measure import LIMITS, checked, time_contender
 from benchmarks.kernels.operations import OPS, answer
 
 WIDENED = ("linear_scan", "dense_scan")  # their inputs are float32 at least, whatever the model's
-WINDOWED = (*WIDENED, "selective_scan", "ssd_scan")
 REPEAT_S = 0.2  # how long a pass is repeated
 
 
@@ -65,15 +65,16 @@ def tried(point: Point) -> Point:
     """The errors of an operation's trial, with windows and resets where it has them, then whose code runs it.
     The fast backend is asked for by name: of one that has failed its trial this says where it is off."""
     operation, device, dtype = point["operation"], point["device"], getattr(torch, point["dtype"])
-    impl = dispatch.choose(operation, fast_backend(device), torch.device(device), dtype)
+    record = registered(operation)
+    code = dispatch.choose(operation, fast_backend(device), torch.device(device), dtype)
     kinds = {"": {}, ", window": {"windowed": True}, ", resets": {"resets": True}}
-    if operation not in WINDOWED:
+    if not record.takes_windows:
         del kinds[", window"]
-    if operation == "rms_norm":
+    if not record.takes_documents:
         del kinds[", resets"]
     began, errors = time.perf_counter(), dict[str, float]()
     for kind, asked in kinds.items():
-        found = trial.errors(impl, operation, torch.device(device), dtype, **asked)
+        found = trial.errors(code, operation, torch.device(device), dtype, **asked)
         errors |= {f"{name}{kind}": error for name, error in found.items()}
     result = _worst(errors, trial.TOLERANCE[dtype]) | {"trial_s": time.perf_counter() - began}
     return result | ({"backend": required(operation, device, dtype)} if result["passed"] else {})

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.kernels import reference
+from adjoint.kernels.causal_conv1d.reference import causal_conv1d_forward
 from adjoint.kernels.libraries import LIBRARIES
+from adjoint.kernels.recurrence import recurrence
 from adjoint.kernels.rms_norm import rms_norm
 from benchmarks.kernels.operations import EPS, OPS, Tensors
 
@@ -156,7 +157,7 @@ def _selective_loop(u: Tensor, C: Tensor, D: Tensor, z: Tensor, **parts: Tensor)
 
 
 def _selective_plain(u: Tensor, C: Tensor, D: Tensor, z: Tensor, **parts: Tensor) -> Tensor:
-    h = reference.recurrence(*_selective_parts(u, **parts))
+    h = recurrence(*_selective_parts(u, **parts))
     return (((h * C.unsqueeze(2)).sum(-1) + D * u) * F.silu(z)).to(u.dtype)
 
 
@@ -304,7 +305,7 @@ def _conv_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _conv_plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return reference.causal_conv1d_forward(x, weight, bias, None, True)
+    return causal_conv1d_forward(x, weight, bias, None, True)
 
 
 CONV = ours("causal_conv1d") | {

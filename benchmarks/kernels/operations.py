@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
+from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
-from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.loss import linear_cross_entropy
 

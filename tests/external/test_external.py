@@ -24,7 +24,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.kernels.attention import causal_attention
-from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.rms_norm import rms_norm
 from tests.model_helpers import relative

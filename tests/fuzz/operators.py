@@ -3,6 +3,7 @@ float64, its windowed gradients included."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections.abc import Callable
@@ -13,13 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels import dispatch
-from adjoint.kernels.attention import causal_attention, past_attention
-from adjoint.kernels.conv1d import causal_conv1d
-from adjoint.kernels.gated_delta_rule import gated_delta_rule
-from adjoint.kernels.linear_scan import linear_scan
-from adjoint.kernels.rms_norm import rms_norm
-from adjoint.kernels.selective_scan import selective_scan
-from adjoint.kernels.ssd_scan import ssd_scan
+from adjoint.kernels.attention import causal_attention
+from adjoint.kernels.operation import all_operations, registered
 from adjoint.loss import linear_cross_entropy
 from tests.fuzz.oracle import Case, Vacuous, documents, same, some
 
@@ -62,7 +58,7 @@ SHAPES: dict[str, dict[str, str]] = {
     "linear_cross_entropy": {"hidden": "b s d", "weight": "n d"},
 }  # fmt: skip
 NEGATIVE = {"A", "g"}
-WINDOWED = ("selective_scan", "ssd_scan", "linear_scan")
+WINDOWED = tuple(name for name, operation in all_operations().items() if operation.takes_windows)
 
 
 def draw(rng: random.Random) -> Case:
@@ -191,26 +187,20 @@ def check(case: Case) -> None:
 
 
 def by_operation(operation: str, case: Case, t: Tensors, packed: Any, targets: Tensor) -> list[Tensor]:
-    form, name = {"backend": case.get("backend")}, operation.split()[-1]
-    windows = {"window": case.get("window"), "halo": case.get("halo", 0)}
-    if name == "selective_scan":
-        flag = {"delta_softplus": case.get("softplus", False)}
-        return list(selective_scan(**t, **flag, **windows, seq_idx=packed, **form))
-    if name == "ssd_scan":
-        return list(ssd_scan(**t, dt_softplus=case.get("softplus", False), **windows, seq_idx=packed, **form))
-    if name == "linear_scan":
-        return [linear_scan(**t, **windows, seq_idx=packed, **form)]
-    if name in ("gated_delta_rule", "kda"):
-        return list(gated_delta_rule(**t, seq_idx=packed, **form))
-    if name == "causal_conv1d":
-        return list(causal_conv1d(**t, silu=case.get("silu", False), seq_idx=packed, **form))
-    if name == "rms_norm":
-        y = rms_norm(**t, group_size=case.get("d", 1), **form)
-        return list(y) if isinstance(y, tuple) else [y]
+    """The public function's outputs; of the case's options it gets those that it takes."""
+    name = operation.split()[-1]
     if name == "linear_cross_entropy":
         return [linear_cross_entropy(t["hidden"], t["weight"], targets, case.get("slice"))]
-    attention = past_attention if name == "past_attention" else causal_attention
-    return [attention(**t, **({"window": case["window"]} if "window" in case else {}))]
+    softplus, windows = (
+        case.get("softplus", False),
+        {"window": case.get("window"), "halo": case.get("halo", 0)},
+    )
+    options = {"backend": case.get("backend"), "seq_idx": packed, "silu": case.get("silu", False), **windows}
+    options |= {"delta_softplus": softplus, "dt_softplus": softplus, "group_size": case.get("d", 1)}
+    function = causal_attention if name == "causal_attention" else registered(name).function
+    takes = inspect.signature(function).parameters
+    outputs = function(**t, **{name: value for name, value in options.items() if name in takes})
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
 def by_loop(operation: str, case: Case, t: Tensors, packed: Any, targets: Tensor) -> list[Tensor]:

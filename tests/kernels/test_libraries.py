@@ -16,15 +16,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from adjoint.kernels import dispatch, libraries, reference, trial
-from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels import dispatch, libraries, trial
+from adjoint.kernels.causal_conv1d import causal_conv1d
+from adjoint.kernels.causal_conv1d.reference import causal_conv1d_backward, causal_conv1d_forward
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
+from adjoint.kernels.gated_delta_rule.reference import gated_delta_rule_backward, gated_delta_rule_forward
 from adjoint.kernels.libraries import LIBRARIES
+from adjoint.kernels.operation import all_operations
+from adjoint.kernels.ssd_scan.reference import ssd_scan_backward, ssd_scan_forward
 from tests.fuzz.operators import by_operation, results
 from tests.kernels.helpers import make_case, optional, run_interpreted, tensors_of
 
 CPU = torch.device("cpu")
 PAIRS = [(name, operation) for name, library in LIBRARIES.items() for operation in library.operations]
+
+
+def test_libraries_name_operations_that_there_are():
+    refused = [operation for library in LIBRARIES.values() for operation in library.refused]
+    assert {operation for _, operation in PAIRS} | {*refused} <= {*all_operations()}
 
 
 # -------------------------------------------------------------- stand-ins, with the signatures of the sources
@@ -37,7 +46,7 @@ def mamba_chunk_scan_combined(
 ):  # fmt: skip
     assert return_final_states
     inputs = x, dt, A, B, C, D, dt_bias, dt_softplus, initial_states, starts(seq_idx)
-    return reference.ssd_scan_forward(*inputs)[:2]
+    return ssd_scan_forward(*inputs)[:2]
 
 
 def _mamba_chunk_scan_combined_bwd(
@@ -47,8 +56,8 @@ def _mamba_chunk_scan_combined_bwd(
 ):  # fmt: skip
     assert out.shape == x.shape
     inputs = x, dt, A, B, C, D, dt_bias, dt_softplus, initial_states, starts(seq_idx)
-    saved = reference.ssd_scan_forward(*inputs)[2]
-    *found, dbias, dinitial = reference.ssd_scan_backward(dout, dfinal_states, *inputs, saved, None)
+    saved = ssd_scan_forward(*inputs)[2]
+    *found, dbias, dinitial = ssd_scan_backward(dout, dfinal_states, *inputs, saved, None)
     return *found, None, dbias, None if initial_states is None else dinitial.to(x.dtype)
 
 
@@ -69,7 +78,7 @@ def causal_conv1d_fwd_function(x, weight, bias, seq_idx, initial_states, final_s
         assert initial_states.dtype == x.dtype
         assert initial_states.stride(1) == 1
     given = channels_last(x), weight, bias, initial_states, silu_activation, starts(seq_idx)
-    return torch.empty_like(x).copy_(reference.causal_conv1d_forward(*given).transpose(1, 2))
+    return torch.empty_like(x).copy_(causal_conv1d_forward(*given).transpose(1, 2))
 
 
 def causal_conv1d_bwd_function(
@@ -79,7 +88,7 @@ def causal_conv1d_bwd_function(
     assert dx is None
     assert return_dinitial_states == (initial_states is not None)
     given = channels_last(x), weight, bias, initial_states, silu_activation, starts(seq_idx)
-    dx, dweight, dbias, dinitial = reference.causal_conv1d_backward(channels_last(dout), *given)
+    dx, dweight, dbias, dinitial = causal_conv1d_backward(channels_last(dout), *given)
     return dx.transpose(1, 2), dweight, dbias, dinitial.to(x.dtype) if return_dinitial_states else None
 
 
@@ -107,13 +116,13 @@ class DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, initial_state):
         ctx.save_for_backward(q, k, v, g, beta, initial_state)
-        return reference.gated_delta_rule_forward(q, k, v, g, beta, initial_state, None)[:2]
+        return gated_delta_rule_forward(q, k, v, g, beta, initial_state, None)[:2]
 
     @staticmethod
     def backward(ctx, do, dht):
         inputs = *ctx.saved_tensors, None
-        saved = reference.gated_delta_rule_forward(*inputs)[2]
-        *found, dinitial = reference.gated_delta_rule_backward(do, dht, *inputs, saved)
+        saved = gated_delta_rule_forward(*inputs)[2]
+        *found, dinitial = gated_delta_rule_backward(do, dht, *inputs, saved)
         return *found, None if inputs[5] is None else dinitial
 
 
@@ -123,7 +132,7 @@ def causal_conv1d_fwd(
 ):  # fmt: skip
     before = None if initial_state is None else initial_state[:, :, 1:]
     assert initial_state is None or initial_state.shape[2] == weight.shape[1]
-    return reference.causal_conv1d_forward(x, weight, bias, before, activation == "silu"), None
+    return causal_conv1d_forward(x, weight, bias, before, activation == "silu"), None
 
 
 def causal_conv1d_bwd(
@@ -133,7 +142,7 @@ def causal_conv1d_bwd(
     assert dht is None
     before = None if initial_state is None else initial_state[:, :, 1:]
     given = x, weight, bias, before, activation == "silu"
-    dx, dweight, dbias, dinitial = reference.causal_conv1d_backward(dy, *given)
+    dx, dweight, dbias, dinitial = causal_conv1d_backward(dy, *given)
     return dx, dweight, dbias, None, None if initial_state is None else F.pad(dinitial, (1, 0))
 
 
@@ -233,7 +242,7 @@ def usable(monkeypatch):
     monkeypatch.setattr(libraries, "_installed", lambda module: True)
     monkeypatch.setattr(libraries, "_import_problem", lambda module: None)
     monkeypatch.setattr(libraries, "_version", lambda package: (1, 7))
-    monkeypatch.setattr(trial, "passes", lambda impl, *call: asked.append((impl, *call)) or True)
+    monkeypatch.setattr(trial, "passes", lambda code, *call: asked.append((code, *call)) or True)
     dispatch._warn_of_size.cache_clear()
     dispatch._first.cache_clear()
     yield asked
@@ -264,7 +273,7 @@ def test_a_call_takes_a_library_that_has_what_it_needs(usable):
     assert picked("kda", reset=reset, d_k=64) == picked("kda", torch.float32, d_k=64) == "triton"
     assert picked("gated_delta_rule", reset=reset, d_k=64) == "triton"
     assert picked("gated_delta_rule", torch.float32, d_k=64) == "triton"
-    tried = {(impl.name, *call) for impl, *call in usable if isinstance(impl, libraries.Library)}
+    tried = {(code.backend, *call) for code, *call in usable}
     meta = torch.device("meta")
     assert ("mamba-ssm", "ssd_scan", meta, torch.bfloat16, False, True) in tried
     assert ("fla", "gated_delta_rule", meta, torch.bfloat16, False, False) in tried
@@ -287,7 +296,8 @@ def test_a_library_that_is_wrong_is_passed_over_with_one_line(monkeypatch):
 
     monkeypatch.setattr(sys.modules["causal_conv1d.cpp_functions"], "causal_conv1d_bwd_function", wrong)
     monkeypatch.setattr(trial, "SEQLEN", 70)
-    call = LIBRARIES["causal-conv1d"], "causal_conv1d", CPU, torch.float32, False, True
+    code = dispatch.load("causal_conv1d", "causal-conv1d")
+    call = code, "causal_conv1d", CPU, torch.float32, False, True
     said = (
         r"causal_conv1d \(with resets\) runs in adjoint's own code on cpu instead of causal-conv1d's: "
         r"causal-conv1d failed its trial there in float32 \(its dinitial_state is off by 1.0e-03, "
@@ -387,14 +397,15 @@ def test_triton_kernels_of_the_libraries_under_the_interpreter(name, operation, 
     if name == "causal-conv1d" or library.lacks(operation, torch.bfloat16, False, resets, {}):
         pytest.skip("CUDA kernels, or no documents")
     code = f"""{INTERPRETED}
-from adjoint.kernels import trial
-from adjoint.kernels.libraries import LIBRARIES, MambaSSM
+from adjoint.kernels import dispatch, trial
+from adjoint.kernels.libraries import MambaSSM
+from adjoint.kernels.ssd_scan import trial as ssd
 if {name == "fla"}:
     import fla.ops.common.chunk_delta_h as delta
     delta.range = counted
-MambaSSM.CHUNK, trial.SEQLEN, trial.SSD = 32, {20 if operation == "kda" else 70}, (2, 16, 16)
+MambaSSM.CHUNK, trial.SEQLEN, ssd.SIZES = 32, {20 if operation == "kda" else 70}, (2, 16, 16)
 for dtype in torch.float32, torch.float16:
-    call = LIBRARIES[{name!r}], {operation!r}, torch.device("cpu"), dtype
+    call = dispatch.load({operation!r}, {name!r}), {operation!r}, torch.device("cpu"), dtype
     print(json.dumps(trial.errors(*call, resets={resets})))
 """
     single, half = map(json.loads, run_interpreted("-c", code).splitlines()[-2:])

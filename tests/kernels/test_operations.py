@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjoint.kernels import dispatch, reference
-from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels import dispatch, recurrence
+from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
@@ -75,14 +75,14 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     asked, split = case.get("pieces"), 6 if "window" in case else 8
     if asked is None:
         return
-    monkeypatch.setattr(reference, "SEGMENT", 12)
-    monkeypatch.setattr(reference, "STRETCH", 4)
+    monkeypatch.setattr(recurrence, "SEGMENT", 12)
+    monkeypatch.setattr(recurrence, "STRETCH", 4)
     if not INTERPRETED:
         return
+    from adjoint.kernels.linear_scan import triton as linear
+    from adjoint.kernels.selective_scan.triton import launch as selective
+    from adjoint.kernels.ssd_scan.triton import launch as ssd
     from adjoint.kernels.triton import common
-    from adjoint.kernels.triton import linear_scan as linear
-    from adjoint.kernels.triton.selective_scan import launch as selective
-    from adjoint.kernels.triton.ssd_scan import launch as ssd
 
     if isinstance(asked, int):
         monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), asked))
@@ -91,7 +91,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(selective, "CHECKPOINT", 4)
         monkeypatch.setattr(selective, "backward_programs", lambda *sizes: (2, split))
         return
-    monkeypatch.setattr(common, "wanted_programs", lambda x, per_multiprocessor: 10**6)
+    monkeypatch.setattr(common, "programs_that_fill", lambda x, per_multiprocessor: 10**6)
     monkeypatch.setattr(selective, "SHORTEST_SPLIT", 1)
     monkeypatch.setattr(linear, "SHORTEST_SPLIT", 1)
     if asked == "small":
@@ -304,8 +304,8 @@ def test_half_precision_is_no_worse_than_autograd(case: Case) -> None:
     got, exact = results(case, remembering(by_operation)), results(case, remembering(by_loop), FLOAT64)
     rounded = results(case, remembering(by_loop), getattr(torch, case["dtype"]))
     helpers.assert_no_worse(got, exact, rounded)
-    scan = case["operation"] in ("selective_scan", "ssd_scan")
-    dtypes = [torch.float32 if scan and i else getattr(torch, case["dtype"]) for i in range(2)]
+    inputs = case["operation"] in ("causal_conv1d", "rms_norm")  # the second output is of inputs, not a state
+    dtypes = [torch.float32 if i and not inputs else getattr(torch, case["dtype"]) for i in range(2)]
     outputs = [t.dtype for name, t in got.items() if name.startswith("output")]
     assert outputs == dtypes[: len(outputs)]
 
@@ -459,7 +459,7 @@ def test_triton_is_a_backend_of_its_own() -> None:
     name."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from adjoint.kernels.triton.selective_scan import forward
+    from adjoint.kernels.selective_scan.triton import forward
 
     assert BACKENDS == ["triton"] and "triton" in dispatch.backends()
     assert all(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from adjoint.kernels.operation import registered
 from tests.fuzz import operators as fuzz
 from tests.fuzz.operators import LAYOUTS, SHAPES, Case
-from tests.kernels.helpers import BACKENDS, OPERATIONS, SCANS, make_case, optional, run, tensors_of
+from tests.kernels.helpers import BACKENDS, OPERATIONS, make_case, optional, run, tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,24 +35,28 @@ def lay(t: Tensor, layout: str | None) -> Tensor:
 
 
 def operator(operation: str) -> Any:
-    name = operation.split()[-1]
-    return getattr(torch.ops.adjoint, "gated_delta_rule" if name == "kda" else name)
+    return getattr(torch.ops.adjoint, registered(operation.split()[-1]).operator)
+
+
+def arguments(op: Any) -> dict[str, bool]:
+    """An operator's arguments by name: whether each is a tensor."""
+    return {argument.name: "Tensor" in str(argument.type) for argument in op.default._schema.arguments}
 
 
 def given_to(case: Case) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     """The operator's tensors, documents among them unless all that may be left out is, and its options."""
-    name, backend, tensors = case["operation"], case["backend"], tensors_of(case)
-    given = [tensors.get(n) for n in SHAPES[name] if (name, n) != ("ssd_scan", "z")]
-    if name == "rms_norm":
-        return given, (1e-5, case["d"], torch.float64, torch.float64, backend)
-    begins = torch.zeros(case["b"], case["seqlen"], dtype=torch.bool)
-    begins[:, case["seqlen"] // 2] = True
-    options: tuple[Any, ...] = {"gated_delta_rule": (), "kda": (), "causal_conv1d": (True,)}.get(
-        name, (case["window"], 0)
-    )
-    if name in ("selective_scan", "ssd_scan"):
-        options = True, *options
-    return [*given, None if "absent" in case else begins], (*options, backend)
+    tensors: dict[str, Any] = dict(tensors_of(case))
+    if "absent" not in case:
+        tensors["reset"] = torch.zeros(case["b"], case["seqlen"], dtype=torch.bool)
+        tensors["reset"][:, case["seqlen"] // 2] = True
+    options = {"backend": case["backend"], "window": case.get("window"), "halo": 0, "silu": True}
+    options |= {"delta_softplus": True, "dt_softplus": True}
+    options |= {"eps": 1e-5, "group_size": case["d"], "x_dtype": torch.float64, "dtype": torch.float64}
+    names = {
+        name: tensor for name, tensor in arguments(operator(case["operation"])).items() if name != "save"
+    }
+    given = [tensors.get(name) for name, tensor in names.items() if tensor]
+    return given, tuple(options[name] for name, tensor in names.items() if not tensor)
 
 
 def saved_by(
@@ -61,11 +66,15 @@ def saved_by(
     if operation == "rms_norm":
         x, weight, gate, residual = given
         return made[:2], [x if residual is None else made[1], weight, gate, made[2]]
-    if operation == "causal_conv1d":
-        return made, given
-    if operation.endswith("linear_scan"):
-        return made, [given[0], made[0], *given[2:]]
-    return made[:2], [*given, made[2]]
+    forward = operator(operation)
+    names = arguments(getattr(torch.ops.adjoint, f"{forward.__name__}_backward"))
+    outputs = sum(name.startswith("cotangent") for name in names)
+    inputs = dict(
+        zip((name for name, is_tensor in arguments(forward).items() if is_tensor), given, strict=True)
+    )
+    results = iter(made[outputs:] if "save" in arguments(forward) else made)
+    read = [name for name, is_tensor in names.items() if is_tensor and not name.startswith("cotangent")]
+    return made[:outputs], [inputs[name] if name in inputs else next(results) for name in read]
 
 
 def check(case: Case, layout: str | None, which: tuple[str, ...]) -> None:
@@ -73,7 +82,7 @@ def check(case: Case, layout: str | None, which: tuple[str, ...]) -> None:
     forward, (given, options) = operator(case["operation"]), given_to(case)
     torch.library.opcheck(forward, (*given, *options), test_utils=which)
     given = [None if t is None else t.detach() for t in given]
-    saves = () if case["operation"] in ("causal_conv1d", *SCANS[2:]) else (True,)
+    saves = (True,) if "save" in arguments(forward) else ()
     if saves:
         torch.library.opcheck(forward, (*given, *options, *saves), test_utils=which)
     made = forward(*given, *options, *saves)

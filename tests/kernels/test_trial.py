@@ -1,45 +1,37 @@
 """The trial a backend stands before it is picked by itself: right ones pass, wrong and broken ones do not."""
 
-import functools
+import dataclasses
 import warnings
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import adjoint
-from adjoint.kernels import dispatch, reference, trial
+from adjoint.kernels import dispatch, trial
 from adjoint.kernels.libraries import LIBRARIES
+from adjoint.kernels.operation import registered
+from adjoint.kernels.ssd_scan import trial as ssd_trial
 from tests.kernels.helpers import INTERPRETED
 
 CPU = torch.device("cpu")
-OPERATIONS = sorted(trial._PROBLEMS)
+OPERATIONS = dispatch.operations()
 # A trial of these takes long on a CPU: the reference keeps every state of them.
 LONG = ("ssd_scan", "selective_scan")
 QUICK_FIRST = [pytest.param(o, marks=pytest.mark.slow if o in LONG else ()) for o in OPERATIONS]
 
 
-def test_every_operation_has_a_trial():
-    assert sorted(dispatch.operations()) == OPERATIONS
-
-
 @pytest.mark.skipif("cpu" not in adjoint.backends(), reason="no C++ compiler")
 @pytest.mark.parametrize("operation", QUICK_FIRST)
 def test_the_compiled_backend_passes(operation):
-    from adjoint.kernels.cpu import backend as cpu
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for dtype in (torch.float32, torch.float64):
-            assert trial.passes(cpu, operation, CPU, dtype)
+            assert trial.passes(dispatch.load(operation, "cpu"), operation, CPU, dtype)
 
 
-def backend(**changed):
-    """The reference as if it were another one, some of its functions changed."""
-    module = ModuleType("changed")
-    functions = {k: functools.partial(v) for k, v in vars(reference).items() if k.endswith("ward")}
-    vars(module).update(functions | changed)
-    return module
+def changed(operation, **functions):
+    """The reference's code as if it were another backend's, one of its functions changed."""
+    return dataclasses.replace(dispatch.load(operation, "reference"), backend="changed", **functions)
 
 
 @pytest.fixture
@@ -54,8 +46,7 @@ def short(monkeypatch):
 @pytest.mark.parametrize("function", ["forward", "backward"])
 @pytest.mark.parametrize("operation", QUICK_FIRST)
 def test_one_wrong_result_is_seen(operation, function, result):
-    name = f"{operation}_{function}"
-    right = getattr(reference, name)
+    right = getattr(dispatch.load(operation, "reference"), function)
 
     def wrong(*arguments):
         """The first or the last result is off by a thousandth."""
@@ -63,20 +54,20 @@ def test_one_wrong_result_is_seen(operation, function, result):
         if isinstance(results, torch.Tensor):
             return results * 1.001
         results = list(results)
-        found = [i for i, r in enumerate(results) if r is not None][-result]
-        results[found] = results[found] * 1.001
+        place = [i for i, r in enumerate(results) if r is not None][-result]
+        results[place] = results[place] * 1.001
         return tuple(results)
 
-    assert trial.passes(backend(), operation, CPU, torch.float32)
+    assert trial.passes(changed(operation), operation, CPU, torch.float32)
     with pytest.warns(UserWarning, match=f"{operation} runs in plain PyTorch"):
-        assert not trial.passes(backend(**{name: wrong}), operation, CPU, torch.float32)
+        assert not trial.passes(changed(operation, **{function: wrong}), operation, CPU, torch.float32)
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("operation", [o for o in QUICK_FIRST if str(o.values[0]).endswith("scan")])
 def test_each_kind_of_kernel_fails_alone(operation):
     """Windowed kernels, and those for several documents, are others than the plain ones."""
-    right = getattr(reference, f"{operation}_backward")
+    right = dispatch.load(operation, "reference").backward
 
     def wrong(*arguments):
         results = list(right(*arguments))
@@ -85,12 +76,12 @@ def test_each_kind_of_kernel_fails_alone(operation):
             results[1] = results[1] + float("nan")
         return tuple(results)
 
-    impl = backend(**{right.__name__: wrong})
-    assert trial.passes(impl, operation, CPU, torch.float32)
+    code = changed(operation, backward=wrong)
+    assert trial.passes(code, operation, CPU, torch.float32)
     for said, flags in {"windowed": (True, False), "with resets": (False, True)}.items():
         message = rf"{operation} \({said}\) runs in plain PyTorch.*its \w+ is off by inf"
         with pytest.warns(UserWarning, match=message):
-            assert not trial.passes(impl, operation, CPU, torch.float32, *flags)
+            assert not trial.passes(code, operation, CPU, torch.float32, *flags)
 
 
 @pytest.fixture
@@ -98,7 +89,7 @@ def accelerated(monkeypatch):
     """A device on which Triton is usable, whose windowed kernels fail their trial (tensors on ``meta``)."""
     monkeypatch.setattr(dispatch, "why_not", lambda name, *_: "absent" if name in LIBRARIES else None)
     monkeypatch.setattr(
-        trial, "passes", lambda impl, operation, device, dtype, windowed, resets: not windowed
+        trial, "passes", lambda code, operation, device, dtype, windowed, resets: not windowed
     )
     dispatch._warn_of_size.cache_clear()
     dispatch._first.cache_clear()
@@ -125,7 +116,7 @@ def test_a_call_takes_the_reference_for_its_own_kind_alone():
 )
 def test_sizes_beyond_triton_take_the_reference_with_one_line(operation, size):
     pytest.importorskip("triton")
-    most = dispatch._module("triton").LIMITS[operation][size]
+    most = registered(operation).limits("triton")[size]
     x = torch.empty(1, 5, 4, device="meta")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,25 +144,24 @@ def test_a_compiler_does_not_trace_the_choice():
     "operation", [pytest.param(o, marks=() if o == "rms_norm" else pytest.mark.slow) for o in OPERATIONS]
 )
 def test_triton_passes(operation, monkeypatch):
-    from adjoint.kernels.triton import backend as triton_backend
-
     monkeypatch.setattr(trial, "SEQLEN", 67)
-    assert trial.passes(triton_backend, operation, CPU, torch.float32)
+    assert trial.passes(dispatch.load(operation, "triton"), operation, CPU, torch.float32)
 
 
 def test_the_trial_draws_on_no_default_device(monkeypatch):
     monkeypatch.setattr(trial, "SEQLEN", 70)
-    monkeypatch.setattr(trial, "SSD", (2, 16, 32))
+    monkeypatch.setattr(ssd_trial, "SIZES", (2, 16, 32))
     with torch.device("meta"):
         for operation in OPERATIONS:
-            assert set(trial.errors(reference, operation, CPU, torch.float64).values()) == {0.0}
+            code = dispatch.load(operation, "reference")
+            assert set(trial.errors(code, operation, CPU, torch.float64).values()) == {0.0}
 
 
 def raising(error):
     def forward(*arguments):
         raise error
 
-    return backend(rms_norm_forward=forward)
+    return changed("rms_norm", forward=forward)
 
 
 def test_a_backend_that_fails_is_passed_over_with_one_warning():
@@ -189,27 +179,24 @@ def test_a_capture_is_no_place_for_a_trial(monkeypatch):
 
 
 def test_no_memory_left_is_not_held_against_the_backend():
-    impl = raising(torch.OutOfMemoryError("all taken"))
+    code = raising(torch.OutOfMemoryError("all taken"))
     for _ in range(2):  # not remembered either
         with pytest.raises(torch.OutOfMemoryError, match="all taken"):
-            trial.passes(impl, "rms_norm", CPU, torch.float32)
+            trial.passes(code, "rms_norm", CPU, torch.float32)
 
 
 def test_a_trial_leaves_inference_mode() -> None:
     """A library's backward is reached through autograd, and a failure would be kept for the process."""
-    asked = []
+    modes, right = [], dispatch.load("dense_scan", "reference").forward
 
     def forward(*inputs):
-        asked.append(torch.is_inference_mode_enabled())
+        modes.append(torch.is_inference_mode_enabled())
         with torch.enable_grad():
             a = inputs[0].clone().requires_grad_()
             torch.autograd.grad((a * a).sum(), a)
-        return reference.dense_scan_forward(*inputs)
+        return right(*inputs)
 
-    impl = SimpleNamespace(
-        __name__="other", dense_scan_forward=forward, dense_scan_backward=reference.dense_scan_backward
-    )
     passes = trial.passes.__wrapped__
     with torch.inference_mode():
-        assert passes(impl, "dense_scan", torch.device("cpu"), torch.float32)
-    assert asked == [False]
+        assert passes(changed("dense_scan", forward=forward), "dense_scan", CPU, torch.float32)
+    assert modes == [False]

@@ -15,8 +15,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.runtime.jit import JITFunction
 
-from adjoint.kernels import trial
-from adjoint.kernels.triton import backend as triton_backend
+from adjoint.kernels import dispatch, trial
+from adjoint.kernels.operation import registered
 from tests.kernels import triton_aot as aot
 
 HALF = {80: 81 * 1024, 90: 113 * 1024}  # of a multiprocessor's shared memory, less what the system takes
@@ -219,11 +219,22 @@ def test_what_was_tried_is_what_runs(operation, windowed, resets, calls):
 
     dtype, window = aot.FP32 if operation == "linear_scan" else aot.BF16, trial.WINDOW if windowed else None
     with aot.record_launches() as tried, aot.on_a_big_device():
-        trial._PROBLEMS[operation](triton_backend, window, resets, torch.device("meta"), dtype)
+        code = dispatch.load(operation, "triton")
+        registered(operation).trial(code, window, resets, torch.device("meta"), dtype)
     with aot.record_launches() as launched, aot.on_a_big_device():
         for name in calls:
             aot.MAIN[name]()
     assert kernels(launched) and kernels(launched) <= kernels(tried)
+
+
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+def test_delta_rules_are_tried_with_products_of_half_precision(operation):
+    """As models run them: the public function hands q, k and v on as they are."""
+    with aot.record_launches() as tried:
+        code = dispatch.load(operation, "triton")
+        registered(operation).trial(code, None, False, torch.device("meta"), aot.BF16)
+    products = {launch[2]["DOT"] for launch in tried if "DOT" in launch[2]}
+    assert products == {aot.triton.language.bfloat16}
 
 
 @pytest.mark.parametrize("programs", [1, 3, 128, 256, 1100, 5000])

@@ -33,13 +33,13 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from adjoint.kernels.causal_conv1d import triton as conv
+from adjoint.kernels.gated_delta_rule.triton import launch as delta
+from adjoint.kernels.linear_scan import triton as linear
+from adjoint.kernels.rms_norm import triton as norm
+from adjoint.kernels.selective_scan.triton import launch as selective
+from adjoint.kernels.ssd_scan.triton import launch as ssd
 from adjoint.kernels.triton import common
-from adjoint.kernels.triton import conv1d as conv
-from adjoint.kernels.triton import linear_scan as linear
-from adjoint.kernels.triton import rms_norm as norm
-from adjoint.kernels.triton.gated_delta_rule import launch as delta
-from adjoint.kernels.triton.selective_scan import launch as selective
-from adjoint.kernels.triton.ssd_scan import launch as ssd
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -90,26 +90,31 @@ def specialise(launch: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str,
     values = dict(zip(kernel.arg_names, args, strict=False))
     values.update({k: v for k, v in kwargs.items() if k in kernel.arg_names})
     signature, constants, attrs = {}, {}, {}
-    for i, param in enumerate(kernel.params):
-        value = values[param.name]
+
+    def kind(value: Any, place: tuple[int, ...], param: Any) -> Any:
+        """The type of an argument, or of a tuple's elements; constants are noted, and multiples of 16."""
+        if isinstance(value, tuple):
+            return tuple(kind(element, (*place, i), param) for i, element in enumerate(value))
         if (
             param.is_constexpr
             or value is None
             or (isinstance(value, int) and value == 1 and not param.do_not_specialize)
         ):
-            signature[param.name] = "constexpr"
-            constants[param.name] = value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = POINTERS[value.dtype]
-            attrs[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            constants[param.name if len(place) == 1 else place] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            attrs[place] = [["tt.divisibility", 16]]
+            return POINTERS[value.dtype]
+        if isinstance(value, int):
             if value % 16 == 0 and not param.do_not_specialize:
-                attrs[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        else:
-            raise TypeError(f"{kernel.__name__}: argument {param.name} is {value!r}")
+                attrs[place] = [["tt.divisibility", 16]]
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        if isinstance(value, float):
+            return "fp32"
+        raise TypeError(f"{kernel.__name__}: argument {param.name} is {value!r}")
+
+    for i, param in enumerate(kernel.params):
+        signature[param.name] = kind(values[param.name], (i,), param)
     return {"signature": signature, "constexprs": constants, "attrs": attrs, "options": options}
 
 

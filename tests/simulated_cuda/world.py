@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -226,8 +227,8 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     from adjoint.kernels import trial
+    from adjoint.kernels.ssd_scan.triton import launch as ssd_launch
     from adjoint.kernels.triton import common
-    from adjoint.kernels.triton.ssd_scan import launch as ssd_launch
 
     total = int(gigabytes * 1e9)
     properties = types.SimpleNamespace(
@@ -274,8 +275,15 @@ def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) ->
         record.wrong.append(f"{name} gets a tensor of the CPU: {where()}")
     if not all(0 < size <= limit for size, limit in zip(sizes, LIMITS, strict=False)):
         record.wrong.append(f"{name} has the grid {sizes}: {where()}")
-    if any(t.numel() >= SMALL for t in tensors) and "int64" not in inspect.getsource(kernel.fn):
+    if any(t.numel() >= SMALL for t in tensors) and "int64" not in _source(kernel):
         record.wrong.append(f"{name} reaches over {SMALL} elements with 32-bit offsets: {where()}")
+
+
+def _source(kernel: Any) -> str:
+    """A kernel's code, and that of the functions of ours that it calls."""
+    code = inspect.getsource(kernel.fn)
+    called = [kernel.fn.__globals__.get(name) for name in set(re.findall(r"(\w+)\(", code))]
+    return code + "".join(inspect.getsource(f.fn) for f in called if isinstance(f, type(kernel)))
 
 
 def _attention() -> list[tuple[Any, str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -16,8 +17,7 @@ import torch
 
 from adjoint.cli import main
 from adjoint.cluster.devices import Device, Inventory
-from adjoint.kernels import dispatch, reference, trial
-from adjoint.kernels.cpu import backend as cpu
+from adjoint.kernels import dispatch, operation, trial
 from adjoint.tools import doctor
 
 REPOSITORY = Path(__file__).parents[2]
@@ -81,7 +81,13 @@ def test_a_fresh_process_tells_the_truth_quickly() -> None:
 
 @needs_cpp
 def test_a_kernel_that_is_wrong_or_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cpu.selective_scan_backward
+    code = dispatch.load("selective_scan", "cpu")
+    right = code.backward
+
+    def replace(**functions: Any) -> None:
+        replaced = dataclasses.replace(code, **functions)
+        monkeypatch.setattr(dispatch, "choose", lambda *_: replaced)
+
     assert all(check["works"] for check in doctor.self_checks(["cpu"]))
 
     def wrong(*arguments: Any) -> tuple[Any, ...]:
@@ -89,7 +95,7 @@ def test_a_kernel_that_is_wrong_or_raises_is_found(monkeypatch: pytest.MonkeyPat
         gradients[3] = gradients[3] * (1 + 1e-4)
         return tuple(gradients)
 
-    monkeypatch.setattr(cpu, "selective_scan_backward", wrong)
+    replace(backward=wrong)
     for check in doctor.self_checks(["cpu"]):
         assert not check["works"]
         assert 1e-5 < check["error"] < 1e-3
@@ -97,13 +103,13 @@ def test_a_kernel_that_is_wrong_or_raises_is_found(monkeypatch: pytest.MonkeyPat
     def nan(*arguments: Any) -> tuple[Any, ...]:
         return tuple(None if g is None else g * float("nan") for g in right(*arguments))
 
-    monkeypatch.setattr(cpu, "selective_scan_backward", nan)
+    replace(backward=nan)
     assert not any(check["works"] for check in doctor.self_checks(["cpu"]))
 
     def broken(*arguments: Any) -> None:
         raise OSError("no such\nlibrary")
 
-    monkeypatch.setattr(cpu, "selective_scan_forward", broken)
+    replace(forward=broken)
     assert [check["told"] for check in doctor.self_checks(["cpu"])] == ["OSError: no such library"] * 2
 
 
@@ -121,9 +127,16 @@ def test_exit_code_is_1_only_if_nothing_works(
 def test_an_operation_left_to_the_reference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     where = (None, torch.device("cpu"), torch.float32)
     assert dispatch.implementation("dense_scan", *where) == "cpu"
-    monkeypatch.setattr(cpu, "dense_scan_forward", reference.dense_scan_forward)
-    assert dispatch.implementation("dense_scan", *where) == "reference"
-    assert dispatch.implementation("linear_scan", *where) == "cpu"
+    dense = dataclasses.replace(operation.registered("dense_scan"), backends={"cpu": None, "triton": None})
+    monkeypatch.setitem(operation._registered, "dense_scan", dense)
+    for cache in (dispatch.load, dispatch.choose):
+        cache.cache_clear()
+    try:
+        assert dispatch.implementation("dense_scan", *where) == "reference"
+        assert dispatch.implementation("linear_scan", *where) == "cpu"
+    finally:
+        for cache in (dispatch.load, dispatch.choose):
+            cache.cache_clear()
 
 
 def test_what_would_run_on_cuda_is_told_with_the_reasons() -> None:

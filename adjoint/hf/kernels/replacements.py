@@ -32,8 +32,8 @@ from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.kernels import fla
 from adjoint.hf.model_parts import put, replaced
 from adjoint.kernels import attention
+from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
-from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.gated import gated, gated_linear
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan

@@ -1,4 +1,6 @@
-"""The compiled CPU backend: float32 and float64, all cores, the same pairs of functions as `reference`."""
+"""The compiled CPU backend: float32 and float64, all cores. The functions NAME_forward and NAME_backward of
+each operation have the arguments and results of its reference; NAME_saved_shape is the shape of what forward
+saves."""
 
 import ctypes
 import functools
@@ -6,8 +8,10 @@ import functools
 import torch
 from torch import Tensor
 
-from adjoint.kernels import reference
 from adjoint.kernels.cpu import build as cpu_build
+from adjoint.kernels.gated_delta_rule.reference import gated_delta_rule_saved_shape
+from adjoint.kernels.recurrence import step_size, zero_where
+from adjoint.kernels.ssd_scan.reference import ssd_step_gradients
 
 ALIGNMENT = 64  # of a cache line, and of the widest vector
 ELEMENTS_A_THREAD = 1 << 17  # about a tenth of a millisecond
@@ -173,9 +177,15 @@ def _threads(units: int, work: int) -> int:
     return max(1, min(torch.get_num_threads(), units, work // ELEMENTS_A_THREAD))
 
 
-def _checkpoints(batch: int, seqlen: int, blocks: int, d_state: int, dtype: torch.dtype) -> Tensor:
-    segments = -(-seqlen // _scan_interval(d_state))
-    return _aligned((batch, segments, blocks, d_state, _lanes(dtype)), dtype)
+def _saved_shape(x: Tensor, nheads: int, headdim: int, d_state: int) -> tuple[int, ...]:
+    """States of a scan before each segment, channels in vectors: (batch, segments, blocks, d_state,
+    lanes)."""
+    segments = -(-x.shape[1] // _scan_interval(d_state))
+    return x.shape[0], segments, _blocks(nheads, headdim, x.dtype), d_state, _lanes(x.dtype)
+
+
+def selective_scan_saved_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
+    return _saved_shape(u, 1, A.shape[0], A.shape[1])
 
 
 def selective_scan_forward(
@@ -187,7 +197,7 @@ def selective_scan_forward(
     f = _scan_fields(u, d_inner, 1, 1, d_state, _threads(batch * blocks, u.numel() * d_state))
     y = u.new_empty(batch, seqlen, d_inner)
     final_state = u.new_empty(batch, d_inner, d_state)
-    checkpoints = _checkpoints(batch, seqlen, blocks, d_state, u.dtype) if save else None
+    checkpoints = _aligned(selective_scan_saved_shape(u, A), u.dtype) if save else None
     f.numbers(softplus=delta_softplus)
     f.rows(u=u, delta=delta, B=B, C=C, z=z, y=y)
     f.pointers(A=A, D=D, delta_bias=delta_bias, initial_state=initial_state, reset=reset)
@@ -241,10 +251,10 @@ def selective_scan_backward(
 def _partials(f: _Fields, like: Tensor, batch: int, seqlen: int, ngroups: int, d_state: int) -> list[Tensor]:
     """Room for dB and dC, (partials, batch, seqlen, ngroups, d_state) each: one for every thread, unless each
     has groups of its own."""
-    alone = batch * ngroups % f.struct.threads == 0
-    shape = 1 if alone else f.struct.threads, batch, seqlen, ngroups, d_state
+    separate = batch * ngroups % f.struct.threads == 0
+    shape = 1 if separate else f.struct.threads, batch, seqlen, ngroups, d_state
     f.numbers(partials=shape[0])
-    return [like.new_empty(shape) if alone else like.new_zeros(shape) for _ in range(2)]
+    return [like.new_empty(shape) if separate else like.new_zeros(shape) for _ in range(2)]
 
 
 def _total(partials: Tensor) -> Tensor:
@@ -256,6 +266,10 @@ def _effective(window: int | None, seqlen: int) -> int:
     return 0 if window is None or window > seqlen else window
 
 
+def ssd_scan_saved_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
+    return _saved_shape(x, x.shape[2], x.shape[3], B.shape[-1])
+
+
 def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
@@ -264,7 +278,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     f = _scan_fields(x, headdim, nheads, ngroups, d_state, _threads(batch * blocks, x.numel() * d_state))
     y = x.new_empty(batch, seqlen, nheads, headdim)
     final_state = x.new_empty(batch, nheads, headdim, d_state)
-    checkpoints = _checkpoints(batch, seqlen, blocks, d_state, x.dtype) if save else None
+    checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
     f.rows(u=x, delta=d, decay=decay, B=B, C=C, y=y)
     f.pointers(D=_per_channel(D, headdim), initial_state=initial_state, final_state=final_state)
     f.pointers(checkpoints=checkpoints)
@@ -273,8 +287,8 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
 
 
 def _ssd_steps(dt, A, dt_bias, dt_softplus, reset):
-    d = reference._step_size(dt, dt_bias, dt_softplus)
-    return d, reference._mask(torch.exp(d * A), reset)
+    d = step_size(dt, dt_bias, dt_softplus)
+    return d, zero_where(torch.exp(d * A), reset)
 
 
 def _per_channel(D: Tensor | None, headdim: int) -> Tensor | None:
@@ -315,18 +329,18 @@ def ssd_scan_backward(
     f.pointers(dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
     _call("scan", x.dtype, f.struct, 1, 1)
     dd, ddecay = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, ddecay))
-    ddt, dA = reference.ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus)
+    ddt, dA = ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
     dD = None if dD is None else dD.sum(0).view(nheads, headdim).sum(1)
     return dx, ddt, dA, _total(dB), _total(dC), dD, dbias, dinitial
 
 
 def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    return _linear_forward(reference._mask(a, reset), b, initial_state, reset, dense=False)
+    return _linear_forward(zero_where(a, reset), b, initial_state, reset, dense=False)
 
 
 def dense_scan_forward(A: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    return _linear_forward(reference._mask(A, reset), b, initial_state, reset, dense=True)
+    return _linear_forward(zero_where(A, reset), b, initial_state, reset, dense=True)
 
 
 def _linear_forward(
@@ -369,7 +383,7 @@ def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):
 def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
     batch, seqlen, d_state = h.shape
     blocks = _linear_blocks(d_state, h.dtype)
-    f = _linear_fields(reference._mask(a, reset), h, batch * (seqlen if dense else blocks))
+    f = _linear_fields(zero_where(a, reset), h, batch * (seqlen if dense else blocks))
     per_token = a.shape[2:] if dense or a.shape[-1] > 1 else (blocks,)
     da = h.new_empty(batch, seqlen, *per_token)
     db = h.new_empty(batch, seqlen, d_state)
@@ -379,7 +393,7 @@ def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
     _call("dense" if dense else "linear", h.dtype, f.struct, 1)
     if a.shape[2:] == (1,):
         da = da.sum(-1, keepdim=True)
-    return reference._mask(da, reset), db, dinitial
+    return zero_where(da, reset), db, dinitial
 
 
 def _conv_fields(x: Tensor, weight: Tensor, silu: bool) -> _Fields:
@@ -437,11 +451,10 @@ def _delta_fields(q, k, v, g, beta, initial_state, reset) -> _Fields:
 
 
 def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
-    batch, seqlen, nheads, d_k = k.shape
+    batch, _, nheads, d_k = k.shape
     f = _delta_fields(q, k, v, g, beta, initial_state, reset)
     o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
-    slots = -(-seqlen // reference.DELTA_CHUNK)
-    checkpoints = v.new_empty(batch, nheads, slots, d_k, v.shape[-1]) if save else None
+    checkpoints = v.new_empty(gated_delta_rule_saved_shape(k, v)) if save else None
     f.pointers(o=o, final_state=final_state, checkpoints=checkpoints)
     _call("delta", k.dtype, f.struct, 0)
     return o, final_state, checkpoints
@@ -451,13 +464,10 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     f = _delta_fields(q, k, v, g, beta, initial_state, reset)
     f.rows(d_o=do)
     f.pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
-    made = [x.new_empty(x.shape) for x in (q, k, v, g, beta, checkpoints[:, :, 0])]
-    f.pointers(**dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dinitial_state"), made, strict=True)))
+    gradients = [x.new_empty(x.shape) for x in (q, k, v, g, beta, checkpoints[:, :, 0])]
+    f.pointers(**dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dinitial_state"), gradients, strict=True)))
     _call("delta", k.dtype, f.struct, 1)
-    return tuple(made)
-
-
-kda_forward, kda_backward = gated_delta_rule_forward, gated_delta_rule_backward
+    return tuple(gradients)
 
 
 def _norm_fields(x: Tensor, weight: Tensor, gate: Tensor | None, rstd: Tensor, group_size: int) -> _Fields:

@@ -1,1 +1,1 @@
-"""Kernels in Triton for NVIDIA GPUs."""
+"""Shared parts of the Triton kernels, which are in their operations' folders."""

@@ -1,5 +1,5 @@
-"""What the Triton kernels share: pointwise helpers, the pass that carries states from split to split, launch
-sizes.
+"""Shared parts of the Triton kernels: pointwise helpers, the pass that carries states from split to split,
+launch sizes.
 
 A long recurrence is cut into *splits* of the sequence when batch × channels alone would leave the GPU idle (a
 long context usually means batch 1). Each split is first run from a zero state, which gives its local final
@@ -19,8 +19,8 @@ import triton.language as tl
 MAX_GRID_YZ = 65535  # CUDA's limit on the second and third grid dimension
 LOG2E = tl.constexpr(1.4426950408889634)
 # Arguments for whose values (1, multiples of 16) no kernel is compiled again: lengths change between calls
-# and align nothing. ``one`` must be a number that the compiler does not know (`a_lane_each`).
-LENGTHS = ["seqlen", "n_splits", "split_len", "window", "halo", "rows", "rows_each", "one"]
+# and align nothing. ``opaque_one`` must be a number that the compiler does not know (`a_lane_each`).
+LENGTHS = ["seqlen", "n_splits", "split_len", "window", "halo", "rows", "rows_each", "opaque_one"]
 
 
 @triton.jit
@@ -42,14 +42,14 @@ def sigmoid(x):
 
 
 @triton.jit
-def a_lane_each(x, one):
+def a_lane_each(x, opaque_one):
     """``x``, dense indices of a tile's last dimension, so that each lane of the warp gets one of them.
 
     Of neighbours that it knows to be aligned Triton gives a thread several, to load them at once, which
-    spreads the tile's other dimension over lanes: sums along it then take shuffles. ``one`` is 1 and not
-    specialised: x is still known to be dense, its alignment no longer. (Times ``one`` it would not be dense,
-    and Triton 3.6 would lay the tile out by its other dimension.)"""
-    return x + (one - 1)
+    spreads the tile's other dimension over lanes: sums along it then take shuffles. ``opaque_one`` is 1 and
+    not specialised: x is still known to be dense, its alignment no longer. (Times ``opaque_one`` it would not
+    be dense, and Triton 3.6 would lay the tile out by its other dimension.)"""
+    return x + (opaque_one - 1)
 
 
 @triton.jit
@@ -72,6 +72,13 @@ def softplus_slope(step):
         fifth = 1.0 / 120.0
     series = step * (1.0 - step * (0.5 - step * (1.0 / 6.0 - step * (1.0 / 24.0 - step * fifth))))
     return tl.where(step < 0.0625, series, 1.0 - tl.exp(-step))
+
+
+@triton.jit
+def rows_of(pointer, strides, batch, head):
+    """A head's (or a group's) rows in a tensor (batch, seqlen, heads, columns): a pointer to those of the
+    first token, and the stride of tokens. ``strides`` are of batch, token and head."""
+    return pointer + (batch * strides[0] + head * strides[2]), strides[1]
 
 
 @triton.jit
@@ -218,21 +225,21 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def wanted_programs(x: torch.Tensor, per_multiprocessor: int) -> int:
-    """How many programs fill the tensor's device when ``per_multiprocessor`` of them are to share a
+def programs_that_fill(x: torch.Tensor, per_multiprocessor: int) -> int:
+    """Number of programs that fill the tensor's device when ``per_multiprocessor`` of them are to share a
     multiprocessor."""
     return per_multiprocessor * _multiprocessors(x.device)
 
 
-def split_length(seqlen: int, programs: int, wanted: int, unit: int, shortest: int) -> int:
+def split_length(seqlen: int, programs: int, programs_at_once: int, unit: int, shortest: int) -> int:
     """Tokens a split, a multiple of ``unit``: as many splits as ``programs`` each make no more than
-    ``wanted``, which run all at once. A few more would start a second wave when all others are done, and
+    ``programs_at_once``. A few more would start a second wave when all others are done, and
     take twice the time.
 
     Splits are never made shorter than ``shortest`` tokens, under which the extra pass costs more than it
     brings. Depends on shapes and device alone, so the same call always splits alike (results are
     reproducible, and the launch can be captured in a CUDA graph).
     """
-    splits = max(1, min(wanted // max(programs, 1), seqlen // max(shortest, 1), MAX_GRID_YZ))
+    splits = max(1, min(programs_at_once // max(programs, 1), seqlen // max(shortest, 1), MAX_GRID_YZ))
     length = -(-seqlen // splits)
     return -(-max(length, 1) // unit) * unit

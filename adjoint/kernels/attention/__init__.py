@@ -1,0 +1,441 @@
+"""Causal attention of a chunk to all that is before it, without a mask of chunk × sequence entries.
+
+The past comes block by block: a kernel call for each, and one, causal, for the chunk itself, joined by their
+log-sum-exp (as in ring attention, Liu et al. 2023). The kernels are PyTorch's. With a window: in bands, so
+that time and memory are linear in the number of tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adjoint.kernels import dispatch, operators
+from adjoint.kernels.attention import reference
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import Operation, register
+
+BLOCK = 2048  # tokens of the past at a time, on a CPU
+CUDA_BLOCK = 8 * BLOCK  # where to join a block's output is a pass over memory; and offsets stay below 2**31
+
+
+def _kernel(q: Tensor) -> str:
+    """The kernel that attends from such queries, as wide as `kernel_width`: PyTorch's for a CPU; on CUDA
+    "flash" or "efficient", where PyTorch would use them; or "plain" operations, as for float64 on CUDA."""
+    if dispatch.is_as_on_cuda():
+        return {torch.float64: "plain", torch.float32: "efficient"}.get(q.dtype, "flash")
+    if q.device.type == "cpu":
+        return "cpu"
+    if torch.version.hip is None:  # whose kernels read the random numbers' state and pad no log-sum-exp
+        like = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, False, False)
+        if torch.backends.cuda.can_use_flash_attention(like):
+            return "flash"
+        if torch.backends.cuda.can_use_efficient_attention(like):
+            return "efficient"
+    return "plain"
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of the scores, (batch, heads, tokens), of one call of a kernel."""
+    kernel, aten = _kernel(q), torch.ops.aten
+    if kernel == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if kernel == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+    if kernel == "efficient":  # its offset of a head is a 32-bit product, which a slab's heads can exceed
+        k, v = k.contiguous(), v.contiguous()
+        attend = aten._scaled_dot_product_efficient_attention
+        out, log = attend(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+        return out, log[:, :, : q.shape[2]]  # padded to a multiple of 32
+    return reference.past_attention_forward(q, k, v, causal, scale)
+
+
+def _attend_backward(
+    d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangents of q, k and v. Every kernel reads only `out` and `log` of the forward: it makes the
+    softmax again as exp(scores - log) and takes Σ d · out from each of its cotangents. So with the output and
+    the log-sum-exp of all keys that the queries see, the backward of some keys gives their share.
+
+    Args:
+        d, out: (batch, heads, tokens, width), in memory token by token. log: (batch, heads, tokens),
+            contiguous: CUDA's kernels take both to lie so without looking.
+    """
+    kernel, aten = _kernel(q), torch.ops.aten
+    if kernel == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(d, q, k, v, out, log, 0.0, causal, scale=scale)
+    if kernel == "flash":  # no bounds of packed sequences, no dropout's state
+        backward, sizes = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
+        return backward(d, q, k, v, out, log, None, None, *sizes, 0.0, causal, None, None, scale=scale)
+    if kernel == "efficient":
+        log = F.pad(log, (0, -log.shape[2] % 32), value=torch.inf)
+        k, v, which_gradients = k.contiguous(), v.contiguous(), [True, True, True, False]
+        backward = aten._scaled_dot_product_efficient_attention_backward
+        return backward(d, q, k, v, None, out, log, None, None, 0.0, which_gradients, causal, scale=scale)[:3]
+    return reference.past_attention_backward(d, q, k, v, out, log, causal, scale)
+
+
+def kernel_width(q: Tensor, v: Tensor) -> int:
+    """Width to which rows of queries, keys and values are padded: the wider of keys and values; for CUDA's
+    kernels to a multiple of 8, above 192 of 64, to which flash fills them up anyway."""
+    width = max(q.shape[3], v.shape[3])
+    if q.device.type == "cpu" and not dispatch.is_as_on_cuda():
+        return width
+    return width + -width % (8 if width <= 192 else 64)
+
+
+class _PastAttention(torch.autograd.Function):
+    """softmax(q [past own]ᵀ) [past own], causal among the own. The past comes block by block: nothing as long
+    as the sequence is made, but for its cotangents where nobody takes them.
+
+    Heads that share keys lie side by side as more queries where there is no order among them: towards the
+    past."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_past: Tensor,
+        v_past: Tensor,
+        scale: float | None,
+        gather: Callable[[int, Tensor, Tensor], None] | None,
+    ) -> Tensor:
+        groups, width = q.shape[1] // k.shape[1], v.shape[3]
+        scale = q.shape[3] ** -0.5 if scale is None else scale  # before q is padded to v's width
+        q = padded(q, kernel_width(q, v))
+        out, log = torch.ops.adjoint.past_attention(q, k, v, k_past, v_past, scale)
+        ctx.save_for_backward(q, k, v, k_past, v_past, out, log)
+        ctx.scale, ctx.width, ctx.groups, ctx.gather = scale, width, groups, gather
+        return out[..., :width]
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        q, k, v, k_past, v_past, out, log = ctx.saved_tensors
+        d = padded(d, q.shape[3])
+        dq, dk, dv = own_backward(d, q, k, v, out, log, ctx.scale)
+        dk_past = dv_past = None
+        gather = ctx.gather
+        if gather is None and k_past.shape[2]:
+            dk_past, dv_past = torch.empty_like(k_past), torch.empty_like(v_past)
+
+            def gather(start: int, *d: Tensor) -> None:
+                for cotangent, of_block in zip((dk_past, dv_past), d, strict=True):
+                    cotangent[:, :, start : start + of_block.shape[2]] = of_block
+
+        dq += past_backward(d, q, (k_past, v_past), out, log, ctx.scale, gather)
+        return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None
+
+
+def own_backward(
+    d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cotangents of queries, and of keys and values of the same tokens.
+
+    Args:
+        d: (batch, heads, tokens, width) like q and out, of `kernel_width`.
+        out, log: of all that the queries see; log (batch, heads, tokens).
+    """
+    groups, widest = q.shape[1] // k.shape[1], q.shape[3]
+    k_own, v_own = (_repeated(padded(t, widest), groups) for t in (k, v))
+    d, out, log = _by_tokens(d), _by_tokens(out), log.contiguous()
+    dq, *d_own = _attend_backward(d, q, k_own, v_own, out, log, True, scale)
+    dk, dv = (_summed(t, groups)[..., : p.shape[3]] for t, p in zip(d_own, (k, v), strict=True))
+    return dq, dk, dv
+
+
+def past_backward(
+    d: Tensor,
+    q: Tensor,
+    kv: Sequence[Tensor],
+    out: Tensor,
+    log: Tensor,
+    scale: float,
+    gather: Callable[..., None] | None,
+) -> Tensor:
+    """The cotangent of queries that see all of some keys, in log's precision; those of keys and values go to
+    `gather`, after the first token's place, block by block.
+
+    Args:
+        d, q, out, log: as in `own_backward`. kv: keys and values.
+    """
+    k, v = kv
+    groups = q.shape[1] // k.shape[1]
+    d, q, out = (_folded(t, groups) for t in (d, q, out))
+    log = log.reshape(q.shape[:3]).contiguous()
+    dq = torch.zeros_like(q, dtype=log.dtype)
+    for start, of_k, of_v in _blocks(q, k, v):
+        dq_block, *d_block = _attend_backward(d, q, of_k, of_v, out, log, False, scale)
+        dq += dq_block
+        assert gather is not None
+        gather(start, *(t[..., : p.shape[3]] for t, p in zip(d_block, (k, v), strict=True)))
+        del dq_block, d_block  # before the next ones are made
+    return _unfolded(dq, groups)
+
+
+def _joined_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output, as wide as q, in memory token by token, and its log-sum-exp (batch, heads, tokens)."""
+    if not q.numel():  # of which a kernel divides by zero
+        return _fake(q, k, v, k_past, v_past, scale)
+    groups, widest, q = q.shape[1] // k.shape[1], q.shape[3], _in_rows(q)
+    k_own, v_own = (_repeated(padded(t, widest), groups) for t in (k, v))
+    out, log = _attend(q, k_own, v_own, True, scale)
+    folded = _folded(q, groups)
+    chunk = _folded(out, groups), log.reshape(folded.shape[:3])
+    out, log = merged(itertools.chain([chunk], _to_blocks(folded, k_past, v_past, scale)))
+    return _by_tokens(_unfolded(out.to(q.dtype), groups)), log.reshape(q.shape[:3]).contiguous()
+
+
+def attention_to_all(q: Tensor, kv: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    """The output (batch, heads, tokens, width) of queries that see all of some keys and values, of one token
+    at least, and its log-sum-exp (batch, heads, tokens); q is of `kernel_width`."""
+    k, v = kv
+    groups = q.shape[1] // k.shape[1]
+    out, log = merged(_to_blocks(_folded(q, groups), k, v, scale))
+    return _unfolded(out.to(q.dtype), groups), log.reshape(q.shape[:3])
+
+
+def _to_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs and log-sum-exps of folded queries that see all keys, block by block."""
+    for _, of_k, of_v in _blocks(q, k, v):
+        yield _attend(q, of_k, of_v, False, scale)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Keys and values block by block after their first token's place, as kernels want them for q."""
+    size = CUDA_BLOCK if _kernel(q) in ("flash", "efficient") else BLOCK
+    for start in range(0, k.shape[2], size):
+        of_k, of_v = (padded(t[:, :, start : start + size], q.shape[3]).to(q.dtype) for t in (k, v))
+        yield start, of_k, of_v
+
+
+def merged(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries that see several parts of keys, from those of each part."""
+    parts = iter(parts)
+    out, log = next(parts)
+    for other, log_other in parts:  # one at a time
+        share = (log_other - log).sigmoid()[..., None]
+        out = out.to(log.dtype).lerp(other.to(log.dtype), share)
+        log = torch.logaddexp(log, log_other)
+    return out, log
+
+
+def _by_tokens(t: Tensor) -> Tensor:
+    """The same values (batch, heads, tokens, …) in memory token by token."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+    return out.transpose(1, 2), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
+
+
+# One operator, of whose results selective recomputation keeps the joined one and none of its parts.
+operators.LIBRARY.define(
+    "past_attention(Tensor q, Tensor k, Tensor v, Tensor k_past, Tensor v_past, float scale) "
+    "-> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+operators.LIBRARY.impl("past_attention", _joined_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("adjoint::past_attention", _fake, lib=operators.LIBRARY)
+
+
+def padded(t: Tensor, width: int) -> Tensor:
+    """Rows so wide: kernels want values as wide as keys."""
+    return _in_rows(t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])))
+
+
+def _in_rows(t: Tensor) -> Tensor:
+    """Kernels take the numbers of a row to lie side by side, without looking."""
+    return t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous()
+
+
+def _folded(t: Tensor, groups: int) -> Tensor:
+    """(batch, heads, tokens, width) → (batch, heads / groups, groups × tokens, width), in memory token by
+    token."""
+    if groups == 1:
+        return _by_tokens(t)
+    batch, heads, tokens, width = t.shape
+    t = t.reshape(batch, heads // groups, groups, tokens, width).movedim(1, 3)
+    return t.reshape(batch, groups * tokens, heads // groups, width).contiguous().transpose(1, 2)
+
+
+def _unfolded(t: Tensor, groups: int) -> Tensor:
+    """Undo `_folded`."""
+    if groups == 1:
+        return t
+    batch, heads, rows, width = t.shape
+    t = t.transpose(1, 2).reshape(batch, groups, rows // groups, heads, width).movedim(1, 3)
+    return t.reshape(batch, rows // groups, heads * groups, width).transpose(1, 2)
+
+
+def _repeated(t: Tensor, groups: int) -> Tensor:
+    return t if groups == 1 else t.repeat_interleave(groups, dim=1)
+
+
+def _summed(t: Tensor, groups: int) -> Tensor:
+    return t if groups == 1 else t.unflatten(1, (-1, groups)).sum(2)
+
+
+class Past(Protocol):
+    """Keys or values before a chunk, in an append-only state (`adjoint.engine.storage.Past`)."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def visible(self) -> Sequence[int] | None: ...
+
+    def __len__(self) -> int: ...
+
+    def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
+        """The past, or its last `reach` tokens, with the chunk's own piece behind it."""
+        ...
+
+    def gather(self, d: Tensor, start: int) -> None:
+        """Adds a cotangent of the past's tokens from `start` on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The past and the piece that a tensor of keys or values consists of: attention that finds it there need
+    not take it apart."""
+
+    past: Past
+    piece: Tensor
+
+
+def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
+    """`past.join`, of which `past_attention` knows what it is made of; what has been fetched from other
+    ranks is a tensor like any other."""
+    tensor = past.join(piece, reach)
+    if hasattr(past, "attend"):
+        if reach is not None or getattr(past, "fetches", False):
+            return tensor
+        tensor, piece = tensor.view_as(tensor), tensor
+    tensor.joined = Joined(past, piece)  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_spread(k: Tensor) -> bool:
+    """Whether what is before these keys, and joined to them by name only, is on several ranks
+    (`adjoint.parallel.kv`): then `past_attention` alone knows what they are."""
+    return hasattr(getattr(getattr(k, "joined", None), "past", None), "attend")
+
+
+def row_of(tensor: Tensor, row: int, tokens: int) -> Tensor:
+    """The first tokens of one row of spread keys or values, as what they are."""
+    joined: Any = tensor.joined  # type: ignore[attr-defined]
+    row_tensor = tensor[row : row + 1, :, :tokens]
+    row_tensor.joined = Joined(joined.past.of_row(row), joined.piece[row : row + 1, :, :tokens])  # type: ignore[attr-defined]
+    return row_tensor
+
+
+def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Attention of queries (batch, heads, tokens, dim) to keys and values (batch, kv_heads, past + tokens,
+    dim), each query to all up to its own place. Computed in q's dtype.
+
+    Keys and values that come from `join` are read where they lie, and the past's cotangents are added where
+    they are gathered."""
+    tokens = q.shape[2]
+    joined: list[Any] = [getattr(t, "joined", None) for t in (k, v)]
+    if is_spread(k):
+        return joined[0].past.attend(q, *joined, scale)
+    if not q.numel():
+        return _of_nothing(q, k, v)
+    (k_past, k_own), (v_past, v_own) = (t.split([t.shape[2] - tokens, tokens], dim=2) for t in (k, v))
+    if None in joined or k_own.shape[2] != tokens:
+        piece = k_own.to(q.dtype), v_own.to(q.dtype)
+        return _PastAttention.apply(q, *piece, k_past, v_past, scale, None)
+    begin = joined[0].past.start - k_past.shape[2]
+
+    def gather(start: int, *d: Tensor) -> None:
+        for keys_or_values, of_block in zip(joined, d, strict=True):
+            keys_or_values.past.gather(of_block, begin + start)
+
+    piece = joined[0].piece.to(q.dtype), joined[1].piece.to(q.dtype)
+    return _PastAttention.apply(q, *piece, k_past.detach(), v_past.detach(), scale, gather)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """Attention of queries to keys and values up to their own place, as `past_attention`'s.
+
+    Args:
+        window: keys that a query sees, its own included; None for all.
+    """
+    tokens, n_keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    if is_spread(k):
+        return past_attention(q, k, v)
+    if not q.numel():
+        return _of_nothing(q, k, v)
+    if window is not None and window < n_keys:
+        k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))
+        return _banded(q, k, v, window)
+    if 1 < tokens < n_keys:
+        return past_attention(q, k, v)
+    k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
+
+
+def _of_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of no row or no token: it depends on q, k and v all the same, with gradients of zero."""
+    k, v = (_repeated(t.to(q.dtype), q.shape[1] // t.shape[1]) for t in (k, v))
+    return (q @ k.mT) @ v
+
+
+BAND = 128  # tokens of a band at least: shorter ones would be many small products
+
+
+def _banded(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Queries in bands no shorter than what a query looks back: each band sees its own keys and those of the
+    band before it."""
+    past, size = k.shape[2] - q.shape[2], max(window - 1, BAND)
+    if past > window - 1:  # the first query does not see further
+        k, v, past = k[:, :, past - window + 1 :], v[:, :, past - window + 1 :], window - 1
+    first, rest = q.split([min(size, q.shape[2]), max(0, q.shape[2] - size)], dim=2)
+    out = _in_sight(first, k[:, :, : past + size], v[:, :, : past + size], window)
+    if not rest.shape[2]:
+        return out
+    pad = -rest.shape[2] % size
+    bands = F.pad(rest, (0, 0, 0, pad)).unflatten(2, (-1, size)).flatten(1, 2)
+    pairs = []
+    for t in (k, v):
+        band = F.pad(t[:, :, past:], (0, 0, 0, pad)).unflatten(2, (-1, size))
+        pairs.append(torch.cat([band[:, :, :-1], band[:, :, 1:]], dim=3).flatten(1, 2))
+    more = _in_sight(bands, pairs[0], pairs[1], window).unflatten(1, (q.shape[1], -1)).flatten(2, 3)
+    return torch.cat([out, more[:, :, : rest.shape[2]]], dim=2)
+
+
+def _in_sight(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Attention by a mask: the last query's place is the last key's."""
+    tokens, n_keys = q.shape[2], k.shape[2]
+    ones = torch.ones(tokens, n_keys, dtype=torch.bool, device=q.device)
+    mask = ones.tril(n_keys - tokens).triu(n_keys - tokens - window + 1)
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+OPERATION = register(
+    Operation(
+        name="past_attention",
+        function=past_attention,
+        operator="past_attention",
+        code_name="past_attention",
+        reference=reference,
+        backends={},  # it picks among PyTorch's own kernels
+        saves_states=False,
+        under_recompute="save",
+        trial=None,
+    )
+)

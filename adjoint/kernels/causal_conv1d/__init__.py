@@ -1,0 +1,127 @@
+"""Causal depthwise convolution with state, the short memory in front of a Mamba scan."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adjoint.kernels import checks, dispatch, operators
+from adjoint.kernels.causal_conv1d import reference, trial
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import CPU, Code, Operation, register
+
+
+def _forward(x, weight, bias, initial_state, reset, silu, backend):
+    code = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
+    y = code.forward(x, weight, bias, initial_state, silu, reset)
+    tail = _tail(x, weight.shape[1] - 1, initial_state)
+    return y, tail if reset is None else tail.masked_fill(_of_others(reset, tail.shape[2]), 0)
+
+
+def _fake(x, weight, bias, initial_state, reset, silu, backend):
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], x.shape[2], weight.shape[1] - 1)
+
+
+def _backward(dy, dtail, x, weight, bias, initial_state, reset, silu, backend):
+    code = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
+    dy = torch.zeros_like(x) if dy is None else dy
+    dx, dweight, dbias, dinitial = code.backward(dy, x, weight, bias, initial_state, silu, reset)
+    if dtail is not None:  # added in place: autograd would fill a tensor like x with zeros for it
+        length, tokens = dtail.shape[2], min(dtail.shape[2], x.shape[1])
+        dtail = dtail if reset is None else dtail.masked_fill(_of_others(reset, length), 0)
+        dx[:, x.shape[1] - tokens :] += dtail[:, :, length - tokens :].transpose(1, 2)
+        if tokens < length and initial_state is not None:
+            dinitial[:, :, tokens:] += dtail[:, :, : length - tokens]
+    return dx, dweight, dbias, dinitial
+
+
+_causal_conv1d = operators.register(
+    "causal_conv1d",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? reset",
+    "bool silu, str? backend",
+    outputs=2,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    silu: bool = False,
+    seq_idx: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y_t = bias + sum_j weight[:, j] x_{t - d_conv + 1 + j}, then SiLU if asked.
+
+    Args:
+        x: (batch, seqlen, channels), floating point. weight: (channels, d_conv). bias: (channels,).
+        initial_state: (batch, channels, d_conv - 1), the inputs before this stretch, oldest first; zero if
+            None.
+        seq_idx, backend: as in `selective_scan`.
+
+    Returns:
+        y like x, and the final state (batch, channels, d_conv - 1), the last inputs, in x's dtype;
+        zero where they are not of the last token's document.
+
+    Raises:
+        ValueError: a shape does not fit, or d_conv is not from 1 to 16.
+    """
+    if x.dim() != 3 or x.shape[1] == 0:
+        raise ValueError(f"x must have shape (batch, seqlen >= 1, channels), got {tuple(x.shape)}")
+    batch, seqlen, channels = x.shape
+    width = weight.shape[-1]
+    checks.shape("weight", weight, channels, width)
+    if not 1 <= width <= 16:
+        raise ValueError(f"d_conv must be from 1 to 16, got {width}")
+    checks.shape("bias", bias, channels)
+    checks.shape("initial_state", initial_state, batch, channels, width - 1)
+    reset = checks.reset_of(seq_idx, batch, seqlen)
+    backend = dispatch.fitting("causal_conv1d", backend, x, reset=reset, d_conv=width, channels=channels)
+    wide, narrow = accumulate_dtype(x.dtype), dispatch.sequence_dtype("causal_conv1d", backend, x)
+    bias, initial = (None if t is None else t.to(wide) for t in (bias, initial_state))
+    y, tail = _causal_conv1d(x.to(narrow), weight.to(wide), bias, initial, reset, silu, backend)
+    return y.to(x.dtype), tail.to(x.dtype)
+
+
+def _of_others(reset: Tensor, length: int) -> Tensor:
+    """(batch, 1, length): whether each of the last `length` inputs is of another document than the last
+    token's."""
+    following = F.pad(reset, (length, 1))[:, reset.shape[1] + 1 :]
+    return (following.flip(1).cumsum(1).flip(1) > 0).unsqueeze(1)
+
+
+def _tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:
+    """The last `length` inputs, (batch, channels, length); those before the stretch come from the initial
+    state."""
+    tail = x[:, max(0, x.shape[1] - length) :].transpose(1, 2)
+    missing = length - tail.shape[2]
+    if missing:
+        before = (
+            x.new_zeros(x.shape[0], x.shape[2], length)
+            if initial_state is None
+            else initial_state.to(x.dtype)
+        )
+        return torch.cat([before[:, :, length - missing :], tail], dim=2)
+    # A copy: whoever stores the state, as chunk edges are, must not store all of x with it.
+    return tail.clone(memory_format=torch.contiguous_format)
+
+
+OPERATION = register(
+    Operation(
+        name="causal_conv1d",
+        function=causal_conv1d,
+        operator="causal_conv1d",
+        code_name="causal_conv1d",
+        reference=reference,
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.causal_conv1d.triton", limits={"d_conv": 8}),
+        },
+        saves_states=False,
+        under_recompute="recompute",
+        trial=trial.causal_conv1d,
+    )
+)

@@ -1,0 +1,128 @@
+"""The scan of Mamba-2 (state-space duality), differentiable in every tensor, both states included."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adjoint.kernels import checks, dispatch, operators
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.operation import CPU, Code, Operation, register
+from adjoint.kernels.ssd_scan import reference, trial
+
+
+def _forward(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
+    code = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
+    return code.forward(x, dt, A, B, C, D, bias, softplus, initial_state, reset, save)
+
+
+def _fake(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
+    batch, _, nheads, headdim = x.shape
+    state = x.new_empty(batch, nheads, headdim, B.shape[-1], dtype=accumulate_dtype(x.dtype))
+    code = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
+    return x.new_empty(x.shape), state, state.new_empty(code.saved_shape(x, B) if save else 0)
+
+
+def _backward(
+    dy, dfinal_state, x, dt, A, B, C, D, bias, initial_state, reset, saved, softplus, window, halo, backend
+):
+    code = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
+    inputs = x, dt, A, B, C, D, bias, softplus, initial_state, reset
+    dy = torch.zeros_like(x) if dy is None else dy
+    return code.backward(dy, dfinal_state, *inputs, saved, window, halo)
+
+
+_ssd_scan = operators.register(
+    "ssd_scan",
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor? reset",
+    "bool dt_softplus, SymInt? window, SymInt halo, str? backend",
+    outputs=2,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    checkpoints=True,
+)
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    window: int | None = None,
+    seq_idx: Tensor | None = None,
+    backend: str | None = None,
+    halo: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Run h_t = exp(d_t A) h_{t-1} + d_t x_t ⊗ B_t,  y_t = (h_t C_t + D x_t) silu(z_t), one decay per head.
+
+    Mamba-2 (Dao & Gu 2024), section 3; the backward is the accumulated adjoint state (docs/method.md).
+
+    Args:
+        x, z: (batch, seqlen, nheads, headdim), floating point. dt: (batch, seqlen, nheads).
+        A, D, dt_bias: (nheads,); A is negative where mamba-ssm may run, which cuts decays off at 1.
+        B, C: (batch, seqlen, ngroups, d_state); ngroups divides nheads.
+        initial_state: (batch, nheads, headdim, d_state), zero if None.
+        window, seq_idx, backend, halo: as in `selective_scan`.
+
+    Returns:
+        y like x, and the final state (batch, nheads, headdim, d_state), float32 for bfloat16 and float16.
+
+    Raises:
+        ValueError: a shape does not fit, window < 1, or the backend is not usable here.
+    """
+    if x.dim() != 4 or x.shape[1] == 0:
+        raise ValueError(f"x must have shape (batch, seqlen >= 1, nheads, headdim), got {tuple(x.shape)}")
+    batch, seqlen, nheads, headdim = x.shape
+    if B.dim() != 4 or nheads % B.shape[2]:
+        raise ValueError(
+            f"B must have shape (batch, seqlen, ngroups, d_state), ngroups dividing {nheads} heads; "
+            f"got {tuple(B.shape)}"
+        )
+    for name, value in (("B", B), ("C", C)):
+        checks.shape(name, value, batch, seqlen, *B.shape[2:])
+    checks.shape("dt", dt, batch, seqlen, nheads)
+    for name, vector in (("A", A), ("D", D), ("dt_bias", dt_bias)):
+        checks.shape(name, vector, nheads)
+    checks.shape("z", z, batch, seqlen, nheads, headdim)
+    checks.shape("initial_state", initial_state, batch, nheads, headdim, B.shape[-1])
+    checks.window_and_halo(window, halo, seqlen)
+    reset = checks.reset_of(seq_idx, batch, seqlen)
+    needs = {"headdim": headdim, "d_state": B.shape[-1], "dt_softplus": dt_softplus}
+    backend = dispatch.fitting("ssd_scan", backend, x, window, halo, reset, None, **needs)
+    wide, narrow = accumulate_dtype(x.dtype), dispatch.sequence_dtype("ssd_scan", backend, x)
+    x_, dt_, B_, C_ = [t.to(narrow) for t in (x, dt, B, C)]
+    A_, D_, bias, initial = [None if t is None else t.to(wide) for t in (A, D, dt_bias, initial_state)]
+    y, final_state, _ = _ssd_scan(
+        x_, dt_, A_, B_, C_, D_, bias, initial, reset, dt_softplus, window, halo, backend
+    )
+    y = y.to(x.dtype)
+    if z is None:
+        return y, final_state
+    if halo:  # whose tokens get no gradients
+        z = torch.cat([z[:, :-halo], z[:, -halo:].detach()], dim=1)
+    return y * F.silu(z), final_state
+
+
+OPERATION = register(
+    Operation(
+        name="ssd_scan",
+        function=ssd_scan,
+        operator="ssd_scan",
+        code_name="ssd_scan",
+        reference=reference,
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.ssd_scan.triton.launch", limits={"headdim": 128, "d_state": 256}),
+        },
+        saves_states=True,
+        under_recompute="save",
+        trial=trial.ssd_scan,
+    )
+)

@@ -1,0 +1,1 @@
+"""The SSD scan in Triton."""
