@@ -27,6 +27,7 @@ FLOORS = [
     "batch",
     "interrupt",
     "memory",
+    "network",
     "files",
     "checkpoint",
     "kernels",

@@ -21,7 +21,7 @@ from adjoint.cluster.helpers import Helper, HelperShard, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import DistributedTransport
+from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.plan.schedule import meets
@@ -77,13 +77,15 @@ class ShardActor:
         actors: list[Any],
         checkpoint: str | None,
         patience: float,
+        start_timeout: float,
     ) -> None:
         """Becomes a shard, drawn from the seed or filled from a checkpoint; or a helper of one.
 
         Args:
             actors: handles of all workers, by rank.
-            patience: seconds to wait for a message.
+            patience: seconds to wait for a message. start_timeout: the same for all workers to meet.
         """
+        import ray
         import torch
 
         from adjoint.train.machine import set_up
@@ -91,9 +93,9 @@ class ShardActor:
         set_up(dataclasses.replace(spec.training, threads=spec.threads), torch.device(spec.device))
         transport, layout = None, spec.layout
         if layout.world > 1:
-            transport = DistributedTransport(
-                meeting, spec.rank, layout.world, backend, patience, layout.groups
-            )
+            address = ray.util.get_node_ip_address()
+            store, endpoints = meet(meeting, spec.rank, layout.world, start_timeout, address)
+            transport = DistributedTransport(store, endpoints, spec.rank, backend, patience, layout.groups)
         if layout.helps(spec.rank):
             self.shard = HelperShard(spec)
             return
@@ -236,7 +238,8 @@ class Group:
             if {process["node"] for process in found} != {ray.get_runtime_context().get_node_id()}:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
-            rest = (meeting, backend, self.actors, checkpoint, max(PATIENCE, 2 * cluster.progress_timeout))
+            patience = max(PATIENCE, 2 * cluster.progress_timeout)
+            rest = (meeting, backend, self.actors, checkpoint, patience, cluster.start_timeout)
             self.each("build", {spec.rank: (spec, *rest) for spec in specs})
             if backend == "gloo":  # they have met; NCCL meets again, where two first send to one another
                 self._leave_meeting()

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +84,6 @@ def connect(workers: int, each: Resources) -> bool:
         return False
     cpus = max(usable_cores(), workers * each.cpus)  # they may share cores: it is the user's laptop
     settings: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE, "log_to_driver": False}
-    settings |= {"runtime_env": {"env_vars": {"GLOO_SOCKET_IFNAME": loopback()}}}
     with _deaf_to_hangups():
         for left in reversed(range(STARTS)):
             try:
@@ -116,11 +114,6 @@ def _deaf_to_hangups() -> Iterator[None]:
 def _is_connected() -> bool:
     ray = sys.modules.get("ray")
     return ray is not None and bool(getattr(ray, "is_initialized", lambda: False)())
-
-
-def loopback() -> str:
-    """The name of the loopback interface, "lo" on Linux."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def nodes() -> list[dict[str, float]]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjoint.cluster.transport import DistributedTransport
+from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.engine.transport import sum_gradients
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
@@ -77,7 +77,8 @@ def train(config: Config, here: Place) -> Outcome:
     timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
     workers, everyone = config.cluster.sequence, range(here.world)
     groups = [everyone, *(everyone[k::workers] for k in range(workers if workers > 1 else 0))]
-    transport = DistributedTransport("env://", here.rank, here.world, backend, timeout, groups)
+    store, endpoints = meet("env://", here.rank, here.world, config.cluster.start_timeout)
+    transport = DistributedTransport(store, endpoints, here.rank, backend, timeout, groups)
     try:
         folder, checkpoint = _open_run(config, here)
         quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
