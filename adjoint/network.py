@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,13 @@ def own_endpoint(rank: int, address: str | None = None) -> Endpoint:
     """
     address = address or source_address(os.environ.get("MASTER_ADDR", ANYWHERE))
     return Endpoint(rank, socket.gethostname(), network_identity(), address or LOOPBACKS[0])
+
+
+def named_store(store: Any, name: str) -> Any:
+    """A store of torch.distributed in which keys of others do not count."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined] # torch does not list it
 
 
 def exchange(store: Any, topic: str, rank: int, world: int, value: Any) -> list[Any]:
@@ -263,6 +271,6 @@ def _towards(own: Endpoint, endpoints: list[Endpoint], held: dict[str, str]) -> 
     return dataclasses.replace(own, address=next((a for a in candidates if not is_loopback(a)), own.address))
 
 
-def table(endpoints: list[Endpoint]) -> str:
+def table(endpoints: Sequence[Endpoint]) -> str:
     """All ranks' hosts, addresses and interfaces, in one line."""
     return "; ".join(map(str, endpoints))

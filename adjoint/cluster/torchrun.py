@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from adjoint.cluster.heartbeat import Heartbeat
 from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.engine.transport import sum_gradients
 from adjoint.errors import UserError
@@ -27,7 +28,7 @@ from adjoint.layers.init import drawn_from
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device
-from adjoint.train.rundir import RunFolder, open_run
+from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
 
 
@@ -78,18 +79,32 @@ def train(config: Config, here: Place) -> Outcome:
     workers, everyone = config.cluster.sequence, range(here.world)
     groups = [everyone, *(everyone[k::workers] for k in range(workers if workers > 1 else 0))]
     store, endpoints = meet("env://", here.rank, here.world, config.cluster.start_timeout)
-    transport = DistributedTransport(store, endpoints, here.rank, backend, timeout, groups)
     try:
-        folder, checkpoint = _open_run(config, here)
-        quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
-        try:
-            with folder, quiet:
-                return Replica(config, folder, checkpoint, here, transport).run()
-        finally:
-            if here.rank:
-                shutil.rmtree(folder.path, ignore_errors=True)
+        with Heartbeat(store, endpoints, here.rank, config.cluster.hang_timeout) as heartbeat:
+            transport = DistributedTransport(store, endpoints, here.rank, backend, timeout, groups)
+            folder, checkpoint = _open_run(config, here, heartbeat)
+            quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
+            try:
+                with folder, quiet:
+                    return Replica(config, folder, checkpoint, here, transport, heartbeat).run()
+            finally:
+                if here.rank:
+                    shutil.rmtree(folder.path, ignore_errors=True)
     finally:
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def launcher() -> str:
+    """The command that has started this process and its like on this host, as far as the environment says."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return "srun python" if "SLURM_PROCID" in env else ""
+    hosts, arguments = int(env.get("GROUP_WORLD_SIZE", 1)), f"--nproc-per-node {env['LOCAL_WORLD_SIZE']}"
+    if hosts > 1:
+        master = f"--master-addr {env['MASTER_ADDR']} --master-port {env['MASTER_PORT']}"
+        arguments = f"--nnodes {hosts} --node-rank {env['GROUP_RANK']} {arguments} {master}"
+    return f"torchrun {arguments}"
 
 
 def gpu_of(here: Place) -> int:
@@ -131,19 +146,24 @@ def _check(config: Config, here: Place) -> None:
         )
 
 
-def _open_run(config: Config, here: Place) -> tuple[RunFolder, Path | None]:
+def _open_run(config: Config, here: Place, heartbeat: Heartbeat) -> tuple[RunFolder, Path | None]:
     """Process 0's folder, for others one that goes away; and the checkpoint that process 0 has found."""
-    found: list[Any] = [None, None]  # the checkpoint, or the error
+    found: list[Any] = [None, None, None]  # the checkpoint, the error, the folder
     folder = None
     if here.rank == 0:
         try:
             folder, found[0] = open_run(config.run)
+            found[2] = str(folder.path)
         except UserError as error:
             found[1] = str(error)
     torch.distributed.broadcast_object_list(found)
     if found[1] is not None:
         raise UserError(found[1])
-    return folder or RunFolder(Path(tempfile.mkdtemp(prefix="adjoint-"))), found[0]
+    heartbeat.name, heartbeat.resume = found[2], resume_command(Path(found[2]), launcher())
+    if folder is None:
+        folder = RunFolder(Path(tempfile.mkdtemp(prefix="adjoint-")))
+        heartbeat.temporary.append(folder.path)
+    return folder, found[0]
 
 
 def sequence_group(here: Place, workers: int, timeout: float) -> Any:
@@ -161,7 +181,7 @@ class Replica(Trainer):
     """One process of a run, with its rows of every batch.
 
     Args:
-        here: which one it is. transport: to the others.
+        here: which one it is. transport: to the others. heartbeat: is told what this process is at.
     """
 
     def __init__(
@@ -171,8 +191,10 @@ class Replica(Trainer):
         checkpoint: Path | None,
         here: Place,
         transport: DistributedTransport,
+        heartbeat: Heartbeat,
     ) -> None:
         self.here, self.transport, self.everyone = here, transport, list(range(here.world))
+        self.heartbeat, self.launcher = heartbeat, launcher()
         self.workers = config.cluster.sequence
         self.peers = self.everyone[here.rank % self.workers :: self.workers]  # with other rows
         self.sequence_group = sequence_group(here, self.workers, config.cluster.progress_timeout)
@@ -192,39 +214,56 @@ class Replica(Trainer):
         own = ids.tensor_split(len(self.peers))[self.here.rank // self.workers]
         return own, self._predictions(own) / max(1, self._predictions(ids)) if len(own) else 0.0
 
-    def _gathered(self, value: float, ranks: list[int]) -> list[float]:
+    def _gathered(self, value: float, ranks: list[int], what: str) -> list[float]:
+        """The values of several ranks.
+
+        Args:
+            what: the value is, for the others' news of this process.
+        """
+        self._now(f"exchange of {what}")
         each = self.transport.all_gather(torch.tensor([value], dtype=torch.float64), ranks)
         return torch.cat(each).tolist()
 
+    def _now(self, action: str) -> None:
+        """Notes what this process does next."""
+        self.heartbeat.doing = f"step {self.step + 1}, {action}"
+
     def _gradients(self, ids: Tensor, start: Start, number: int, heavier: float) -> LossAndWindows:
+        self._now("forward and backward")
         own, share = self._own(ids)
         heavier = heavier / share if share else math.inf
         with drawn_from(self.settings.seed, number, self.here.rank):
             loss, _ = super()._gradients(own, start, number, heavier)
-        return sum(self._gathered(loss, self.peers)), None
+        return sum(self._gathered(loss, self.peers, "the loss")), None
 
     def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
         found = super()._accumulate(step)
         trained = [p for p in self.model.module.parameters() if p.requires_grad]
+        self._now("sum of gradients")
         sum_gradients(trained, self.transport, self.peers)
+        self._now("optimizer")
         return found
 
     def _loss_of(self, ids: Tensor) -> float:
+        self._now("evaluation")
         own, share = self._own(ids)
-        return sum(self._gathered(super()._loss_of(own) * share if share else 0.0, self.peers))
+        loss = super()._loss_of(own) * share if share else 0.0
+        return sum(self._gathered(loss, self.peers, "held-out losses"))
 
     def _stopped(self, stop: StopRequest) -> bool:
         """All stop after the same step, whichever of them was asked to."""
-        number = int(max(self._gathered(stop.signal or 0, self.everyone)))
+        number = int(max(self._gathered(stop.signal or 0, self.everyone, "requests to stop")))
         stop.signal = number or None
         return bool(number)
 
     def _peak_memory_bytes(self) -> int:
-        return int(max(self._gathered(super()._peak_memory_bytes(), self.everyone)))
+        return int(max(self._gathered(super()._peak_memory_bytes(), self.everyone, "peak memory")))
 
     def _save(self) -> None:
+        self._now("checkpoint")
         if self.here.rank == 0:
-            super()._save()
+            with self.heartbeat.writing:
+                super()._save()
         self.saved_step = self.step
 
     def _announce(self) -> None:

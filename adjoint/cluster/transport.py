@@ -30,18 +30,18 @@ def meet(
         ConnectionError: some did not come in time, or do not reach one another.
         UserError: see `network.bind`.
     """
-    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     wait = datetime.timedelta(seconds=timeout)
     try:
-        store, *_ = next(iter(dist.rendezvous(meeting, rank, world, timeout=wait)))
+        store, *_ = next(iter(rendezvous(meeting, rank, world, timeout=wait)))
     except RuntimeError as error:  # DistError; the first line names the address
         raise ConnectionError(
             f"rank {rank} of {world} found nobody at {meeting} within {timeout:.0f} s "
             f"({str(error).splitlines()[0][:300]}); check the address and that the first rank runs there"
         ) from None
     store.set_timeout(wait)
-    shared = dist.PrefixStore("adjoint", store)
+    shared = network.named_store(store, "adjoint")
     endpoints = network.bind(shared, rank, world, address)
     network.probe(shared, rank, endpoints)
     return shared, endpoints
@@ -83,6 +83,6 @@ class DistributedTransport(Messages):
             raise ConnectionError(
                 f"rank {rank} does not reach all others over {backend} ({str(error).splitlines()[0][:200]}); "
                 f"every port must be open between them, or {network.GLOO} name another interface: "
-                + network.table(list(endpoints))
+                + network.table(endpoints)
             ) from None
         super().__init__(rank, nccl, up, down, among)
