@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import sys
 import tempfile
 import time
 import uuid
@@ -29,7 +30,9 @@ from adjoint.train.config import ClusterConfig, TrainingConfig
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
 SEARCH = 15.0  # the same where only connections are known to have broken, but not yet who broke them
-DIAGNOSIS = 45.0  # seconds that Ray gets to find out what became of a worker that cannot be reached
+# Seconds that Ray gets to find out what became of a worker that cannot be reached: by its own defaults it
+# asks a node five times, every 3 s and for up to 10 s each, before it counts it as lost.
+DIAGNOSIS = 90.0
 HEARTBEAT = 1.0  # seconds between questions whether a worker is alive
 # Seconds that a shard waits for one message, at least: others may have much to do before they send it. That
 # nobody gets on is noticed sooner (`Watch`).
@@ -215,16 +218,17 @@ class Group:
         self.cluster, self.layout = cluster, cluster.layout
         each = placement.resources(training.device, cluster.cpus)
         if cluster.shards == "auto":
-            room = placement.how_many(each, placement.nodes()) // (cluster.replicas * cluster.sequence)
-            shards = max(1, min(room - cluster.helpers, model.n_layer))
+            shards = max(1, min(placement.room(self.layout, each), model.n_layer))
             self.layout = dataclasses.replace(self.layout, shards=shards)
         self.layout.check(model, method)
         self.place = placement.place(self.layout, each, cluster.start_timeout, await_nodes)
         self.actors: list[Any] = []
+        self.nodes: list[str] = []  # Ray's name of each worker's node, once they have said it
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
             self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
             found = self.each("describe", dict.fromkeys(range(self.layout.world), (training,)))
+            self.nodes = [process["node"] for process in found]
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
             asked = cluster.transport
             if meets(model, self.layout.sequence):  # messages inside of tiles have tags, which NCCL has not
@@ -235,7 +239,7 @@ class Group:
                 asked = "gloo"
             backend = devices.backend([process["gpu"] for process in found], asked)
             meeting = f"file://{self.meeting}"  # a file needs no port, but every worker must see it
-            if {process["node"] for process in found} != {ray.get_runtime_context().get_node_id()}:
+            if set(self.nodes) != {ray.get_runtime_context().get_node_id()}:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
             patience = max(PATIENCE, 2 * cluster.progress_timeout)
@@ -327,16 +331,34 @@ class Group:
             for rank in [*(rank_of[reference] for reference in waiting), *helpers]:
                 if rank not in failed and (cause := watch.cause(rank, GRACE)) is not None:
                     failed[rank] = cause
+            causes = self._located(list(failed.values()))
             deadline = time.monotonic() + DIAGNOSIS
-            raise ShardFailure([self._diagnosed(watch, c, deadline) for c in failed.values()], during)
+            raise ShardFailure([self._diagnosed(watch, cause, deadline) for cause in causes], during)
         return [results[rank] for rank in references]
 
+    def _located(self, causes: list[Cause]) -> list[Cause]:
+        """The causes with their nodes' addresses, if there are several nodes. A worker that hangs on a node
+        that does not answer either is one that cannot be reached."""
+        if len(set(self.nodes)) < 2:
+            return causes
+        known, found = placement.addresses(), []
+        for cause in causes:
+            host, port = known.get(self.nodes[cause.rank], ("", 0))
+            located = dataclasses.replace(cause, host=host)
+            if cause.kind == "hung" and host and not placement.answers(host, port):
+                wait = f"waiting up to {DIAGNOSIS:.0f} s for Ray to say whether it is lost"
+                print(f"{located}; its node does not answer: {wait}", file=sys.stderr, flush=True)
+                located = dataclasses.replace(located, kind="unreachable", detail="its node does not answer")
+            found.append(located)
+        return found
+
     def _diagnosed(self, watch: Watch, cause: Cause, deadline: float) -> Cause:
-        """A cause, or what Ray has found out by the deadline of a worker that could not be reached: it takes
-        some 15 s to count a node as lost, and until then would place new workers there."""
+        """A cause, or what Ray has found out by the deadline of a worker that could not be reached: until it
+        counts a node as lost, it would place new workers there."""
         while cause.kind == "unreachable" and (left := deadline - time.monotonic()) > 0:
             found = watch.cause(cause.rank, left)
-            cause = found or Cause("connection", cause.rank, "could not be reached for a while")
+            found = found or Cause("connection", cause.rank, "could not be reached for a while")
+            cause = dataclasses.replace(found, host=cause.host)
         return cause
 
     def kill(self) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,8 @@ from adjoint.memory import usable_cores
 from adjoint.train.layout import Layout
 
 STARTS = 4  # attempts at a Ray on this machine
+REPORT = 5.0  # seconds between looks at what is still missing
+ANSWER_TIMEOUT = 3.0
 OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, and helpers' tasks
 
 
@@ -75,7 +79,9 @@ def connect(workers: int, each: Resources) -> bool:
         return False
     if not ours:
         try:
-            ray.init(logging_level=logging.WARNING)
+            # What Ray and its workers print is not the run's output: a lost node alone brings pages of it.
+            printed = os.environ.get("RAY_LOG_TO_DRIVER", "0").lower() in ("1", "true")
+            ray.init(logging_level=logging.WARNING, log_to_driver=printed)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"RAY_ADDRESS {os.environ['RAY_ADDRESS']}: no cluster answers there "
@@ -123,9 +129,29 @@ def nodes() -> list[dict[str, float]]:
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
+def addresses() -> dict[str, tuple[str, int]]:
+    """The address and port of the Ray process on each node, by the node's name in Ray."""
+    import ray
+
+    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether a host accepts a connection."""
+    with contextlib.suppress(OSError), socket.create_connection((address, port), ANSWER_TIMEOUT):
+        return True
+    return False
+
+
 def how_many(each: Resources, nodes: Sequence[Mapping[str, float]]) -> int:
     """How many workers fit on these nodes."""
     return sum(min(int(node.get(key, 0) // n) for key, n in each.bundle.items()) for node in nodes)
+
+
+def room(layout: Layout, each: Resources) -> int:
+    """How many shards fit on the cluster, as many as there are layers or not; 0 if not one."""
+    workers = how_many(each, nodes()) // (layout.replicas * layout.sequence)
+    return max(0, workers - layout.helpers)
 
 
 def check_feasible(layout: Layout, each: Resources, nodes: Sequence[Mapping[str, float]]) -> None:
@@ -141,6 +167,21 @@ def check_feasible(layout: Layout, each: Resources, nodes: Sequence[Mapping[str,
             f"cluster.shards: {layout.world} workers with {each} each are asked for, but the cluster has "
             f"{there}; what fits: {most}; lower --cluster.shards, replicas, sequence, helpers or cpus"
         )
+
+
+def missing(layout: Layout, each: Resources) -> str:
+    """What the cluster lacks for a layout, in one line."""
+    import ray
+
+    lacks = layout.world - how_many(each, nodes())
+    name = "shards" if layout.world == layout.shards else "workers"
+    if lacks <= 0:
+        free = {key: value for key, value in ray.available_resources().items() if key in each.bundle}
+        return f"waiting for {each} for each of {layout.world} {name}, which others use; free: {free or 0}"
+    what = str(each) if lacks == 1 else f"{lacks} times {each}"
+    fit = room(layout, each)
+    auto = f"; cluster.shards auto would go on with {fit}" if fit else ""
+    return f"waiting for {what}: {layout.world - lacks} of {layout.world} {name} can be placed{auto}"
 
 
 def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = False) -> Any:
@@ -160,7 +201,13 @@ def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = F
     if not await_nodes:
         check_feasible(layout, each, nodes())
     group = placement_group([each.bundle] * layout.world, strategy="PACK")  # an autoscaler sees it wait
-    if not group.wait(timeout):
+    deadline, told = time.monotonic() + timeout, ""
+    while not group.wait(min(REPORT, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() < deadline:
+            if (line := missing(layout, each)) != told:
+                print(f"{line}; waiting up to {timeout:.0f} s", file=sys.stderr, flush=True)
+                told = line
+            continue
         remove_placement_group(group)
         check_feasible(layout, each, nodes())
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}

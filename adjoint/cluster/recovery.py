@@ -34,15 +34,18 @@ class Cause:
         rank: the shard.
         detail: in one line.
         error: what Ray raised, with the traceback of the shard's process, if it raised something.
+        host: the address of the shard's node; "" where all are on one.
     """
 
     kind: str
     rank: int
     detail: str
     error: BaseException | None = field(default=None, compare=False, repr=False)
+    host: str = ""
 
     def __str__(self) -> str:
-        return f"shard {self.rank}: {self.kind}{f': {self.detail}' if self.detail else ''}"
+        where = f" on {self.host}" if self.host else ""
+        return f"shard {self.rank}{where}: {self.kind}{f': {self.detail}' if self.detail else ''}"
 
 
 class ShardFailure(RuntimeError):
