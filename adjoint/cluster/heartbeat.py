@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import selectors
 import shutil
@@ -35,6 +36,7 @@ NOTICE = 30.0  # seconds of silence before a line says so
 GRACE = 5.0  # seconds that the main thread gets to end by itself, once another process is lost
 SEARCH = 20.0  # seconds to find out which process is lost, once a connection has broken
 CONNECT_TIMEOUT = 30.0
+CONFIRMATION_TIMEOUT = 10.0  # seconds; a process on a busy machine may need some
 LARGEST_MESSAGE = 1 << 16  # bytes
 
 
@@ -46,6 +48,7 @@ class Peer:
         heard: when it was last heard of, by `time.monotonic`. doing: what it said it was at.
         is_done: whether it has said that it is through, and is not waited for any more.
         is_reported: whether a line has told of its silence.
+        has_seen: whether it has confirmed this process's last message, or cannot any more.
         received: the start of a message. unsent: what the connection did not take yet.
     """
 
@@ -55,6 +58,7 @@ class Peer:
     doing: str = ""
     is_done: bool = False
     is_reported: bool = False
+    has_seen: bool = False
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -87,6 +91,8 @@ class Heartbeat:
         self.temporary: list[Path] = []
         self.writing = threading.Lock()
         self.failure: str | None = None  # why the run cannot go on, once that is known
+        self._leaving = False  # whether the main thread is on its way out
+        self._deadline = math.inf  # when the thread ends the process, once the run has failed
         self._failed, self._closed, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._selector = selectors.DefaultSelector()
         self.peers = self._connect(store, endpoints)
@@ -101,6 +107,7 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leaving = True
         try:
             if error is None:
                 self._tell({"done": True})
@@ -118,11 +125,20 @@ class Heartbeat:
             if lost and isinstance(error, RuntimeError):
                 raise ConnectionError(self._last_line(f"{line}; {self._whereabouts()}")) from error
         finally:
+            self._await_confirmation()
             self._closed.set()
             self._thread.join()
             self._selector.close()
             for peer in self.peers:
                 peer.socket.close()
+
+    def _await_confirmation(self) -> None:
+        """Waits until those that are heard have the last message: closing a connection drops what is under
+        way, where something has come that was not read yet."""
+        began = time.monotonic()
+        heard = [peer for peer in self.peers if began - peer.heard < CONFIRMATION_TIMEOUT]
+        while not all(peer.has_seen for peer in heard) and time.monotonic() - began < CONFIRMATION_TIMEOUT:
+            time.sleep(0.01)
 
     def _whereabouts(self) -> str:
         """What every process is at."""
@@ -142,8 +158,10 @@ class Heartbeat:
                 beat = now + BEAT
             for key, _ in self._selector.select(max(0.0, beat - now)):
                 self._receive(key.data)
-            if self._failed.is_set():
-                self._end()
+            if self.failure is not None:
+                if time.monotonic() > self._deadline and not self._leaving:
+                    self._end()
+                continue
             late = time.monotonic() - beat
             if late > BEAT:  # this process was stopped, and has not listened
                 for peer in self.peers:
@@ -172,14 +190,11 @@ class Heartbeat:
             data = peer.socket.recv(LARGEST_MESSAGE)
         except BlockingIOError:
             return
-        except OSError as error:
-            self._selector.unregister(peer.socket)
-            if error.errno in (errno.ECONNRESET, errno.EPIPE):  # else the network says it: that is silence
-                self._lose(peer)
+        except OSError as error:  # of the network, where it is not the process: that is silence
+            self._close(peer, is_lost=error.errno in (errno.ECONNRESET, errno.EPIPE))
             return
         if not data:
-            self._selector.unregister(peer.socket)
-            self._lose(peer)
+            self._close(peer, is_lost=True)
             return
         if peer.is_reported:
             self._say(f"{peer} is heard again after {time.monotonic() - peer.heard:.0f} s")
@@ -190,27 +205,29 @@ class Heartbeat:
         for line in lines:
             said = json.loads(line)
             peer.doing = said.get("doing", peer.doing)
-            peer.is_done = peer.is_done or "done" in said
-            if "failed" in said:
+            peer.has_seen = peer.has_seen or "seen" in said
+            if "done" in said or "failed" in said:
                 peer.is_done = True
+                self._send(peer, {"seen": True})
+            if "failed" in said:
                 self._fail(said["failed"])
 
-    def _lose(self, peer: Peer) -> None:
-        """What a closed connection means: a process that is through says so first."""
-        if not peer.is_done:
+    def _close(self, peer: Peer, is_lost: bool) -> None:
+        """Listens no more to a process; one that is through has said so before its connection closed."""
+        self._selector.unregister(peer.socket)
+        peer.has_seen = True
+        if is_lost and not peer.is_done:
             peer.is_done = True
             self._fail(f"{peer} has ended without a word, killed or crashed; it was at: {peer.doing}")
 
     def _fail(self, why: str) -> None:
         if self.failure is None:
-            self.failure = why
+            self.failure, self._deadline = why, time.monotonic() + GRACE
             self._tell({"failed": why})
             self._failed.set()
 
     def _end(self) -> None:
-        """Ends the process, unless the main thread does so in time, by an error of its own."""
-        if self._closed.wait(GRACE):
-            return
+        """Ends the process in the main thread's place."""
         assert self.failure is not None
         with self.writing:
             self._say(f"error: {self._last_line(self.failure)}")
@@ -231,14 +248,16 @@ class Heartbeat:
     # ------------------------------------------------------------------------------------------ connections
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """Sends to all. Where a cut connection has not taken the last message, beats are left out."""
-        data = json.dumps(message).encode() + b"\n"
-        with self._lock:
-            for peer in self.peers:
-                if not (peer.unsent and "doing" in message):
-                    peer.unsent += data
-                with contextlib.suppress(OSError):
-                    del peer.unsent[: peer.socket.send(peer.unsent)]
+        """Sends to all."""
+        for peer in self.peers:
+            self._send(peer, message)
+
+    def _send(self, peer: Peer, message: dict[str, Any]) -> None:
+        """Sends to one. Where a cut connection has not taken the last message, beats are left out."""
+        with self._lock, contextlib.suppress(OSError):
+            if not (peer.unsent and "doing" in message):
+                peer.unsent += json.dumps(message).encode() + b"\n"
+            del peer.unsent[: peer.socket.send(peer.unsent)]
 
     def _connect(self, store: Any, endpoints: Sequence[Endpoint]) -> list[Peer]:
         """Connect to each other process.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.hosts import Host, await_text, ended
-from tests.training_helpers import metrics, same_training, tiny, train_tiny, weights
+from tests.training_helpers import same_training, tiny, train_tiny
 
 pytestmark = pytest.mark.slow  # every case starts processes on several hosts
 FLAGS: dict[str, Any] = {
