@@ -176,11 +176,15 @@ def bind(store: Any, rank: int, world: int, address: str | None = None) -> list[
         The endpoints of all ranks.
 
     Raises:
-        UserError: no address of this host leads to the others, or GLOO_SOCKET_IFNAME names no interface.
+        UserError: no address of this host leads to the others, GLOO_SOCKET_IFNAME names no interface, or a
+            process does not take part.
         ConnectionError: see `exchange`.
     """
     own = own_endpoint(rank, address)
-    endpoints = _endpoints(exchange(store, "own", rank, world, dataclasses.asdict(own)))
+    values = exchange(store, "own", rank, world, dataclasses.asdict(own))
+    if declined := [value["declined"] for value in values if "declined" in value]:
+        raise UserError(declined[0])
+    endpoints = _endpoints(values)
     held, chosen = interfaces(), os.environ.get(GLOO)
     problem = ""
     if chosen is not None and chosen != _chosen.get(GLOO):
@@ -205,6 +209,11 @@ def bind(store: Any, rank: int, world: int, address: str | None = None) -> list[
             if os.environ.get(name) in (None, _chosen.get(name)):
                 os.environ[name] = _chosen[name] = value
     return _endpoints([endpoint for endpoint, _ in told])
+
+
+def decline(store: Any, rank: int, world: int, why: str) -> None:
+    """Take part in no more than `bind`'s first exchange, and have it raise for all others."""
+    exchange(store, "own", rank, world, {"declined": f"rank {rank} on {socket.gethostname()}: {why}"})
 
 
 def probe(store: Any, rank: int, endpoints: list[Endpoint]) -> None:

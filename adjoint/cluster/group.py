@@ -21,6 +21,7 @@ from adjoint.cluster import devices, placement
 from adjoint.cluster.helpers import Helper, HelperShard, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import Shard
+from adjoint.cluster.shared_files import SharedFiles
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.errors import UserError
@@ -45,8 +46,12 @@ class ShardActor:
 
     shard: Shard | HelperShard | None = None
 
-    def describe(self, training: TrainingConfig) -> dict[str, Any]:
-        """What this process has: its node, device, precision, cores and memory."""
+    def describe(self, training: TrainingConfig, files: SharedFiles | None) -> dict[str, Any]:
+        """What this process has: its node, device, precision, cores and memory.
+
+        Raises:
+            UserError: its node does not see the run's files.
+        """
         import ray
         import torch._dynamo  # noqa: F401 - 150 MB of modules that the optimizer imports otherwise
 
@@ -54,6 +59,9 @@ class ShardActor:
         from adjoint.memory import total_memory_bytes, usable_cores
         from adjoint.train.machine import pick_device, pick_precision
 
+        address = ray.util.get_node_ip_address()
+        if files is not None and (problem := files.problem(address)) is not None:
+            raise UserError(problem)
         device = pick_device(training.device)
         if device.type == "cpu":
             cpu_build.load()  # compiles the kernels where that is still to do, before anyone waits for it
@@ -63,7 +71,7 @@ class ShardActor:
             port = free.getsockname()[1]
         return {
             "node": ray.get_runtime_context().get_node_id(),
-            "address": ray.util.get_node_ip_address(),
+            "address": address,
             "port": port,
             "device": str(device),
             "gpu": gpu,
@@ -195,9 +203,10 @@ class Group:
         ids: (batch, seqlen) of the token ids to come, whose memory is counted beforehand; None counts none.
         checkpoint: folder to fill the shards from; None draws the weights.
         await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
+        files: that every node must see.
 
     Raises:
-        UserError: the cluster has not what is asked for.
+        UserError: the cluster has not what is asked for, or a node does not see the files.
         ShardFailure: a shard was lost while the group was made.
     """
 
@@ -210,6 +219,7 @@ class Group:
         ids: tuple[int, int] | None = None,
         checkpoint: str | None = None,
         await_nodes: bool = False,
+        files: SharedFiles | None = None,
     ) -> None:
         import ray
 
@@ -227,7 +237,7 @@ class Group:
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
             self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
-            found = self.each("describe", dict.fromkeys(range(self.layout.world), (training,)))
+            found = self.each("describe", dict.fromkeys(range(self.layout.world), (training, files)))
             self.nodes = [process["node"] for process in found]
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
             asked = cluster.transport

@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,13 @@ import torch
 from torch import Tensor
 
 from adjoint.cluster.heartbeat import Heartbeat
-from adjoint.cluster.transport import DistributedTransport, meet
+from adjoint.cluster.shared_files import REMEDY, shared_files
+from adjoint.cluster.transport import DistributedTransport, decline, meet
+from adjoint.data.batches import Data
 from adjoint.engine.transport import sum_gradients
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
+from adjoint.network import Endpoint, exchange
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device
@@ -72,9 +76,13 @@ def train(config: Config, here: Place) -> Outcome:
     Raises:
         UserError: something the user can mend.
     """
-    _check(config, here)
-    if cuda := pick_device(config.training.device).type == "cuda":
-        torch.cuda.set_device(gpu_of(here))
+    try:
+        _check(config, here)
+        if cuda := pick_device(config.training.device).type == "cuda":
+            torch.cuda.set_device(gpu_of(here))
+    except UserError as error:
+        tell_others(str(error))
+        raise
     timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
     workers, everyone = config.cluster.sequence, range(here.world)
     groups = [everyone, *(everyone[k::workers] for k in range(workers if workers > 1 else 0))]
@@ -83,16 +91,26 @@ def train(config: Config, here: Place) -> Outcome:
         with Heartbeat(store, endpoints, here.rank, config.cluster.hang_timeout) as heartbeat:
             transport = DistributedTransport(store, endpoints, here.rank, backend, timeout, groups)
             folder, checkpoint = _open_run(config, here, heartbeat)
+            _check_files(config, folder, checkpoint, store, endpoints[here.rank])
             quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
             try:
                 with folder, quiet:
-                    return Replica(config, folder, checkpoint, here, transport, heartbeat).run()
+                    replica = Replica(config, folder, checkpoint, here, transport, heartbeat)
+                    _check_data(replica.data, store, endpoints[here.rank], endpoints, config.data.path)
+                    return replica.run()
             finally:
                 if here.rank:
                     shutil.rmtree(folder.path, ignore_errors=True)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def tell_others(why: str) -> None:
+    """Lets the others, who wait where all meet, end with this process's error, if torchrun has started it."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and "MASTER_ADDR" in os.environ:
+        decline("env://", rank, world, why)
 
 
 def launcher() -> str:
@@ -164,6 +182,32 @@ def _open_run(config: Config, here: Place, heartbeat: Heartbeat) -> tuple[RunFol
         folder = RunFolder(Path(tempfile.mkdtemp(prefix="adjoint-")))
         heartbeat.temporary.append(folder.path)
     return folder, found[0]
+
+
+def _check_files(
+    config: Config, folder: RunFolder, checkpoint: Path | None, store: Any, own: Endpoint
+) -> None:
+    """Raises a UserError on every process if one does not see the files of process 0."""
+    folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
+    present = {setting: Path(path) for setting, path in folders.items() if path is not None}
+    first = shared_files(folder.path, present) if own.rank == 0 else contextlib.nullcontext()
+    world = torch.distributed.get_world_size()
+    with first as files:
+        seen: list[Any] = [files]
+        torch.distributed.broadcast_object_list(seen)
+        problems = exchange(store, "files", own.rank, world, seen[0].problem(own.host))
+    if found := [problem for problem in problems if problem is not None]:
+        raise UserError(found[0])
+
+
+def _check_data(data: Data, store: Any, own: Endpoint, endpoints: Sequence[Endpoint], path: Any) -> None:
+    """Raises a UserError on every process if one has read another text than process 0."""
+    found = exchange(store, "data", own.rank, len(endpoints), data.fingerprint)
+    for other, fingerprint in zip(endpoints, found, strict=True):
+        if fingerprint != found[0]:
+            raise UserError(
+                f"data.path {path}: {other.host} reads other text there than {endpoints[0].host}; {REMEDY}"
+            )
 
 
 def sequence_group(here: Place, workers: int, timeout: float) -> Any:

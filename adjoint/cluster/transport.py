@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import Any
 from adjoint import network
 from adjoint.engine.transport import Messages
 from adjoint.network import Endpoint
+
+DECLINE_TIMEOUT = 30.0  # seconds that a process which cannot take part waits for the others, to tell them
 
 
 def meet(
@@ -30,6 +33,25 @@ def meet(
         ConnectionError: some did not come in time, or do not reach one another.
         UserError: see `network.bind`.
     """
+    shared = _store(meeting, rank, world, timeout)
+    endpoints = network.bind(shared, rank, world, address)
+    network.probe(shared, rank, endpoints)
+    return shared, endpoints
+
+
+def decline(meeting: str, rank: int, world: int, why: str) -> None:
+    """Come to the meeting only to say why this process does not take part; the others then end with that.
+
+    Args:
+        meeting, rank, world: as `meet`'s.
+    """
+    with contextlib.suppress(ConnectionError):
+        store = _store(meeting, rank, world, DECLINE_TIMEOUT)
+        network.decline(store, rank, world, why)
+
+
+def _store(meeting: str, rank: int, world: int, timeout: float) -> Any:
+    """The store that all processes of a meeting share."""
     from torch.distributed.rendezvous import rendezvous
 
     wait = datetime.timedelta(seconds=timeout)
@@ -41,10 +63,7 @@ def meet(
             f"({str(error).splitlines()[0][:300]}); check the address and that the first rank runs there"
         ) from None
     store.set_timeout(wait)
-    shared = network.named_store(store, "adjoint")
-    endpoints = network.bind(shared, rank, world, address)
-    network.probe(shared, rank, endpoints)
-    return shared, endpoints
+    return network.named_store(store, "adjoint")
 
 
 class DistributedTransport(Messages):
