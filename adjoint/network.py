@@ -106,6 +106,13 @@ def source_address(toward: str) -> str | None:
     return None
 
 
+def resolve(host: str) -> str | None:
+    """The address of a host's name, as gloo would take it; None where it has none."""
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(host, None)[0][4][0])
+    return None
+
+
 def network_identity() -> str:
     """What processes that share a loopback interface have in common: the boot of their kernel, and the
     network namespace in it."""

@@ -1,0 +1,143 @@
+"""Runs over Ray on hosts whose names resolve to loopback, with nothing set in their environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.hosts import Host, await_text, ended
+from tests.training_helpers import same_training, tiny, train_tiny, weights
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow  # half a minute of every case is Ray's start
+RAY = str(Path(sys.executable).with_name("ray"))
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "120",
+    # a host that is cut off is noticed in 10 s, where Ray's defaults take a minute
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+}
+FLAGS: dict[str, Any] = {
+    "cluster__shards": 3,
+    "model__n_layer": 3,
+    "data__batch": 2,
+    "method__chunk_size": 20,
+    "training__precision": "float64",
+    "training__log_every": 1,
+}
+CUT: dict[str, Any] = {
+    **FLAGS,
+    "cluster__hang_timeout": 6,
+    "cluster__start_timeout": 120,
+    "data__eval_tokens": 0,
+    "training__eval_every": 0,
+    "training__sample_tokens": 0,
+    "training__save_every": 10,
+    "training__steps": 60,
+}
+
+
+class RayCluster:
+    """Ray on some hosts, a CPU each; the first one is the head."""
+
+    def __init__(self, hosts: list[Host], folder: Path, **arguments: str) -> None:
+        self.hosts, self.folder = hosts, folder
+        self.address = f"{hosts[0].address}:6379"
+        for host in hosts:
+            self.join(host, **(arguments if host is hosts[0] else {}))
+
+    def join(self, host: Host, **arguments: str) -> None:
+        """Starts Ray on a host."""
+        is_head = host is self.hosts[0]
+        role = ["--head", "--port", "6379"] if is_head else ["--address", self.address]
+        if is_head and "dashboard" not in arguments:
+            role.append("--include-dashboard=false")
+        elif is_head:
+            role += ["--dashboard-host", host.address]
+        size = ["--num-cpus", "1", "--object-store-memory", str(100 << 20), "--node-ip-address", host.address]
+        output = self.folder / f"ray-{host.name}.txt"
+        output.unlink(missing_ok=True)
+        process = host.start([RAY, "start", *role, *size, "--block"], output, **ENVIRONMENT)
+        await_text(output, "Ray runtime started", 120, lambda: process.poll() is None)
+
+    def train(self, **flags: Any) -> tuple[subprocess.Popen[bytes], Path]:
+        """A run whose driver is on the head's host, and its output."""
+        output = self.folder / "output.txt"
+        output.unlink(missing_ok=True)
+        command = [sys.executable, "train.py", *tiny(self.folder, **flags)[1:]]
+        return self.hosts[0].start(command, output, RAY_ADDRESS=self.address, **ENVIRONMENT), output
+
+
+@pytest.fixture
+def ray_cluster(three_hosts: list[Host], tmp_path: Path) -> RayCluster:
+    return RayCluster(three_hosts, tmp_path)
+
+
+def test_layouts_over_hosts_train_as_one_process(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    one = {key: value for key, value in FLAGS.items() if not key.startswith("cluster")}
+    assert train_tiny(tmp_path, **one, run__dir=tmp_path / "one") == 0
+    layouts = {
+        "shards": {},
+        "auto": {"cluster__shards": "auto"},
+        "replicas": {"cluster__shards": 1, "cluster__replicas": 2},
+        "sequence": {"cluster__shards": 1, "cluster__sequence": 3},
+    }
+    for name, layout in layouts.items():
+        process, output = ray_cluster.train(**{**FLAGS, **layout, "run__dir": tmp_path / name})
+        assert ended(process, 180, output) == 0, output.read_text()
+        same_training(tmp_path / name, tmp_path / "one")
+
+
+@pytest.mark.parametrize("seconds", [4, 40])
+def test_a_cut_host_is_waited_for(seconds: float, ray_cluster: RayCluster, tmp_path: Path) -> None:
+    """A short cut changes nothing. After a long one Ray has given the host up: what is missing is said, and
+    the run goes on when the host has joined again; it ends with the bits of one that was not disturbed."""
+    process, output = ray_cluster.train(**CUT)
+    await_text(output, "step 15/", 120, lambda: process.poll() is None)
+    cut = ray_cluster.hosts[2]
+    cut.cut()
+    began = time.monotonic()
+    if seconds > 10:
+        await_text(output, "failure 1 of at most 3", 60)
+        await_text(output, "waiting for 1 CPU: 2 of 3 shards can be placed; cluster.shards auto", 60)
+    time.sleep(max(0.0, began + seconds - time.monotonic()))
+    cut.join()
+    if seconds > 10:
+        cut.clear()
+        ray_cluster.join(cut)
+    assert ended(process, 180, output) == 0, output.read_text()
+    said = output.read_text()
+    assert ("on 10.77.0.3: node lost" in said) == (seconds > 10), said
+    assert "StackTrace" not in said and "state-dump" not in said
+    assert len(said.splitlines()) < 120, said
+    undisturbed, output = ray_cluster.train(**CUT, run__dir=tmp_path / "undisturbed")
+    assert ended(undisturbed, 180, output) == 0, output.read_text()
+    assert weights(tmp_path / "undisturbed", 60) == weights(tmp_path / "run", 60)
+
+
+def test_auto_goes_on_without_a_host_that_was_switched_off(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    process, output = ray_cluster.train(**{**CUT, "cluster__shards": "auto"})
+    await_text(output, "step 15/", 120, lambda: process.poll() is None)
+    ray_cluster.hosts[2].switch_off()
+    assert ended(process, 180, output) == 0, output.read_text()
+    said = output.read_text()
+    assert "failure 1 of at most 3" in said and "waiting for" not in said.replace("waiting up to", ""), said
+
+
+def test_a_node_with_a_disk_of_its_own_is_named(three_hosts: list[Host], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    three_hosts[1].own_folders.append(tmp_path / "run")
+    process, output = RayCluster(three_hosts, tmp_path).train(**FLAGS)
+    assert ended(process, 120, output) == 2, output.read_text()
+    (line,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
+    assert f"run.dir {tmp_path}/run: 10.77.0.2 does not see the folder of host1" in line
