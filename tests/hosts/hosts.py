@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -132,9 +133,22 @@ class Host:
         shutil.rmtree(ETC / self.namespace)
 
 
+def remove_left_over() -> None:
+    """Ends the hosts of test processes that were killed before they could."""
+    for line in ip("netns", "list").splitlines():
+        name = line.split()[0]
+        if (made := re.fullmatch(r"adjoint-(\d+)-\w+", name)) and not Path(f"/proc/{made[1]}").exists():
+            for number in ip("netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(number), signal.SIGKILL)
+            ip("netns", "del", name)
+            shutil.rmtree(ETC / name, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
     """So many hosts, which are gone afterwards with all their processes."""
+    remove_left_over()
     prefix, made = f"adjoint-{os.getpid()}", list[Host]()
     switch = f"{prefix}-switch"
     ip("netns", "add", switch)

@@ -100,7 +100,11 @@ def test_a_host_cut_off_is_named_and_ends_the_run_everywhere(three_hosts: list[H
     [
         ("run", {}, "run.dir {}: host2 does not see the folder of host1 (No such file or directory)"),
         ("text", {}, "rank 1 on host2: data.path {}/text.txt: no such file or folder"),
-        ("model", {"model__from_pretrained": "{}"}, "rank 1 on host2: model.from_pretrained {}: "),
+        (
+            "model",
+            {"model__from_pretrained": "{}", "data__tokenizer": "byte"},
+            "rank 1 on host2: model.from_pretrained: {} has no config.json",
+        ),
     ],
 )
 def test_a_host_with_a_disk_of_its_own_is_named_before_the_first_step(
