@@ -27,7 +27,6 @@ FLOORS = [
     "batch",
     "interrupt",
     "memory",
-    "network",
     "files",
     "checkpoint",
     "kernels",

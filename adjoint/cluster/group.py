@@ -201,9 +201,8 @@ class Group:
         method: how the gradient is computed.
         cluster: how many workers, what each asks of its node, and how long they are waited for.
         ids: (batch, seqlen) of the token ids to come, whose memory is counted beforehand; None counts none.
-        checkpoint: folder to fill the shards from; None draws the weights.
+        files: what every node must see, and what the shards are filled from; None draws the weights.
         await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
-        files: that every node must see.
 
     Raises:
         UserError: the cluster has not what is asked for, or a node does not see the files.
@@ -217,9 +216,8 @@ class Group:
         method: Any,
         cluster: ClusterConfig,
         ids: tuple[int, int] | None = None,
-        checkpoint: str | None = None,
-        await_nodes: bool = False,
         files: SharedFiles | None = None,
+        await_nodes: bool = False,
     ) -> None:
         import ray
 
@@ -252,6 +250,7 @@ class Group:
             if set(self.nodes) != {ray.get_runtime_context().get_node_id()}:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
+            checkpoint = None if files is None else files.weights
             patience = max(PATIENCE, 2 * cluster.progress_timeout)
             rest = (meeting, backend, self.actors, checkpoint, patience, cluster.start_timeout)
             self.each("build", {spec.rank: (spec, *rest) for spec in specs})

@@ -25,12 +25,14 @@ class SharedFiles:
         host: its name.
         token: a file in the run's folder, made for this. word: its content.
         digests: path and `digest` of each other folder, by the setting that names it.
+        weights: the folder that models are filled from; None draws their weights.
     """
 
     host: str
     token: str
     word: str
     digests: Mapping[str, tuple[str, str | None]]
+    weights: str | None = None
 
     def problem(self, host: str) -> str | None:
         """What `host`, the one that this runs on, does not see; None if it sees the same."""
@@ -50,17 +52,21 @@ class SharedFiles:
 
 
 @contextlib.contextmanager
-def shared_files(run: Path, folders: Mapping[str, Path]) -> Iterator[SharedFiles]:
+def shared_files(
+    run: Path, folders: Mapping[str, Path], weights: Path | None = None
+) -> Iterator[SharedFiles]:
     """What this host sees; inside, the token is there.
 
     Args:
         run: the run's folder. folders: others, by the settings that name them.
+        weights: see `SharedFiles`.
     """
     token, word = run.absolute() / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
     token.write_text(word)
     try:
         digests = {setting: (str(path), digest(path)) for setting, path in folders.items()}
-        yield SharedFiles(socket.gethostname(), str(token), word, digests)
+        filled_from = None if weights is None else str(weights.absolute())
+        yield SharedFiles(socket.gethostname(), str(token), word, digests, filled_from)
     finally:
         token.unlink(missing_ok=True)
 

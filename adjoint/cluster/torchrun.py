@@ -25,10 +25,10 @@ from adjoint.cluster.heartbeat import Heartbeat
 from adjoint.cluster.shared_files import REMEDY, shared_files
 from adjoint.cluster.transport import DistributedTransport, decline, meet
 from adjoint.data.batches import Data
+from adjoint.engine.network import Endpoint, exchange
 from adjoint.engine.transport import sum_gradients
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
-from adjoint.network import Endpoint, exchange
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device

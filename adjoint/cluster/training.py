@@ -218,20 +218,18 @@ class ShardedTrainer(Trainer):
 
     def _make_group(self, checkpoint: Path | None) -> None:
         config, settings = self.config, self.config.cluster
-        checkpoint = checkpoint or self.whole.weights
         threads = config.training.threads or settings.cpus
         folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
         present = {setting: Path(path).absolute() for setting, path in folders.items() if path is not None}
-        with shared_files(self.folder.path, present) as files:
+        with shared_files(self.folder.path, present, checkpoint or self.whole.weights) as files:
             self.group = Group(
                 self.whole.given,
                 dataclasses.replace(config.training, threads=threads),
                 self.method,
                 settings,
                 (config.data.batch, config.data.seqlen),
-                None if checkpoint is None else str(checkpoint.absolute()),
+                files,
                 await_nodes=self.failures + self.preemptions > 0,
-                files=files,
             )
         self.precision = self.group.precision
         rows = settings.layout.rows(config.data.batch)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from adjoint import network
 from adjoint.cluster.devices import find
 from adjoint.cluster.transport import meet
+from adjoint.engine import network
 from adjoint.errors import UserError
 from adjoint.kernels import dispatch, trial
 from adjoint.kernels.checks import accumulate_dtype
