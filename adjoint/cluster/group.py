@@ -248,7 +248,9 @@ class Group:
             backend = devices.backend([process["gpu"] for process in found], asked)
             meeting = f"file://{self.meeting}"  # a file needs no port, but every worker must see it
             if set(self.nodes) != {ray.get_runtime_context().get_node_id()}:
-                meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
+                address = found[0]["address"]
+                host = f"[{address}]" if ":" in address else address
+                meeting = f"tcp://{host}:{found[0]['port']}"
             self.precision = specs[0].precision
             checkpoint = None if files is None else files.weights
             patience = max(PATIENCE, 2 * cluster.progress_timeout)
@@ -346,11 +348,11 @@ class Group:
         return [results[rank] for rank in references]
 
     def _located(self, causes: list[Cause]) -> list[Cause]:
-        """The causes with their nodes' addresses, if there are several nodes. A worker that hangs on a node
-        that does not answer either is one that cannot be reached."""
-        if len(set(self.nodes)) < 2:
+        """The causes with their nodes' addresses, if there are several. A worker that hangs on a node that
+        does not answer either is one that cannot be reached."""
+        known, found = placement.addresses(), list[Cause]()
+        if len({known[node][0] for node in self.nodes if node in known}) < 2:
             return causes
-        known, found = placement.addresses(), []
         for cause in causes:
             host, port = known.get(self.nodes[cause.rank], ("", 0))
             located = dataclasses.replace(cause, host=host)
