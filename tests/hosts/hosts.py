@@ -104,6 +104,20 @@ class Host:
         """Pulls the cable."""
         ip("-n", self.switch, "link", "set", self.port, "down")
 
+    def take_ipv6(self) -> None:
+        """Gives this host an IPv6 address in place of its other one."""
+        self.address = f"fd77::{self.number}"
+        ip("-n", self.namespace, "addr", "flush", "dev", "eth0")
+        ip("-n", self.namespace, "addr", "add", f"{self.address}/64", "dev", "eth0", "nodad")
+
+    def worsen(self, delay: str, loss: str) -> str | None:
+        """Has packets of this host take longer, and some get lost; why not, where this kernel cannot."""
+        command = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", delay, "loss", loss]
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.namespace, *command], capture_output=True, text=True
+        )
+        return f"tc netem: {done.stderr.strip()}" if done.returncode else None
+
     def join(self) -> None:
         """Puts the cable back."""
         ip("-n", self.switch, "link", "set", self.port, "up")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adjoint.checkpoint import StoredTensors, list_checkpoints
-from tests.hosts.hosts import Host, await_text, ended
+from tests.hosts.hosts import REPOSITORY, Host, await_text, ended
 from tests.training_helpers import same_training, tiny, train_tiny
 
 pytest.importorskip("ray")
@@ -50,23 +50,25 @@ CUT: dict[str, Any] = {
 
 
 class RayCluster:
-    """Ray on some hosts, a CPU each; the first one is the head."""
+    """Ray on some hosts; the first one is the head.
 
-    def __init__(self, hosts: list[Host], folder: Path, **arguments: str) -> None:
-        self.hosts, self.folder = hosts, folder
-        self.address = f"{hosts[0].address}:6379"
+    Args:
+        cpus: of each host. dashboard: whether the head has one, to which jobs are submitted.
+    """
+
+    def __init__(self, hosts: list[Host], folder: Path, cpus: int = 1, dashboard: bool = False) -> None:
+        self.hosts, self.folder, self.cpus = hosts, folder, cpus
+        self.address, self.dashboard = f"{hosts[0].address}:6379", dashboard
         for host in hosts:
-            self.join(host, **(arguments if host is hosts[0] else {}))
+            self.join(host)
 
-    def join(self, host: Host, **arguments: str) -> None:
+    def join(self, host: Host) -> None:
         """Starts Ray on a host."""
+        seen = ["--dashboard-host", host.address] if self.dashboard else ["--include-dashboard=false"]
         is_head = host is self.hosts[0]
-        role = ["--head", "--port", "6379"] if is_head else ["--address", self.address]
-        if is_head and "dashboard" not in arguments:
-            role.append("--include-dashboard=false")
-        elif is_head:
-            role += ["--dashboard-host", host.address]
-        size = ["--num-cpus", "1", "--object-store-memory", str(100 << 20), "--node-ip-address", host.address]
+        role = ["--head", "--port", "6379", *seen] if is_head else ["--address", self.address]
+        memory = ["--object-store-memory", str(100 << 20)]
+        size = ["--num-cpus", str(self.cpus), *memory, "--node-ip-address", host.address]
         output = self.folder / f"ray-{host.name}.txt"
         output.unlink(missing_ok=True)
         process = host.start([RAY, "start", *role, *size, "--block"], output, **ENVIRONMENT)
@@ -93,17 +95,17 @@ def ray_cluster(three_hosts: list[Host], tmp_path: Path) -> RayCluster:
     return RayCluster(three_hosts, tmp_path)
 
 
-def test_layouts_over_hosts_train_as_one_process(ray_cluster: RayCluster, tmp_path: Path) -> None:
+def test_layouts_over_hosts_train_as_one_process(three_hosts: list[Host], tmp_path: Path) -> None:
+    cluster = RayCluster(three_hosts, tmp_path, cpus=2)
     one = {key: value for key, value in FLAGS.items() if not key.startswith("cluster")}
     assert train_tiny(tmp_path, **one, run__dir=tmp_path / "one") == 0
-    layouts = {
-        "shards": {},
+    layouts: dict[str, dict[str, Any]] = {
         "auto": {"cluster__shards": "auto"},
-        "replicas": {"cluster__shards": 1, "cluster__replicas": 2},
+        "shards-and-replicas": {"cluster__replicas": 2},
         "sequence": {"cluster__shards": 1, "cluster__sequence": 3},
     }
     for name, layout in layouts.items():
-        process, output = ray_cluster.train(**{**FLAGS, **layout, "run__dir": tmp_path / name})
+        process, output = cluster.train(**{**FLAGS, **layout, "run__dir": tmp_path / name})
         assert ended(process, 180, output) == 0, output.read_text()
         same_training(tmp_path / name, tmp_path / "one")
 
@@ -151,3 +153,17 @@ def test_a_node_with_a_disk_of_its_own_is_named(three_hosts: list[Host], tmp_pat
     assert ended(process, 120, output) == 2, output.read_text()
     (line,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
     assert f"run.dir {tmp_path}/run: 10.77.0.2 does not see the folder of host1" in line
+
+
+def test_a_job_is_submitted_from_another_host(three_hosts: list[Host], tmp_path: Path) -> None:
+    """With the cluster's token; without it, it is refused."""
+    RayCluster(three_hosts[:2], tmp_path, dashboard=True)
+    flags = {**FLAGS, "cluster__shards": 2}
+    program = [sys.executable, str(REPOSITORY / "train.py"), *tiny(tmp_path, **flags)[1:]]
+    address = f"http://{three_hosts[0].address}:8265"
+    command = [RAY, "job", "submit", "--address", address, "--", *program]
+    output = tmp_path / "job.txt"
+    assert ended(three_hosts[2].start(command, output, **ENVIRONMENT), 240, output) == 0, output.read_text()
+    assert "step 8/8" in output.read_text() and (tmp_path / "run" / "loss.png").exists()
+    stranger = {**ENVIRONMENT, "RAY_AUTH_TOKEN": "f" * 64}
+    assert ended(three_hosts[2].start(command, output, **stranger), 120, output) != 0

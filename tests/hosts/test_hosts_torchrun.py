@@ -31,20 +31,22 @@ LONG: dict[str, Any] = {
 class Run:
     """A run of torchrun with a process on each of some hosts."""
 
-    def __init__(self, folder: Path, hosts: list[Host], *flags: dict[str, Any]) -> None:
-        """Starts it; flags are of all hosts, or of each."""
+    def __init__(
+        self, folder: Path, hosts: list[Host], *flags: dict[str, Any], program: str = "train.py"
+    ) -> None:
+        """Starts it; flags are of all hosts, or of each. Other programs take none."""
         self.outputs = [folder / f"{host.name}.txt" for host in hosts]
         self.folder, self.temporary = folder / "run", folder / "temporary"
         self.temporary.mkdir(exist_ok=True)
         self.processes = []
         for number, (host, output) in enumerate(zip(hosts, self.outputs, strict=True)):
             output.unlink(missing_ok=True)
-            arguments = tiny(folder, **flags[number % len(flags)])[1:]
+            arguments = tiny(folder, **flags[number % len(flags)])[1:] if flags else []
             if "--model.from_pretrained" in arguments:
                 sizes = [arguments.index(f"--model.{name}") for name in ("d_model", "n_layer")]
                 arguments = [a for i, a in enumerate(arguments) if i - i % 2 not in sizes]
             launch = ["-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--node-rank", str(number)]
-            launch += ["--master-addr", hosts[0].address, "--master-port", "29500", "train.py"]
+            launch += ["--master-addr", hosts[0].address, "--master-port", "29500", *program.split()]
             command = [sys.executable, *launch, *arguments]
             self.processes.append(host.start(command, output, TMPDIR=str(self.temporary)))
 
@@ -67,13 +69,37 @@ class Run:
         return [line for line in self.said(number).splitlines() if text in line]
 
 
-@pytest.mark.parametrize("sequence", [1, 2])
-def test_hosts_train_as_one_process(sequence: int, three_hosts: list[Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sequence, ipv6", [(1, False), (2, False), (2, True)])
+def test_hosts_train_as_one_process(
+    sequence: int, ipv6: bool, three_hosts: list[Host], tmp_path: Path
+) -> None:
+    for host in three_hosts if ipv6 else ():
+        host.take_ipv6()
     flags = {**FLAGS, "cluster__sequence": sequence}
     assert train_tiny(tmp_path, **FLAGS, run__dir=tmp_path / "one") == 0
     run = Run(tmp_path, three_hosts[:2], flags)
     assert run.codes() == [0, 0], run.said()
     same_training(run.folder, tmp_path / "one")
+
+
+def test_a_slow_network_that_loses_packets_will_do(three_hosts: list[Host], tmp_path: Path) -> None:
+    if (reason := three_hosts[1].worsen("50ms", "1%")) is not None:
+        pytest.skip(reason)
+    assert train_tiny(tmp_path, **FLAGS, run__dir=tmp_path / "one") == 0
+    run = Run(tmp_path, three_hosts[:2], {**FLAGS, "cluster__sequence": 2})
+    assert run.codes(300) == [0, 0], run.said()
+    same_training(run.folder, tmp_path / "one")
+
+
+def test_doctor_names_the_address_and_interface_of_each_process(
+    three_hosts: list[Host], tmp_path: Path
+) -> None:
+    run = Run(tmp_path, three_hosts[:2], program="-m adjoint doctor")
+    assert run.codes(120) == [0, 0], run.said()
+    for number in range(2):
+        said = " ".join(run.said(number).split())
+        assert f"host host{number + 1} is 127.0.1.1: adjoint's runs take" in said, said
+        assert "rank 0 host1, 10.77.0.1 on eth0 ✓ rank 1 host2, 10.77.0.2 on eth0" in said
 
 
 def test_a_host_cut_off_is_named_and_ends_the_run_everywhere(three_hosts: list[Host], tmp_path: Path) -> None:
