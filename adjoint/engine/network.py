@@ -70,10 +70,11 @@ def is_loopback(address: str) -> bool:
 
 
 def interfaces() -> dict[str, str]:
-    """Map each address of this host to its interface; empty where the system is not Linux."""
+    """Map each address of this host to its interface; where the system is not Linux, that of loopback."""
     found: dict[str, str] = {}
     if not sys.platform.startswith("linux"):
-        return found
+        loopback = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        return dict(zip(LOOPBACKS[:1], loopback, strict=False))
     import fcntl
 
     entries = array.array("B", bytes(IFREQ * 256))
@@ -152,7 +153,7 @@ def exchange(store: Any, topic: str, rank: int, world: int, value: Any) -> list[
     """
     store.set(f"{topic}/{rank}", json.dumps(value))
     try:
-        return [json.loads(store.get(f"{topic}/{other}")) for other in range(world)]
+        return [json.loads(text) for text in store.multi_get([f"{topic}/{r}" for r in range(world)])]
     except RuntimeError as error:  # DistStoreError, of which torch has several kinds
         missing = [str(r) for r in range(world) if not _has(store, f"{topic}/{r}")]
         who = f"ranks {', '.join(missing)} of {world}" if missing else f"the store of {world} ranks"
@@ -194,12 +195,13 @@ def bind(store: Any, rank: int, world: int, address: str | None = None) -> list[
     endpoints = _endpoints(values)
     held, chosen = interfaces(), os.environ.get(GLOO)
     problem = ""
-    if chosen is not None and chosen != _chosen.get(GLOO):
+    if chosen and chosen != _chosen.get(GLOO):
         held_by = {name: each for each, name in reversed(held.items())}
-        if held and chosen not in held_by:
+        names = chosen.split(",")  # gloo takes several
+        if wrong := [name for name in names if name not in held_by and sys.platform.startswith("linux")]:
             there = ", ".join(dict.fromkeys(held.values()))
-            problem = f"{GLOO}: {own.host} has no interface {chosen!r}; it has {there}"
-        own = dataclasses.replace(own, address=held_by.get(chosen, own.address), interface=chosen)
+            problem = f"{GLOO}: {own.host} has no interface {wrong[0]!r} with an address; it has {there}"
+        own = dataclasses.replace(own, address=held_by.get(names[0], own.address), interface=chosen)
     else:
         own = _towards(own, endpoints, held)
         if own.is_loopback and any(other.network != own.network for other in endpoints):
@@ -213,7 +215,7 @@ def bind(store: Any, rank: int, world: int, address: str | None = None) -> list[
         raise UserError(problems[0])
     if own.interface:
         for name, value in ((GLOO, own.interface), (NCCL, f"={own.interface}")):  # =: not a prefix of names
-            if os.environ.get(name) in (None, _chosen.get(name)):
+            if os.environ.get(name) in (None, "", _chosen.get(name)):
                 os.environ[name] = _chosen[name] = value
     return _endpoints([endpoint for endpoint, _ in told])
 

@@ -81,8 +81,8 @@ def test_the_users_choice_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "interfaces", lambda: HELD)
-    monkeypatch.setenv(network.GLOO, "eth7")
-    with pytest.raises(UserError, match="has no interface 'eth7'; it has lo, eth0, wlan0"):
+    monkeypatch.setenv(network.GLOO, "eth0,eth7")
+    with pytest.raises(UserError, match="has no interface 'eth7' with an address; it has lo, eth0, wlan0"):
         bound(2)
 
 
