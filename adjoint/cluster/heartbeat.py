@@ -66,6 +66,11 @@ class Peer:
         end = self.endpoint
         return f"rank {end.rank} on {end.host} ({end.address})"
 
+    @property
+    def last(self) -> str:
+        """What it was at when it was last heard of."""
+        return f"rank {self.endpoint.rank} was last at: {self.doing or 'set-up'}"
+
 
 class Heartbeat:
     """Watches the other processes of a run for as long as it is entered; all of them enter it.
@@ -178,7 +183,7 @@ class Heartbeat:
                 continue
             if silence > self.hang_timeout:
                 since = f"silent for {silence:.0f} s (cluster.hang_timeout is {self.hang_timeout:g})"
-                self._fail(f"{peer} is {since}; {waits}; it was at: {peer.doing or 'set-up'}")
+                self._fail(f"{peer} is {since}; {waits}; {peer.last}")
                 return
             if silence > min(NOTICE, self.hang_timeout / 2) and not peer.is_reported:
                 peer.is_reported = True
@@ -218,7 +223,7 @@ class Heartbeat:
         peer.has_seen = True
         if is_lost and not peer.is_done:
             peer.is_done = True
-            self._fail(f"{peer} has ended without a word, killed or crashed; it was at: {peer.doing}")
+            self._fail(f"{peer} has ended without a word, killed or crashed; {peer.last}")
 
     def _fail(self, why: str) -> None:
         if self.failure is None:

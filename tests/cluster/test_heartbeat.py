@@ -92,7 +92,7 @@ def test_a_process_that_fails_is_named_by_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "number, said",
     [
-        (signal.SIGKILL, "has ended without a word, killed or crashed; it was at: work 1"),
+        (signal.SIGKILL, "has ended without a word, killed or crashed; rank 1 was last at: work 1"),
         (signal.SIGSTOP, "silent for 4 s (cluster.hang_timeout is 4)"),
     ],
 )
