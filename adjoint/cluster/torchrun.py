@@ -91,10 +91,10 @@ def train(config: Config, here: Place) -> Outcome:
         with Heartbeat(store, endpoints, here.rank, config.cluster.hang_timeout) as heartbeat:
             transport = DistributedTransport(store, endpoints, here.rank, backend, timeout, groups)
             folder, checkpoint = _open_run(config, here, heartbeat)
-            _check_files(config, folder, checkpoint, store, endpoints[here.rank])
             quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
             try:
                 with folder, quiet:
+                    _check_files(config, folder, checkpoint, store, endpoints[here.rank])
                     replica = Replica(config, folder, checkpoint, here, transport, heartbeat)
                     _check_data(replica.data, store, endpoints[here.rank], endpoints, config.data.path)
                     return replica.run()
