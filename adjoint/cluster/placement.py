@@ -82,6 +82,8 @@ def connect(workers: int, each: Resources) -> bool:
             # What Ray and its workers print is not the run's output: a lost node alone brings pages of it.
             printed = os.environ.get("RAY_LOG_TO_DRIVER", "0").lower() in ("1", "true")
             ray.init(logging_level=logging.WARNING, log_to_driver=printed)
+            if not printed:
+                _shorten_messages()
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"RAY_ADDRESS {os.environ['RAY_ADDRESS']}: no cluster answers there "
@@ -105,6 +107,21 @@ def connect(workers: int, each: Resources) -> bool:
                         "programs may take all cores: try again later, or --cluster.shards 0"
                     ) from None
     return True
+
+
+def _shorten_messages() -> None:
+    """Ray's messages of a lost node end with pages of that node's log, which no setting turns off: the first
+    line of each is printed."""
+    from ray._private import worker
+
+    if (whole := getattr(worker, "print_to_stdstream", None)) is None:
+        return  # not Ray's public interface
+
+    def shortened(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
+        lines = [str(line).strip().partition("\n")[0] for line in data["lines"]]
+        whole({**data, "lines": lines}, *arguments, **keywords)
+
+    worker.print_to_stdstream = shortened
 
 
 @contextlib.contextmanager
