@@ -102,12 +102,17 @@ def verify_checkpoint(path: str | Path) -> None:
         if (path / "checkpoints").is_dir():
             raise UserError(f"{path}: is a run, not a checkpoint; --run.dir {path} --resume auto") from None
         raise damaged(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise damaged(f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
         raise UserError(
             f"{path}: has checkpoint format {version}, this version reads {FORMAT}; use the one that wrote it"
         )
+    stems = {name.partition(".")[0].partition("-")[0] for name, *_ in entries}
+    if missing := {"model", "rng", "trainer"} - stems:
+        raise damaged(f"{MANIFEST} does not list {min(missing)}")
+    if _NAME.fullmatch(path.name) and manifest.get("step") != step_of(path):
+        raise damaged(f"it is the one of step {manifest.get('step')}")
     for name, digest, size in entries:
         file = path / name
         if not file.is_file():
@@ -128,15 +133,22 @@ class StoredTensors:
     `stem` is "model", "optimizer" or "state"."""
 
     def __init__(self, path: Path, stem: str) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self.path, self.where = path, dict[str, Any]()
         files, index = sorted(path.glob(f"{stem}*.safetensors")), path / f"{stem}.safetensors.index.json"
         if path / f"{stem}.safetensors" not in files and index.is_file():  # a folder of transformers
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            try:
+                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise UserError(f"{index}: is no index of weights; download it again") from None
             files = [path / name for name in sorted(set(names))]
         for file in files:
-            stored = safe_open(str(file), "pt")
+            try:
+                stored = safe_open(str(file), "pt")
+            except SafetensorError as error:
+                reason = " ".join(str(error).split())
+                raise UserError(f"{file}: is damaged ({reason}); download or write it again") from None
             self.where |= dict.fromkeys(stored.keys(), stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -5,9 +5,9 @@ of help. The function takes the arguments after the name and returns the exit co
 when their command is called, so that a command needs only what it uses.
 
 Exit codes: 0 done, 2 something the user can mend (one line on stderr), 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP,
-1 a bug, with its traceback. What the user can mend is a `UserError`, an `OSError`, memory that is full or a
-package that is missing; any other error, a ValueError too, is a bug. With ``ADJOINT_DEBUG=1`` in the
-environment all errors come with their traceback.
+138 SIGUSR1, 1 a bug, with its traceback. What the user can mend is a `UserError`, an `OSError`, memory that
+is full or a package that is missing; any other error, a ValueError too, is a bug. With ``ADJOINT_DEBUG=1`` in
+the environment all errors come with their traceback.
 """
 
 from __future__ import annotations

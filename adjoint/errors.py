@@ -12,6 +12,12 @@ VERBOSITY = "ADJOINT_VERBOSITY"
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra's packages: from the checkout, as no index has the distribution."""
+    isolation = "--no-build-isolation " if extra == "gpu" else ""  # its packages are built against this torch
+    return f"pip install {isolation}-e '.[{extra}]' in the checkout"
+
+
 class UserError(ValueError):
     """What the user asked for cannot be done: one line that says what is wrong, where, and how to mend it."""
 

@@ -7,9 +7,9 @@
 | LayerLocal   | for one layer only  | as Exact, Truncated if windowed | as Exact, tasks any order  |
 | MiniSequence | yes, to rounding    | n_layer × seqlen × d_model      | one more forward, MLPs two |
 
-To the engine a method is a `Scheme`: which arrows between tiles the backward keeps, and what the forward
-stores. `scheme(seqlen, default)` makes it for sequences of `seqlen` tokens; `default` is the chunk size where
-the method has none. MiniSequence has no scheme: autograd runs its backward, in smaller pieces.
+To the engine a method is an `EngineSpec`: which arrows between tiles the backward keeps, and what the forward
+stores. `spec(seqlen, default)` makes it for sequences of `seqlen` tokens; `default` is the chunk size where
+the method has none. MiniSequence has no spec: autograd runs its backward, in smaller pieces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from adjoint.engine.grid import Arrows, Scheme, Storage
+from adjoint.engine.grid import BackwardSpec, EngineSpec, Storage
 from adjoint.memory import size_bytes
 from adjoint.settings import documented, option
 
@@ -39,10 +39,10 @@ class Backprop:
         False, "recompute each layer in the backward instead of storing its activations."
     )
 
-    def scheme(self, seqlen: int, default: int) -> Scheme:
+    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
         """One chunk, of which the forward keeps the tape or, with `checkpoint`, each layer's input. For
         several workers: one process calls plain autograd instead."""
-        return Scheme(seqlen, storage=Storage("inputs", tapes=0) if self.checkpoint else Storage())
+        return EngineSpec(seqlen, storage=Storage("inputs", tapes=0) if self.checkpoint else Storage())
 
 
 @documented
@@ -91,13 +91,6 @@ class Exact:
         "all fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. None keeps one "
         "chunk. The first step measures a chunk, at the cost of one.",
     )
-    cuda_graphs: bool = option(
-        False,
-        "on a GPU, record a chunk's kernel launches once per step and replay them for later ones, so that "
-        "short chunks do not wait for the host. It takes the forward's working memory of one more chunk. "
-        "Attention, documents, shards whose messages go over NCCL and what a graph cannot hold run "
-        "without it. On a CPU it does nothing.",
-    )
 
     def __post_init__(self) -> None:
         check_chunk_size(self.chunk_size)
@@ -109,11 +102,11 @@ class Exact:
         if memory is not None and self.keep != "edges":
             raise ValueError(f'memory works with keep="edges" only; got keep={self.keep!r}')
 
-    def scheme(self, seqlen: int, default: int) -> Scheme:
+    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
         """The adjoint state is carried from chunk to chunk; cotangents come from the layer above."""
         memory = None if self.memory is None else memory_bytes(self.memory)
         offload = self.offload or self.keep == "offload"
-        return Scheme(
+        return EngineSpec(
             min(self.chunk_size or default, seqlen),
             storage=Storage(
                 keep=self.keep,
@@ -121,7 +114,6 @@ class Exact:
                 offload=offload,
                 memory=memory,
                 whole=self.chunk_size is None,
-                cuda_graphs=self.cuda_graphs,
             ),
         )
 
@@ -183,17 +175,17 @@ class Truncated:
                     f"got chunk_size={self.chunk_size or 1}, window={self.window}"
                 )
 
-    def scheme(self, seqlen: int, default: int) -> Scheme:
+    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
         """Cotangents come from the layer above; the adjoint state is cut."""
         size = min(self.chunk_size or default, seqlen)
         if self.window == "auto":
-            return Scheme(size, Arrows(window="auto", tolerance=self.tolerance or TOLERANCE))
+            return EngineSpec(size, BackwardSpec(window="auto", tolerance=self.tolerance or TOLERANCE))
         if self.window >= seqlen:
-            return Scheme(size)
+            return EngineSpec(size)
         if self.unbiased:
             size = min(self.chunk_size or min(default, max(1, self.window // 4)), seqlen)
-            return Scheme(size, Arrows(drop_probability=size / self.window))
-        return Scheme(size, Arrows(window=self.window))
+            return EngineSpec(size, BackwardSpec(drop_probability=size / self.window))
+        return EngineSpec(size, BackwardSpec(window=self.window))
 
 
 @documented
@@ -221,10 +213,12 @@ class LayerLocal:
             check_window(self.window)
         check_chunk_size(self.chunk_size)
 
-    def scheme(self, seqlen: int, default: int) -> Scheme:
+    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
         """Every layer's cotangent comes from the head."""
         window = None if self.window is None or self.window >= seqlen else self.window
-        return Scheme(min(self.chunk_size or default, seqlen), Arrows(dy_from="head", window=window))
+        return EngineSpec(
+            min(self.chunk_size or default, seqlen), BackwardSpec(dy_from="head", window=window)
+        )
 
 
 @documented
@@ -287,7 +281,6 @@ def described(method: Any, picked: bool = False) -> str:
         kept = "offload" if method.offload else method.keep
         parts += [_KEPT[kept], _RECOMPUTED[method.recompute]]
         parts.append(f"activations kept within {method.memory}" if method.memory else "")
-        parts.append("CUDA graphs" * method.cuda_graphs)
     return ", ".join(filter(None, parts))
 
 

@@ -112,7 +112,9 @@ def read_value(value: Any, hint: Any) -> Any:
             return float(str(value).replace(".inf", "inf"))  # .inf is how YAML writes it
         elif origin is bool and str(value).lower() in _TRUTH:
             return _TRUTH[str(value).lower()]
-        elif (origin is Literal and value in parts) or (origin is str and isinstance(value, str)):
+        elif origin is Literal and (choice := _choice(value, parts)) is not None:
+            return choice
+        elif origin is str and isinstance(value, str):
             return value
         elif origin is types.NoneType and value in (None, "null"):
             return None
@@ -121,7 +123,39 @@ def read_value(value: Any, hint: Any) -> Any:
                 return value
             if isinstance(value, dict):
                 return origin(**value)
-    raise ValueError(f"expected {in_words(hint)}, got {'null' if value is None else repr(value)}")
+    told = "null" if value is None else repr(value)
+    raise ValueError(f"expected {in_words(hint)}, got {told}{_hint(value, in_words(hint))}")
+
+
+# Other names of the choices that a setting may have.
+_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "float": "float32", "double": "float64"}
+_NO_FLOAT16 = "; float16 would need loss scaling, which there is not: take bfloat16, or float32"
+
+
+def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
+    """The one of some choices that a value names, also by another usual spelling; None if there is none."""
+    if value in choices:
+        return value
+    if not isinstance(value, str):
+        return None
+    spellings = (_ALIASES.get(value.lower()), value.replace("_", "-"), value.replace("-", "_"))
+    return next((spelling for spelling in spellings if spelling in choices), None)
+
+
+def _hint(value: Any, expected: str) -> str:
+    """How to write what a value that is refused may mean, or nothing."""
+    text = str(value).strip()
+    if value in ("fp16", "float16", "half") and "float32" in expected:
+        return _NO_FLOAT16
+    if "whole number" not in expected:
+        return ""
+    if size := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG])i?B?", text, re.IGNORECASE):
+        return f"; write {size[1]}{size[2].upper()}"
+    if re.fullmatch(r"\d+(\.\d+)?e\+?\d{1,2}", text, re.IGNORECASE) and (number := float(text)).is_integer():
+        thousands = f" or {int(number) // 1000}K" if number % 1000 == 0 and number < 1e6 else ""
+        millions = f" or {int(number) // 10**6}M" if number % 1e6 == 0 else ""
+        return f"; write {int(number)}{thousands}{millions}"
+    return ""
 
 
 def in_words(hint: Any) -> str:

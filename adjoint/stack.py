@@ -17,13 +17,11 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
-from adjoint.engine.autograd import Steps, grouped, uncompiled
 from adjoint.engine.chunk_size import at_most, default_chunk_size
-from adjoint.engine.first_use import compare_own_layers
-from adjoint.engine.grid import Scheme
-from adjoint.engine.sequence import SequenceSteps, group_of, ranks_of
-from adjoint.engine.sharded import REPLICA, is_replica, is_sharded, joined_steps, reduce_at_once
-from adjoint.engine.stages import Embedding, Head, Layer, check_windows
+from adjoint.engine.compare import compare_own_layers
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.stage import Embedding, Head, Layer, check_windows
+from adjoint.engine.step import ChunkedStep, grouped, uncompiled
 from adjoint.engine.weights import Tensors
 from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
@@ -36,6 +34,8 @@ from adjoint.layers.init import draw_seed, drawn_from
 from adjoint.layers.mixer import reach_of
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
+from adjoint.parallel.context import ContextParallelStep, group_of, ranks_of
+from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, uses_fsdp
 
 
 @dataclasses.dataclass
@@ -235,7 +235,7 @@ class Stack(nn.Module):
             raise UserError(REPLICA)
         self._check(input_ids, labels)
         seq_idx = document_numbers(input_ids, seq_idx, cu_seqlens)
-        if method is not None and not hasattr(method, "scheme"):
+        if method is not None and not hasattr(method, "engine_spec"):
             raise ValueError(
                 f"method must be an object such as adjoint.Exact(), got {method!r}; MiniSequence() is for "
                 "models of transformers, by adjoint.wrap; a Stack takes Exact() or Backprop(checkpoint=True)"
@@ -250,7 +250,7 @@ class Stack(nn.Module):
         if sequence_group is not None:
             self._check_shared(method, labels, return_logits)
             group = group_of(sequence_group)
-        if plain and torch.is_grad_enabled() and is_sharded(self):
+        if plain and torch.is_grad_enabled() and uses_fsdp(self):
             reduce_at_once(self)
         if plain or labels is None:
             y, final = self._hidden(input_ids, states, seq_idx, getattr(method, "checkpoint", False))
@@ -277,25 +277,25 @@ class Stack(nn.Module):
         default = default_chunk_size(self, batch.ids, getattr(method, "recompute", "none"))
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
-        found = self.steps(batch, method.scheme(batch.seqlen, default), group).loss(states)
+        found = self.steps(batch, method.engine_spec(batch.seqlen, default), group).loss(states)
         final = grouped(batch.states, [s for state in found.states for s in state])
         return found.loss, final[1:-1], found.windows
 
-    def steps(self, batch: Batch, scheme: Scheme, group: Any = None) -> Steps:
+    def steps(self, batch: Batch, spec: EngineSpec, group: Any = None) -> ChunkedStep:
         """The batch's forward and backward for the engine; `batch.states` are `stage_states`' result.
 
         Args:
             group: the process group whose ranks share the batch.
         """
-        check_windows(self.config, scheme)
-        stages, width = self.stages(scheme.storage.recompute), self.config.d_model
+        check_windows(self.config, spec)
+        stages, width = self.stages(spec.storage.recompute), self.config.d_model
         group = None if group is None or ranks_of(group) == 1 else group
-        if is_sharded(self):
-            return joined_steps(self, stages, batch, scheme, group)
+        if uses_fsdp(self):
+            return joined_steps(self, stages, batch, spec, group)
         places = Tensors(self)
-        given = stages, batch, scheme, width, lambda: places.replaced({})
-        steps = Steps(*given) if group is None else SequenceSteps(group, *given)
-        if len(scheme.cuts(batch.seqlen)) > 2:  # more than one chunk
+        given = stages, batch, spec, width, lambda: places.replaced({})
+        steps = ChunkedStep(*given) if group is None else ContextParallelStep(group, *given)
+        if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
             states = [tuple(s.detach() for s in state) for state in batch.states]
             compare_own_layers(stages, states, width, dtype, batch.ids.device)

@@ -117,15 +117,15 @@ def _at(commit: str, path: Path) -> str:
     return "" if shown.returncode else shown.stdout
 
 
-ENGINE = ("engine/run.py", "engine/storage.py", "engine/tile.py")
+ENGINE = ("engine/executor.py", "engine/storage.py", "engine/tile.py")
 SCANS = ("kernels/cpu/*.cpp", "kernels/cpu/*.h")
 WRAPPED = (*ENGINE, *SCANS, "hf/stage.py", "hf/cache.py", "hf/head.py")
 STACK = (*ENGINE, *SCANS, "engine/chunk_size.py")
-PROGRAMS = ("engine/grid.py", "engine/program.py", "plan/simulate.py")
+PROGRAMS = ("engine/grid.py", "engine/schedule.py", "plan/simulate.py")
 FIGURES = [
     Figure("README.md, docs/models.md", Wrapped(), "", "--lengths 1K 2K --repeats 1 --repeat-s 0", WRAPPED),
     Figure("README.md", WrappedLength(), "", "--lengths 1K 2K --repeat-s 0", WRAPPED),
-    Figure("docs/models.md", Fsdp(), "", "--lengths 256 --models Mamba-2", ("engine/sharded.py",)),
+    Figure("docs/models.md", Fsdp(), "", "--lengths 256 --models Mamba-2", ("parallel/fsdp.py",)),
     Figure("docs/results.md", Memory(), "",
            "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocators default", STACK),
     Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocators default "
@@ -154,9 +154,9 @@ FIGURES = [
            "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
     Figure("docs/cluster.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
     Figure("docs/which_layout.md", Sequence(), "", "--lengths 4K --workers 1 2 --repeats 1",
-           ("engine/sequence.py", "engine/spread.py", "engine/crossing.py", "plan/rounds.py")),
+           ("parallel/context.py", "parallel/kv.py", "parallel/handoff.py", "plan/rounds.py")),
     Figure("docs/which_layout.md", SequenceMemory(), "", "--length 4K --workers 1 2",
-           ("engine/sequence.py", "engine/spread.py", "engine/storage.py")),
+           ("parallel/context.py", "parallel/kv.py", "engine/storage.py")),
     Figure("docs/paper.md", LayerLocalCosine(), "", ""),
     Figure("docs/paper.md", Sources(), "", "--tables table-1 layer",
            ("plan/stage_memory.py", "plan/memory.py", "loss.py", "layers/*.py")),

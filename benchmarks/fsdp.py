@@ -46,7 +46,7 @@ def _one(rank: int, folder: str, point: Point) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from adjoint.hf.model import backbone_of, layers_of
+    from adjoint.hf.model_parts import backbone_of, layers_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)

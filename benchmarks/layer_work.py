@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adjoint.engine.chunk_size import kept_bytes
-from adjoint.engine.stages import Layer
+from adjoint.engine.stage import Layer
 from adjoint.engine.tile import Gradients
 from adjoint.layers import StackConfig
 from adjoint.methods import RECOMPUTE
@@ -33,7 +33,7 @@ from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
 MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet", "attention")
-ALONE = "autocast alone"
+SINGLE_RANK = "autocast alone"
 D_MODEL, TOKENS = 2048, 4160  # no width of a weight, by which weights are told from activations
 
 
@@ -78,7 +78,7 @@ def measure(point: Point) -> Row:
     """A layer of one mixer, a chunk in the middle of a step."""
     mixer, how = point["mixer"], point["recompute"]
     config = StackConfig(vocab_size=256, d_model=D_MODEL, n_layer=1, mixer=mixer)
-    recompute = "none" if how == ALONE else how
+    recompute = "none" if how == SINGLE_RANK else how
     model, on = StackModel(config), Conditions(1, TOKENS, TOKENS, "bfloat16", "cuda", recompute)
     mode, stage, initial = model.stage(0, on)
     with counting(on, mode):
@@ -86,7 +86,7 @@ def measure(point: Point) -> Row:
         assert isinstance(one.stage, Layer)
         matrices = [m.weight for m in one.stage.block.modules() if isinstance(m, torch.nn.Linear)]
         shapes, sums = {tuple(w.shape) for w in matrices}, Gradients()
-        forward, backward = _alone(one, sums) if how == ALONE else (one.forward, lambda: one.pull(sums))
+        forward, backward = _alone(one, sums) if how == SINGLE_RANK else (one.forward, lambda: one.pull(sums))
         forward()  # the first time weights are cast and the sums made
         backward()
         with Work(shapes) as in_forward:
@@ -100,7 +100,7 @@ def measure(point: Point) -> Row:
         "backward_operators": in_backward.operators,
         "weight_bytes": round(traffic / sum(w.numel() for w in matrices), 1),
     }
-    if how == ALONE:
+    if how == SINGLE_RANK:
         return row
     counted = model.piece(0, on._replace(start=0)).saved
     for d, dim in zip(one.d_state, one.stage.grows, strict=True):
@@ -140,7 +140,7 @@ class LayerWork(Benchmark):
         runner.add_choice(parser, "--mixers", MIXERS)
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        return [{"mixer": m, "recompute": how} for m in options.mixers for how in (ALONE, *RECOMPUTE)]
+        return [{"mixer": m, "recompute": how} for m in options.mixers for how in (SINGLE_RANK, *RECOMPUTE)]
 
     def shared(self, point: Point) -> str:
         return "all"

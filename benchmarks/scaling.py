@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adjoint.engine.grid import Key, Tile
-from adjoint.engine.program import Owners
+from adjoint.engine.schedule import Owners
 from adjoint.layers import StackConfig
 from adjoint.plan.partition import partition
 from adjoint.plan.schedule import grid_of, step_plan
@@ -95,8 +95,8 @@ def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, 
     owners = Owners.of(spans)
 
     def with_chunks(chunk: int) -> float:
-        scheme = replay.method_of(method, chunk, window).scheme(seqlen, chunk)
-        grid = grid_of(model, scheme, seqlen, owners, helped, (0.0, *map(float, deep), 0.0))
+        spec = replay.method_of(method, chunk, window).engine_spec(seqlen, chunk)
+        grid = grid_of(model, spec, seqlen, owners, helped, (0.0, *map(float, deep), 0.0))
 
         def tile(worker: int, t: Tile) -> float:
             if t.stage in (0, model.n_layer + 1):
@@ -110,7 +110,7 @@ def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, 
         def message(key: Key) -> float:
             return a.batch * grid.tokens(key[2]) * a.d_model * a.element_bytes / setup.bytes_per_second
 
-        made = step_plan(scheme, grid, owners, helped)
+        made = step_plan(spec, grid, owners, helped)
         return simulate(made, tile, message, latency=a.latency_seconds, helpers=helped).seconds
 
     return min(map(with_chunks, a.chunk_sizes(seqlen)))

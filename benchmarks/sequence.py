@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 
 import adjoint
 from adjoint import StackConfig
-from adjoint.engine.run import Worker
+from adjoint.engine.executor import Executor
 from adjoint.plan.memory import Setup
 from adjoint.plan.model import Model
 from adjoint.plan.pretrained import outlined
@@ -70,7 +70,7 @@ def measure(point: Point) -> Point:
     }
 
 
-def held_bytes(worker: Worker) -> Point:
+def held_bytes(worker: Executor) -> Point:
     """Bytes of the tensors in which a worker now has keys and values with their cotangents, and states."""
     slabs = [slab for mine in worker.slabs.values() for slab in mine]
     keys = [tensor for slab in slabs for tensor in (slab.written, slab.cotangents)]
@@ -84,10 +84,10 @@ def held_bytes(worker: Worker) -> Point:
 
 def _one(rank: int, folder: str, point: Point) -> None:
     """One of the processes."""
-    from adjoint.engine.transport import GroupTransport
+    from adjoint.parallel.transport import GroupTransport
 
     torch.set_num_threads(1)
-    held, run = list[Point](), Worker.run
+    held, run = list[Point](), Executor.run
     workers, sent, start = point["workers"], list[int](), GroupTransport._started
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=workers)
 
@@ -95,12 +95,12 @@ def _one(rank: int, folder: str, point: Point) -> None:
         sent.append(tensor.nbytes)
         return start(self, to, tensor, tag)
 
-    def weighed(self: Worker, actions: Any) -> None:
+    def weighed(self: Executor, actions: Any) -> None:
         run(self, actions)
         held.append(held_bytes(self))
 
     GroupTransport._started = counted  # type: ignore[method-assign]
-    Worker.run = weighed  # type: ignore[method-assign]
+    Executor.run = weighed  # type: ignore[method-assign]
     ids = torch.randint(256, (1, point["length"]), generator=torch.Generator().manual_seed(0))
 
     def prepare() -> Passes:

@@ -43,7 +43,7 @@ PANELS = [
 ]
 
 
-def arrows(grid: Grid, kinds: tuple[str, ...]) -> set[tuple[str, Tile, Tile]]:
+def backward(grid: Grid, kinds: tuple[str, ...]) -> set[tuple[str, Tile, Tile]]:
     """(what, from, to) of all arrows between tiles of these kinds."""
     tiles = [t for t in (*grid.forward_tiles(), *grid.backward_tiles()) if t.kind in kinds]
     writer = {key: t for t in tiles for key in grid.writes(t)}
@@ -60,7 +60,7 @@ def draw(axes: Axes, title: str, grid: Grid, kinds: tuple[str, ...]) -> None:
                 (c - 0.24, k - 0.14), 0.48, 0.28, "round,pad=0.02", fc="0.93", ec="0.5", lw=0.8, zorder=3
             )
             axes.add_patch(boxes[k, c])
-    found = sorted(arrows(grid, kinds), key=str)
+    found = sorted(backward(grid, kinds), key=str)
     far = any(abs(a.stage - b.stage) > 1 for _, a, b in found)
     for what, a, b in found:
         x, y = (a.chunk, a.stage), (b.chunk, b.stage)
@@ -97,7 +97,7 @@ def main() -> None:
     figure = Figure(figsize=(11, 7.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (title, method, kinds) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        draw(axes, title, make_grid(method.scheme(SEQLEN, CHUNK), SEQLEN, STATEFUL, reach=1), kinds)
+        draw(axes, title, make_grid(method.engine_spec(SEQLEN, CHUNK), SEQLEN, STATEFUL, reach=1), kinds)
     handles = [figure.axes[0].plot([], [], color=COLOURS[what], label=WORDS[what])[0] for what in COLOURS]
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=9)
     figure.savefig(Path(__file__).with_name("grid.png"))

@@ -74,6 +74,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seqlen", type=int, default=2048)
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("torchrun starts its processes: torchrun --nproc-per-node 2 examples/fsdp.py")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     train(args.steps, args.seqlen)
     dist.destroy_process_group()

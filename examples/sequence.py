@@ -72,4 +72,6 @@ if __name__ == "__main__":
         "--pretrained", help="folder, or name on the hub, of a causal LM; its ids are bytes here"
     )
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("torchrun starts its processes: torchrun --nproc-per-node 2 examples/sequence.py")
     train(args.steps, args.seqlen, args.pretrained)

@@ -37,9 +37,9 @@ def main() -> int:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
         for target in cpu_build.PREBUILT[machine]:
-            path = tree / cpu_build.prebuilt(target).relative_to(ROOT)
-            path.parent.mkdir(exist_ok=True)
-            cpu_build._compile(cxx, (*cpu_build.FLAGS, f"-march={target}", "-fopenmp"), path)
+            stem = tree / cpu_build.prebuilt(target).relative_to(ROOT)
+            stem.parent.mkdir(exist_ok=True)
+            cpu_build._compile(cxx, (*cpu_build.FLAGS, f"-march={target}", "-fopenmp"), stem)
         python = [sys.executable, "-m"]
         how = ["build", "--wheel", f"-C--build-option=--plat-name=linux_{machine}", "--outdir", folder]
         subprocess.run([*python, *how, str(tree)], check=True, stdout=subprocess.DEVNULL)

@@ -14,10 +14,10 @@ from torch import Tensor
 from adjoint import Stack, StackConfig, StackOutput
 from adjoint.batch import Batch, State
 from adjoint.documents import document_numbers
-from adjoint.engine.crossing import Crossing
-from adjoint.engine.run import Worker
-from adjoint.engine.sequence import Sharing
+from adjoint.engine.executor import Executor
 from adjoint.engine.storage import Edges, Slab
+from adjoint.parallel.context import ContextParallelExecutor
+from adjoint.parallel.handoff import StateHandoff
 
 SIZES: dict[str, Any] = {"vocab_size": 17, "d_model": 12, "n_layer": 2, "d_state": 4, "headdim": 6}
 ALL_MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense"]
@@ -142,7 +142,11 @@ def nothing_held() -> Iterator[None]:
     """What steps inside have stored is freed with them: nothing is left for the garbage collector to find."""
 
     def stored() -> list[Any]:
-        return [o for o in gc.get_objects() if type(o) in {Worker, Sharing, Slab, Edges, Crossing}]
+        return [
+            o
+            for o in gc.get_objects()
+            if type(o) in {Executor, ContextParallelExecutor, Slab, Edges, StateHandoff}
+        ]
 
     gc.collect()
     before = stored()  # an earlier test's model may hold on to a tensor of its own

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from adjoint import Exact
-from adjoint.engine.grid import Arrows, Scheme
+from adjoint.engine.grid import BackwardSpec, EngineSpec
 from tests.fuzz import runner
 from tests.fuzz.oracle import Refusal, Vacuous
 from tests.fuzz.runner import Outcome, draw, judge, module_of, shrink
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COUNTS = {"stacks": 48, "distributions": 20}
+COUNTS = {"stacks": 48, "distributions": 20, "chats": 40, "damage": 8}
 PARTS = 4  # for several processes
 LINES = (Path(__file__).parent / "fuzz" / "cases.jsonl").read_text().splitlines()
 KEPT = [json.loads(line) for line in LINES]
@@ -71,13 +71,13 @@ class Here:
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Exact` forgets what lies more than a token back, where chunks are of two tokens or more."""
-    scheme = Exact.scheme
+    spec = Exact.spec
 
-    def windowed(self: Exact, seqlen: int, default: int) -> Scheme:
-        made = scheme(self, seqlen, default)
-        return made if made.chunk_size < 2 else Scheme(made.chunk_size, Arrows(window=1))
+    def windowed(self: Exact, seqlen: int, default: int) -> EngineSpec:
+        made = spec(self, seqlen, default)
+        return made if made.chunk_size < 2 else EngineSpec(made.chunk_size, BackwardSpec(window=1))
 
-    monkeypatch.setattr(Exact, "scheme", windowed)
+    monkeypatch.setattr(Exact, "engine_spec", windowed)
 
 
 CASE = {
@@ -131,3 +131,16 @@ def test_a_process_that_dies_or_hangs_is_a_verdict(monkeypatch: pytest.MonkeyPat
         assert worker.judge({**good, "seqlen": 10**6})[0] == "hangs"
     finally:
         worker.stop()
+
+
+def test_a_checkpoint_that_is_taken_though_it_is_damaged_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {
+        "kind": "damage",
+        "command": "resume",
+        "damage": "changed",
+        "place": 0.9,
+        "name": "run/checkpoints/step-00000003/model.safetensors",
+    }
+    assert judge(case) == ("", "")
+    monkeypatch.setattr("adjoint.checkpoint.verify_checkpoint", lambda path: None)
+    assert judge(case)[0] == "Deviation"

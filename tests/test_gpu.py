@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -93,19 +92,6 @@ def test_a_hybrids_gradients_are_those_of_the_cpu_in_float64(keep: str) -> None:
     found_loss, found = gradients(model.cuda(), ids.cuda(), ids.cuda(), adjoint.Exact(13, keep=keep))
     torch.testing.assert_close(found_loss.cpu(), loss, rtol=1e-12, atol=0)
     assert_same({k: g.cpu() for k, g in found.items()}, expected)
-
-
-@pytest.mark.parametrize("keep", ["edges", "inputs", "offload"])
-@pytest.mark.parametrize("mixer", ["mamba", ["mamba2", "attention", "mamba"]], ids=str)
-def test_chunks_recorded_as_cuda_graphs_give_the_same(mixer: Any, keep: str) -> None:
-    n_layer = 2 if isinstance(mixer, str) else len(mixer)
-    model, ids = make_model(mixer=mixer, n_layer=n_layer).cuda(), make_ids(2, 61).cuda()
-    loss, expected = gradients(model, ids, ids, adjoint.Exact(8, keep=keep))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found_loss, found = gradients(model, ids, ids, adjoint.Exact(8, keep=keep, cuda_graphs=True))
-    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
-    assert_same(found, expected, 1e-12)
 
 
 def test_a_sequence_goes_on_from_its_state() -> None:

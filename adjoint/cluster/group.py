@@ -20,13 +20,13 @@ from typing import Any
 from adjoint.cluster import devices, placement
 from adjoint.cluster.helpers import Helper, HelperShard, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
-from adjoint.cluster.shard import Shard
+from adjoint.cluster.shard import PipelineWorker
 from adjoint.cluster.shared_files import SharedFiles
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
-from adjoint.plan.schedule import meets
+from adjoint.plan.schedule import exchanges_within_tiles
 from adjoint.train.config import ClusterConfig, TrainingConfig
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
@@ -44,7 +44,7 @@ UNTIMED = ("save",)  # calls in which no shard waits for another, and nothing co
 class ShardActor:
     """The process of one worker: a thin wrapper that Ray calls. Heartbeats have a thread of their own."""
 
-    shard: Shard | HelperShard | None = None
+    shard: PipelineWorker | HelperShard | None = None
 
     def describe(self, training: TrainingConfig, files: SharedFiles | None) -> dict[str, Any]:
         """What this process has: its node, device, precision, cores and memory.
@@ -111,9 +111,9 @@ class ShardActor:
             self.shard = HelperShard(spec)
             return
         helpers = [_helper(actors[rank]) for rank in layout.helpers_of(spec.rank)]
-        kind: Any = Shard
+        kind: Any = PipelineWorker
         if not isinstance(spec.model, StackConfig):
-            from adjoint.cluster.pretrained import PretrainedShard as kind
+            from adjoint.cluster.pretrained import PretrainedPipelineWorker as kind
         shard = kind(spec, transport, checkpoint is None, helpers)
         if checkpoint is not None:
             shard.load(checkpoint)
@@ -239,7 +239,9 @@ class Group:
             self.nodes = [process["node"] for process in found]
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
             asked = cluster.transport
-            if meets(model, self.layout.sequence):  # messages inside of tiles have tags, which NCCL has not
+            if exchanges_within_tiles(
+                model, self.layout.sequence
+            ):  # messages inside of tiles have tags, which NCCL has not
                 if asked == "nccl":
                     raise UserError(
                         "cluster.transport: workers that share this model's sequences send by gloo; use auto"

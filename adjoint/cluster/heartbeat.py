@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import Any
 
 from adjoint.cluster.recovery import is_collateral
-from adjoint.engine.network import Endpoint, exchange, table
 from adjoint.errors import UserError
+from adjoint.parallel.network import Endpoint, exchange, table
 
 BEAT = 1.0  # seconds between beats
 NOTICE = 30.0  # seconds of silence before a line says so

@@ -20,23 +20,25 @@ from torch.utils._pytree import tree_map_only
 
 from adjoint.batch import Batch
 from adjoint.cluster.spec import ShardSpec
-from adjoint.engine.grid import Grid, Key, Scheme, Tile
-from adjoint.engine.program import Share
-from adjoint.engine.run import Worker
-from adjoint.engine.stages import Stage
+from adjoint.engine.executor import Executor
+from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
+from adjoint.engine.schedule import HelperTasks
+from adjoint.engine.stage import Stage
 from adjoint.memory import peak_memory_bytes
 from adjoint.stack import Stack
 from adjoint.train.machine import autocast
 
-AHEAD = 2  # units that a helper holds: one under way, one whose inputs are there
+UNITS_PER_HELPER = 2  # units that a helper holds: one under way, one whose inputs are there
 # grid, tiles, inputs, new weights; its tensors as NumPy arrays, which Ray ships without pickling them
 Task = tuple[Grid, tuple[Tile, ...], dict[Key, Any], list[Any] | None]
 # Hands a task over; its result is the sums of the task's gradients, an array for each parameter of the layer.
 Helper = Callable[[Task], futures.Future[list[np.ndarray]]]
 
 
-def share(worker: Worker, action: Share, helpers: Sequence[Helper], known: set[tuple[int, int]]) -> None:
-    """Carries a `Share` out as its owner.
+def share(
+    worker: Executor, action: HelperTasks, helpers: Sequence[Helper], known: set[tuple[int, int]]
+) -> None:
+    """Carries a `HelperTasks` out as its owner.
 
     Args:
         known: (helper, stage)s whose weights the helper has; others are sent along, and added here.
@@ -49,8 +51,8 @@ def share(worker: Worker, action: Share, helpers: Sequence[Helper], known: set[t
     under_way: dict[futures.Future[list[np.ndarray]], tuple[int, int]] = {}  # helper and unit
 
     def feed() -> None:
-        for helper in [*range(len(helpers))] * AHEAD:
-            if left and sum(who == helper for who, _ in under_way.values()) < AHEAD:
+        for helper in [*range(len(helpers))] * UNITS_PER_HELPER:
+            if left and sum(who == helper for who, _ in under_way.values()) < UNITS_PER_HELPER:
                 i = min(left, key=lambda i: (-stages[i], i))
                 left.remove(i)
                 new = None if (helper, stages[i]) in known else weights_of(worker.stages[stages[i]])
@@ -78,7 +80,7 @@ def share(worker: Worker, action: Share, helpers: Sequence[Helper], known: set[t
         feed()
 
 
-def carry_out(worker: Worker, tiles: Sequence[Tile]) -> list[Tensor]:
+def carry_out(worker: Executor, tiles: Sequence[Tile]) -> list[Tensor]:
     """Runs a unit's tiles; the sums of their gradients, one for each parameter of the layer."""
     with worker.apart() as made:
         for t in tiles:
@@ -92,7 +94,7 @@ def carry_out(worker: Worker, tiles: Sequence[Tile]) -> list[Tensor]:
 SEQ_IDX: Key = ("seq_idx",)
 
 
-def inputs_of(worker: Worker, tiles: Sequence[Tile]) -> dict[Key, Tensor]:
+def inputs_of(worker: Executor, tiles: Sequence[Tile]) -> dict[Key, Tensor]:
     """What a unit reads from other units."""
     written = {key for t in tiles for key in worker.grid.writes(t)}
     reads = {key for t in tiles for key in worker.grid.reads(t)} - written
@@ -131,7 +133,7 @@ class HelperShard:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(rows, grid.cuts[-1])
         batch = Batch(ids, ids, seq_idx=inputs.pop(SEQ_IDX, None), states=states)
         with autocast(self.spec.precision, self.device):
-            worker = Worker(self.stages, grid, batch, Scheme(grid.tokens(0)))
+            worker = Executor(self.stages, grid, batch, EngineSpec(grid.tokens(0)))
             worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
             with worker.precision():
                 found = [gradient.cpu().numpy() for gradient in carry_out(worker, tiles)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from adjoint.errors import UserError
+from adjoint.errors import UserError, install_command
 from adjoint.memory import usable_cores
 from adjoint.train.layout import Layout
 
@@ -73,7 +73,7 @@ def connect(workers: int, each: Resources) -> bool:
         import ray
     except ImportError:
         raise UserError(
-            'cluster.shards: needs Ray; pip install "adjoint-sharding[cluster]", or --cluster.shards 0'
+            f"cluster.shards: needs Ray; {install_command('cluster')}, or --cluster.shards 0"
         ) from None
     if ray.is_initialized():
         return False
@@ -92,7 +92,7 @@ def connect(workers: int, each: Resources) -> bool:
         return False
     cpus = max(usable_cores(), workers * each.cpus)  # they may share cores: it is the user's laptop
     settings: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE, "log_to_driver": False}
-    with _deaf_to_hangups():
+    with _deaf_to_stop_requests():
         for left in reversed(range(STARTS)):
             try:
                 ray.init("local", include_dashboard=False, logging_level=logging.ERROR, **settings)
@@ -125,12 +125,15 @@ def _shorten_messages() -> None:
 
 
 @contextlib.contextmanager
-def _deaf_to_hangups() -> Iterator[None]:
-    """Processes that start inside outlive the terminal: the run saves itself when that closes, with them."""
+def _deaf_to_stop_requests() -> Iterator[None]:
+    """Processes that start inside outlive the terminal, and a batch system's SIGUSR1 to all processes of the
+    job: the run saves itself then, with them."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(AttributeError, ValueError):  # no such signal here, or not the main thread
-            before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            stack.callback(signal.signal, signal.SIGHUP, before or signal.SIG_DFL)
+        for name in ("SIGHUP", "SIGUSR1"):
+            with contextlib.suppress(AttributeError, ValueError):  # no such signal, or not the main thread
+                number = getattr(signal, name)
+                before = signal.signal(number, signal.SIG_IGN)
+                stack.callback(signal.signal, number, before or signal.SIG_DFL)
         yield
 
 

@@ -12,22 +12,23 @@ from torch import nn
 from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
 from adjoint.checkpoint import StoredTensors
-from adjoint.cluster.shard import Shard
+from adjoint.cluster.shard import PipelineWorker
 from adjoint.engine.chunk_size import memory_of
-from adjoint.engine.grid import Scheme
+from adjoint.engine.grid import EngineSpec
 from adjoint.errors import UserError
-from adjoint.hf.call import check_method, scheme_of
-from adjoint.hf.model import PassThrough, backbone_of, repeated
+from adjoint.hf.chunking import check_method, spec_of
+from adjoint.hf.model_parts import PassThrough, backbone_of
 from adjoint.hf.split import Pretrained, verified
+from adjoint.hf.trial_copy import repeated
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.plan.pretrained import outlined
 from adjoint.plan.stage_memory import Uncountable
-from adjoint.train.pretrained import KEY, configuration
+from adjoint.train.pretrained import KEY, configuration, damaged_weights
 
 
-class PretrainedShard(Shard):
-    """See `Shard`; `spec.model` is a `Pretrained`. Its weights come from a checkpoint."""
+class PretrainedPipelineWorker(PipelineWorker):
+    """See `PipelineWorker`; `spec.model` is a `Pretrained`. Its weights come from a checkpoint."""
 
     def _make_part(self, drawn: bool) -> Any:
         span = self.spec.spans[self.spec.shard]
@@ -66,22 +67,22 @@ class PretrainedShard(Shard):
     def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
         return drawn_from(self.spec.training.seed, number, self.spec.rank)
 
-    def _scheme(self, seqlen: int, chunk_size: int) -> Scheme:
-        return scheme_of(self.spec.method, seqlen, chunk_size)
+    def _spec(self, seqlen: int, chunk_size: int) -> EngineSpec:
+        return spec_of(self.spec.method, seqlen, chunk_size)
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         element = 2 if self.spec.precision == "bfloat16" else self.spec.dtype.itemsize
         device = self.device
         picked = self.found.chunk_size(batch, seqlen, element, device.type, memory_of(device))
         size = self.spec.layout.at_most(picked, seqlen)
-        return scheme_of(self.spec.method, seqlen, size).chunk_size
+        return spec_of(self.spec.method, seqlen, size).chunk_size
 
 
 # Of what safetensors files call their dtypes, those that loading in float32 does not change.
 DTYPES = ("F32", "BF16", "F16")
 
 
-def described_by_files(directory: str, method: Any) -> Pretrained | None:
+def described_by_files(directory: str, method: Any, trust_remote_code: bool = False) -> Pretrained | None:
     """What shards have to know of the model of a folder, whose weights they read from its files themselves.
 
     Memory does not grow with the number of layers: of each third of the model one layer of each kind is read
@@ -94,12 +95,14 @@ def described_by_files(directory: str, method: Any) -> Pretrained | None:
     Raises:
         UserError: the model cannot be cut, or the method is not for it.
     """
+    config = configuration(directory, trust_remote_code)
+    if damaged := damaged_weights(Path(directory)):
+        raise UserError(f"{KEY}: {directory}: {damaged}")
     stored = StoredTensors(Path(directory), "model")
-    config = configuration(directory)
     if not stored.where or getattr(config, "quantization_config", None) is not None:
         return None
     try:
-        found = outlined(directory)
+        found = outlined(directory, trust_remote_code)
     except Uncountable:
         return None
     model = found.empty()

@@ -1,8 +1,8 @@
 """A shard: consecutive layers with all that belongs to them, and the programs it runs.
 
-`Shard` knows nothing of Ray: `adjoint.cluster.group` puts one into each actor, tests put several into the
-threads of one process. Every worker gets the whole batch's token ids, 8 bytes per token, so that no message
-has to carry ids, targets or their number."""
+`PipelineWorker` knows nothing of Ray: `adjoint.cluster.group` puts one into each actor, tests put several
+into the threads of one process. Every worker gets the whole batch's token ids, 8 bytes per token, so that no
+message has to carry ids, targets or their number."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.chunk_size import default_chunk_size
-from adjoint.engine.first_use import compare_own_layers
-from adjoint.engine.grid import Grid, Scheme
-from adjoint.engine.program import Plan, Recv, Send
-from adjoint.engine.rehearsal import kinds_of, rehearse
-from adjoint.engine.run import Connections, Worker
-from adjoint.engine.sequence import Sharing
-from adjoint.engine.stages import costs_of
+from adjoint.engine.compare import compare_own_layers
+from adjoint.engine.executor import Connections, Executor
+from adjoint.engine.grid import EngineSpec, Grid
+from adjoint.engine.schedule import Recv, Schedule, Send
+from adjoint.engine.stage import costs_of
 from adjoint.engine.tile import Gradients
-from adjoint.engine.transport import sum_gradients
+from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
+from adjoint.parallel.context import ContextParallelExecutor
+from adjoint.parallel.transport import sum_gradients
 from adjoint.plan.schedule import forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
 from adjoint.train.carried_state import STEM, Carried
@@ -75,12 +75,12 @@ class Microbatch:
     batches: float = 1
     final: bool = True
     number: int = 0
-    passing: tuple[tuple[float, ...], ...] = ()
+    adjoint_scale: tuple[tuple[float, ...], ...] = ()
     start: tuple[bool, int] = (False, 0)
     ended: Tensor | None = None
 
 
-class Shard:
+class PipelineWorker:
     """Parameters, states, gradients and optimizer state of some layers.
 
     A tied table belongs to the shard with the head, whose gradient for it is dense. A shard that has the
@@ -114,7 +114,7 @@ class Shard:
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
         self.carried = Carried(spec.training.carry_state, spec.spans[spec.shard])
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
-        self.rehearsed: set[Hashable] = set()  # see `Connections`
+        self.warmed_up: set[Hashable] = set()  # see `Connections`
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
         self.trace: list[Traced] = []  # of the last batch
         # For whoever watches from another thread: how much this worker has done, what it is at, and whether
@@ -153,9 +153,9 @@ class Shard:
         """Around the work on batch `number`: a stack draws nothing."""
         return contextlib.nullcontext()
 
-    def _scheme(self, seqlen: int, chunk_size: int) -> Scheme:
+    def _spec(self, seqlen: int, chunk_size: int) -> EngineSpec:
         """What the engine is asked for."""
-        return self.spec.method.scheme(seqlen, chunk_size)
+        return self.spec.method.engine_spec(seqlen, chunk_size)
 
     # ------------------------------------------------------------------------------------ what it consists of
 
@@ -224,29 +224,29 @@ class Shard:
         spec, layout = self.spec, self.spec.layout
         layout.check_rows(len(ids))
         batch = self._batch(ids, seq_idx, self.carried.start(*step.start))
-        scheme = self._scheme_of(batch, chunk_size)
-        layout.check_chunks(spec.method, batch.seqlen, scheme.chunk_size)
-        grid = dataclasses.replace(self._grid(scheme, batch.seqlen), passing=step.passing)
-        auto = scheme.arrows.window == "auto"
-        first = forward_plan(grid, spec.owners) if auto else self._step_plan(scheme, grid)
+        engine_spec = self._scheme_of(batch, chunk_size)
+        layout.check_chunks(spec.method, batch.seqlen, engine_spec.chunk_size)
+        grid = dataclasses.replace(self._grid(engine_spec, batch.seqlen), adjoint_scale=step.adjoint_scale)
+        auto = engine_spec.backward.window == "auto"
+        first = forward_plan(grid, spec.owners) if auto else self._step_plan(engine_spec, grid)
         with self._drawing(step.number):
-            self._rehearse(batch, scheme, first)
-        worker = self._worker(batch, scheme, grid)
+            self._warm_up(batch, engine_spec, first)
+        worker = self._worker(batch, engine_spec, grid)
         if worker.grid.chunks > 1:
             with autocast(spec.precision, self.device):
                 compare_own_layers(worker.stages, batch.states, worker.width, spec.dtype, self.device)
-        worker.begin_forward(ends=step.ended is not None)
+        worker.begin_forward(return_final_kv=step.ended is not None)
         one = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
         scale = one / step.batches / batch.divisor
         worker.begin_backward(scale)
         with self._drawing(step.number):
             self._carry_out(worker, first, free=not auto)
             if auto:
-                self.windows = self._pick_windows(worker, scheme)
-                grid = self._grid(scheme, batch.seqlen, self.windows)
-                then = self._step_plan(scheme, grid)
+                self.windows = self._pick_windows(worker, engine_spec)
+                grid = self._grid(engine_spec, batch.seqlen, self.windows)
+                then = self._step_plan(engine_spec, grid)
                 worker.begin_backward(scale, grid=grid)
-                self._rehearse(batch, scheme, then)
+                self._warm_up(batch, engine_spec, then)
                 self._carry_out(worker, then)
         if step.ended is not None:
             self.carried.end([worker.final[1 + k] for k in self.part.span], step.ended.to(self.device))
@@ -267,13 +267,13 @@ class Shard:
             return 0.0 if self.is_last else None
         with torch.no_grad():
             batch = self._batch(ids, seq_idx)
-            scheme = self._scheme_of(batch, chunk_size)
-            unpicked = dataclasses.replace(scheme.arrows, window=None)
-            scheme = dataclasses.replace(scheme, arrows=unpicked)
-            grid = self._grid(scheme, batch.seqlen)
+            engine_spec = self._scheme_of(batch, chunk_size)
+            unpicked = dataclasses.replace(engine_spec.backward, window=None)
+            engine_spec = dataclasses.replace(engine_spec, backward=unpicked)
+            grid = self._grid(engine_spec, batch.seqlen)
             made = forward_plan(grid, self.spec.owners.in_rounds(grid))
-            self._rehearse(batch, scheme, made)
-            worker = self._worker(batch, scheme, made.grid)
+            self._warm_up(batch, engine_spec, made)
+            worker = self._worker(batch, engine_spec, made.grid)
             self._carry_out(worker, made)
         return self._loss(worker)
 
@@ -282,51 +282,51 @@ class Shard:
         batch = Batch.of(*labelled(ids), seq_idx).share(self.replica, self.spec.layout.replicas, self.device)
         return dataclasses.replace(batch, states=self._states(batch.rows, states))
 
-    def _scheme_of(self, batch: Batch, chunk_size: int | None) -> Scheme:
+    def _scheme_of(self, batch: Batch, chunk_size: int | None) -> EngineSpec:
         size = chunk_size or self.chunk_size(batch.rows, batch.seqlen)
-        return self._scheme(batch.seqlen, size)
+        return self._spec(batch.seqlen, size)
 
-    def _worker(self, batch: Batch, scheme: Scheme, grid: Grid) -> Worker:
+    def _worker(self, batch: Batch, engine_spec: EngineSpec, grid: Grid) -> Executor:
         width = self.spec.model.d_model
         with autocast(self.spec.precision, self.device):
             shared = functools.partial(share, helpers=self.helpers, known=self.known)
-            connections = Connections(self.transport, self._traced, shared, self.rehearsed)
-            given = self._stages(), grid, batch, scheme, width, Gradients(), connections
+            connections = Connections(self.transport, self._traced, shared, self.warmed_up)
+            given = self._stages(), grid, batch, engine_spec, width, Gradients(), connections
             if grid.inside:
-                return Sharing(self.spec.owners.in_rounds(grid), self.spec.worker, *given)
-            return Worker(*given)
+                return ContextParallelExecutor(self.spec.owners.in_rounds(grid), self.spec.worker, *given)
+            return Executor(*given)
 
-    def _rehearse(self, batch: Batch, scheme: Scheme, made: Plan) -> None:
+    def _warm_up(self, batch: Batch, engine_spec: EngineSpec, made: Schedule) -> None:
         """Runs each kind of this worker's work once, where its messages would be in the way of that."""
         if self.transport is None or not self.transport.on_device:
             return
-        program, worker = made.programs[self.spec.worker], self._worker(batch, scheme, made.grid)
-        if not kinds_of(worker, program).keys() <= self.rehearsed:
+        program, worker = made.programs[self.spec.worker], self._worker(batch, engine_spec, made.grid)
+        if not kinds_of(worker, program).keys() <= self.warmed_up:
             self.at = "first use of the kernels", False
-            rehearse(worker, program, self.rehearsed)
+            warm_up(worker, program, self.warmed_up)
 
-    def _step_plan(self, scheme: Scheme, grid: Grid) -> Plan:
-        return step_plan(scheme, grid, self.spec.owners.in_rounds(grid), self.spec.layout.helped)
+    def _step_plan(self, engine_spec: EngineSpec, grid: Grid) -> Schedule:
+        return step_plan(engine_spec, grid, self.spec.owners.in_rounds(grid), self.spec.layout.helped)
 
-    def _grid(self, scheme: Scheme, seqlen: int, windows: list[int] | None = None) -> Grid:
+    def _grid(self, engine_spec: EngineSpec, seqlen: int, windows: list[int] | None = None) -> Grid:
         spec = self.spec
         helped = spec.layout.helped
-        return grid_of(spec.model, scheme, seqlen, spec.owners, helped, self.costs, windows)
+        return grid_of(spec.model, engine_spec, seqlen, spec.owners, helped, self.costs, windows)
 
-    def _pick_windows(self, worker: Worker, scheme: Scheme) -> list[int]:
+    def _pick_windows(self, worker: Executor, engine_spec: EngineSpec) -> list[int]:
         """Each layer's window by the decays that its owners have seen: the widest that any replica's rows ask
         for."""
         assert worker.decays is not None
         seen = [0] * self.spec.model.n_layer
         for k in self.part.span:
-            seen[k] = worker.decays[1 + k].window(scheme.arrows.tolerance, worker.grid.cuts[-1])
+            seen[k] = worker.decays[1 + k].window(engine_spec.backward.tolerance, worker.grid.cuts[-1])
         if self.transport is None:
             return seen
         self.at = "windows of all", True
         found = self.transport.all_gather(torch.tensor(seen, device=self.device), self.spec.layout.everyone)
         return torch.stack(found).amax(0).tolist()
 
-    def _carry_out(self, worker: Worker, made: Plan, free: bool = True) -> None:
+    def _carry_out(self, worker: Executor, made: Schedule, free: bool = True) -> None:
         """Runs this worker's program.
 
         Args:
@@ -339,7 +339,7 @@ class Shard:
         worker.run(program if free else [dataclasses.replace(action, frees=()) for action in program])
         if self.transport is not None:
             self.transport.flush()
-        if isinstance(worker, Sharing):
+        if isinstance(worker, ContextParallelExecutor):
             worker.finish()
 
     @contextlib.contextmanager
@@ -365,7 +365,7 @@ class Shard:
             mine = [p for p in self.part.parameters() if p is not table and p.requires_grad]
             sum_gradients(mine, self.transport, peers)
 
-    def _loss(self, worker: Worker, batches: float = 1) -> float | None:
+    def _loss(self, worker: Executor, batches: float = 1) -> float | None:
         if not self.is_last:
             return None
         return 0.0 if worker.total is None else (worker.total / (worker.batch.divisor * batches)).item()

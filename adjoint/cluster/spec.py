@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from adjoint.engine.program import Owners
+from adjoint.engine.schedule import Owners
 from adjoint.plan.schedule import owners_of
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout

@@ -25,10 +25,10 @@ from adjoint.cluster.heartbeat import Heartbeat
 from adjoint.cluster.shared_files import REMEDY, shared_files
 from adjoint.cluster.transport import DistributedTransport, decline, meet
 from adjoint.data.batches import Data
-from adjoint.engine.network import Endpoint, exchange
-from adjoint.engine.transport import sum_gradients
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
+from adjoint.parallel.network import Endpoint, exchange
+from adjoint.parallel.transport import sum_gradients
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device
@@ -272,15 +272,15 @@ class Replica(Trainer):
         """Notes what this process does next."""
         self.heartbeat.doing = f"step {self.step + 1}, {action}"
 
-    def _gradients(self, ids: Tensor, start: Start, number: int, heavier: float) -> LossAndWindows:
+    def _gradients(self, ids: Tensor, start: Start, number: int, loss_divisor: float) -> LossAndWindows:
         self._now("forward and backward")
         own, share = self._own(ids)
-        heavier = heavier / share if share else math.inf
+        loss_divisor = loss_divisor / share if share else math.inf
         with drawn_from(self.settings.seed, number, self.here.rank):
-            loss, _ = super()._gradients(own, start, number, heavier)
+            loss, _ = super()._gradients(own, start, number, loss_divisor)
         return sum(self._gathered(loss, self.peers, "the loss")), None
 
-    def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
+    def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:
         found = super()._accumulate(step)
         trained = [p for p in self.model.module.parameters() if p.requires_grad]
         self._now("sum of gradients")

@@ -25,8 +25,8 @@ from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.shard import Microbatch, total_norm
 from adjoint.cluster.shared_files import shared_files
-from adjoint.engine.autograd import draw_passing
 from adjoint.engine.generators import set_torch_states, torch_states
+from adjoint.engine.step import draw_adjoint_scale
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
@@ -109,7 +109,7 @@ def summary_of(config: Config, folder: Path | None) -> ModelSummary:
     directory = config.model.from_pretrained
     if directory is None:
         with torch.device("meta"):
-            stack = StackLM.made(config).module  # draws its seed, as in one process
+            stack = StackLM.from_config(config).module  # draws its seed, as in one process
         return ModelSummary(
             config.model, stack.num_parameters(), [name for name, _ in stack.named_parameters()]
         )
@@ -117,9 +117,10 @@ def summary_of(config: Config, folder: Path | None) -> ModelSummary:
     from adjoint.train.pretrained import described
 
     weights: Path | None = Path(directory)
-    found = described_by_files(directory, config.method)
+    trusted = config.model.trust_remote_code
+    found = described_by_files(directory, config.method, trusted)
     if found is None:
-        found, weights = described(directory, config.method, folder), folder
+        found, weights = described(directory, config.method, folder, trusted), folder
     return ModelSummary(found, found.num_parameters, list(found.names), weights, samples=False)
 
 
@@ -245,19 +246,22 @@ class ShardedTrainer(Trainer):
     def _zero_grad(self) -> None:
         self._all("zero_grad")
 
-    def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> LossAndWindows:
-        batches, scheme = self.settings.grad_accumulation, self.method.scheme(ids.shape[1], self.chunk_size)
-        chunks, carries = len(scheme.cuts(ids.shape[1])) - 1, self.settings.carry_state != "none"
+    def _gradients(self, ids: torch.Tensor, start: Start, number: int, loss_divisor: float) -> LossAndWindows:
+        batches, engine_spec = (
+            self.settings.grad_accumulation,
+            self.method.engine_spec(ids.shape[1], self.chunk_size),
+        )
+        chunks, carries = len(engine_spec.cuts(ids.shape[1])) - 1, self.settings.carry_state != "none"
         which = Microbatch(
-            heavier,
+            loss_divisor,
             (number + 1) % batches == 0,
             number,
-            draw_passing(self.config.model.n_layer, chunks, scheme.arrows.drop_probability),
+            draw_adjoint_scale(self.config.model.n_layer, chunks, engine_spec.backward.drop_probability),
             start if carries else (False, 0),
             self.data.ended(ids) if carries else None,
         )
         found = self._all("accumulate", ids.numpy(), self.chunk_size, self._seq_idx(ids), which)
-        auto = scheme.arrows.window == "auto"
+        auto = engine_spec.backward.window == "auto"
         picked = self._all("picked_windows", first=True)[0] if auto else None
         return sum(share for share in found if share is not None), picked
 
@@ -305,7 +309,7 @@ class ShardedTrainer(Trainer):
         from ray.util.metrics import Gauge
 
         row, run = super()._train_step(), {"run": self.folder.path.name}
-        for key, value in row.items():
+        for key, value in ((key, value) for key, value in row.items() if value is not None):
             of_layers = isinstance(value, list)
             if key not in self.gauges:
                 tags = ("run", "layer") if of_layers else ("run",)

@@ -8,9 +8,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from adjoint.engine import network
-from adjoint.engine.network import Endpoint
-from adjoint.engine.transport import Messages
+from adjoint.parallel import network
+from adjoint.parallel.network import Endpoint
+from adjoint.parallel.transport import Messages
 
 DECLINE_TIMEOUT = 30.0  # seconds that a process which cannot take part waits for the others, to tell them
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 
-from adjoint.batch import labelled, shift_labels
+from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
 from adjoint.data.cache import TokenCache, entropy, frequencies, open_tokens
 from adjoint.data.sources import Sources, find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
@@ -40,6 +40,8 @@ from adjoint.settings import (
     option,
 )
 
+_COUNTED = 1 << 22  # training tokens that are looked at before a run for windows without a prediction
+
 
 def _are_paths(path: str | list[str] | None) -> bool:
     return path is None or all([path] if isinstance(path, str) else path or [""])
@@ -56,8 +58,10 @@ class DataConfig:
     path: Paths = option(
         None,
         "A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
-        ".parquet, each also as .gz or .zst. Records with `messages` are chats: the tokenizer's chat "
-        "template is applied, and only the assistant's tokens are trained on. hf:NAME or hf:NAME:split "
+        ".parquet .json, each also as .gz or .zst (.json is read only if it is named, as an array of "
+        "records). Records with `messages` are chats: the tokenizer's chat template is applied, and only "
+        "the assistant's tokens are trained on; `weight: 0`, `loss: 0` or `train: false` leaves an answer "
+        "out. hf:NAME or hf:NAME:split "
         "is a dataset of the datasets library, from the hub or a folder. Unset: the source code of the "
         "Python standard library.",
     )
@@ -326,6 +330,41 @@ class Data:
         """The target of each token of a batch, -100 for none."""
         return shift_labels(labelled(ids)[1], self.seq_idx(ids))
 
+    def describe_unpredicted(self, steps: int, batches_per_step: int) -> list[str]:
+        """A line each about training and held-out windows in which no token is predicted, if there are some.
+
+        Args:
+            steps: how many steps are ahead, of which those of `_COUNTED` tokens are looked at.
+            batches_per_step: batches whose gradients a step adds up.
+        """
+        if self.predicted is None and not self.packed:
+            return []
+        lines, cursor, empty, rows, read = [], self.train.state_dict(), list[bool](), 0, 0
+        while len(empty) < steps and read < _COUNTED:
+            batches = [next(self.train) for _ in range(batches_per_step)]
+            counts = torch.cat([(self.targets(ids) != IGNORE_INDEX).sum(1) for ids in batches])
+            empty.append(not counts.any())
+            rows += int((counts == 0).sum())
+            read += sum(ids.numel() for ids in batches)
+        self.train.load_state_dict(cursor)
+        if rows:
+            windows = len(empty) * batches_per_step * batches[0].shape[0]
+            lines.append(
+                f"data.seqlen: no token is predicted in {rows / windows:.0%} of the windows and "
+                f"{sum(empty) / len(empty):.0%} of the next {len(empty)} steps, which teach nothing; raise "
+                "data.seqlen, or data.batch or training.grad_accumulation"
+            )
+        held_out = [(self.targets(ids) != IGNORE_INDEX).any(1) for ids in self.eval]
+        if held_out and not (predicted := torch.cat(held_out)).all():
+            share = 1 - predicted.double().mean().item()
+            what = "raise data.seqlen or data.eval_tokens, or name other text with data.validation_path"
+            nothing = "" if predicted.any() else ": there is nothing to evaluate, and no best checkpoint"
+            lines.append(
+                f"data.eval_tokens: no token is predicted in {share:.0%} of the held-out windows{nothing}; "
+                f"{what}"
+            )
+        return lines
+
     def ended(self, ids: torch.Tensor) -> torch.Tensor:
         """(batch,) bool: the rows of a batch whose last token ends a packed document."""
         if not self.packed:
@@ -334,7 +373,11 @@ class Data:
 
 
 def open_data(
-    config: DataConfig, seed: int = 0, vocab_size: int | None = None, consecutive: bool = False
+    config: DataConfig,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    consecutive: bool = False,
+    trust_remote_code: bool = False,
 ) -> Data:
     """Find, tokenise (once: the result is cached and memory-mapped) and cut the text of `config`.
 
@@ -343,11 +386,12 @@ def open_data(
         seed: Determines the order of the training windows; at least 0.
         vocab_size: The model's vocabulary, to check the tokens against; None checks nothing.
         consecutive: Whether each row of a training batch continues where the previous batch ended.
+        trust_remote_code: Whether Python files of the tokenizer's folder may run.
 
     Raises:
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
     """
-    tokenizer = load_tokenizer(config.tokenizer, config.separator)
+    tokenizer = load_tokenizer(config.tokenizer, config.separator, trust_remote_code)
     weights, own = config.weights, config.validation_path is None
     if weights is not None and consecutive:
         raise UserError("data.weights: training.carry_state previous needs one stream; leave one of them out")

@@ -5,7 +5,8 @@ of the held-out ones, memory-mapped, in the narrowest integers that the vocabula
 predicted is stored as -1 - id); KEY-DIGEST.npy, one row per document; and KEY.json, written last. KEY
 identifies the sources (paths, sizes, modification times), the tokenizer and the settings; DIGEST identifies
 the content. Files appear only when complete, and processes that build the same cache at the same time write
-the same bytes under the same names.
+the same bytes under the same names. KEY.json ends with a checksum of itself, of KEY and of the .npy, so that
+a file that was damaged, or put in the place of another, is noticed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from adjoint.data.chat import encode_chat
+from adjoint.data.chat import ChatEncoder
 from adjoint.data.sources import Chat, Source, Sources, read_documents, split_sources
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.documents import document_ends
@@ -37,7 +39,7 @@ from adjoint.files import (
     write_atomically,
 )
 
-_FORMAT = 3  # increase it whenever the same sources would give other tokens or another file layout
+_FORMAT = 4  # increase it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick
 _SPAN = 1 << 22  # tokens counted at once
 _PIECE = 4 << 20  # characters per call of a tokenizer, which takes about a hundred times as much memory
@@ -54,6 +56,7 @@ class TokenCache:
         apart: whether the separator occurs only at the ends of documents.
         documents: (documents, 2) uint64, memory-mapped: a digest of each document's tokens, and their
             number.
+        notes: lines about what records hold and nobody reads.
     """
 
     train: np.ndarray
@@ -64,6 +67,7 @@ class TokenCache:
     predicted: float
     apart: bool
     documents: np.ndarray
+    notes: list[str]
 
 
 def open_tokens(
@@ -77,13 +81,14 @@ def open_tokens(
     """The tokens of `sources`, from the cache or tokenised now; a damaged cache is rebuilt. At most
     `max_tokens` are read, held-out ones included. Raises UserError for an unusable source or cache folder."""
     files = [source.identity for source in sources.files]
-    settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, text_field, eval_fraction]
+    settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, tokenizer.bos_ids]
+    settings += [text_field, eval_fraction]
     settings += [] if max_tokens is None else [max_tokens]
     key = hashlib.blake2b(json.dumps([settings, files]).encode(), digest_size=16).hexdigest()
     folder = Path(cache_dir).expanduser() if cache_dir else cache_folder()
     cached = _read_cache(folder, key)
     if cached is not None:
-        return cached
+        return _noted(cached)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder, _STALE_SECONDS)
@@ -96,6 +101,13 @@ def open_tokens(
     cached = _read_cache(folder, key)
     if cached is None:
         raise UserError(f"the token cache in {folder} cannot be read back: is the disk full or damaged?")
+    return _noted(cached)
+
+
+def _noted(cached: TokenCache) -> TokenCache:
+    """Say what nobody reads of the records, whether they were tokenised now or before."""
+    for note in cached.notes:
+        warnings.warn(note, stacklevel=4)
     return cached
 
 
@@ -131,15 +143,24 @@ def _read_cache(folder: Path, key: str) -> TokenCache | None:
     """The cache, or None if it is missing or damaged."""
     try:
         meta = json.loads((folder / f"{key}.json").read_bytes())
-        digest, n_train = meta.pop("digest"), meta.pop("n_train")
+        checksum, digest, n_train = meta.pop("checksum"), meta["digest"], meta["n_train"]
+        if checksum != _checksum(key, meta, folder / f"{key}-{digest}.npy"):
+            return None
+        del meta["digest"], meta["n_train"]
         tokens = np.memmap(folder / f"{key}-{digest}.bin", dtype=meta.pop("dtype"), mode="r")
         if _digest(tokens) != digest:
             return None
         meta["documents"] = np.load(folder / f"{key}-{digest}.npy", mmap_mode="r")
         # The boundary is part of the identity: moving it gives other training data from the same tokens.
         return TokenCache(tokens[:n_train], tokens[n_train:], f"{digest}-{n_train}", **meta)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _checksum(key: str, meta: dict[str, Any], documents: Path) -> str:
+    """Checksum of what KEY.json says, of KEY, and of the file of documents."""
+    content = [key, meta, _digest(np.memmap(documents, np.uint8, "r"))]
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _build(
@@ -183,6 +204,7 @@ def _build(
             "unigram_entropy": entropy(shares),
             "predicted": float((tokens[:n_train] >= 0).mean()) if n_train else 1.0,
             "apart": writer.apart,
+            "notes": list(writer.chats.notes.values()),
         }
         rows = np.array(writer.documents, np.uint64).reshape(-1, 2)
         beside = place.with_name(f"{place.name}-{meta['digest']}.npy")
@@ -191,6 +213,7 @@ def _build(
         publish(unfinished, place.with_name(f"{place.name}-{meta['digest']}.bin"))
     finally:
         unfinished.unlink(missing_ok=True)
+    meta["checksum"] = _checksum(place.name, meta, beside)
     write_atomically(place.with_name(f"{place.name}.json"), json.dumps(meta, indent=1))
 
 
@@ -207,7 +230,7 @@ class _Writer:
     `TokenCache`."""
 
     def __init__(self, out: IO[bytes], tokenizer: Tokenizer) -> None:
-        self.out, self.tokenizer = out, tokenizer
+        self.out, self.tokenizer, self.chats = out, tokenizer, ChatEncoder(tokenizer)
         highest = tokenizer.vocab_size - 1
         self.dtype = np.min_scalar_type(~highest if tokenizer.chats else highest)
         self.tokens, self.apart, self.documents = 0, True, array.array("Q")
@@ -243,21 +266,26 @@ class _Writer:
     def _encoded(self, documents: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """Pairs of tokens and whether a document ends with them."""
         separator = np.array(self.tokenizer.separator_ids, np.int64)
+        bos = np.array(self.tokenizer.bos_ids, np.int64)
         for conversations, group in itertools.groupby(documents, lambda each: isinstance(each, Chat)):
             if conversations:
-                yield from ((encode_chat(self.tokenizer, chat), True) for chat in group)
+                yield from ((self.chats.encode(chat), True) for chat in group)
                 continue
             for pieces in _pieces(group):
-                encoded = self.tokenizer.encode_batch([text for text, _ in pieces])
-                for each, (_, last) in zip(encoded, pieces, strict=True):
+                encoded = self.tokenizer.encode_batch([text for text, _, _ in pieces])
+                for each, (_, first, last) in zip(encoded, pieces, strict=True):
+                    if (
+                        first and len(bos) and list(each[: len(bos)]) != bos.tolist()
+                    ):  # a text may have it already
+                        each = np.append(bos, each)
                     yield (np.append(each, separator) if last else each), last
 
 
-def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool]]]:
+def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool, bool]]]:
     """Texts in groups to be tokenised together: many short ones, or a piece of a very long one, cut at a line
-    end. Each piece comes with whether it is the last of its text.
+    end. Each piece comes with whether it is the first and whether it is the last of its text.
     """
-    group: list[tuple[str, bool]] = []
+    group: list[tuple[str, bool, bool]] = []
     characters = 0
     for text in texts:
         first = 0
@@ -265,7 +293,7 @@ def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool]]]:
             end = min(first + _PIECE, len(text))
             if end < len(text):
                 end = text.rfind("\n", first, end) + 1 or end
-            group.append((text[first:end], end == len(text)))
+            group.append((text[first:end], first == 0, end == len(text)))
             characters += end - first
             if characters >= _PIECE:
                 yield group

@@ -1,7 +1,8 @@
 """Which files the text comes from, and the documents in them.
 
 A *source* is one file on disk; it holds one document (.txt, .md, .py) or many (.jsonl: one per line;
-.parquet: one per row). Sources have a fixed order, so the same files always give the same stream.
+.parquet: one per row; .json: one per element of its array). Sources have a fixed order, so the same files
+always give the same stream.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from typing import Any
 
 from adjoint.errors import UserError
 
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet", ".json")
+_NAMED = ".json"  # read only if its name is given: folders hold others that are no text
 _COMPRESSED = (".gz", ".zst")
-_SUPPORTED = f"supported are {' '.join(SUFFIXES)}, each also as .gz or .zst"
+_SUPPORTED = f"supported are {' '.join(SUFFIXES)}, each also as .gz or .zst ({_NAMED} by its name)"
 
 # In the standard library: tests (some broken on purpose, not installed everywhere) and what pip installs.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages"}
+# Fields beside `messages` by which other programs change what is trained on.
+_UNREAD_FIELDS = ("system", "functions", "documents", "chat_template_kwargs", "weight", "loss", "train")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can write it, UTF-8 cannot
 
 
@@ -65,12 +69,13 @@ class Sources:
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat: messages, each with role and content; the tools that the assistant may call; and the place of
-    the record, for errors."""
+    """A chat: messages, each with role and content; the tools that the assistant may call; the place of the
+    record, for errors; and the fields of the record that could mean something and are not read."""
 
     messages: list[dict[str, Any]]
     tools: Any
     place: str
+    unread: tuple[str, ...] = ()
 
 
 def find_sources(
@@ -138,7 +143,9 @@ def read_documents(source: Source, text_field: str | None) -> Iterator[str | Cha
         return
     try:
         with _opened(path) as stream:
-            if _suffix(path) == ".jsonl":
+            if _suffix(path) == ".json":
+                yield from _documents(_array_records(stream, path), text_field)
+            elif _suffix(path) == ".jsonl":
                 yield from _documents(_json_records(stream, path), text_field)
             elif _suffix(path) == ".parquet":
                 # Parquet is read from its end, and seeking there is expensive in a compressed stream.
@@ -201,7 +208,9 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
             raise UserError(f"{key} {text}: a pipe, socket or device; write its text to a file first")
         return [(path, path.name)]
     if glob.has_magic(text):
-        matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        named = (_NAMED, *(_NAMED + end for end in _COMPRESSED))
+        matches = [m for m in matches if _suffix(m) != _NAMED or text.lower().endswith(named)]
         files = [m for m in matches if m.is_file() and _suffix(m)]
         if not files:
             raise UserError(f"{key} {text}: the pattern matches no supported file; {_SUPPORTED}")
@@ -227,7 +236,11 @@ def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
         dirs[:] = sorted(d for d in dirs if d[0] != "." and d != "__pycache__" and d not in skipped)
         files = [Path(folder, name) for name in names if not name.startswith(".")]
         # Pipes are skipped; a dangling link is kept, and refused by name when it is read.
-        found += [file for file in files if _suffix(file) and (file.is_file() or not file.exists())]
+        found += [
+            file
+            for file in files
+            if _suffix(file) not in (None, _NAMED) and (file.is_file() or not file.exists())
+        ]
     named = [(file, file.relative_to(root).as_posix()) for file in found]
     return sorted(named, key=lambda pair: pair[1])
 
@@ -248,25 +261,70 @@ Records = Iterator[tuple[str, Any]]  # each with its place, for errors
 
 
 def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
-    """The documents of records; null values are skipped."""
+    """The documents of records; null values are skipped, an array is read as the records in it."""
     for place, record in records:
-        if not isinstance(record, dict):
-            raise UserError(f"{place}: expected a JSON object with a field {_fields(field)[0]!r}")
-        fields = _present(record, field, place)
-        own = next((name for name in fields if record[name] is not None), fields[0])
-        value = record[own]
-        if isinstance(value, list):
-            if wrong := [each for each in value or [None] if not _is_message(each)]:
-                what = "a message is an object with role and content"
-                raise UserError(f"{place}: field {own!r}: {what}, not {str(wrong[0])[:60]}")
-            yield Chat(value, record.get("tools"), place)
-        elif isinstance(value, str):
-            if not value.isascii() and _HALF_PAIR.search(value):
-                what = "half of a surrogate pair (\\ud800…), which is no text"
-                raise UserError(f"{place}: field {own!r} has {what}")
-            yield value
-        elif value is not None:
-            raise UserError(f"{place}: field {own!r} is {type(value).__name__}, not text; {_named(record)}")
+        if isinstance(record, list):
+            numbered = ((f"{place}, element {i}", each) for i, each in enumerate(record, 1))
+            yield from (document for each in numbered for document in _document(*each, field))
+        else:
+            yield from _document(place, record, field)
+
+
+def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat]:
+    """The document of one record, if it has one."""
+    if not isinstance(record, dict):
+        raise UserError(f"{place}: expected a JSON object with a field {_fields(field)[0]!r}")
+    fields = _present(record, field, place)
+    name = next((name for name in fields if record[name] is not None), fields[0])
+    value = record[name]
+    if name == "messages" and isinstance(value, str):
+        value = _parsed(value, f"{place}: field {name!r}", "a list of messages")
+    if isinstance(value, list):
+        _check_message_list(value, f"{place}: field {name!r}")
+        tools = record.get("tools")
+        if isinstance(tools, str):
+            tools = _parsed(tools, f"{place}: field 'tools'", "a list of tools") if tools.strip() else None
+        unread = tuple(each for each in _UNREAD_FIELDS if record.get(each) not in (None, "", [], {}))
+        yield Chat(value, tools, place, unread)
+    elif isinstance(value, str):
+        if not value.isascii() and _HALF_PAIR.search(value):
+            what = "half of a surrogate pair (\\ud800…), which is no text"
+            raise UserError(f"{place}: field {name!r} has {what}")
+        yield value
+    elif value is not None:
+        raise UserError(f"{place}: field {name!r} is {type(value).__name__}, not text; {_named(record)}")
+
+
+def _parsed(text: str, where: str, what: str) -> list[Any]:
+    """The list that a string holds as JSON."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, list):
+        raise UserError(
+            f"{where} is a string ({text.strip()[:60]!r}) that is not {what} as JSON; write {what}, or name "
+            "another field with data.text_field"
+        )
+    return value
+
+
+def _check_message_list(messages: list[Any], where: str) -> None:
+    """Raises UserError if a list holds something else than messages, or nothing."""
+    example = '{"role": "user", "content": "…"}'
+    if not messages:
+        raise UserError(f"{where} is an empty list; write messages, {example}, or leave the record out")
+    if all(isinstance(each, str) for each in messages):
+        raise UserError(
+            f"{where} is a list of strings, not text; write one string, or a record for each of them "
+            f"(a chat is a list of messages, {example})"
+        )
+    for i, message in enumerate(messages, 1):
+        if not _is_message(message):
+            raise UserError(
+                f"{where}: message {i} is {str(message)[:60]}; a message is an object with role and content, "
+                f"{example}"
+            )
 
 
 def _fields(field: str | None) -> list[str]:
@@ -289,6 +347,19 @@ def _named(names: Collection[str]) -> str:
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+def _array_records(stream: Any, path: Path) -> Records:
+    """The records of a .json file: the elements of an array, one object, or an object on each line."""
+    try:
+        content = stream.read().decode("utf-8-sig")
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if not isinstance(error, json.JSONDecodeError) or not error.msg.startswith("Extra data"):
+            raise UserError(f"{path}: not JSON in UTF-8 ({error})") from None
+        yield from _json_records((line.encode() for line in content.splitlines()), path)
+    else:
+        yield str(path), value
 
 
 def _json_records(stream: Iterable[bytes], path: Path) -> Records:
@@ -346,7 +417,7 @@ def _parquet_records(stream: Any, path: Path, field: str | None) -> Records:
 def _columns(names: Sequence[str], field: str | None, path: Path) -> list[str]:
     """The columns to read."""
     own = _present(names, field, path)
-    return [*own, "tools"] if "tools" in names and "tools" not in own else own
+    return own + [each for each in ("tools", *_UNREAD_FIELDS) if each in names and each not in own]
 
 
 def _as_json(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ class ByteTokenizer:
 
     Attributes:
         separator_ids: The tokens that end each document; may be empty.
+        bos_ids: The token that begins each document of plain text; may be empty.
         identity: Digest of everything that determines the ids.
         chats: Whether there is a chat template, which chats need.
     """
 
     chats = False
+    bos_ids: tuple[int, ...] = ()
     name = "byte"
     vocab_size = 256
     identity = "byte"
@@ -44,63 +48,158 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json, or a local Hugging Face tokenizer folder; with the attributes of `ByteTokenizer`."""
+    """A tokenizer.json, or a local Hugging Face tokenizer folder; with the attributes of `ByteTokenizer`
+    and the `renderer` of chats, the tokenizer of transformers, None without it.
 
+    Where transformers is installed, AutoTokenizer reads the folder, for plain text and chats alike, as it
+    will for inference. Otherwise tokenizer.json is read by itself, and refused if files beside it contradict
+    it.
+    """
+
+    renderer: Any = None
+    _backend: Any = None  # of the tokenizers library; None for a tokenizer written in Python
     _encode_batch: Callable[[list[str]], list[Sequence[int] | np.ndarray]]
     _decode: Callable[[list[int]], Any]
     _vocab: dict[str, int]
     _eos: str | None
+    _bos: str | None
+    _prefix: list[int]  # tokens that it adds before a text
 
-    def __init__(self, path: str, separator: str | None = None) -> None:
+    def __init__(self, path: str, separator: str | None = None, trust_remote_code: bool = False) -> None:
         """Raises UserError: no such path, not a tokenizer, or no separator found in it."""
-        self.name = path
+        self.name, self.trust_remote_code = path, trust_remote_code
         place = Path(path).expanduser()
         if not place.exists():
             raise UserError(f'data.tokenizer {path}: no such file or folder; or take "byte"')
         folder, file = (place, place / "tokenizer.json") if place.is_dir() else (place.parent, place)
-        package, kind = ("tokenizers", "tokenizer.json") if file.exists() else ("transformers", "folder")
-        try:
-            self._load_file(file) if file.exists() else self._load_folder(folder)
-        except Exception as error:  # tokenizers raises plain Exception, transformers a dozen others
-            if isinstance(error, ImportError) and error.name == package:
-                raise UserError(f"data.tokenizer {path} needs {package}: pip install {package}") from None
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise UserError(f"data.tokenizer {path}: not a {kind} of {package} ({reason})") from None
+        self._load(folder, file)
         self.vocab_size = 1 + max(self._vocab.values(), default=-1)
         if self.vocab_size == 0:
             raise UserError(f"data.tokenizer {path}: its vocabulary is empty")
         self.separator_ids = self._separator(separator)
-        self.chats = bool(_configured(folder, "chat_template"))
+        self.bos_ids = self._beginning()
+        self.chats = bool(_configured(folder, "chat_template") if self.renderer is None else self._template)
         digest = hashlib.blake2b(digest_size=16)
         for each in sorted({file, folder / "config.json", *tokenizer_files(str(folder))}):
             if each.is_file():
                 digest.update(each.name.encode() + b"\0" + each.read_bytes())
+        digest.update(str(self._template).encode())
+        if self._backend is not None:  # files alone do not determine the ids: releases of transformers differ
+            digest.update(self._backend.to_str().encode() + bytes([self._backend.encode_special_tokens]))
         self.identity = digest.hexdigest()
 
-    def _load_file(self, file: Path) -> None:
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of text that the vocabulary has no token for."""
+        return getattr(self.renderer, "unk_token_id", None)
+
+    @property
+    def continues(self) -> str | None:
+        """What tokens begin with that continue a word, such as "##"."""
+        return getattr(getattr(self._backend, "model", None), "continuing_subword_prefix", None)
+
+    @property
+    def _template(self) -> Any:
+        return getattr(self.renderer, "chat_template", None)
+
+    def _load(self, folder: Path, file: Path) -> None:
+        """Read the folder with transformers, or else tokenizer.json alone."""
+        reason = None
+        if not _says_everything(folder, file):
+            try:
+                from transformers import AutoTokenizer
+
+                options = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
+                return self._use_transformers(AutoTokenizer.from_pretrained(str(folder), **options))
+            except Exception as error:  # transformers raises a dozen types
+                absent = isinstance(error, ImportError) and error.name == "transformers"
+                reason = None if absent else _first_line(error)
+                if "trust_remote_code" in str(error):
+                    reason = "it brings Python code: read it; --model.trust_remote_code true lets it run"
+                if not file.exists():
+                    said = f"not a folder of transformers ({reason})"
+                    said = "needs transformers: pip install transformers" if absent else said
+                    raise UserError(f"data.tokenizer {self.name}: {said}") from None
+        try:
+            self._use_file(folder, file)
+        except UserError:
+            raise
+        except Exception as error:  # tokenizers raises plain Exception
+            said = f"not a tokenizer.json of tokenizers ({_first_line(error)})"
+            if isinstance(error, ImportError) and error.name == "tokenizers":
+                said = "needs tokenizers: pip install tokenizers"
+            raise UserError(f"data.tokenizer {self.name}: {said}") from None
+        if reason is not None:
+            warnings.warn(
+                f"data.tokenizer {self.name}: transformers cannot read this folder ({reason}); its "
+                "tokenizer.json is read by itself",
+                stacklevel=3,
+            )
+
+    def _use_transformers(self, tokenizer: Any) -> None:
+        self.renderer = tokenizer
+        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        self._vocab, self._eos, self._bos = tokenizer.get_vocab(), tokenizer.eos_token, tokenizer.bos_token
+        options = {"truncation": False, "padding": False, "verbose": False, "return_attention_mask": False}
+
+        def encode_batch(texts: list[str], add_special_tokens: bool = False) -> Any:
+            return tokenizer(texts, add_special_tokens=add_special_tokens, **options)["input_ids"]
+
+        self._encode_batch, self._prefix = lambda texts: encode_batch(texts) if texts else [], []
+        probes = ["".join(tokenizer.all_special_tokens)]
+        with contextlib.suppress(Exception):  # a vocabulary may have no token for what is unknown
+            self._prefix = _added_before(encode_batch([_PROBE], True)[0], self.encode(_PROBE))
+            probes.append(_PROBE + probes[0])
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            expected = encode_batch(probes)
+            fast = self._prepare(backend, bool(getattr(tokenizer, "split_special_tokens", False)))
+            if fast(probes) == expected:
+                self._backend, self._encode_batch = backend, fast  # else its class encodes in Python
+
+    def _use_file(self, folder: Path, file: Path) -> None:
         from tokenizers import Tokenizer as Backend
 
         backend = Backend.from_str(file.read_text("utf-8"))
-        # A tokenizer saved with truncation would silently cut every document.
+        names = {key: _token_name(_configured(folder, key)) for key in ("eos_token", "bos_token")}
+        self._eos, self._bos = names["eos_token"], names["bos_token"]
         backend.no_truncation()
         backend.no_padding()
-        # The fast form leaves out character offsets, which nobody reads here; older releases lack it.
+        self._prefix = []
+        if _configured(folder, "add_bos_token") is not False:
+            with contextlib.suppress(Exception):  # a vocabulary may have no token for what is unknown
+                with_special = backend.encode(_PROBE).ids
+                self._prefix = _added_before(
+                    with_special, backend.encode(_PROBE, add_special_tokens=False).ids
+                )
+        self._encode_batch = self._prepare(backend, bool(_configured(folder, "split_special_tokens")))
+        self._decode = lambda ids: backend.decode(ids, skip_special_tokens=False)
+        self._backend, self._vocab = backend, backend.get_vocab(with_added_tokens=True)
+        _check_added_tokens(self.name, folder, self._vocab)
+
+    def _prepare(self, backend: Any, split_special_tokens: bool) -> Callable[[list[str]], Any]:
+        """Switch off what changes ids or character offsets; return the batch encoding."""
+        backend.no_truncation()  # a tokenizer saved with truncation would silently cut every document
+        backend.no_padding()
+        backend.post_processor = None  # it adds special tokens, and cuts whitespace off offsets
+        backend.encode_special_tokens = split_special_tokens
+        # The fast form leaves out character offsets; older releases lack it.
         run = getattr(backend, "encode_batch_fast", backend.encode_batch)
-        self._encode_batch = lambda texts: [e.ids for e in run(texts, add_special_tokens=False)]
-        self._decode = lambda ids: backend.decode(ids, skip_special_tokens=False)
-        self._vocab = backend.get_vocab(with_added_tokens=True)
-        eos = _configured(file.parent, "eos_token")
-        self._eos = eos if isinstance(eos, str) else (eos or {}).get("content")
+        return lambda texts: [e.ids for e in run(texts, add_special_tokens=False)]
 
-    def _load_folder(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        self._encode_batch = lambda texts: [
-            backend.encode(text, add_special_tokens=False, truncation=False, verbose=False) for text in texts
-        ]
-        self._decode = lambda ids: backend.decode(ids, skip_special_tokens=False)
-        self._vocab, self._eos = backend.get_vocab(), backend.eos_token
+    def _beginning(self) -> tuple[int, ...]:
+        """The token that the tokenizer adds before a text, if it is one that begins texts."""
+        if not self._prefix or tuple(self._prefix) == self.separator_ids:
+            return ()  # the end of one document is the beginning of the next
+        if self._bos is not None and self._prefix == [self._vocab.get(self._bos)]:
+            return tuple(self._prefix)
+        token = self.decode(self._prefix)
+        warnings.warn(
+            f"data.tokenizer {self.name}: adds {token!r} before a text, which is not its bos_token: "
+            "documents do not get it",
+            stacklevel=2,
+        )
+        return ()
 
     def _separator(self, separator: str | None) -> tuple[int, ...]:
         if separator == "":
@@ -124,6 +223,13 @@ class FileTokenizer:
     def encode_batch(self, texts: list[str]) -> list[Sequence[int] | np.ndarray]:
         """Token ids of each text; uses all cores if the tokenizer can."""
         return self._encode_batch(texts)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]] | None]:
+        """Token ids of a text, and the characters [start, stop) of each token; None if these are unknown."""
+        if self._backend is None:
+            return self.encode(text), None
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
 
     def decode(self, ids: Any) -> str:
         """Text of token ids, special tokens included."""
@@ -164,21 +270,115 @@ def check_bytes(directory: str, vocab_size: int) -> None:
         )
 
 
-def load_tokenizer(tokenizer: str | None, separator: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, bytes if None, with the separator of `data.separator`.
-    Raises UserError if there is none."""
+def load_tokenizer(
+    tokenizer: str | None, separator: str | None = None, trust_remote_code: bool = False
+) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` names, bytes if None.
+
+    Args:
+        separator: of `data.separator`. trust_remote_code: whether Python files of its folder may run.
+
+    Raises:
+        UserError: there is no such tokenizer.
+    """
     if tokenizer in (None, ByteTokenizer.name):
         return ByteTokenizer(separator)
-    return FileTokenizer(tokenizer, separator)
+    return FileTokenizer(tokenizer, separator, trust_remote_code)
+
+
+def describe_boundaries(tokenizer: Tokenizer) -> str:
+    """What documents of plain text begin and end with, in words."""
+    end, begin = tokenizer.decode(tokenizer.separator_ids), tokenizer.decode(tokenizer.bos_ids)
+    words = [f"begin with {begin!r}"] * bool(begin) + [f"end with {end!r}"] * bool(end)
+    return f"documents {' and '.join(words)}" if words else "nothing between documents"
+
+
+def byte_tokenizer_files(separator: str | None) -> dict[str, Any]:
+    """The files, by name, of a tokenizer folder of transformers with the ids of `ByteTokenizer`.
+
+    Byte 0 is the padding token; it ends texts unless another separator was trained with.
+    """
+    tokenizer, zero = ByteTokenizer(separator), "\0"
+    # Byte-level tokenizers write a byte that is not printable as a character from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in set(printable)]
+    characters = {byte: chr(byte) for byte in printable} | {b: chr(0x100 + i) for i, b in enumerate(rest)}
+    # A special token is found in the text itself, so that of byte 0 is the character 0.
+    vocab = {zero if byte == 0 else characters[byte]: byte for byte in range(256)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    names = {"pad_token": zero} | ({"eos_token": zero} if tokenizer.separator_ids == (0,) else {})
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": 0, "content": zero, **flags, "special": True}],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **names,
+        },
+    }
+
+
+_PROBE = "A probe: 12 \u00e9t\u00e9s,\n\tand  more."  # a text on which two ways to encode are compared
+
+
+def _says_everything(folder: Path, file: Path) -> bool:
+    """Whether a tokenizer.json is all there is to read: it has another name, or no file beside it."""
+    beside = {folder / "config.json", *tokenizer_files(str(folder))} - {file}
+    return file.exists() and (file.name != "tokenizer.json" or not any(f.is_file() for f in beside))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _added_before(with_special: list[int], without: list[int]) -> list[int]:
+    """The tokens that stand before a text's own."""
+    starts = range(len(with_special) - len(without) + 1)
+    start = next((i for i in starts if with_special[i : i + len(without)] == without), 0)
+    return list(with_special[:start])
+
+
+def _token_name(token: Any) -> str | None:
+    """A token of a configuration, which is its text or an object with `content`."""
+    return token if isinstance(token, str) or token is None else token.get("content")
+
+
+def _check_added_tokens(name: str, folder: Path, vocab: dict[str, int]) -> None:
+    """Raises UserError if a file beside tokenizer.json gives a token another id."""
+    decoder: dict[str, Any] = _configured(folder, "added_tokens_decoder") or {}
+    claims = [(_token_name(token), int(number)) for number, token in decoder.items()]
+    for token, number in [*claims, *_read_json(folder / "added_tokens.json").items()]:
+        if token is not None and vocab.get(token) != number:
+            raise UserError(
+                f"data.tokenizer {name}: token {token!r} has the id {number} beside tokenizer.json and "
+                f"{vocab.get(token)} in it; only transformers can read this folder: pip install transformers"
+            )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """An object in a JSON file; empty if there is none."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _configured(folder: Path, key: str) -> Any:
-    """A value of a folder's tokenizer_config.json, or else its file KEY.jinja; None if neither has it."""
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        config = None
-    found = config.get(key) if isinstance(config, dict) else None
-    if found is None and (folder / f"{key}.jinja").is_file():
-        return (folder / f"{key}.jinja").read_text("utf-8")
-    return found
+    """A value of a folder's tokenizer_config.json, or else of its special_tokens_map.json, or else its file
+    KEY.jinja; None if none has it."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (value := _read_json(folder / name).get(key)) is not None:
+            return value
+    file = folder / f"{key}.jinja"
+    return file.read_text("utf-8") if file.is_file() else None

@@ -87,7 +87,7 @@ def room_for_tapes(memory: float | str, kept: int, device: torch.device) -> floa
 
     Args:
         memory: budget in bytes, on top of memory already allocated; "auto" for most of what is left.
-        kept: bytes stored for the whole sequence besides tapes (`Worker.kept_bytes`).
+        kept: bytes stored for the whole sequence besides tapes (`Executor.kept_bytes`).
     """
     budget = AUTO * memory_left(device) if isinstance(memory, str) else memory
     if device.type == "cpu":

@@ -18,8 +18,8 @@ accumulated adjoint state (docs/method.md §2). A tape is what a stage's backwar
 segment is a run of stages of which only the first one's input is stored: recompute runs through it from
 there, and z is a y that it computes again inside a segment.
 
-A method decides which of these arrows the backward has (`Scheme`), and which stages form a segment. `program`
-decides who owns a tile and in which order tiles run."""
+A method decides which of these arrows the backward has (`EngineSpec`), and which stages form a segment.
+`schedule` decides who owns a tile and in which order tiles run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrows:
+class BackwardSpec:
     """Which arrows between tiles the backward has.
 
     Attributes:
@@ -88,7 +88,6 @@ class Storage:
             GPU.
         memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process with keep="edges".
         whole: whether the sequence becomes one chunk, the fastest way, if its tape fits in `memory`.
-        cuda_graphs: whether chunks' launches are recorded and replayed, if the device is a GPU.
     """
 
     keep: str = "edges"
@@ -97,11 +96,10 @@ class Storage:
     offload: bool = False
     memory: float | Literal["auto"] | None = None
     whole: bool = False
-    cuda_graphs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheme:
+class EngineSpec:
     """What a method asks of the engine: which arrows the backward has, what the forward stores, and how the
     sequence is cut into chunks.
 
@@ -114,7 +112,7 @@ class Scheme:
     """
 
     chunk_size: int
-    arrows: Arrows = Arrows()
+    backward: BackwardSpec = BackwardSpec()
     storage: Storage = Storage()
     documents: tuple[int, ...] = (0,)
     cut_at: tuple[int, ...] = ()
@@ -141,7 +139,7 @@ class Grid:
         cuts: chunk c is the tokens [cuts[c], cuts[c + 1]).
         stateful: per stage, whether it carries a state from chunk to chunk.
         segments: per stage, the number of its segment.
-        dy_from: as in `Scheme`.
+        dy_from: as in `EngineSpec`.
         windows: per stage, in tokens; None where the adjoint state is carried from chunk to chunk.
         reach: tokens to the left of its own that a windowed tile reads, besides the state.
         costs: per stage, the relative time of its forward per token; only the order depends on it.
@@ -161,7 +159,7 @@ class Grid:
     costs: tuple[float, ...] = ()
     document_starts: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
-    passing: tuple[tuple[float, ...], ...] = ()
+    adjoint_scale: tuple[tuple[float, ...], ...] = ()
     inside: bool = False
 
     @property
@@ -235,13 +233,13 @@ class Grid:
 
     def passes(self, k: int, c: int) -> float:
         """The factor on stage k's adjoint state as it leaves chunk c."""
-        return self.passing[sum(self.stateful[:k])][c] if self.passing else 1.0
+        return self.adjoint_scale[sum(self.stateful[:k])][c] if self.adjoint_scale else 1.0
 
     def document(self, c: int) -> int:
         """The first token of the document that chunk c belongs to."""
         return self.cuts[_last(self._starts, c)]
 
-    def follows(self, c: int) -> int:
+    def first_grad_token(self, c: int) -> int:
         """The first token that can get a state's cotangent from chunk c: its document's, or the one after the
         last edge at which cotangents are dropped."""
         return self.cuts[max(_last(self._starts, c), _last(self._dropped, c))]
@@ -366,7 +364,7 @@ def _last(rising: list[int], c: int) -> int:
 
 
 def make_grid(
-    scheme: Scheme,
+    spec: EngineSpec,
     seqlen: int,
     stateful: Sequence[bool],
     reach: int,
@@ -374,7 +372,7 @@ def make_grid(
     windows: Sequence[int] | None = None,
     costs: Sequence[float] = (),
 ) -> Grid:
-    """The grid of a scheme on `seqlen` tokens.
+    """The grid of a spec on `seqlen` tokens.
 
     Args:
         stateful, reach, costs: as in `Grid`.
@@ -382,18 +380,18 @@ def make_grid(
         windows: per stateful stage, once window="auto" has picked them; until then nothing is cut off.
     """
     n = len(stateful)
-    window = scheme.arrows.window
+    window = spec.backward.window
     if window == "auto":
         picked = iter(windows) if windows is not None else None
         each = tuple(next(picked) if picked is not None and s else None for s in stateful)
     else:
         each = tuple(window if s else None for s in stateful)
-    together = scheme.storage.keep == "edges" and window is None
+    together = spec.storage.keep == "edges" and window is None
     segments = tuple(shards if shards is not None else [0] * n) if together else tuple(range(n))
-    cuts, starts = scheme.cuts(seqlen), set(scheme.documents)
+    cuts, starts = spec.cuts(seqlen), set(spec.documents)
     begins = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
-    grid = Grid(cuts, tuple(stateful), segments, scheme.arrows.dy_from, each, reach, tuple(costs), begins)
-    if scheme.arrows.drop_every is None:
+    grid = Grid(cuts, tuple(stateful), segments, spec.backward.dy_from, each, reach, tuple(costs), begins)
+    if spec.backward.drop_every is None:
         return grid
-    dropped = (c for c in range(grid.chunks) if (cuts[c] - grid.document(c)) % scheme.arrows.drop_every == 0)
+    dropped = (c for c in range(grid.chunks) if (cuts[c] - grid.document(c)) % spec.backward.drop_every == 0)
     return dataclasses.replace(grid, dropped=frozenset(dropped))

@@ -23,11 +23,14 @@ class Changed(RuntimeError):
     it was, or its graph goes on into another chunk's."""
 
 
-class Outside:
+class UnlistedLeaves:
     """Trainable tensors that reach the tiles of one call without being listed by a stage.
 
     Those of the forward's last chunk, whose tape is kept, are found in its graph; they become inputs of the
     call's autograd function like parameters. Every later tile's graph must begin at these or at listed ones.
+    A leaf that a tile makes itself, such as an embedding's output under `enable_input_require_grads`, is no
+    input: its gradient goes nowhere, as in plain autograd. It shows by being another tensor when the same
+    tile runs again.
 
     Args:
         listed: tensors whose gradients are asked for anyway.
@@ -38,6 +41,8 @@ class Outside:
         leaves: found leaves. Their gradients are asked for directly.
         made: found tensors with a graph of their own, made before the call. Tiles see leaves in their place,
             as a graph can be walked back once only.
+        nodes: the graph nodes that made these tensors, by which they are recognised.
+        first_run: while `run_tile` runs a tile again, the leaves of its first run; None during the first.
     """
 
     def __init__(
@@ -46,7 +51,8 @@ class Outside:
         self.listed, self.own, self.open = set(listed), own, open
         self.leaves: dict[Tensor, None] = {}
         self.made: dict[Tensor, None] = {}
-        self.nodes: set[Any] = set()  # those that made them, by which they are recognised
+        self.nodes: set[Any] = set()
+        self.first_run: Collection[Tensor] | None = None
 
     def close(self) -> list[Tensor]:
         """No more may be found; gives those that were found and are not listed."""
@@ -65,7 +71,7 @@ class Outside:
             begin: the number of the tile's first node (`next_node`).
 
         Raises:
-            MadeBefore: of a tensor that has a graph of its own; the tile is to be run again.
+            RunAgain: the tile must run again before this can be told; `run_tile` does it.
             Changed: of another tile's leaf.
             UserError: a tensor is found when it is too late, or where none may be found.
         """
@@ -83,32 +89,42 @@ class Outside:
                     "to an autograd function, where chunks cannot tell it apart: give it t * 1"
                 )
             if nodes:
-                raise MadeBefore(nodes)
-            self.leaves |= dict.fromkeys(found)
-        for t in found:
-            if t not in self.listed and t not in self.leaves:
-                raise UserError(
-                    f"chunks read a tensor of shape {tuple(t.shape)} that requires a gradient and is no "
-                    "parameter of a module. It gets one only in a single process, and if the last chunk "
-                    "reads it: register it as a parameter"
-                )
-        return found
+                raise RunAgain(nodes=nodes)
+        unlisted = [t for t in found if t not in self.listed and t not in self.leaves]
+        if not unlisted:
+            return found
+        if self.first_run is None:
+            raise RunAgain(leaves=unlisted)
+        inputs = [t for t in unlisted if t in self.first_run]
+        if inputs and not self.open:
+            raise UserError(
+                f"chunks read a tensor of shape {tuple(inputs[0].shape)} that requires a gradient and is no "
+                "parameter of a module. It gets one only in a single process, and if the last chunk "
+                "reads it: register it as a parameter"
+            )
+        self.leaves |= dict.fromkeys(inputs)
+        return [t for t in found if t in self.listed or t in self.leaves]
 
-    def taken_in(self, run: Callable[[], T]) -> T:
-        """run(), again where tensors were found that have a graph of their own."""
-        while True:
-            try:
-                return run()
-            except MadeBefore as found:
-                self.nodes |= found.nodes
+    def run_tile(self, run: Callable[[], T]) -> T:
+        """Return run(), which is called again where its leaves cannot be told apart by one run."""
+        try:
+            while True:
+                try:
+                    return run()
+                except RunAgain as again:
+                    self.nodes |= again.nodes
+                    self.first_run = again.leaves or self.first_run
+        finally:
+            self.first_run = None
 
 
-class MadeBefore(Exception):
-    """A tile's graph goes on beyond the tile, into these nodes."""
+class RunAgain(Exception):
+    """A tile has to run again: its graph goes on beyond the tile into `nodes`, or begins at `leaves` of which
+    it is not known whether the tile has made them."""
 
-    def __init__(self, nodes: set[Any]) -> None:
-        super().__init__("a graph made before the call")
-        self.nodes = nodes
+    def __init__(self, nodes: Collection[Any] = (), leaves: Collection[Tensor] = ()) -> None:
+        super().__init__("a tile outside of UnlistedLeaves.run_tile reads tensors that no stage lists")
+        self.nodes, self.leaves = set(nodes), set(leaves)
 
 
 class StandIns(TorchFunctionMode):
@@ -118,7 +134,7 @@ class StandIns(TorchFunctionMode):
         leaves: for each tensor that was met, the leaf.
     """
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: UnlistedLeaves) -> None:
         super().__init__()
         self.outside, self.leaves = outside, dict[Tensor, Tensor]()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.engine.grid import Scheme
+from adjoint.engine.grid import EngineSpec
 from adjoint.engine.tile import Cotangents
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
@@ -222,7 +222,7 @@ class Past:
     slab: Slab
     start: int
     begin: int
-    follows: int
+    first_grad_token: int
     visible: Sequence[int] | None = None
     starts: Sequence[Sequence[int]] | None = None
 
@@ -237,8 +237,8 @@ class Past:
         return _Join.apply(piece, self, begin)
 
     def gather(self, d: Tensor, start: int) -> None:
-        """Adds a cotangent of the past's tokens from `start` on, leaving out those before `follows`."""
-        dim, first = self.slab.dim, max(start, self.follows)
+        """Adds a cotangent of the past's tokens from `start` on, but for tokens before `first_grad_token`."""
+        dim, first = self.slab.dim, max(start, self.first_grad_token)
         stop = min(start + d.shape[dim], self.start)
         if first < stop:
             self.slab.gather(d.narrow(dim, first - start, stop - first), first)
@@ -287,6 +287,6 @@ def joined(recurrent: Iterable, growing: Iterable, grows: Sequence[int | None]) 
     return tuple(next(here if dim is None else past) for dim in grows)
 
 
-def lies_on_host(scheme: Scheme, device: torch.device) -> bool:
+def lies_on_host(spec: EngineSpec, device: torch.device) -> bool:
     """Whether stored states and inputs are in host memory instead of the device's."""
-    return scheme.storage.offload and device.type == "cuda"
+    return spec.storage.offload and device.type == "cuda"

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
-from adjoint.engine.leaves import Outside, alias, next_node, unseen
+from adjoint.engine.leaves import UnlistedLeaves, alias, next_node, unseen
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import products_kept
@@ -41,9 +41,9 @@ class Gradients:
             and goes: sums between a chunk's tensors would leave holes in the heap.
     """
 
-    def __init__(self, outside: Outside | None = None, parameters: Iterable[Tensor] = ()) -> None:
+    def __init__(self, outside: UnlistedLeaves | None = None, parameters: Iterable[Tensor] = ()) -> None:
         self.sums: dict[Tensor, Tensor] = {}
-        self.outside = outside or Outside()
+        self.outside = outside or UnlistedLeaves()
         self.room = {
             p: torch.empty_like(p, dtype=accumulate_dtype(p.dtype))
             for p in parameters
@@ -106,7 +106,7 @@ class Gradients:
         return None if total is None else total.to(parameter.dtype)
 
 
-class _Arriving:
+class StreamingAccumulator:
     """Adds gradients to the sums while a tile's backward runs, so that they never all exist at once: together
     they may be as large as the model. On a GPU it adds some at a time, by one launch for all."""
 
@@ -144,7 +144,7 @@ def linearize(
 
     Args:
         call: gets leaves that share the parameters' memory (`aliases`), in the same order. What else its
-            graph begins at has a gradient like parameters, or is refused: see `leaves.Outside`.
+            graph begins at has a gradient like parameters, or is refused: see `leaves.UnlistedLeaves`.
         x: gets a cotangent if it is of floating point; token ids get none.
         state: entries that are no tensors, such as a `Past`, are handed on as they are, without a cotangent;
             the graph may lead to their `anchor`, if they have one.
@@ -174,7 +174,7 @@ def linearize(
         outputs.clear()
         if not given:
             return None, (None,) * len(state)
-        arriving = _Arriving(gradients)
+        arriving = StreamingAccumulator(gradients)
         for parameter, leaf in trained:
             leaf.register_hook(functools.partial(arriving.take, parameter))
         inputs = [*followed, *(leaf for _, leaf in trained), *others]

@@ -33,6 +33,7 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         _check_layout(folder, "a run", None, layout)
         return from_checkpoint(checkpoint_at(folder, str(folder)))
     if not (folder / "config.json").is_file():
+        refuse_adapter(folder, str(folder))
         raise UserError(
             f"{folder}: neither a model (it has no config.json) nor a run; name the folder of one"
         )
@@ -51,6 +52,26 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         return by_our_names(weights, config)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from None
+
+
+def refuse_adapter(folder: Path, called: str) -> None:
+    """Raise a UserError if a folder holds an adapter of PEFT, and no model.
+
+    Args:
+        called: the user's words for the folder, or the key that names it.
+    """
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    base = base or "its base model"
+    raise UserError(
+        f"{called}: {folder} holds an adapter of PEFT, for {base}; merge it (PeftModel.from_pretrained, then "
+        f"merge_and_unload and save_pretrained) and name that folder, or name {base}"
+    )
 
 
 def _check_layout(folder: Path, what: str, found: str | None, layout: str | None) -> None:
@@ -74,7 +95,8 @@ def checkpoint_config(checkpoint: Path) -> StackConfig:
         given = dict(read_trainer(checkpoint)["config"]["model"])
         if given.pop("from_pretrained", None) is not None:
             raise ValueError("it is of a Hugging Face model")
-        given.pop("lora", None)
+        for key in ("lora", "trust_remote_code"):
+            given.pop(key, None)
         return StackConfig(**given)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

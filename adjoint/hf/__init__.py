@@ -8,7 +8,8 @@ import re
 
 from adjoint.errors import UserError
 
-OLDEST = 5, 21  # since then Mamba-1's mixers call their scan by the name that adjoint.hf.replacements rebinds
+# Since 5.21 Mamba-1's mixers call their scan by the name that `hf.kernels.replacements` rebinds.
+OLDEST = (5, 21)
 
 _REMEDY = "pip install -U 'transformers>={}.{},<6'".format(*OLDEST)
 

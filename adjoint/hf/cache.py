@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers import cache_utils as theirs
 
-from adjoint.engine.autograd import uncompiled
-from adjoint.engine.crossing import Crossing
+from adjoint.engine.step import uncompiled
 from adjoint.engine.storage import Past
-from adjoint.hf.fla import is_of_fla
+from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.kernels.attention import join
 from adjoint.layers import State
+from adjoint.parallel.handoff import StateHandoff
 
 # Dimensions along which tensors grow, with the batch: keys and values are (batch, heads, tokens, dim),
 # an indexer's keys (batch, tokens, dim).
@@ -78,7 +78,7 @@ class _Layer:
     is_croppable = False
     before: dict[str, Past]
     pieces: dict[str, Tensor]
-    crossings: dict[tuple[str, int], Crossing]
+    crossings: dict[tuple[str, int], StateHandoff]
     left: dict[tuple[str, int], Tensor]
     dtype: Any
     device: Any
@@ -206,7 +206,7 @@ class _Indexed(_Growing):
 
 
 # Of each of transformers' layers what ours does otherwise, and ours; some have a recurrence and attention.
-OTHERWISE: dict[type, tuple[type, ...]] = {
+CACHE_MIXINS: dict[type, tuple[type, ...]] = {
     theirs.DynamicLayer: (_Growing,),
     theirs.DynamicIndexedLayer: (_Indexed,),
     theirs.DynamicSlidingWindowLayer: (_Growing,),
@@ -215,19 +215,21 @@ OTHERWISE: dict[type, tuple[type, ...]] = {
     theirs.LinearAttentionAndSlidingWindowAttentionLayer: (_Growing, _Recurrent),
 }
 OURS: dict[type, type] = {
-    kind: type(kind.__name__, (*others, kind), {}) for kind, others in OTHERWISE.items()
+    kind: type(kind.__name__, (*others, kind), {}) for kind, others in CACHE_MIXINS.items()
 }
 
 
 # By model_type: how many states a layer has, where the configuration does not say what its cache has ...
 UNTOLD = {"xlstm": 3}
 # ... and of which class a model insists that its cache is: whose it is, the module, the name.
-INSISTED = {"minimax": ("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")}
+REQUIRED_CACHE_CLASS = {
+    "minimax": ("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")
+}
 
 
 class ChunkCache(DynamicCache):
-    """A cache that hands one chunk its state and takes the new one; `begun` and `out_of` are all that the
-    stage uses of it.
+    """A cache that hands one chunk its state and takes the new one; `layers_with_state` and `out_of` are all
+    that the stage uses of it.
 
     Raises:
         ValueError: the model's cache has a kind of layer that this does not know.
@@ -258,7 +260,7 @@ class ChunkCache(DynamicCache):
         """As xLSTM's cache has them."""
         return [_States(layer, tuple(layer.recurrent_states.values())) for layer in self.layers]
 
-    def begun(self, slots: Sequence[Slot], state: State, seen: int) -> list[Any]:
+    def layers_with_state(self, slots: Sequence[Slot], state: State, seen: int) -> list[Any]:
         """Layers that hold a state, `seen` tokens after its document's start; there only what grows has
         one."""
         layers = [_ours(layer) for layer in self.kinds]
@@ -340,7 +342,7 @@ def chunk_cache(config: Any) -> ChunkCache:
         cache = ChunkCache(config)  # made first: the two classes' constructors do not go together
         cache.__class__ = _insisted("FLA", "fla.models.utils", "Cache", _OfFLA)
         return cache
-    insisted = INSISTED.get(config.model_type)
+    insisted = REQUIRED_CACHE_CLASS.get(config.model_type)
     return ChunkCache(config) if insisted is None else _insisted(*insisted)(config)
 
 

@@ -1,30 +1,24 @@
-"""What a wrapped model is called with, read once: it becomes a `Batch`, and with the method the `Scheme` of
-its chunks. Everything that chunks do not know is refused by its name, or, where a call asks for more than a
-loss, run as if the model were not wrapped."""
+"""The arguments of a call of a wrapped model, read once: they become a `Batch` and, with the method, the
+`EngineSpec` of its chunks. Whatever chunks do not know is refused by name or, where a call asks for more than
+a loss, run as if the model were not wrapped."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
-from adjoint.documents import from_cu_seqlens
-from adjoint.engine.chunk_size import Sizes
-from adjoint.engine.grid import Arrows, Scheme
 from adjoint.hf import check
-from adjoint.hf.cache import Slot
-from adjoint.hf.head import COUNTED
-from adjoint.hf.model import backbone_of, class_of
-from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
+from adjoint.hf.cache import ChunkCache
+from adjoint.hf.documents import Starts, as_one_row, rows_of, starts_of
+from adjoint.hf.model_parts import backbone_of, class_of
+from adjoint.hf.router_loss import COUNTED
 
 # What more a call may ask for, all of which transformers' own forward gives.
 CACHES = ("past_key_values", "cache_params")
@@ -38,15 +32,10 @@ LABELS = ("labels", "shift_labels")
 # models make masks.
 TYPES = "token_type_ids"
 TOKEN_WISE = (TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
-BUSY = 1024  # tokens of a chunk on a CPU where nobody says; see `adjoint.engine.chunk_size`
-
 REMEDIES = {
     "ignore_index": "set the labels that do not count to -100",
     "logits_to_keep": "Exact and Truncated give logits beside a loss under torch.no_grad()",
 }
-
-
-Starts = list[tuple[int, ...]]  # of each row, the first tokens of its documents
 
 
 class CallKind(NamedTuple):
@@ -61,6 +50,25 @@ class CallKind(NamedTuple):
     padded: bool = False
     beside: tuple[str, ...] = ()
     shared: bool = False
+
+
+class Padding:
+    """Padding at the right of a batch's rows.
+
+    Args:
+        real: (rows, seqlen) bool, False for padding.
+    """
+
+    def __init__(self, real: Tensor) -> None:
+        self.real = real
+        self.somewhere = (~real).any(0).cpu()  # read once, not chunk by chunk
+
+    def mask(self, start: int, stop: int, attended: int) -> Tensor | None:
+        """The attention mask of the chunk [start, stop) and of the tokens before it that its queries attend
+        to, (rows, attended + chunk) int64; None where no row of the chunk is padded."""
+        if not bool(self.somewhere[start:stop].any()):
+            return None
+        return self.real[:, start - attended : stop].long()
 
 
 class Call:
@@ -81,6 +89,11 @@ class Call:
     def by_transformers(self, **changed: Any) -> Any:
         """The model's own forward."""
         return class_of(self.model).forward(self.model, **{**self.given, **changed})
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether the engine makes this call, for one chunk."""
+        return any(isinstance(self.given.get(name), ChunkCache) for name in CACHES)
 
     @property
     def has_labels(self) -> bool:
@@ -122,7 +135,7 @@ class Call:
         given = self.given.get(check.ROUTED)
         routed = check.routes(self.model) if given is None else bool(given)
         counted = self.has_labels and self.has("num_items_in_batch")
-        padded = self.has_labels and self.mask is not None
+        padded = self.mask is not None and (self.has_labels or self.reads_padding)
         beside = tuple(filter(self.has, TOKEN_WISE))
         return CallKind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, beside)
 
@@ -164,9 +177,18 @@ class Call:
 
     @property
     def divisor(self) -> int | Tensor:
-        """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count."""
+        """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count; 1,
+        with a warning, where none does.
+
+        Raises:
+            ValueError: num_items_in_batch is 0, and labels count.
+        """
         given = self.given.get("num_items_in_batch")
         if given is None:
+            return divisor_of(self.targets)
+        if not given:  # as the Trainer counts where every label of the step is -100
+            if bool((self.targets != IGNORE_INDEX).any()):
+                raise ValueError("num_items_in_batch is 0, but some labels count: give their number")
             return divisor_of(self.targets)
         return given.to(self.targets.device) if isinstance(given, Tensor) else given
 
@@ -235,6 +257,25 @@ class Call:
         return max(end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen)))
 
     @property
+    def padded_right(self) -> bool:
+        """Whether rows are padded at the right."""
+        return self.mask is not None and not bool(self.mask[:, -1].all())
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether the caller can read hidden states or logits of padding at the right."""
+        return self.padded_right and not (self.has_labels and self.logits is None)
+
+    @property
+    def padding(self) -> Padding | None:
+        """Its padding at the right; None if there is none."""
+        if self.mask is None or not self.padded_right:
+            return None
+        after_last = self.mask.flip(1).cumsum(1).flip(1) == 0
+        rows, _ = as_one_row({COUNTED: ~after_last}, self.starts)
+        return Padding(rows[COUNTED])
+
+    @property
     def padded_left(self) -> bool:
         """Whether rows are padded at the left without position_ids."""
         return self.mask is not None and not bool(self.mask[:, 0].all()) and not self.has("position_ids")
@@ -257,20 +298,17 @@ class Call:
         for name in TOKEN_WISE:
             if self.has(name):
                 tensors[name] = rows_of(name, self.given[name], self.ids)
-        if self.kind.routed and self.mask is not None:
+        if self.mask is not None and self.kind.routed:
             tensors[COUNTED] = self.mask
         divisor = self.divisor if self.has_labels else 1
         tensors, starts = as_one_row(tensors, self.starts)
         return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
 
-    def refuse_unknown(self, whole: bool = False) -> None:
-        """Refuses what is neither known nor left at its default.
+    def unknown(self, whole: bool = False) -> list[str]:
+        """The names of the inputs that are neither known nor left at their defaults.
 
         Args:
             whole: whether the sequence runs as a whole: then what the backbone's forward names is known too.
-
-        Raises:
-            Refused: an input is given that chunks do not know.
         """
         own = inspect.signature(class_of(self.model).forward).parameters
         takes = inspect.signature(class_of(backbone_of(self.model)).forward).parameters
@@ -279,185 +317,11 @@ class Call:
         known |= set(takes if whole else takes.keys() & TOKEN_WISE)
         if self.logits is not None and not whole:
             known.add("logits_to_keep")
+        names = []
         for name, value in self.given.items():
             default = own[name].default if name in own else None
             default = IGNORE_INDEX if name == "ignore_index" else default
             same = value is default or (type(value) is type(default) and value == default)
             if not (name in known or value is None or value is False or same):
-                remedy = REMEDIES.get(name, "leave it out")
-                check.refuse(self.model, f"{name} is not an input that can be split into chunks: {remedy}")
-
-
-# ------------------------------------------ documents, in the forms in which Hugging Face's trainers say them
-
-
-def starts_of(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = None) -> Starts:
-    """Of each row, the first tokens of its documents, 0 being the first.
-
-    Args:
-        kwargs: of a forward: `position_ids` (batch or 1, seqlen) that start again at each document, `seq_idx`
-            (batch or 1, seqlen), or `cu_seq_lens_q` (documents + 1,), tokens up to each document and in all.
-        ids: (batch, seqlen).
-        mask: (batch, seqlen) bool, False where a row is padded, at one or both of its ends; None of no
-            padding. Where the padding at the left ends a document begins.
-
-    Raises:
-        ValueError: a shape does not fit, cu_seq_lens_q does not begin with 0, falls or does not end with the
-            sequence, position_ids do not count up from 0 in each document, or two of them disagree.
-    """
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    first = _changes(real.cumsum(1) > 0)  # (batch, seqlen), of token 0 and where padding at the left ends
-    found: dict[str, Tensor] = {}
-    if (positions := kwargs.get("position_ids")) is not None:
-        found["position_ids"] = _from_positions(rows_of("position_ids", positions, ids), real, first)
-    if (numbers := kwargs.get("seq_idx")) is not None:
-        found["seq_idx"] = _changes(rows_of("seq_idx", numbers, ids)) & real | first
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if kwargs.get(name) is not None:
-            found[name] = _changes(from_cu_seqlens(name, kwargs[name], ids)) & real | first
-    begins = next(iter(found.values()), first)
-    for name, others in found.items():
-        if not torch.equal(others, begins):
-            raise ValueError(f"{next(iter(found))} and {name} describe different documents: give one of them")
-    return [tuple(row.nonzero().flatten().tolist()) for row in begins.cpu()]
-
-
-def _from_positions(positions: Tensor, real: Tensor, first: Tensor) -> Tensor:
-    """Those of padding may be any."""
-    begins = (positions == 0) & real | first
-    count = torch.arange(positions.shape[1], device=positions.device)
-    since = count - torch.where(begins, count, 0).cummax(1).values
-    if not bool(((since == positions) | ~real).all()):
-        raise ValueError("position_ids must count up from 0 in each document: 0, 1, 2, 0, 1 and so on")
-    return begins
-
-
-def _changes(numbers: Tensor) -> Tensor:
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    return begins
-
-
-def rows_of(name: str, given: Tensor, ids: Tensor) -> Tensor:
-    """What has a value per token, or one for all rows, as (batch, seqlen)."""
-    if given.shape not in (ids.shape, (1, ids.shape[1])):
-        raise ValueError(f"{name} must have input_ids' shape {tuple(ids.shape)}, got {tuple(given.shape)}")
-    return given.expand(ids.shape)
-
-
-def as_one_row(tensors: dict[str, Tensor], starts: Starts) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """Tensors (batch, seqlen, …) and the documents' starts; rows whose documents differ are laid end to end
-    as one, for a row's beginning is a document's too."""
-    if len(set(starts)) == 1:
-        return tensors, starts[0]
-    seqlen = next(iter(tensors.values())).shape[1]
-    flat = tuple(row * seqlen + start for row, mine in enumerate(starts) for start in mine)
-    return {name: t.flatten(0, 1)[None] for name, t in tensors.items()}, flat
-
-
-# ----------------------------------------------------------------------------------- methods and their chunks
-
-
-def check_method(method: Any) -> None:
-    """Raises a ValueError where a method is not for transformers models."""
-    if isinstance(method, Truncated) and (method.window == "auto" or method.unbiased):
-        raise ValueError(
-            "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need layers "
-            "of a Stack"
-        )
-    if isinstance(method, (Exact, Truncated)) and 1 in (method.chunk_size, getattr(method, "window", None)):
-        raise ValueError(
-            "a wrapped model's chunks have two tokens at least, as transformers takes one for decoding: "
-            f"chunk_size and window are 2 or more; got {method!r}"
-        )
-    if not isinstance(method, (Backprop, Exact, Truncated, MiniSequence)):
-        raise ValueError(
-            f"a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop(): got {method!r}"
-        )
-
-
-def recompute_of(method: Any) -> str:
-    """How much of a layer's tape is computed again."""
-    return getattr(method, "recompute", "none")
-
-
-def scheme_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> Scheme:
-    """A method's scheme, for whole models: chunks are cut at documents' starts, and a continuation has two
-    tokens at least, as transformers takes one for decoding.
-
-    Args:
-        chunk_size: tokens a chunk where the method does not say. starts: first tokens of the documents.
-    """
-    size = max(2, min(getattr(method, "chunk_size", None) or chunk_size, seqlen))
-    if isinstance(method, Truncated):
-        assert isinstance(method.window, int)
-        size = max(2, min(size, method.window))
-        every = None if method.window >= seqlen else method.window // size * size
-        return Scheme(size, Arrows(drop_every=every), documents=starts, least=2)
-    return dataclasses.replace(method.scheme(seqlen, size), documents=starts, least=2)
-
-
-def kept_features(model: nn.Module) -> int:
-    """About as many elements a token as a chunk of the backbone keeps for its backward: what its products and
-    convolutions read and write, of experts those of the ones that a token goes to. For models of several
-    kinds in float32 autograd keeps 0.8 to 1.3 of it."""
-    config: Any = backbone_of(model).config
-    experts, total = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1, 0
-    for module in backbone_of(model).modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        if isinstance(module, nn.Linear):  # of quantized ones the weight's shape says nothing
-            total += module.in_features + module.out_features
-        elif isinstance(module, nn.Conv1d):
-            total += module.in_channels + module.out_channels
-        else:
-            shapes = [p.shape for p in module.parameters(recurse=False) if p.dim() in (2, 3)]
-            total += sum(sum(shape[-2:]) * (experts if len(shape) == 3 else 1) for shape in shapes)
-    return total
-
-
-def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
-    """A model's `Sizes`.
-
-    Args:
-        features: of `kept_features`. slots: of its cache. element: bytes of an activation's element.
-    """
-    states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
-    return Sizes(max(features, 1) * element, sum(states), BUSY)
-
-
-# ------------------------------------------------------------------------------------------ blocks
-
-
-def blocks_of(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """Of token types (batch, seqlen) the blocks whose tokens see each other, numbers of this shape, -1 for
-    none, by the model's own code; None where masks are made without token types.
-
-    Raises:
-        Refused: its blocks are no runs of tokens, which a chunk could hold whole.
-    """
-    kind = class_of(backbone_of(model))
-    if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
-        return functools.partial(blocks, device=None)
-    if "block_sequence_ids" in inspect.getsource(kind.forward):
-        check.refuse(model, "token_type_ids lets tokens see those after them, which a chunk does not know")
-    return None
-
-
-def around_blocks(model: Any, scheme: Scheme, batch: Batch) -> Scheme:
-    """The scheme whose chunks end no earlier than one of a batch's blocks does; the scheme itself where there
-    are none."""
-    if (types := batch.inputs.get(TYPES)) is None or (blocks_in := blocks_of(model)) is None:
-        return scheme
-    blocks, seqlen = blocks_in(types), batch.seqlen
-    within = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
-    documents, moved = (*scheme.documents, seqlen), list[int]()
-    for start, stop in itertools.pairwise(documents):
-        last = start
-        for cut in scheme.cuts(seqlen):
-            at = cut
-            while start < at < stop and within[at - 1]:
-                at += 1
-            if last + scheme.least <= at <= stop - scheme.least:
-                moved.append(last := at)
-    return dataclasses.replace(scheme, chunk_size=seqlen, cut_at=tuple(moved))
+                names.append(name)
+        return names

@@ -1,4 +1,5 @@
-"""Refusals by name: what is known not to go by chunks. See `first_use` for what is found out by comparing."""
+"""Refusals by name: what is known not to go by chunks. `comparison` and `trials` find out more by running a
+few tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from adjoint.engine.sharded import REPLICA, is_replica, why_not
-from adjoint.engine.spread import NotAttended
 from adjoint.errors import UserError
-from adjoint.hf import fla
-from adjoint.hf.model import class_of, root_of
+from adjoint.hf.kernels import fla
+from adjoint.hf.model_parts import class_of, root_of
+from adjoint.parallel.fsdp import REPLICA, is_replica, why_not
+from adjoint.parallel.kv import NotAttended
 
-OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
+ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
 # PEFT's hooks by which a call says what is to be done with each row or token of its batch.
 BY_POSITION = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
 DRAWS = (
@@ -153,6 +154,6 @@ def as_refusal(model: Any) -> Iterator[None]:
         refuse(model, f"it does not go on from the cache it is given ({said})", cause=error)
 
 
-def refuse(model: Any, why: str, otherwise: str = OTHERWISE, cause: Exception | None = None) -> NoReturn:
+def refuse(model: Any, why: str, otherwise: str = ALTERNATIVE, cause: Exception | None = None) -> NoReturn:
     """Raises `Refused` with the reason and with what would work."""
     raise Refused(f"{class_of(model).__name__} cannot be trained by chunks: {why}; {otherwise}") from cause

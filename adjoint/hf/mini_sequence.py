@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjoint.engine.first_use import TOKENS, alike
-from adjoint.engine.sharded import is_sharded
-from adjoint.hf import check, first_use
+from adjoint.engine.compare import TOKENS, alike
+from adjoint.hf import check, comparison
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.head import recomputed, refuse_own_loss, summed_loss
-from adjoint.hf.model import backbone_of, in_eval_mode, layers_of, put, some_tokens
-from adjoint.hf.replacements import replaced
+from adjoint.hf.model_parts import backbone_of, layers_of, put, replaced
+from adjoint.hf.trial_copy import in_eval_mode, some_tokens
 from adjoint.methods import MiniSequence
+from adjoint.parallel.fsdp import uses_fsdp
 
 # Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.
 HEADS_OWN = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
@@ -103,7 +103,7 @@ def token_wise(backbone: Any) -> list[str]:
         if len(args) != 1 or kwargs or not all(isinstance(x, Tensor) for x in (args[0], output)):
             return
         if args[0].dim() == 3 and args[0].shape == output.shape:
-            if is_sharded(module):
+            if uses_fsdp(module):
                 check.refuse(backbone, f"MiniSequence: call fully_shard for {name}, not for parts of it")
             if _tokens_are_apart(module, args[0]):
                 found.append(name)
@@ -133,11 +133,11 @@ def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     return not bool(dx.any())
 
 
-def way(method: MiniSequence, kind: CallKind) -> first_use.Way:
-    """The loss of a causal LM and its gradient by mini-sequences, for `first_use.compare`."""
+def way(method: MiniSequence, kind: CallKind) -> comparison.Way:
+    """The loss of a causal LM and its gradient by mini-sequences, for `comparison.compare`."""
 
     def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        call = Call(model, first_use.given(model, ids, labels, kind))
+        call = Call(model, comparison.example_inputs(model, ids, labels, kind))
         return total_loss(call, method, token_wise(backbone_of(model))) / call.divisor
 
-    return first_use.by_autograd(by_pieces)
+    return comparison.by_autograd(by_pieces)

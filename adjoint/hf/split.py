@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch
-from adjoint.engine.autograd import Steps
 from adjoint.engine.chunk_size import chunk_size_for
-from adjoint.engine.first_use import some_numbers
-from adjoint.hf import check, first_use
+from adjoint.engine.compare import some_numbers
+from adjoint.engine.step import ChunkedStep
+from adjoint.hf import check, comparison
 from adjoint.hf.cache import Slot, zeros
-from adjoint.hf.call import CallKind, kept_features, sizes_of
-from adjoint.hf.model import PassThrough, backbone_of, class_of, in_eval_mode
-from adjoint.hf.replacements import Inside
+from adjoint.hf.call import CallKind
+from adjoint.hf.chunking import kept_features, sizes_of
+from adjoint.hf.kernels.replacements import Inside
+from adjoint.hf.model_parts import PassThrough, backbone_of, class_of
 from adjoint.hf.stage import Backbone, CausalLM, probe
+from adjoint.hf.trial_copy import in_eval_mode
 from adjoint.layers import State
 
 
@@ -247,15 +249,15 @@ def _compare(model: Any, found: Pretrained) -> None:
     """The gradient of up to three spans, run over a few tokens in chunks, against the whole model's."""
     spans = found.pieces()
 
-    def by_spans(model: Any, ids: Tensor, labels: Tensor) -> Steps:
+    def by_spans(model: Any, ids: Tensor, labels: Tensor) -> ChunkedStep:
         stages = [found.stage(found.part(model, span), span) for span in spans]
         initial = [stage.initial_state(1, ids.device) for stage in stages]
         batch = Batch.of(ids, labels, states=initial)
-        return Steps(stages, batch, first_use.SCHEME, found.d_model)
+        return ChunkedStep(stages, batch, comparison.SPEC, found.d_model)
 
-    whole, _ = first_use.ways(None, CallKind())
+    whole, _ = comparison.ways(None, CallKind())
     try:
-        first_use.compare(model, whole, first_use.by_engine(by_spans), *first_use.NOT_THE_SAME)
+        comparison.compare(model, whole, comparison.by_engine(by_spans), *comparison.NOT_THE_SAME)
     except check.Refused:
         why = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
         check.refuse(model, why, check.ONE_PROCESS)

@@ -16,20 +16,23 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
-from adjoint.engine.autograd import Around, Steps
-from adjoint.engine.grid import Scheme
-from adjoint.engine.sequence import SequenceSteps
-from adjoint.engine.sharded import Whole, is_sharded, sharded_steps, trained, why_not_shared
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.step import Around, ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
-from adjoint.hf.call import TYPES, Call, blocks_of, recompute_of
-from adjoint.hf.head import COUNTED, Balance, Logits, refuse_own_loss, refuse_z_loss, summed_loss
-from adjoint.hf.model import Noise, backbone_of, class_of, gathering, layers_of, root_of
-from adjoint.hf.replacements import Inside, replaced
+from adjoint.hf.call import TYPES, Call, Padding
+from adjoint.hf.chunking import blocks_of, recompute_of
+from adjoint.hf.head import refuse_own_loss, refuse_z_loss, summed_loss
+from adjoint.hf.kernels.replacements import Inside
+from adjoint.hf.model_parts import backbone_of, class_of, gathering, layers_of, replaced, root_of
+from adjoint.hf.randomness import Noise
+from adjoint.hf.router_loss import COUNTED, Balance, Logits
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
+from adjoint.parallel.context import ContextParallelStep
+from adjoint.parallel.fsdp import Whole, fsdp_step, trained, uses_fsdp, why_not_shared
 
 
 class Backbone:
@@ -44,7 +47,8 @@ class Backbone:
             or "full" (see `Exact`).
 
     Attributes:
-        fetches: whether keys and values of other ranks are fetched for attention (`spread.SpreadPast`).
+        fetches: whether keys and values of other ranks are fetched for attention (`spread.DistributedPast`).
+        padding: where hidden states of padding at the right are asked for; its chunks get the model's mask.
     """
 
     stateful, lazy, reach = True, True, 0
@@ -60,7 +64,7 @@ class Backbone:
         self.multiplier = multiplier
         self.grows = tuple(slot.grows for slot in self.slots)
         self.inside = Inside(model)
-        self.trained, self.sharded = trained(model), is_sharded(model)
+        self.trained, self.sharded = trained(model), uses_fsdp(model)
         self.tensors = Tensors(model)
         self.takes = inspect.signature(class_of(self.backbone).forward).parameters
         self.noise, self.recompute = Noise(model), recompute
@@ -68,11 +72,7 @@ class Backbone:
         self.fetches = False
         self.balance: Balance | None = None
         self.logits: Logits | None = None
-
-    @property
-    def replayable(self) -> bool:
-        drawn = self.noise.expected or self.noise.before
-        return not ("position_ids" in self.takes or drawn or self.balance or self.logits)
+        self.padding: Padding | None = None
 
     @functools.cached_property
     def cache(self) -> ChunkCache:
@@ -113,7 +113,7 @@ class Backbone:
     def output(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
         """What the model's own backbone gives, and the new state."""
         cache, seen = copy.copy(self.cache), chunk.start - chunk.document
-        cache.layers = cache.begun(self.slots, state, seen)
+        cache.layers = cache.layers_with_state(self.slots, state, seen)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
@@ -138,6 +138,9 @@ class Backbone:
         if "position_ids" in self.takes:
             places = torch.arange(seen, seen + x.shape[1], device=x.device)
             inputs["position_ids"] = places.expand(x.shape[0], -1)
+        if self.padding is not None:
+            attended = seen if any(dim is not None for dim in self.grows) else 0
+            inputs["attention_mask"] = self.padding.mask(chunk.start, chunk.start + x.shape[1], attended)
         return self.backbone(use_cache=True, **inputs)
 
     def _recomputed(
@@ -148,7 +151,9 @@ class Backbone:
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             first: list[Any] = []
-            before = cache.begun(self.slots, state, seen)  # here, as what is run again must be the same
+            before = cache.layers_with_state(
+                self.slots, state, seen
+            )  # here, as what is run again must be the same
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 if not first:
@@ -172,7 +177,7 @@ class CausalLM(Backbone):
     """
 
     z: float | None = None
-    kept: Kept | None = None
+    kept: HiddenStates | None = None
 
     @staticmethod
     def of(
@@ -207,7 +212,7 @@ class CausalLM(Backbone):
         return loss, state
 
 
-class Kept:
+class HiddenStates:
     """Hidden states of the last `tokens` of a sequence, of which `first` is the first.
 
     Attributes:
@@ -227,7 +232,7 @@ class Kept:
         self.hidden[:, at : at + y.shape[1]] = y
 
 
-class Collect(Kept):
+class Collect(HiddenStates):
     """Above a backbone: gathers the hidden states instead of making a loss of them; where not all are kept no
     backward may follow.
 
@@ -235,7 +240,7 @@ class Collect(Kept):
         cotangent: of them, to be set before the backward.
     """
 
-    stateful, grows, reach, replayable = False, (), 0, False
+    stateful, grows, reach = False, (), 0
 
     def __init__(self, tokens: int, first: int = 0) -> None:
         super().__init__(tokens, first)
@@ -270,17 +275,17 @@ def _size(hidden: Tensor) -> Tensor:
     return torch.linalg.vector_norm(hidden.detach(), dtype=accumulate_dtype(hidden.dtype))
 
 
-def steps_of(
+def step_of(
     stages: Sequence[Any],
     batch: Batch,
-    scheme: Scheme,
+    spec: EngineSpec,
     around: Around = contextlib.nullcontext,
     group: Any = None,
-) -> Steps:
+) -> ChunkedStep:
     """A batch's program for a model that is one stage, or has one above it; states begin as zeros.
 
     Args:
-        group: the process group whose ranks share the batch; or `sequence.ALONE`.
+        group: the process group whose ranks share the batch; or `sequence.SINGLE_RANK`.
     """
     model, sharded = stages[0].model, stages[0].sharded
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
@@ -294,10 +299,10 @@ def steps_of(
             check.refuse(model, check.DRAWS)
     if sharded:
         whole = Whole(stages[0], root_of(model))
-        return sharded_steps([whole, *stages[1:]], batch, scheme, width, sums, group)
+        return fsdp_step([whole, *stages[1:]], batch, spec, width, sums, group)
     if group is not None:
-        return SequenceSteps(group, stages, batch, scheme, width, around, sums)
-    return Steps(stages, batch, scheme, width, around, sums)
+        return ContextParallelStep(group, stages, batch, spec, width, around, sums)
+    return ChunkedStep(stages, batch, spec, width, around, sums)
 
 
 @torch.no_grad()

@@ -18,37 +18,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from adjoint.batch import Batch
-from adjoint.engine.autograd import Around, uncompiled
 from adjoint.engine.chunk_size import at_most, chunk_size_on
-from adjoint.engine.first_use import TOKENS
-from adjoint.engine.grid import Scheme
-from adjoint.engine.sequence import group_of, ranks_of
-from adjoint.engine.sharded import is_sharded, reduce_at_once
+from adjoint.engine.compare import TOKENS
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.step import Around, uncompiled
 from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
-from adjoint.hf import check, first_use, mini_sequence
-from adjoint.hf.call import CACHES, Call, around_blocks, check_method, recompute_of, scheme_of
-from adjoint.hf.first_use import Findings, compared, findings, own_documents
-from adjoint.hf.head import Logits, Output, logits_of
-from adjoint.hf.model import (
-    Moment,
-    Record,
-    backbone_of,
-    class_of,
-    gathering,
-    layers_of,
-    plainly,
-    record_of,
-    root_of,
-)
-from adjoint.hf.replacements import REGISTRIES, places
-from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, steps_of
+from adjoint.hf import check, comparison, mini_sequence, verification
+from adjoint.hf.call import Call
+from adjoint.hf.chunking import around_blocks, check_method, recompute_of, spec_of
+from adjoint.hf.head import Output, logits_of
+from adjoint.hf.kernels.replacements import REGISTRIES, places
+from adjoint.hf.model_parts import backbone_of, class_of, gathering, layers_of, plainly, root_of
+from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
+from adjoint.hf.randomness import Noise
+from adjoint.hf.router_loss import Logits
+from adjoint.hf.snapshot import ForwardState
+from adjoint.hf.stage import Backbone, CausalLM, Collect, HiddenStates, step_of
+from adjoint.hf.verification import Verification, own_documents, verification_of, verify
+from adjoint.hf.wrap_state import WrapState, wrap_state_of
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
+from adjoint.parallel.context import group_of, ranks_of
+from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 Method = Exact | Truncated | MiniSequence | Backprop
@@ -65,9 +60,10 @@ def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None
     edges, keys and values once with their cotangents, and the backward recomputes a chunk at a time. On first
     use, and again when the model's modules, settings or hooks have changed, a few tokens are run both ways
     and the gradients compared; a model for which they differ is refused. docs/promises.md says what is exact,
-    what is refused and what is not seen. `out.logits` is None where labels are given, unless they are asked
-    for without gradients (`logits_to_keep`, the Trainer's compute_metrics). Do not wrap a model whose
-    sequences fit in memory anyway and where time is all that counts.
+    what is refused and what is not seen. Where labels are given no logits are made, unless they are asked
+    for without gradients (`logits_to_keep`, the Trainer's compute_metrics); `out.logits` computes them when
+    it is read, by a second forward. Do not wrap a model whose sequences fit in memory anyway and where time
+    is all that counts.
 
     Args:
         model: a `PreTrainedModel` with a language-model head or one for sequences or tokens (a reward model),
@@ -97,14 +93,14 @@ def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None
         sequence_group = group_of(sequence_group)
         if ranks_of(sequence_group) == 1:
             sequence_group = None
-    doors = _doors(model)
+    doors = entry_modules(model)
     for module in doors:
         if "forward" in vars(module):
             raise ValueError(
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
-    record = Record(method, None if model in doors else weakref.ref(model), sequence_group)
+    record = WrapState(method, None if model in doors else weakref.ref(model), sequence_group)
     for module, forward in doors.items():
         module.__dict__["_adjoint"] = record
         if class_of(module) is type(module):
@@ -118,13 +114,13 @@ def unwrap(model: ModelT) -> ModelT:
     Raises:
         ValueError: the model is none that `wrap` takes.
     """
-    for module in _doors(model):
+    for module in entry_modules(model):
         module.__dict__.pop("_adjoint", None)
         module.__class__ = _original(type(module))
     return model
 
 
-def _doors(model: Any) -> dict[Any, Any]:
+def entry_modules(model: Any) -> dict[Any, Any]:
     """The modules of transformers that calls come in by, inside of PEFT's too, with their forwards: the
     backbone, and the causal LM itself. Above a backbone alone any head may stand, as a classifier's, or a
     model that has a causal LM as one of its parts, and makes its own loss of that one's logits."""
@@ -193,7 +189,7 @@ def _rebuilt(cls: Any, run: Any) -> Any:
 @uncompiled
 def _lm_forward(self: Any, given: dict[str, Any]) -> Any:
     """The causal LM's forward: with labels, its loss by the method."""
-    call, record = Call(self, given), record_of(self)
+    call, record = Call(self, given), wrap_state_of(self)
     with record.lock:
         if record.plain or not call.has_labels:
             return call.by_transformers()
@@ -204,22 +200,44 @@ def _lm_forward(self: Any, given: dict[str, Any]) -> Any:
             with plainly(self):
                 return call.by_transformers()
         check.refuse_surroundings(self)
-        output = _by_pieces(call) if pieces else _by_chunks(call, compared(call))
+        output = _by_pieces(call) if pieces else _by_chunks(call, verify(call))
+        if record.group is None and call.logits is None:
+            setattr(output.loss, COMPUTE, _logits_later(call))
     return output if call.returns_names else output.to_tuple()
+
+
+def _logits_later(call: Call) -> Callable[[], Tensor]:
+    """What computes a call's logits when somebody reads them."""
+    model, seqlen = call.model, call.ids.shape[1]
+    given = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.given.items()}
+    given |= {"logits_to_keep": seqlen, "return_dict": True}
+
+    def compute() -> Tensor:
+        warnings.warn(
+            "out.logits was read: a call with labels makes none, so they are computed now, by a second "
+            "forward without gradients; torch.no_grad() and logits_to_keep=N make those of the last N tokens",
+            stacklevel=3,
+        )
+        with torch.no_grad(), Noise(model).undone():
+            logits: Tensor = _lm_forward(model, given).logits
+        return logits
+
+    return compute
 
 
 @uncompiled
 def _backbone_forward(self: Any, given: dict[str, Any]) -> Any:
     """The backbone's forward: hidden states by the method in training, with gradients or without (as of a
     reference), and where documents are packed."""
-    call, record = Call(self, given), record_of(self)
+    call, record = Call(self, given), wrap_state_of(self)
     with record.lock:
         in_training = self.training
-        if record.plain or isinstance(record.method, Backprop) or not (in_training or call.tells_documents):
+        plain = record.plain or isinstance(record.method, Backprop) or call.is_chunk
+        if plain or not (in_training or call.tells_documents):
             return call.by_transformers()
         pieces = isinstance(record.method, MiniSequence)
         if call.asks_for or (pieces and not in_training):
-            if in_training and not pieces and not call.has(*CACHES):
+            if in_training and not pieces and torch.is_grad_enabled():
                 _warn(call)
             return call.by_transformers()
         check.refuse_surroundings(self)
@@ -234,37 +252,38 @@ def _warn(call: Call) -> None:
     reduce_at_once(root_of(call.model))
 
 
-def _chunked(call: Call, known: Findings) -> tuple[Batch, Scheme]:
+def _chunked(call: Call, known: Verification) -> tuple[Batch, EngineSpec]:
     """A call as a batch and its chunks, by `Exact` or `Truncated`."""
     batch, starts = call.batch()
     model, method, group = call.model, known.record.method, known.record.group
     size = chunk_size_on(batch.ids.device, known.sizes, batch.rows, batch.seqlen)
     if group is not None:
         size = at_most(size, batch.seqlen, ranks_of(group))
-    regular = scheme_of(method, batch.seqlen, size, starts)
-    scheme = around_blocks(model, regular, batch)
-    if scheme is not regular and (isinstance(method, Truncated) or known.sharded or group is not None):
+    regular = spec_of(method, batch.seqlen, size, starts)
+    spec = around_blocks(model, regular, batch)
+    if spec is not regular and (isinstance(method, Truncated) or known.sharded or group is not None):
         check.refuse(
             model,
             "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
             "alone",
         )
-    how = f"{type(method).__name__} in chunks of {scheme.chunk_size:,} tokens"
+    how = f"{type(method).__name__} in chunks of {spec.chunk_size:,} tokens"
     _announce(known, lambda: f"{how}; {_kernels(model)}", known.difference)
-    return batch, scheme
+    return batch, spec
 
 
-def _by_chunks(call: Call, known: Findings) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+def _by_chunks(call: Call, known: Verification) -> LossOutput | RoutedLossOutput:
     """The causal LM's loss by `Exact` or `Truncated`, once the model is known to go by them."""
-    (batch, scheme), around = _chunked(call, known), _as_it_is(known)
+    (batch, spec), around = _chunked(call, known), _as_it_is(known)
     model, group = call.model, known.record.group
     if group is not None and call.logits is not None:
         what = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
         check.refuse(model, f"sequence_group: {what}")
     factor = known.factor if call.kind.routed else 1.0
     stage = CausalLM.of(call, known.slots, known.record.method, known.fetches, factor)
+    stage.padding = known.padding_of(call)
     stage.kept = kept = None if call.logits is None else _kept(call, batch)
-    result = steps_of([stage], batch, scheme, around, group).loss()
+    result = step_of([stage], batch, spec, around, group).loss()
     if group is not None and stage.noise.before:
         check.refuse(model, check.DRAWS)
     logits = None
@@ -273,43 +292,44 @@ def _by_chunks(call: Call, known: Findings) -> CausalLMOutputWithPast | MoeCausa
         hidden = kept.hidden.reshape(rows, -1, width)[:, call.logits]
         logits = gathering(model)(lambda: logits_of(model, hidden))
     if stage.balance is None:
-        return CausalLMOutputWithPast(loss=result.loss, logits=logits)
+        return LossOutput(loss=result.loss, logits=logits)
     routed = stage.balance.loss(result.sums[0])
     loss = result.loss + factor * routed
-    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=routed, logits=logits)
+    return RoutedLossOutput(loss=loss, aux_loss=routed, logits=logits)
 
 
-def _kept(call: Call, batch: Batch) -> Kept:
+def _kept(call: Call, batch: Batch) -> HiddenStates:
     """Room for the hidden states of which logits are asked for: of the last tokens, where these are the
     batch's last."""
     asked, last = call.logits, batch.seqlen
     if isinstance(asked, slice) and asked.start is not None and batch.rows == len(call.ids):
         last = min(-asked.start, last)
-    return Kept(last, batch.seqlen - last)
+    return HiddenStates(last, batch.seqlen - last)
 
 
 def _hidden_by_chunks(call: Call) -> Any:
     """The backbone's hidden states (batch, seqlen, hidden_size), and its routers' logits where they are asked
     for, by `Exact` or `Truncated`."""
     model = call.model
-    if record_of(model).group is not None:
+    if wrap_state_of(model).group is not None:
         check.refuse(
             model,
             "sequence_group: hidden states are those of the whole sequence in one process: give labels to "
             "the causal LM, whose loss is shared",
         )
-    if is_sharded(model) and torch.is_grad_enabled():
+    if uses_fsdp(model) and torch.is_grad_enabled():
         check.refuse(
             model,
             "under fully_shard chunks run back inside the forward, before a loss made of hidden states is "
             "known: give labels to the causal LM",
         )
-    known = compared(call)
-    batch, scheme = _chunked(call, known)
+    known = verify(call)
+    batch, spec = _chunked(call, known)
     stage = Backbone(model, known.slots, recompute=recompute_of(known.record.method))
+    stage.padding = known.padding_of(call)
     collect = Collect(batch.seqlen)
     stage.logits = Logits() if call.kind.routed else None
-    steps = steps_of([stage, collect], batch, scheme, _as_it_is(known))
+    steps = step_of([stage, collect], batch, spec, _as_it_is(known))
     steps.forward()
     assert collect.hidden is not None
 
@@ -326,26 +346,26 @@ def _hidden_by_chunks(call: Call) -> Any:
 
 
 @torch.no_grad()
-def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+def chunk_losses(model: Any, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
     call = Call(model, {"input_ids": ids, "labels": ids})
-    known = compared(call)
+    known = verify(call)
     stage = CausalLM.of(call, known.slots, known.record.method)
-    return steps_of([stage], call.batch()[0], scheme).chunk_losses()
+    return step_of([stage], call.batch()[0], spec).chunk_losses()
 
 
 @torch.no_grad()
-def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
+def last_logits(model: Any, ids: Tensor, tokens: int, spec: EngineSpec) -> Tensor:
     """Logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen), of a wrapped model in
     its present mode; the sequence is run by chunks, of two tokens at least."""
-    known = compared(Call(model, {"input_ids": ids, "labels": ids}))
+    known = verify(Call(model, {"input_ids": ids, "labels": ids}))
     last = Collect(tokens, ids.shape[1] - tokens)
-    steps_of([Backbone(model, known.slots), last], Batch(ids, ids), scheme).forward()
+    step_of([Backbone(model, known.slots), last], Batch(ids, ids), spec).forward()
     assert last.hidden is not None
     return logits_of(model, last.hidden)
 
 
-def _announce(known: Findings, how: Callable[[], str], difference: float) -> None:
+def _announce(known: Verification, how: Callable[[], str], difference: float) -> None:
     """Says once for each wrapped model what runs, at the level INFO: class, layers, how, and what the
     comparison found. Of several processes the first says it.
 
@@ -373,11 +393,11 @@ def _kernels(model: nn.Module) -> str:
     return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"
 
 
-def _as_it_is(known: Findings) -> Around:
+def _as_it_is(known: Verification) -> Around:
     """Around a backward: the model as it is now, and no other thread's meanwhile."""
     if not torch.is_grad_enabled() or known.sharded:  # whose backward is part of its forward
         return contextlib.nullcontext
-    lock, moment = known.record.lock, Moment(known.model, known.snapshot)
+    lock, moment = known.record.lock, ForwardState(known.model, known.snapshot)
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
@@ -390,16 +410,16 @@ def _as_it_is(known: Findings) -> Around:
 # -------------------------------------------------------------------------------------------- mini-sequences
 
 
-def _by_pieces(call: Call) -> CausalLMOutputWithPast:
+def _by_pieces(call: Call) -> LossOutput:
     """The causal LM's loss by `MiniSequence`."""
     model, kind = call.model, call.kind._replace(embedded=False, padded=False, beside=())
-    known = findings(model)
+    known = verification_of(model)
     method = known.record.method
     check.refuse_other_losses(model, kind.routed)
-    call.refuse_unknown(whole=True)
-    ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind)
-    comparison = first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME
-    difference = known.once(("pieces", kind), *comparison)
+    verification.refuse_unknown(known, call, whole=True)
+    ways = comparison.ways(method, kind)[0], mini_sequence.way(method, kind)
+    compared = comparison.compare, model, *ways, *mini_sequence.NOT_THE_SAME
+    difference = known.once(("pieces", kind), *compared)
     own_documents(known, call)
     mlps = known.seen(_mlps)
     how = f"MiniSequence: MLPs ({len(mlps)}) in {method.mlp_chunks} pieces, the head in {method.head_chunks}"
@@ -409,7 +429,7 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     _checked_in_backward(total, known)
     divisor = call.divisor
     divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor
-    return CausalLMOutputWithPast(loss=total / divisor)
+    return LossOutput(loss=total / divisor)
 
 
 def _mlps(model: Any) -> list[str]:
@@ -418,8 +438,8 @@ def _mlps(model: Any) -> list[str]:
 
 def _hidden_by_pieces(call: Call) -> Any:
     """What the backbone's own forward returns, by `MiniSequence`."""
-    call.refuse_unknown(whole=True)
-    known = findings(call.model)
+    known = verification_of(call.model)
+    verification.refuse_unknown(known, call, whole=True)
     own_documents(known, call)
     with mini_sequence.splitting(call.model, known.seen(_mlps), known.record.method.mlp_chunks):
         output = call.by_transformers(use_cache=False)
@@ -427,10 +447,10 @@ def _hidden_by_pieces(call: Call) -> Any:
     return output
 
 
-def _checked_in_backward(output: Tensor, known: Findings) -> None:
+def _checked_in_backward(output: Tensor, known: Verification) -> None:
     """Lets the backward, in which layers run again, begin by seeing whether the model is still the same."""
     if output.requires_grad:
-        moment, constants = Moment(known.model, known.snapshot), Constants(known.model.named_modules())
+        moment, constants = ForwardState(known.model, known.snapshot), Constants(known.model.named_modules())
 
         def check_both(_: Tensor) -> None:
             constants.check()

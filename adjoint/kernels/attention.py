@@ -348,7 +348,7 @@ def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
 
 def is_spread(k: Tensor) -> bool:
     """Whether what is before these keys, and joined to them by name only, is on several ranks
-    (`adjoint.engine.spread`): then `past_attention` alone knows what they are."""
+    (`adjoint.parallel.kv`): then `past_attention` alone knows what they are."""
     return hasattr(getattr(getattr(k, "joined", None), "past", None), "attend")
 
 

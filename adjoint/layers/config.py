@@ -1,6 +1,7 @@
 """`StackConfig`: a stack's sizes and kinds of layers, checked when it is made."""
 
 import dataclasses
+import difflib
 from typing import Annotated, Any
 
 from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, check_fields, documented, option
@@ -107,8 +108,10 @@ class StackConfig:
             if kind in MIXERS:
                 MIXERS[kind].check(self)
             elif ":" not in kind:
+                meant = difflib.get_close_matches(kind, MIXERS, n=1)
                 raise ValueError(
                     f"mixer must be one of {', '.join(MIXERS)}, module:Class, or a list of them; got {kind!r}"
+                    + "".join(f": did you mean {name}?" for name in meant)
                 )
 
     @property

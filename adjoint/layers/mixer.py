@@ -14,7 +14,7 @@ from adjoint.layers.config import MIXERS, StackConfig
 
 def arrived(before: Any) -> Tensor:
     """A tensor of the state before the chunk, as a `lazy` mixer reads it: it may still be on its way from
-    another process (`adjoint.engine.crossing`)."""
+    another process (`adjoint.parallel.handoff`)."""
     return before if isinstance(before, Tensor) else before.arrive()
 
 

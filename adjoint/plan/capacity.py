@@ -94,7 +94,7 @@ class Fit:
     def fitting_chunk(self) -> int | None:
         """The power of two for a chunk's tokens, nearest to what they are, with which everything fits; None
         where there is none. Short chunks have many edges, long ones a lot of work at a time."""
-        now = self.setup.scheme.chunk_size.bit_length()
+        now = self.setup.spec.chunk_size.bit_length()
         for size in sorted((1 << i for i in range(6, 18)), key=lambda size: abs(size.bit_length() - now)):
             with contextlib.suppress(ValueError):  # unbiased: chunks must be shorter than the window
                 if size <= self.setup.seqlen and self.of_method(chunk_size=size).spans():

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 
 from adjoint.engine.grid import Grid, Key, Tile
-from adjoint.engine.program import Send
+from adjoint.engine.schedule import Send
 from adjoint.engine.tile import Gradients
 from adjoint.plan.memory import Setup, weights
 from adjoint.plan.model import EMBEDDING, HEAD
-from adjoint.plan.rounds import Exchange, Walk, seen_pairs, step_bytes
+from adjoint.plan.rounds import RoundSimulator, seen_pairs, step_bytes
 from adjoint.plan.simulate import Timeline, simulate
 from adjoint.plan.stage_memory import Conditions, example
 from adjoint.stack import Stack
@@ -205,13 +205,13 @@ def estimate(
     turns, helpers = setup.layout.sequence, setup.layout.helpers
     speed = [s for s in speeds or [1.0] * len(spans) for _ in range(turns)]
     speed += [min(speed)] * helpers
-    if setup.shared:
+    if setup.context_parallel:
         line = walk(setup, spans, costs, bytes_per_second, speed[::turns], tiles).run()
         sent = step_bytes(setup, spans)
         return _step(setup, spans, bytes_per_second, line, line.busy, line.idle_share, sent)
     # attention takes a time that grows with the length's square
     counts = setup.counted_chunks(spans, tiles, 3 if costs.pairs else 2)
-    lengths = [min(setup.seqlen, n * setup.scheme.chunk_size) for n in counts]
+    lengths = [min(setup.seqlen, n * setup.spec.chunk_size) for n in counts]
     found = [_batch(setup, n, spans, costs, bytes_per_second, speed) for n in counts]
 
     def at(value: Callable[[Timeline, Counter[tuple[int, int]]], float]) -> float:
@@ -265,9 +265,8 @@ def walk(
     bytes_per_second: float,
     speed: Sequence[float],
     most: int = 0,
-    exchange: Exchange = "wave",
-) -> Walk:
-    """The rounds of a batch whose sequences ranks share; arguments as `Walk`'s."""
+) -> RoundSimulator:
+    """The rounds of a batch whose sequences ranks share; arguments as `RoundSimulator`'s."""
     seconds = {(-1, "forward"): costs.head, (-1, "linearize"): costs.head_backward}
     serial, pairs = {}, {}
     for k, (forward, backward) in enumerate(zip(costs.forward, costs.backward, strict=True)):
@@ -276,9 +275,7 @@ def walk(
             own = costs.serial[k] if costs.serial else forward
             serial[k, kind] = own * seconds[k, kind] / forward if forward else 0.0
             pairs[k, kind] = costs.pairs[k] * (1 + (kind == "backward")) if costs.pairs else 0.0
-    return Walk(
-        setup, spans, seconds, serial, pairs, bytes_per_second, LATENCY, speed, exchange=exchange, most=most
-    )
+    return RoundSimulator(setup, spans, seconds, serial, pairs, bytes_per_second, LATENCY, speed, most=most)
 
 
 def reduced_bytes(setup: Setup, spans: Sequence[range]) -> list[float]:

@@ -41,7 +41,7 @@ class Request:
         layout.check(given.model.given, given.method)
         layout.check_rows(given.batch)
         setup = dataclasses.replace(given, layout=layout, batch=layout.rows(given.batch))
-        layout.check_chunks(setup.method, setup.seqlen, setup.scheme.chunk_size)
+        layout.check_chunks(setup.method, setup.seqlen, setup.spec.chunk_size)
         if self.limits is None:
             return Fit(setup)
         limits = [min(self.limits[rank] for rank in layout.ranks(s)) for s in range(layout.shards)]
@@ -145,10 +145,10 @@ def _least(request: Request, fit: Fit) -> float:
     steps, workers = setup.training.grad_accumulation, setup.layout.workers
     # a layer's chunks follow one another, forward; and back, where states' cotangents are carried; of layers
     # whose ranks meet only what is between two states does, if anything
-    whole = setup.window[0] is None and setup.scheme.arrows.drop_every is None
+    whole = setup.window[0] is None and setup.spec.backward.drop_every is None
     carried = costs.backward if whole else [0.0] * len(costs.forward)
     in_order = 0.0
-    if not setup.shared:
+    if not setup.context_parallel:
         in_order = max(f + b for f, b in zip(costs.forward, carried, strict=True))
     reduce = max(reduced_bytes(setup, fit.fastest())) / request.bytes_per_second
     return steps * max(work / workers, in_order) * setup.seqlen + reduce

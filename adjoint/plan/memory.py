@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from adjoint.engine.budget import AUTO, RESERVED_CPU
-from adjoint.engine.grid import Grid, Key, Scheme
-from adjoint.engine.program import BUFFERS, Action, Owners, Plan, Recv, Run, Send, Share, keys_of
-from adjoint.engine.spread import AHEAD
+from adjoint.engine.grid import EngineSpec, Grid, Key
+from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, Run, Schedule, Send, keys_of
 from adjoint.methods import Backprop
+from adjoint.parallel.kv import QUERIES_AHEAD
 from adjoint.plan.model import HEAD, Model
-from adjoint.plan.schedule import forward_plan, grid_of, meets, owners_of, step_plan
+from adjoint.plan.schedule import exchanges_within_tiles, forward_plan, grid_of, owners_of, step_plan
 from adjoint.plan.stage_memory import Conditions, Counted, composed
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
@@ -92,14 +92,14 @@ class Setup:
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
 
     @functools.cached_property
-    def scheme(self) -> Scheme:
+    def spec(self) -> EngineSpec:
         """What the engine is asked for."""
         size = self.batch, self.seqlen
-        return self.model.scheme(self.method, size, self.layout, self.machine)
+        return self.model.engine_spec(self.method, size, self.layout, self.machine)
 
     @property
     def chunks(self) -> int:
-        return -(-self.seqlen // self.scheme.chunk_size)
+        return -(-self.seqlen // self.spec.chunk_size)
 
     @property
     def alone(self) -> bool:
@@ -115,10 +115,10 @@ class Setup:
     def window(self) -> tuple[int | None, int]:
         """The window, None where nothing is cut off, and the tokens of a windowed vjp. A window that is
         picked once the data is seen counts as a chunk."""
-        scheme = self.scheme
-        window = scheme.chunk_size if scheme.arrows.window == "auto" else scheme.arrows.window
-        layer = Grid((0, scheme.chunk_size, self.seqlen), (True,), (0,), windows=(window,))
-        return layer.window(0), min(self.seqlen, layer.per_task(0) * scheme.chunk_size)
+        spec = self.spec
+        window = spec.chunk_size if spec.backward.window == "auto" else spec.backward.window
+        layer = Grid((0, spec.chunk_size, self.seqlen), (True,), (0,), windows=(window,))
+        return layer.window(0), min(self.seqlen, layer.per_task(0) * spec.chunk_size)
 
     def y(self, tokens: int) -> int:
         """Bytes of the residual stream on so many tokens of every sequence."""
@@ -134,17 +134,17 @@ class Setup:
         return [sum(self.state(piece) for piece in pieces if piece >= 0) for pieces in stages]
 
     @functools.cached_property
-    def shared(self) -> bool:
+    def context_parallel(self) -> bool:
         """Whether ranks go through a sequence in rounds (`plan.rounds`): they meet inside of tiles."""
-        return meets(self.model.given, self.layout.sequence)
+        return exchanges_within_tiles(self.model.given, self.layout.sequence)
 
     @functools.cached_property
-    def own(self) -> Setup:
+    def per_rank(self) -> Setup:
         """The setup of one rank: where ranks share a sequence in rounds, its own chunks stand for a shorter
         sequence of their own; else the setup itself."""
-        if not self.shared:
+        if not self.context_parallel:
             return self
-        size = self.scheme.chunk_size
+        size = self.spec.chunk_size
         return dataclasses.replace(
             self,
             method=dataclasses.replace(self.method, chunk_size=size),
@@ -166,20 +166,20 @@ class Setup:
 
     def piece(self, piece: int) -> Counted:
         """What a piece takes on the last chunk, which has the longest past."""
-        tokens = min(self.scheme.chunk_size, self.seqlen)
+        tokens = min(self.spec.chunk_size, self.seqlen)
         given = self.batch, tokens, max(0, self.seqlen - tokens), self.machine.precision, self.machine.kind
-        return self.model.piece(piece, Conditions(*given, self.scheme.storage.recompute, self.whole))
+        return self.model.piece(piece, Conditions(*given, self.spec.storage.recompute, self.whole))
 
     def task(self, k: int) -> int:
         """The peak of a windowed vjp of layer k."""
         window, tokens = self.window
         assert window is not None
-        on = Conditions(self.batch, self.scheme.chunk_size, 0, self.machine.precision, self.machine.kind)
+        on = Conditions(self.batch, self.spec.chunk_size, 0, self.machine.precision, self.machine.kind)
         return self.model.task(k, on, tokens, min(window - 1, self.seqlen - tokens), window)
 
     def stages(self, spans: Sequence[range]) -> tuple[StageBytes, ...]:
         """What the tiles of each stage take."""
-        y, found = self.y(min(self.scheme.chunk_size, self.seqlen)), []
+        y, found = self.y(min(self.spec.chunk_size, self.seqlen)), []
         for pieces in self.model.stages(spans):
             layers, counted = [k for k in pieces if k >= 0], [*map(self.piece, pieces)]
             without = counted[:-1] if pieces[-1] == HEAD else counted
@@ -190,14 +190,14 @@ class Setup:
 
     def pipeline(self, spans: Sequence[range], chunks: int) -> Pipeline:
         """What workers go through on a batch of so many chunks."""
-        model, scheme, helpers = self.model, self.scheme, self.layout.helped
-        seqlen = min(self.seqlen, chunks * scheme.chunk_size)
+        model, spec, helpers = self.model, self.spec, self.layout.helped
+        seqlen = min(self.seqlen, chunks * spec.chunk_size)
         owners = owners_of(model.given, spans, self.layout.sequence)
-        windows = None if scheme.arrows.window != "auto" else [self.window[0] or seqlen] * model.n_layer
-        grid = grid_of(model.given, scheme, seqlen, owners, helpers, model.stage_costs(spans), windows)
-        if self.whole and scheme.storage.tapes == 0:  # the head's backward comes right after its forward
-            scheme = dataclasses.replace(scheme, storage=dataclasses.replace(scheme.storage, tapes=1))
-        return Pipeline(grid, owners, scheme, helpers)
+        windows = None if spec.backward.window != "auto" else [self.window[0] or seqlen] * model.n_layer
+        grid = grid_of(model.given, spec, seqlen, owners, helpers, model.stage_costs(spans), windows)
+        if self.whole and spec.storage.tapes == 0:  # the head's backward comes right after its forward
+            spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, tapes=1))
+        return Pipeline(grid, owners, spec, helpers)
 
     def counted_chunks(self, spans: Sequence[range], tiles: int, ends: int = 2) -> list[int]:
         """Numbers of chunks from which all of them are extrapolated, all of them alone where programs have
@@ -205,8 +205,8 @@ class Setup:
         stages = len(self.model.stages(spans))
         least, step = 2 * self.layout.shards + 2, self.layout.sequence
         if self.window[0] is not None:
-            task, ahead = (-(-n // self.scheme.chunk_size) for n in (self.window[1], self.window[0]))
-            deep = stages if self.alone and self.scheme.arrows.dy_from == "above" else 2
+            task, ahead = (-(-n // self.spec.chunk_size) for n in (self.window[1], self.window[0]))
+            deep = stages if self.alone and self.spec.backward.dy_from == "above" else 2
             step, least = math.lcm(step, task), least + (task + ahead) * deep
         parts = [-(-max(least, tiles // (3 * stages * 2**i)) // step) * step for i in range(ends)]
         parts = sorted({part + (ends - 1 - i) * step * (part == parts[-1]) for i, part in enumerate(parts)})
@@ -218,13 +218,13 @@ class Pipeline(NamedTuple):
 
     grid: Grid
     owners: Owners
-    scheme: Scheme
+    spec: EngineSpec
     helpers: tuple[int, ...]
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[Schedule]:
         """One after the other: where windows are picked after the forward, the forward's is apart."""
-        first = [forward_plan(self.grid, self.owners)] if self.scheme.arrows.window == "auto" else []
-        return [*first, step_plan(self.scheme, self.grid, self.owners, self.helpers)]
+        first = [forward_plan(self.grid, self.owners)] if self.spec.backward.window == "auto" else []
+        return [*first, step_plan(self.spec, self.grid, self.owners, self.helpers)]
 
 
 class StageBytes(NamedTuple):
@@ -284,7 +284,7 @@ def _held(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, alone: boo
 
     def size(key: Key, action: Action) -> int:
         if key[0] == "tape":  # of a unit there is one at a time
-            return 0 if isinstance(action, Share) else stages[key[1]].all.saved
+            return 0 if isinstance(action, HelperTasks) else stages[key[1]].all.saved
         if key[0] == "dS":
             return stages[key[1]].all.pinned
         taped = isinstance(action, Run) and action.tile.kind in ("linearize", "recompute")
@@ -297,7 +297,7 @@ def _held(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, alone: boo
             for action in made.programs[w]:
                 reads, writes = keys_of(grid, action)
                 tiles = [action.tile] if isinstance(action, Run) else []
-                tiles += [t for unit in action.units for t in unit] if isinstance(action, Share) else []
+                tiles += [t for unit in action.units for t in unit] if isinstance(action, HelperTasks) else []
                 for t in tiles:
                     layers, all_ = stages[t.stage].work(t.kind)
                     if now + layers > best:
@@ -341,8 +341,8 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     Args:
         spans: every shard's layers, bottom up.
     """
-    if setup.shared:
-        each = zip(needs(setup.own, spans), spans, strict=True)
+    if setup.context_parallel:
+        each = zip(needs(setup.per_rank, spans), spans, strict=True)
         return [_meeting(setup, memory, span) for memory, span in each]
     counts, turns = setup.counted_chunks(spans, COUNTED_TILES), setup.layout.sequence
     stages = setup.stages(spans)
@@ -364,8 +364,8 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
 
 def _meeting(setup: Setup, memory: Memory, span: Sequence[int]) -> Memory:
     """A rank's memory by itself, and what it holds to share a sequence with others."""
-    most, turns = 0, min(setup.layout.sequence - 1, AHEAD + 1)
-    tokens = min(setup.scheme.chunk_size, setup.seqlen)
+    most, turns = 0, min(setup.layout.sequence - 1, QUERIES_AHEAD + 1)
+    tokens = min(setup.spec.chunk_size, setup.seqlen)
     for k in span:
         if setup.model.layers[k].grown and setup.model.layers[k].window is None:
             query, log = setup.query(k)
@@ -421,7 +421,7 @@ def _edges(setup: Setup) -> int:
 
 def _in_host(setup: Setup, span: Sequence[int], kept: float) -> int:
     """What offload takes of the host: PyTorch pins each block of memory as the next power of two."""
-    edges, y = _edges(setup), setup.y(setup.scheme.chunk_size)
+    edges, y = _edges(setup), setup.y(setup.spec.chunk_size)
     blocks = [setup.state(k) * edges for k in span]
     for k in span:
         if setup.model.layers[k].grown:  # keys, values, and the cotangents of each
@@ -435,37 +435,37 @@ def _pinned(size: int) -> int:
 
 def layer_bytes(setup: Setup, k: int) -> float:
     """About what a layer adds to its shard."""
-    setup = setup.own
-    scheme, size = setup.scheme, setup.scheme.chunk_size
+    setup = setup.per_rank
+    spec, size = setup.spec, setup.spec.chunk_size
     taken = sum(weights(setup, [k], False, False).values())
-    if not (scheme.storage.offload and setup.machine.kind == "cuda"):
+    if not (spec.storage.offload and setup.machine.kind == "cuda"):
         taken += sum(_of_sequence(setup, [k]).values())
-    if scheme.storage.keep == "edges" and setup.window[0] is None and not setup.layout.helpers:
+    if spec.storage.keep == "edges" and setup.window[0] is None and not setup.layout.helpers:
         taken += setup.piece(k).saved
-    elif not scheme.storage.offload:
+    elif not spec.storage.offload:
         taken += setup.y(size) * -(-setup.chunks // setup.layout.sequence)
     return taken * (1 + RESERVED[setup.machine.kind][1] * setup.machine.reserve)
 
 
 def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> Memory:
-    model, machine, scheme = setup.model, setup.machine, setup.scheme
+    model, machine, spec = setup.model, setup.machine, setup.spec
     parts = weights(setup, span, first, last) | {"ids": 2 * 8 * setup.batch * setup.seqlen}
     parts |= _of_sequence(setup, span) | {"kept": int(held.kept), "messages": int(held.messages)}
     host, work = 0, int(held.chunk)
     if machine.kind == "cuda" and not setup.whole:
         work += int(model.waiting)
-    if scheme.storage.offload and machine.kind == "cuda":
+    if spec.storage.offload and machine.kind == "cuda":
         host = _in_host(setup, span, held.kept)
         # keys and values come over for the layers at work; cotangents a chunk at a time
         parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
-        work += setup.y(scheme.chunk_size)
+        work += setup.y(spec.chunk_size)
     # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
     copies = 9 if setup.training.optimizer == "adamw8bit" and machine.kind == "cpu" else 2
     largest = max(model.largest_end * (first or last), *(model.layers[k].largest for k in span))
     parts["chunk"] = max(work, copies * machine.element * largest)
     parts["head"] = max(0, int(work + held.head) - parts["chunk"])
     fixed, share = RESERVED[machine.kind]
-    budget = scheme.storage.memory
+    budget = spec.storage.memory
     if budget == "auto":  # of what the run's own weights leave
         left = None if machine.memory is None else machine.memory - parts["weights"] - parts["optimizer"]
         budget = None if left is None else AUTO * (left - fixed * machine.reserve)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from adjoint.engine.grid import Scheme
-from adjoint.engine.stages import Stage
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.stage import Stage
 from adjoint.layers import StackConfig, State
 from adjoint.plan import stage_memory
 from adjoint.plan.stage_memory import Conditions, Counted
@@ -94,7 +94,7 @@ class Model:
         """The FakeTensorMode of a piece, its stage, and its state before a sequence."""
         raise NotImplementedError
 
-    def scheme(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> Scheme:
+    def engine_spec(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
         """What the engine is asked for; size: (batch, seqlen)."""
         raise NotImplementedError
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from adjoint.batch import Batch
-from adjoint.engine.grid import Scheme
-from adjoint.engine.stages import Stage
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.stage import Stage
 from adjoint.engine.tile import WAITING
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.call import check_method, scheme_of
-from adjoint.hf.model import backbone_of
-from adjoint.hf.replacements import rebound
+from adjoint.hf.chunking import check_method, spec_of
+from adjoint.hf.kernels.replacements import rebound
+from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.layers import StackConfig, State
@@ -35,7 +35,7 @@ from adjoint.train.pretrained import KEY, configuration
 WIDEST = 1024  # d_model of the layer that is timed in the place of a model's own
 
 
-def outlined(directory: str) -> Pretrained:
+def outlined(directory: str, trust_remote_code: bool = False) -> Pretrained:
     """What the config.json of a folder says of how its causal LM is cut. The multiplier is left at 1: memory
     does not depend on it.
 
@@ -45,10 +45,13 @@ def outlined(directory: str) -> Pretrained:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = configuration(directory)
+    config = configuration(directory, trust_remote_code)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
-        raise UserError(f"{KEY}: {directory}: transformers has no causal LM for a {type(config).__name__}")
+        raise UserError(
+            f"{KEY}: {directory}: transformers has no causal LM for a {type(config).__name__}; a model with "
+            "code of its own trains in one process or under torchrun, and is not planned"
+        )
     try:
         with fake_tensors(torch.float32) as mode, _countable(kind), mode:
             model = kind(copy.deepcopy(config))
@@ -169,7 +172,7 @@ class PretrainedModel(Model):
         with _countable(self.given.kind):
             return super()._count(piece, on)
 
-    def scheme(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> Scheme:
+    def engine_spec(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
         """As `Model`'s.
 
         Raises:
@@ -182,7 +185,7 @@ class PretrainedModel(Model):
         batch, seqlen = size
         element = 2 if machine.precision == "bfloat16" else machine.element
         picked = self.given.chunk_size(batch, seqlen, element, machine.kind, machine.memory)
-        return scheme_of(method, seqlen, layout.at_most(picked, seqlen))
+        return spec_of(method, seqlen, layout.at_most(picked, seqlen))
 
     def described(self) -> dict[str, Any]:
         return {

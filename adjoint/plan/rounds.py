@@ -1,15 +1,12 @@
-"""How long a step takes where ranks share the sequence of a model with attention (`adjoint.engine.sequence`).
+"""Time of a step where ranks share the sequence of a model with attention (`adjoint.parallel.context`).
 
 They go through it in rounds: each rank has one chunk, all run layer by layer in the same order. They meet at
 attention, where queries travel and each rank does as much of the round's work as any other; recurrent states
 go from rank to rank while the layers run. Which tile comes when is fixed so, and its time follows from a few
 maxima: no program is made, and a thousand ranks are planned in a moment.
 
-A recurrent layer's states can cross in two ways. In a wave each rank waits for the state before its chunk
-when its recurrence begins: this is what runs. By affine exchange each would first run its recurrence from
-zero, ranks would combine (decay, state) pairs in log2 N steps, and each would run it again from its true
-first state: nobody waits for N recurrences, and each is computed twice. It is simulated alone
-(docs/decisions.md says why).
+A recurrent layer's states cross in a wave: each rank waits for the state before its chunk when its recurrence
+begins (docs/decisions.md says what an affine exchange of states would save).
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +25,6 @@ from adjoint.plan.memory import Setup
 from adjoint.plan.model import HEAD
 from adjoint.plan.simulate import Span, Timeline
 
-Exchange = Literal["wave", "affine"]
 Times = Any  # a NumPy array, a time of each of a round's ranks
 
 
@@ -63,7 +59,7 @@ def seen_pairs(window: int | None, start: Any, stop: Any) -> Any:
 
 def step_bytes(setup: Setup, spans: Sequence[range]) -> tuple[int, int]:
     """Bytes of all messages of a step but the sum of gradients, and of those on the link with most."""
-    ranks, chunks, size = setup.layout.sequence, setup.chunks, setup.scheme.chunk_size
+    ranks, chunks, size = setup.layout.sequence, setup.chunks, setup.spec.chunk_size
     c = np.arange(chunks)
     start, reached = c * size, np.minimum(c, ranks - 1)  # by queries: other ranks that have keys before
     tokens = np.minimum(size, setup.seqlen - start)
@@ -85,7 +81,7 @@ def step_bytes(setup: Setup, spans: Sequence[range]) -> tuple[int, int]:
 
 
 @dataclass
-class Walk:
+class RoundSimulator:
     """Goes through a step's rounds.
 
     Args:
@@ -104,13 +100,12 @@ class Walk:
     bytes_per_second: float
     latency: float
     speed: Sequence[float]
-    exchange: Exchange = "wave"
     most: int = 0
     notes: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         setup, n = self.setup, self.setup.layout.sequence
-        size, chunks = setup.scheme.chunk_size, setup.chunks
+        size, chunks = setup.spec.chunk_size, setup.chunks
         cuts = np.minimum(np.arange(chunks + 1) * size, setup.seqlen)
         first = -chunks % n  # the last round is whole
         self.ranks, self.cuts = n, cuts
@@ -195,26 +190,19 @@ class Walk:
             self.busy[s, self._places(r)] += whole
             return now + whole
         own = tokens * self.serial[k, kind] / self.speed[s]
-        self.busy[s, self._places(r)] += whole + own * (self.exchange == "affine")
+        self.busy[s, self._places(r)] += whole
         return self._recurrence(k, kind, now + (whole - own) / 2, own) + (whole - own) / 2
 
     def _recurrence(self, k: int, kind: TileKind, ready: Times, own: Times) -> Times:
         """When each rank's recurrence is done."""
-        size = self.setup.state(k)
-        hop = self.latency + size / self.bytes_per_second
+        hop = self.latency + self.setup.state(k) / self.bytes_per_second
         if kind == "backward":  # the last rank comes first
             ready, own = ready[::-1], own[::-1]
         before = self.edge.get(k)
         arrives = -math.inf if before is None else before + hop
-        steps = math.ceil(math.log2(len(ready) + (before is not None)))
-        if self.exchange == "wave":
-            ends = np.cumsum(own + hop) - hop
-            ready = np.concatenate([np.maximum(ready[:1], arrives), ready[1:]])
-            done = ends + np.maximum.accumulate(ready + own - ends)
-        else:  # the state at the round's edge joins the first rank's
-            from_zero = np.maximum.accumulate(ready + own)
-            hop += size / self.bytes_per_second  # decays travel with states
-            done = np.maximum(from_zero, arrives) + hop * steps + own
+        ends = np.cumsum(own + hop) - hop
+        ready = np.concatenate([np.maximum(ready[:1], arrives), ready[1:]])
+        done = ends + np.maximum.accumulate(ready + own - ends)
         self.edge[k] = float(done[-1])
         return done[::-1] if kind == "backward" else done
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from adjoint.engine.grid import Grid, Scheme, make_grid
-from adjoint.engine.program import BUFFERS, CAPACITY, Owners, Plan, plan, shared
+from adjoint.engine.grid import EngineSpec, Grid, make_grid
+from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, make_schedule, shared
 from adjoint.layers import MIXERS, StackConfig
 from adjoint.layers.mixer import make_mixer, reach_of
 
@@ -25,7 +25,7 @@ def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
 
 def grid_of(
     model: Any,
-    scheme: Scheme,
+    spec: EngineSpec,
     seqlen: int,
     owners: Owners,
     helpers: Sequence[int] = (),
@@ -36,17 +36,17 @@ def grid_of(
 
     Where helpers share tasks, each layer is recomputed from its own inputs, since a task has one layer.
     """
-    inside = meets(model, owners.in_turn)
+    inside = exchanges_within_tiles(model, owners.in_turn)
     if not isinstance(model, StackConfig):
-        made = make_grid(scheme, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
+        made = make_grid(spec, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
         return dataclasses.replace(made, inside=inside)
     stateful = [False, *(_has_state(model, k) for k in range(model.n_layer)), False]
     segments = range(model.n_layer + 2) if helpers else owners.shards
-    made = make_grid(scheme, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
+    made = make_grid(spec, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
     return dataclasses.replace(made, inside=inside)
 
 
-def meets(model: Any, sequence: int) -> bool:
+def exchanges_within_tiles(model: Any, sequence: int) -> bool:
     """Whether workers that share sequences meet inside of tiles (`Grid.inside`): where keys and values are
     asked for, or a stage is many layers, whose states cross one after the other."""
     if sequence == 1 or not isinstance(model, StackConfig):
@@ -72,20 +72,20 @@ def _has_state(config: StackConfig, layer: int) -> bool:
         return bool(make_mixer(config, layer).grows)
 
 
-def forward_plan(grid: Grid, owners: Owners) -> Plan:
+def forward_plan(grid: Grid, owners: Owners) -> Schedule:
     """Programs of the loss alone, and of the forward by which windows are picked."""
-    return plan(grid, owners, backward=False, tapes=0)
+    return make_schedule(grid, owners, backward=False, tapes=0)
 
 
-def step_plan(scheme: Scheme, grid: Grid, owners: Owners, helpers: Sequence[int] = ()) -> Plan:
+def step_plan(spec: EngineSpec, grid: Grid, owners: Owners, helpers: Sequence[int] = ()) -> Schedule:
     """Programs of forward and backward; where windows were picked after a `forward_plan`, of the backward."""
     # Windowed tiles' cotangents come in small pieces: more messages are under way.
-    buffers = BUFFERS if scheme.arrows.window is None else CAPACITY
-    if scheme.arrows.window == "auto":
-        return plan(grid, owners, forward=False, tapes=0, buffers=buffers)
+    buffers = BUFFERS if spec.backward.window is None else CAPACITY
+    if spec.backward.window == "auto":
+        return make_schedule(grid, owners, forward=False, tapes=0, buffers=buffers)
     if helpers:
-        return shared(plan(grid, owners, tapes=0, buffers=buffers), owners.shards, helpers)
+        return shared(make_schedule(grid, owners, tapes=0, buffers=buffers), owners.shards, helpers)
     # With dL/dy_K for every layer a chunk is done with soon after the head, and to begin early is to hold
     # less; else it would only make others wait.
-    stream = scheme.arrows.window is not None and scheme.arrows.dy_from == "head"
-    return plan(grid, owners, tapes=scheme.storage.tapes, stream=stream, buffers=buffers)
+    stream = spec.backward.window is not None and spec.backward.dy_from == "head"
+    return make_schedule(grid, owners, tapes=spec.storage.tapes, stream=stream, buffers=buffers)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from adjoint.engine.grid import Key, Tile
-from adjoint.engine.program import Plan, Run, Send, Share, named
+from adjoint.engine.schedule import HelperTasks, Run, Schedule, Send, named
 
 TileTime = Callable[[int, Tile], float]
 MessageTime = Callable[[Key], float]
@@ -57,7 +57,7 @@ class Timeline:
 
 
 def simulate(
-    made: Plan,
+    made: Schedule,
     tile: TileTime,
     message: MessageTime = lambda key: 0.0,
     *,
@@ -120,7 +120,7 @@ class _Simulation:
 
     def __init__(
         self,
-        made: Plan,
+        made: Schedule,
         tile: TileTime,
         message: MessageTime,
         latency: float,
@@ -174,7 +174,7 @@ class _Simulation:
             if isinstance(action, Run):
                 if not self._tile(w, action.tile, now):
                     return
-            elif isinstance(action, Share):
+            elif isinstance(action, HelperTasks):
                 self.left[w] = collections.deque(action.units)
                 self.owner[w] = w
                 for helper, helped in enumerate(self.helpers, start=len(self.made.programs)):
@@ -187,7 +187,7 @@ class _Simulation:
                     return
             elif not self._receive(w, action.source, action.key):
                 return
-            self.at[w] += not isinstance(action, Share)
+            self.at[w] += not isinstance(action, HelperTasks)
 
     def _tile(self, w: int, tile: Tile, now: float) -> bool:
         """Runs a tile; False where the worker waits until it has ended."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from adjoint.engine.chunk_size import Sizes, chunk_size_for, kept_bytes
-from adjoint.engine.grid import Scheme
-from adjoint.engine.stages import Stage, check_windows, costs_of
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.stage import Stage, check_windows, costs_of
 from adjoint.layers import MIXERS, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
@@ -92,15 +92,15 @@ class StackModel(Model):
                 self.fakes[kind, dtype] = mode, Stack(config, 0)
         return self.fakes[kind, dtype]
 
-    def scheme(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> Scheme:
+    def engine_spec(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         recompute = getattr(method, "recompute", "none")
         states = sum(layer.state for layer in self.layers) * machine.element
         sizes = Sizes(kept_bytes(self.given, element, recompute), states)
         default = chunk_size_for(sizes, *size, machine.kind, machine.memory)
-        scheme = method.scheme(size[1], layout.chunk_size(method, size[1], default))
-        check_windows(self.given, scheme)
-        return scheme
+        spec = method.engine_spec(size[1], layout.chunk_size(method, size[1], default))
+        check_windows(self.given, spec)
+        return spec
 
     def described(self) -> dict[str, Any]:
         return plain(dataclasses.asdict(self.given))

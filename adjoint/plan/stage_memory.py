@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine.budget import LiveBytes
-from adjoint.engine.stages import Layer, Stage
+from adjoint.engine.stage import Layer, Stage
 from adjoint.engine.storage import Past, Slab, by_itself
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.errors import UserError

@@ -19,12 +19,12 @@ import torch
 
 from adjoint.cluster.devices import find
 from adjoint.cluster.transport import meet
-from adjoint.engine import network
-from adjoint.errors import UserError
+from adjoint.errors import UserError, install_command
 from adjoint.kernels import dispatch, trial
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.libraries import LIBRARIES
+from adjoint.parallel import network
 from adjoint.tools.measure.show import print_table
 from adjoint.train.flags import Flags
 from adjoint.train.machine import environment, versions
@@ -126,7 +126,7 @@ def packages() -> list[Finding]:
     found = []
     for extra, name in ((extra, name) for extra, names in PACKAGES.items() for name in names):
         version = versions(name).get(name)
-        told = version or f"missing (pip install '{f'adjoint-sharding[{extra}]' if extra else name}')"
+        told = version or f"missing ({install_command(extra) if extra else f'pip install {name}'})"
         found.append(row(name, told, None if version is None else True, version=version))
     return found
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from adjoint.checkpoint import read_trainer
-from adjoint.data.tokenizer import tokenizer_files
+from adjoint.data.tokenizer import byte_tokenizer_files, tokenizer_files
 from adjoint.errors import UserError
 from adjoint.files import flush, unfinished_path
 from adjoint.formats import FORMATS
@@ -19,39 +21,51 @@ from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
 from adjoint.methods import Backprop
 from adjoint.train.checkpoint import trained_model, write_file
+from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, new_folder, reads
+from adjoint.train.pretrained import configuration
 from adjoint.train.rundir import find_checkpoint
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def main(argv: list[str]) -> int:
     """`adjoint export`: exit code 0."""
     parser = Flags(
         prog="adjoint export",
-        usage="%(prog)s RUN --to DIR [--format mamba-ssm]",
+        usage="%(prog)s RUN --to DIR [--format mamba-ssm] [--dtype bfloat16]",
         description="Write a run's model to a folder that AutoModelForCausalLM.from_pretrained of "
-        "transformers, or MambaLMHeadModel.from_pretrained of mamba-ssm, can load. Weights keep the "
-        "checkpoint's dtype.",
+        "transformers, or MambaLMHeadModel.from_pretrained of mamba-ssm, can load, with the run's tokenizer.",
     )
     parser.add("run", "a run's folder (its newest checkpoint) or a checkpoint", metavar="RUN")
     parser.add("--to", "folder to write, new or empty", new_folder, required=True)
     layout = f"layout of the folder: {' or '.join(FORMATS)}"
     parser.add("--format", layout, reads(Literal[tuple(FORMATS)]), default="transformers")
+    dtype = f"dtype of the weights: {', '.join(get_args(Dtype))}; default: that of model.from_pretrained, or"
+    dtype += " of the run"
+    parser.add("--dtype", dtype, reads(Dtype))
     request = parser.parse_args(argv)
     checkpoint = find_checkpoint(request.run)
-    told = export(checkpoint, request.to, request.format)
+    told = export(checkpoint, request.to, request.format, request.dtype)
     print(f"{request.to}: {told}, from {os.path.relpath(checkpoint)}")
     return 0
 
 
-def export(checkpoint: Path, folder: Path, layout: str) -> str:
+def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None) -> str:
     """Write a verified checkpoint's model to a folder in one piece; return what was written, in words.
+
+    Args:
+        dtype: of the weights; None for that of the Hugging Face model that the run began with, or else of
+            the run.
 
     Raises:
         UserError: the layout has no such model, or something is in the folder's place.
         OSError: the disk refused; nothing is left.
     """
+    check_tokenizer(checkpoint)
     trained = read_trainer(checkpoint).get("config", {})
     source = trained.get("model", {}).get("from_pretrained")
+    trusted = trained.get("model", {}).get("trust_remote_code", False)
     if source is not None and layout != "transformers":
         raise UserError(f"--format {layout}: the run trains the transformers model in {source}; leave it out")
     config = checkpoint_config(checkpoint) if source is None else None
@@ -67,10 +81,12 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
     work.mkdir(parents=True)
     try:
         if source is None:
-            told = _write(work, layout, *FORMATS[layout].convert(*from_checkpoint(checkpoint)))
+            stack, weights = from_checkpoint(checkpoint)
+            weights = {name: _cast(t, dtype) for name, t in weights.items()}
+            told = _write(work, layout, *FORMATS[layout].convert(stack, weights))
         else:
-            told = _write_pretrained(work, checkpoint)
-        told += _write_tokenizer(work, trained.get("data", {}).get("tokenizer"))
+            told = _write_pretrained(work, checkpoint, dtype or _dtype_of(source, trusted))
+        told += _write_tokenizer(work, trained.get("data", {}))
         for written in (*work.iterdir(), work):
             flush(written)
         os.replace(work, folder)  # of an empty folder too, and of nothing else
@@ -81,19 +97,41 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
     return told
 
 
-def _write_pretrained(work: Path, checkpoint: Path) -> str:
+def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
+    return tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
+
+
+def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
+    """The dtype of a Hugging Face folder's weights; None for the run's."""
+    config = configuration(source, trust_remote_code)
+    dtype = config.dtype if config.dtype is not None else config.get_text_config().dtype
+    name = str(dtype).removeprefix("torch.")
+    return name if name in get_args(Dtype) else None
+
+
+def _write_pretrained(work: Path, checkpoint: Path, dtype: str | None) -> str:
     """A run of a Hugging Face model: its own `save_pretrained`, with the run's weights."""
     from adjoint.hf.wrap import unwrap
 
     model = unwrap(trained_model(checkpoint, Backprop()))
+    if dtype is not None:
+        model.to(getattr(torch, dtype))
     model.save_pretrained(work)
-    return f"{type(model).__name__} of transformers, {model.num_parameters():,} parameters"
+    dtypes = _named_dtypes(model.state_dict())
+    return f"{type(model).__name__} of transformers, {model.num_parameters():,} parameters, {dtypes}"
 
 
-def _write_tokenizer(work: Path, tokenizer: str | None) -> str:
-    """The files of the tokenizer that a run was trained with; what was written, in words."""
+def _named_dtypes(weights: Weights) -> str:
+    return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in weights.values()}))
+
+
+def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
+    """The tokenizer that a run was trained with, by its `data` settings; what was written, in words."""
+    tokenizer = data.get("tokenizer")
     if tokenizer in (None, "byte"):
-        return ""
+        for name, content in byte_tokenizer_files(data.get("separator")).items():
+            (work / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return ", its tokenizer (bytes)"
     files = tokenizer_files(tokenizer)
     for file in files:
         shutil.copyfile(file, work / ("tokenizer.json" if Path(tokenizer) == file else file.name))
@@ -112,5 +150,4 @@ def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> 
             raise OSError(None, " ".join(str(error).split())[:200], str(file)) from error
     name = given["architectures"][0] if layout == "transformers" else "MambaLMHeadModel"
     size = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
-    dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in weights.values()}))
-    return f"{name} of {layout}, {size:,} parameters, {dtypes}"
+    return f"{name} of {layout}, {size:,} parameters, {_named_dtypes(weights)}"

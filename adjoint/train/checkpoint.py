@@ -30,8 +30,10 @@ from adjoint.checkpoint import (
 from adjoint.errors import UserError
 from adjoint.files import flush
 from adjoint.train.carried_state import STEM
+from adjoint.train.dependencies import check_model, records_model
 from adjoint.train.optimizer import flattened, parts_of, restored
 
+_MAY_CHANGE = ("run.", "cluster.", "training.steps", "model.from_pretrained")
 _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
 
 
@@ -162,17 +164,25 @@ def trained_model(checkpoint: Path, method: Any) -> Any:
     into its weights."""
     from adjoint.train.pretrained import load
 
-    given = read_trainer(checkpoint)["config"]["model"]
-    model = load(given["from_pretrained"], method, given.get("lora"))
+    config = read_trainer(checkpoint)["config"]
+    given = config["model"]
+    check_model(checkpoint, config)
+    trusted = given.get("trust_remote_code", False)
+    model = load(given["from_pretrained"], method, given.get("lora"), trusted)
     load_checkpoint(checkpoint, model, verify=False)
     return model.merge_and_unload() if given.get("lora") else model
 
 
 def check_config(path: Path, config: dict[str, Any]) -> None:
     """Raises UserError, naming the first differing key, where the checkpoint is of another model, or of an
-    optimizer with another state."""
+    optimizer with another state, or where the pretrained model's folder changed since."""
     stored = read_trainer(path).get("config", {})
-    saved, here = ({f"model.{k}": v for k, v in c.get("model", {}).items()} for c in (stored, config))
+    ignored = {"trust_remote_code"}  # a permission
+    if records_model(path) and config["model"].get("from_pretrained") is not None:
+        ignored |= {"from_pretrained"}  # which may have moved: its content is compared
+    saved, here = (
+        {f"model.{k}": v for k, v in c.get("model", {}).items() if k not in ignored} for c in (stored, config)
+    )
     for differs, given in ((saved, stored), (here, config)):
         differs["training.optimizer"] = given.get("training", {}).get("optimizer", "adamw")
     for key in [*here, *(key for key in saved if key not in here)]:
@@ -181,6 +191,23 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
                 f"{path}: has {key} {saved.get(key)}, this run has {here.get(key)}; "
                 f"set --{key} {saved.get(key)} or start another run"
             )
+    check_model(path, config)
+
+
+def changed_keys(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Say which settings of a run differ from those of its checkpoint, as "training.lr 0.1, was 0.2"; where a
+    run is, how long and over what, is not among them."""
+
+    def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        leaves: dict[str, Any] = {}
+        for key, value in config.items():
+            nested = isinstance(value, Mapping)
+            leaves |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        return leaves
+
+    before, now = flat(stored), flat(current)
+    keys = [key for key in now if key in before and not key.startswith(_MAY_CHANGE)]
+    return [f"{key} {now[key]}, was {before[key]}" for key in keys if now[key] != before[key]]
 
 
 def set_aside_after(directory: str | Path, step: int) -> list[Path]:

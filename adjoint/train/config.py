@@ -41,7 +41,7 @@ from adjoint.settings import (
 )
 from adjoint.train.flags import Flags, nearest
 from adjoint.train.layout import Layout
-from adjoint.train.other_trainers import ELSEWHERE
+from adjoint.train.other_trainers import FOREIGN_KEYS
 from adjoint.train.trackers import are_trackers
 
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
@@ -291,10 +291,15 @@ class ModelConfig(StackConfig):
         "folder, or name on the Hugging Face hub, of a causal LM to fine-tune; it sets the sizes, and the "
         "method must be exact, truncated or backprop.",
     )
+    trust_remote_code: bool = option(
+        False, "whether Python code that comes with model.from_pretrained may run: read it first."
+    )
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.trust_remote_code and self.from_pretrained is None:
+            raise UserError("model.trust_remote_code: is for a pretrained model, model.from_pretrained")
         if self.lora is not None and self.from_pretrained is None:
             raise UserError("model.lora: adapters need a pretrained model, model.from_pretrained")
 
@@ -329,9 +334,9 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
 
     Raises:
         UserError: one line naming the flag, file or variable, what is wrong with it and what would be right.
-        SystemExit: code 0, after ``--help`` or ``--print_config``.
+        SystemExit: code 0, after ``--help``, ``--help-all`` or ``--print_config``.
     """
-    options, unknown = _parser(prog).parse_known_args(argv)
+    options, unknown = _parser(prog, "--help-all" in argv).parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
         if re.match("--.", name):
@@ -414,7 +419,22 @@ def _keys_of(cls: type, defaults: object) -> dict[str, Setting]:
     return keys
 
 
-def _parser(prog: str) -> Flags:
+# The keys that `adjoint train --help` shows; --help-all shows all.
+_FIRST_KEYS = (
+    "data.path",
+    "data.seqlen",
+    "data.batch",
+    "model.from_pretrained",
+    "model.lora.rank",
+    "method.name",
+    "training.steps",
+    "training.lr",
+    "run.dir",
+    "run.resume",
+)
+
+
+def _parser(prog: str, show_all: bool = False) -> Flags:
     parser = Flags(
         prog=prog,
         usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--resume auto]",
@@ -423,6 +443,9 @@ def _parser(prog: str) -> Flags:
         "environment variables (ADJOINT_TRAINING__STEPS=2) override them, flags override both.",
         argument_default=argparse.SUPPRESS,
     )
+    show = "show all keys, by section, and exit"
+    parser.add_argument("--help-all", action="help", help=argparse.SUPPRESS if show_all else show)
+    first = parser.add_argument_group("keys", "The ten that most runs need.")
     text = "YAML file with any of the keys below"
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
     parser.add_argument(
@@ -430,14 +453,23 @@ def _parser(prog: str) -> Flags:
     )
     about = {section: inspect.getdoc(type(value)) or "" for section, value in vars(Config()).items()}
     about["method"] = "How the gradient is computed."
-    groups = {
+    groups: dict[str, Any] = {
         section: parser.add_argument_group(section, " ".join(text.partition("\n\n")[0].split()))
         for section, text in about.items()
+        if show_all
     }
-    for name, key in known_keys().items():
-        flags = [f"--{name}", "--resume"] if name == "run.resume" else [f"--{name}"]
+    keys = known_keys()
+    for name in [*_FIRST_KEYS, *(name for name in keys if name not in _FIRST_KEYS)]:
+        key = keys[name]
         text = f"{key.help} ({in_words(key.hint)}; default: {json.dumps(key.default)})".replace("%", "%%")
-        groups[name.partition(".")[0]].add_argument(*flags, dest=name, metavar="VALUE", help=text)
+        group = first if name in _FIRST_KEYS else groups.get(name.partition(".")[0], parser)
+        given: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": text}
+        if group is parser:
+            given["help"] = argparse.SUPPRESS
+        if name == "run.resume":
+            group.add_argument("--run.resume", "--resume", nargs="?", const="auto", **given)
+        else:
+            group.add_argument(f"--{name}", **given)
     return parser
 
 
@@ -491,8 +523,9 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     """The sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.train.pretrained import sizes
 
-    ours = {key: given.pop(key) for key in ("from_pretrained", "lora") if key in given}
-    own: dict[str, Any] = sizes(ours["from_pretrained"])
+    keys = ("from_pretrained", "lora", "trust_remote_code")
+    ours = {key: given.pop(key) for key in keys if key in given}
+    own: dict[str, Any] = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
     for key, value in given.items():
         if value != own.get(key, getattr(default, key)):
             raise UserError(f"model.{key}: model.from_pretrained has its own; leave {value} out")
@@ -500,9 +533,9 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
 
 
 def _unknown(name: str, where: str) -> UserError:
-    guess = ELSEWHERE.get(name.rpartition(".")[2]) or nearest(name, known_keys())
+    guess = FOREIGN_KEYS.get(name.rpartition(".")[2]) or nearest(name, known_keys())
     meant = f"; did you mean {guess}?" if guess in known_keys() else f"; {guess}" * bool(guess)
-    return UserError(f"{where}: unknown key {name}{meant} (--help lists all keys)")
+    return UserError(f"{where}: unknown key {name}{meant} (--help-all lists all keys)")
 
 
 def _method(name: str, given: dict[str, Any]) -> Any:

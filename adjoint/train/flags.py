@@ -40,6 +40,42 @@ class Flags(argparse.ArgumentParser):
         default = "; default: %(default)s" if settings.get("default") else ""
         self.add_argument(flag, help=text + default, **settings)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command line.
+
+        Raises:
+            UserError: it has a flag that there is not, with the one that may be meant, or a stray word.
+        """
+        given, rest = self.parse_known_args(args, namespace)
+        if rest:
+            raise self.unknown(rest[0])
+        return given
+
+    def parse_with_keys(self, argv: list[str]) -> tuple[Any, list[str]]:
+        """Parse the command's own flags; return them, and the words that may be keys of a configuration.
+
+        Raises:
+            UserError: one of these has no section, as no key has, and is like a flag of the command.
+        """
+        given, rest = self.parse_known_args(argv)
+        for word in rest:
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and "." not in flag and nearest(flag, self._flags(), cutoff=0.8):
+                raise self.unknown(word)
+        return given, rest
+
+    def _flags(self) -> list[str]:
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
+    def unknown(self, word: str) -> UserError:
+        """An error for a word that is no flag of the command, with the flag that may be meant."""
+        flag = word.partition("=")[0]
+        if not flag.startswith("-"):
+            return UserError(f"{word!r}: {self.prog} takes no such argument; see {self.prog} --help")
+        meant = nearest(flag, self._flags(), cutoff=0.6)
+        hint = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
+        return UserError(f"{flag}: {self.prog} does not take it; {hint}")
+
     def error(self, message: str) -> Never:
         bare = re.fullmatch(r"argument (?:\S+/)?(--\S+): expected one argument", message)
         if bare:
@@ -71,8 +107,8 @@ def new_folder(text: str) -> Path:
     return Path(text)
 
 
-def nearest(key: str, known: Collection[str]) -> str | None:
+def nearest(key: str, known: Collection[str], cutoff: float = 0.65) -> str | None:
     """The known name most similar to ``key``, with or without its section; None if none is similar."""
     short = {name.rpartition(".")[2]: name for name in known}
-    found = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.65)
-    return short.get(found[0], found[0]) if found else None
+    matches = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=cutoff)
+    return short.get(matches[0], matches[0]) if matches else None

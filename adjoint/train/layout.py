@@ -117,7 +117,7 @@ class Layout:
 
     def chunk_size(self, method: Any, seqlen: int, default: int) -> int:
         """Tokens of a chunk; where the method does not say, `default` or fewer (`at_most`)."""
-        return method.scheme(seqlen, self.at_most(default, seqlen)).chunk_size
+        return method.engine_spec(seqlen, self.at_most(default, seqlen)).chunk_size
 
     # ------------------------------------------------------------------------------ what does not go together
 
@@ -157,7 +157,8 @@ class Layout:
         """Raises a UserError where some replica would have no row of a batch."""
         if batch < self.replicas:
             raise UserError(
-                f"cluster.replicas: {self.replicas} replicas for a data.batch of {batch}; each needs a row"
+                f"cluster.replicas: {self.replicas} replicas for a data.batch of {batch}, and each needs a "
+                f"row; give --data.batch {self.replicas}, or more"
             )
 
     def check_chunks(self, method: Any, seqlen: int, chunk_size: int | None = None) -> None:

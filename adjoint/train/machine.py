@@ -120,13 +120,15 @@ def set_up(config: TrainingConfig, device: torch.device) -> None:
     torch.manual_seed(config.seed)
 
 
-_HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()  # its terminal has closed
+# A terminal has closed; a batch system warns of the time limit. Whoever starts a run may have it ignore them.
+_ANNOUNCED = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
 class StopRequest:
-    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a request, its number in `signal`, honoured after the
-    step; a second Ctrl-C or SIGTERM kills. A terminal that closes often sends more than one SIGHUP: the
-    others are not heard, nor is any under nohup."""
+    """Turns the first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 into a request, its number in `signal`, honoured
+    after the step; a second Ctrl-C or SIGTERM kills. A terminal that closes often sends more than one SIGHUP,
+    and Slurm's warning before the time limit (``--signal=USR1@120``) comes before its SIGTERM: other SIGHUPs
+    and SIGUSR1s are not heard, nor is any under nohup."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -134,8 +136,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         with contextlib.suppress(ValueError):  # not the main thread: signals stay with whoever owns them
-            for number in (signal.SIGINT, signal.SIGTERM, *_HANGUP):
-                if number in _HANGUP and signal.getsignal(number) == signal.SIG_IGN:
+            for number in (signal.SIGINT, signal.SIGTERM, *_ANNOUNCED):
+                if number in _ANNOUNCED and signal.getsignal(number) == signal.SIG_IGN:
                     continue
                 self._before[number] = signal.signal(number, self._ask)
         return self
@@ -148,7 +150,7 @@ class StopRequest:
         self.signal = number
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)  # the default action needs no interpreter: it stops at once
-        for each in _HANGUP:
+        for each in _ANNOUNCED:
             signal.signal(each, signal.SIG_IGN)
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         # os.write: print may be what was interrupted, and is not re-entrant. The terminal may be gone.

@@ -11,8 +11,8 @@ from torch import Tensor
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.data.tokenizer import check_bytes
 from adjoint.engine.chunk_size import chunk_size_on, default_chunk_size
-from adjoint.engine.grid import Scheme
-from adjoint.engine.stages import check_windows
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.methods import Exact
 from adjoint.stack import Stack, StackOutput
@@ -40,11 +40,13 @@ class LanguageModel(Protocol):
         """Raises a UserError for what such a model cannot do, before there is a folder, or text is read."""
 
     @classmethod
-    def made(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> LanguageModel:
+    def from_config(
+        cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None
+    ) -> LanguageModel:
         """The model of a configuration, as it is before the first step."""
 
     @classmethod
-    def stored(cls, checkpoint: Path) -> LanguageModel:
+    def from_checkpoint(cls, checkpoint: Path) -> LanguageModel:
         """The model of a run's checkpoint that is known to be whole, to be evaluated."""
 
     @property
@@ -61,7 +63,7 @@ class LanguageModel(Protocol):
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
         """The prompt (1, seqlen) with sampled tokens after it."""
 
-    def chunk_losses(self, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+    def chunk_losses(self, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
         """The summed loss of each chunk of ids (1, seqlen), without gradients."""
 
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
@@ -73,10 +75,10 @@ class StackLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
-        check_windows(config.model, config.method.scheme(config.data.seqlen, config.data.seqlen))
+        check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
 
     @classmethod
-    def made(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> StackLM:
+    def from_config(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> StackLM:
         module = Stack(config.model).to(device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
         if grows and config.training.carry_state != "none":
@@ -86,7 +88,7 @@ class StackLM(LanguageModel):
         return cls(module, config.method, group)
 
     @classmethod
-    def stored(cls, checkpoint: Path) -> StackLM:
+    def from_checkpoint(cls, checkpoint: Path) -> StackLM:
         return cls(Stack.from_pretrained(checkpoint), Exact())
 
     @property
@@ -96,7 +98,7 @@ class StackLM(LanguageModel):
     def chunk_size(self, batch: int, seqlen: int) -> int:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.module.embedding.weight.device)
         default = default_chunk_size(self.module, ids, getattr(self.method, "recompute", "none"))
-        return self.method.scheme(seqlen, default).chunk_size
+        return self.method.engine_spec(seqlen, default).chunk_size
 
     def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
         how = {"method": self.method, "sequence_group": self.group, **states}
@@ -108,9 +110,9 @@ class StackLM(LanguageModel):
         return self.module.generate(prompt, tokens, temperature, generator=generator)
 
     @torch.no_grad()
-    def chunk_losses(self, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+    def chunk_losses(self, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
         states = self.module.stage_states(self.module.initial_state(len(ids)))
-        return self.module.steps(Batch(ids, shift_labels(ids), states=states), scheme).chunk_losses()
+        return self.module.steps(Batch(ids, shift_labels(ids), states=states), spec).chunk_losses()
 
     @torch.no_grad()
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
@@ -141,16 +143,18 @@ class PretrainedLM(LanguageModel):
             raise UserError("data.documents: packed, they need chunks; use --method.name exact")
 
     @classmethod
-    def made(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> PretrainedLM:
+    def from_config(
+        cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None
+    ) -> PretrainedLM:
         from adjoint.hf.wrap import wrap
         from adjoint.train.pretrained import load
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
-        module = load(directory, config.method, lora).to(device, dtype)
+        module = load(directory, config.method, lora, config.model.trust_remote_code).to(device, dtype)
         return cls(module if group is None else wrap(module, config.method, group), config.method, group)
 
     @classmethod
-    def stored(cls, checkpoint: Path) -> PretrainedLM:
+    def from_checkpoint(cls, checkpoint: Path) -> PretrainedLM:
         return cls(trained_model(checkpoint, Exact()).eval(), Exact())
 
     @property
@@ -158,11 +162,11 @@ class PretrainedLM(LanguageModel):
         return self.module.get_input_embeddings().num_embeddings
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        from adjoint.hf.call import scheme_of
-        from adjoint.hf.first_use import findings
+        from adjoint.hf.chunking import spec_of
+        from adjoint.hf.verification import verification_of
 
-        default = chunk_size_on(self.module.device, findings(self.module).sizes, batch, seqlen)
-        return scheme_of(self.method, seqlen, default).chunk_size
+        default = chunk_size_on(self.module.device, verification_of(self.module).sizes, batch, seqlen)
+        return spec_of(self.method, seqlen, default).chunk_size
 
     def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
         targets = shift_labels(labels, seq_idx)
@@ -179,15 +183,15 @@ class PretrainedLM(LanguageModel):
         tokens, temperature = settings.sample_tokens, settings.sample_temperature
         return continued(self.module, prompt, tokens, temperature, settings.seed)
 
-    def chunk_losses(self, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+    def chunk_losses(self, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
         from adjoint.hf.wrap import chunk_losses
 
-        return chunk_losses(self.module, ids, scheme)
+        return chunk_losses(self.module, ids, spec)
 
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
         from adjoint.hf.wrap import last_logits
 
-        return last_logits(self.module, ids, tokens, Scheme(chunk_size, least=2))
+        return last_logits(self.module, ids, tokens, EngineSpec(chunk_size, least=2))
 
 
 def model_class(pretrained: str | None) -> type[LanguageModel]:

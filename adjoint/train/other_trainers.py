@@ -37,7 +37,9 @@ _ANSWERS = {
     "training.steps": "max_iters max_steps",
     "training.warmup_steps": "warmup_ratio warmup_steps",
     "a run goes on with --resume auto, or takes another run.dir": "overwrite_output_dir",
-    "a run is training.steps long; steps x batch x seqlen are the tokens read": "num_epochs num_train_epochs",
+    "a run is training.steps long; steps x batch x seqlen are the tokens read": (
+        "epoch epochs max_epochs n_epochs num_epochs num_train_epochs"
+    ),
     "activations are recomputed by the method; see method.recompute": "gradient_checkpointing",
     "adapters are those of model.lora.rank": "adapter use_peft",
     "chunks of a sequence go to its workers in turn; leave it out": "exchange",
@@ -47,6 +49,9 @@ _ANSWERS = {
     "kernels are chosen by what the machine has; adjoint doctor shows them": "flash_attention",
     "layers are cut by cluster.shards, rows shared by cluster.replicas": "deepspeed fsdp",
     "the best checkpoint is kept, see training.keep_checkpoints": "load_best_model_at_end",
+    "name a kind of layer with model.mixer, a model of transformers with model.from_pretrained": (
+        "arch architecture model model_type"
+    ),
     "weights are trained in full precision; leave it out": "load_in_4bit load_in_8bit",
 }
-ELSEWHERE = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
+FOREIGN_KEYS = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}

@@ -18,7 +18,8 @@ def plot_losses(
 
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
-    steps, losses = [row["step"] for row in metrics], [row["loss"] for row in metrics]
+    rows = [row for row in metrics if row["loss"] is not None]  # else no token was predicted
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     many = len(steps) > 30
     axes.plot(steps, losses, color="tab:blue", linewidth=1, alpha=0.35 if many else 1.0, label="training")
     if many:

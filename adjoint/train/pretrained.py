@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from torch import Tensor, nn
 
 from adjoint.errors import UserError
 from adjoint.files import flush
-from adjoint.hf.model import some_tokens
+from adjoint.formats.folders import refuse_adapter
 from adjoint.hf.split import Pretrained, examine
+from adjoint.hf.trial_copy import some_tokens
 from adjoint.hf.wrap import unwrap, wrap
+from adjoint.memory import out_of_memory
 
 KEY = "model.from_pretrained"
 # Modules without an adapter where none are named: transformers or a fused kernel reads their weight past it.
@@ -51,67 +55,108 @@ def folder_of(name: str, weights: bool = True, key: str = KEY) -> str:
     return folder
 
 
-def configuration(directory: str) -> Any:
-    """What the config.json of a folder says.
+def configuration(place: str, trust_remote_code: bool = False, key: str = KEY) -> Any:
+    """Read the config.json of a folder, or a file like it.
+
+    Args:
+        trust_remote_code: whether Python files of the folder may run (`model.trust_remote_code`).
+        key: what the folder was given as, for an error.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it describes no causal LM.
     """
     from transformers import AutoConfig
 
-    if not (Path(directory) / "config.json").is_file():
+    path = Path(place)
+    if not path.is_file() and not (path / "config.json").is_file():
+        refuse_adapter(path, key)
         raise UserError(
-            f"{KEY}: {directory} has no config.json; name a folder that save_pretrained wrote, or a model of "
+            f"{key}: {place} has no config.json; name a folder that save_pretrained wrote, or a model of "
             "the Hugging Face hub"
         )
-    with _naming(directory):
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    file = path if path.is_file() else path / "config.json"
+    with _reading(place, key, trust_remote_code):
+        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=trust_remote_code)
+        missing = [name for name in _SIZES.values() if not hasattr(config.get_text_config(), name)]
+        if missing:
+            raise ValueError(f"{file.name} describes no causal language model (it has no {missing[0]})")
+        return config
 
 
-def sizes(directory: str) -> dict[str, int]:
-    """vocab_size, d_model and n_layer of the model in a folder.
+_SIZES = {"vocab_size": "vocab_size", "d_model": "hidden_size", "n_layer": "num_hidden_layers"}
+
+
+def sizes(directory: str, trust_remote_code: bool = False) -> dict[str, int]:
+    """Return vocab_size, d_model and n_layer of the model in a folder.
 
     Raises:
         UserError: there is none.
     """
-    config = configuration(directory).get_text_config()
-    names = {"vocab_size": "vocab_size", "d_model": "hidden_size", "n_layer": "num_hidden_layers"}
-    return {ours: getattr(config, theirs) for ours, theirs in names.items()}
+    config = configuration(directory, trust_remote_code).get_text_config()
+    return {ours: getattr(config, theirs) for ours, theirs in _SIZES.items()}
 
 
-def load(directory: str, method: Any, lora: Mapping[str, Any] | None = None) -> Any:
-    """The model of a folder, in float32, wrapped.
+def load(
+    directory: str,
+    method: Any,
+    lora: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    key: str = KEY,
+) -> Any:
+    """Return the model of a folder, in float32, wrapped.
 
     Args:
         lora: settings of `model.lora`, for a model with adapters.
+        trust_remote_code: whether Python files of the folder may run.
+        key: what the folder was given as, for an error.
 
     Raises:
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
-    with _naming(directory):
-        wrapped = wrap(unwrapped(directory, torch.float32), method)
+    model = unwrapped(directory, torch.float32, trust_remote_code, key)
+    with _naming(directory, key):
+        wrapped = wrap(model, method)
     return wrapped if lora is None else _adapted(wrapped, lora)
 
 
-def unwrapped(directory: str, dtype: torch.dtype) -> Any:
-    """The model of a folder, as transformers makes it.
+def unwrapped(directory: str, dtype: torch.dtype, trust_remote_code: bool = False, key: str = KEY) -> Any:
+    """Return the model of a folder as transformers makes it.
 
     Raises:
-        UserError: it is no causal LM that transformers knows, or lacks weights.
+        UserError: it is no causal LM that transformers knows, or its files are damaged or lack weights.
     """
     from transformers import AutoModelForCausalLM
 
-    with _naming(directory):
-        model, found = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, output_loading_info=True
+    configuration(directory, trust_remote_code, key)
+    _check_generation_config(Path(directory) / "generation_config.json", key)
+    # With mismatched shapes ignored, transformers lists them; else it prints a table and names no tensor.
+    options = {"ignore_mismatched_sizes": True, "output_loading_info": True, "local_files_only": True}
+    with _reading(directory, key, trust_remote_code), quiet_transformers():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=trust_remote_code, **options
         )
         # which transformers would leave at random
-        if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
+        for name, stored, expected in sorted(report["mismatched_keys"]):
             raise ValueError(
-                f"{len(lacking)} weights of {type(model).__name__} are not there or of another shape, such "
-                f"as {lacking[0]}; name a folder that save_pretrained wrote of it"
+                f"its tensor {name} has shape {tuple(stored)}, and {type(model).__name__} with its "
+                f"config.json has {tuple(expected)}; download both again, or correct config.json"
+            )
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(
+                f"{len(missing)} weights of {type(model).__name__} are missing, such as {missing[0]}; name "
+                "a folder that save_pretrained wrote of it"
             )
     return model
+
+
+def _check_generation_config(file: Path, key: str) -> None:
+    """Raise a UserError where a generation_config.json is damaged: transformers would go on without it."""
+    try:
+        readable = not file.exists() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):
+        readable = False
+    if not readable:
+        raise UserError(f"{key}: {file.parent}: {file.name} is damaged; download it again")
 
 
 def _adapted(model: Any, lora: Mapping[str, Any]) -> Any:
@@ -144,7 +189,9 @@ def _linear_maps(model: Any) -> list[str]:
     return [name for name in linear if name.rpartition(".")[2] not in left_out]
 
 
-def described(directory: str, method: Any, folder: Path | None) -> Pretrained:
+def described(
+    directory: str, method: Any, folder: Path | None, trust_remote_code: bool = False
+) -> Pretrained:
     """What layer shards have to know of the model of a folder.
 
     Args:
@@ -156,7 +203,7 @@ def described(directory: str, method: Any, folder: Path | None) -> Pretrained:
     """
     from safetensors.torch import save_file
 
-    model = unwrap(load(directory, method))
+    model = unwrap(load(directory, method, None, trust_remote_code))
     with _naming(directory):
         found = examine(model, some_tokens(model)[0])
     if folder is not None:
@@ -172,24 +219,86 @@ def described(directory: str, method: Any, folder: Path | None) -> Pretrained:
 
 @torch.no_grad()
 def continued(model: Any, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int) -> Tensor:
-    """The prompt (1, seqlen) with sampled tokens after it; the random numbers go on as if none were drawn."""
+    """The prompt (1, seqlen) with sampled tokens after it; the random numbers go on as if none were drawn.
+
+    Raises:
+        UserError: the model's own `generate` fails, as that of a model with code of its own may.
+    """
     model.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), quiet_transformers():
         torch.manual_seed(seed)
-        return model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-        )
+        try:
+            return model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=max_new_tokens,
+                do_sample=True,
+                temperature=temperature,
+                top_k=0,
+            )
+        except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+            raise UserError(f"generate failed ({' '.join(str(error).split())[:200]})") from error
 
 
 @contextlib.contextmanager
-def _naming(directory: str) -> Iterator[None]:
+def _naming(directory: str, key: str = KEY) -> Iterator[None]:
     """Errors as `UserError`, in a line that names the folder."""
     try:
         yield
     except (OSError, ValueError) as error:
-        raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{key}: {directory}: {' '.join(str(error).split())}") from None
+
+
+@contextlib.contextmanager
+def _reading(place: str, key: str, trust_remote_code: bool) -> Iterator[None]:
+    """Whatever reading a model's files raises, as a `UserError` that names the folder: a damaged file shows
+    as an error of any kind, from anywhere in transformers, safetensors or the folder's own code."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        if out_of_memory(error) or isinstance(error, ImportError) or "can't start new thread" in said:
+            raise
+        if "trust_remote_code" in said and not trust_remote_code:
+            raise UserError(
+                f"{key}: {place}: the model comes with Python code of its own; read it, and if you trust "
+                f"it, set --{'model.trust_remote_code true' if key == KEY else 'trust-remote-code'}"
+            ) from None
+        if damaged := damaged_weights(Path(place)):
+            said = damaged
+        elif not isinstance(error, OSError | ValueError):
+            said = f"its files cannot be read ({type(error).__name__}: {said}); download them again"
+        raise UserError(f"{key}: {place}: {said[:600]}") from error
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' tables and advice of a load from the user, for whom what matters is an error; and
+    its progress bars from what is no terminal."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def damaged_weights(folder: Path) -> str | None:
+    """Name the first safetensors file of a folder that cannot be read, and say why; None if all can."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        try:
+            safe_open(str(file), "pt")
+        except (SafetensorError, OSError) as error:
+            reason = " ".join(str(error).split())
+            return f"{file.name} is damaged ({reason}); download it again"
+    return None

@@ -19,15 +19,22 @@ import torch
 from adjoint.batch import IGNORE_INDEX, labelled
 from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
 from adjoint.data.batches import Data, open_data
+from adjoint.data.tokenizer import describe_boundaries
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.methods import described
-from adjoint.train import machine
+from adjoint.train import dependencies, machine
 from adjoint.train.carried_state import STEM, Carried
-from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
+from adjoint.train.checkpoint import (
+    changed_keys,
+    load_checkpoint,
+    model_files,
+    save_checkpoint,
+    set_aside_after,
+)
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.in_backward import SteppedInBackward
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
@@ -37,6 +44,7 @@ from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trackers import Trackers
 
+_RESULTS = ("metrics.jsonl", "loss.png", "sample.txt", "trace.json", "config.yaml", "checkpoints/")
 Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
 LossAndWindows = tuple[float, list[int] | None]  # of a batch; None unless the method picked the windows
 
@@ -78,11 +86,13 @@ class Trainer:
         self.precision = machine.pick_precision(settings.precision, self.device)
         machine.set_up(settings, self.device)
         on = settings.carry_state == "previous"
-        self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, consecutive=on)
+        trusted = config.model.trust_remote_code
+        self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, on, trusted)
         self.method = config.method
         self.step = self.saved_step = 0
         self.tokens = 0
         self._build(checkpoint)
+        self.dependencies = dependencies.record(config.to_dict())
         if checkpoint is not None:
             self._resume(checkpoint)
         self.trackers = Trackers(settings.report_to, folder.path, self.step, config.to_dict())
@@ -122,7 +132,8 @@ class Trainer:
         self._sample()
         if (best := self._best()) is not None:
             print(f"lowest held-out loss: {best['eval_loss']:.4f}, checkpoints/step-{best['step']:08d}")
-        print(f"run: {path} (metrics.jsonl, loss.png, sample.txt, config.yaml, checkpoints/)", flush=True)
+        written = [name for name in _RESULTS if (path / name).exists()]
+        print(f"run: {path} ({', '.join(written)})", flush=True)
         return Outcome(path, self.step)
 
     # What is done to model and optimizer is in the next methods and nowhere else: over several processes
@@ -133,7 +144,7 @@ class Trainer:
         dtype = torch.float64 if self.precision == "float64" else None
         self.carried = Carried(self.settings.carry_state, range(self.config.model.n_layer))
         cls = model_class(self.config.model.from_pretrained)
-        self.model = cls.made(self.config, self.device, dtype, self.sequence_group)
+        self.model = cls.from_config(self.config, self.device, dtype, self.sequence_group)
         module = self.model.module
         self.optimizer = make_optimizer(module, self.settings)
         if self.settings.optimizer_in_backward:
@@ -161,7 +172,7 @@ class Trainer:
         if self.in_backward is not None:
             self.in_backward.lr = learning_rate(self.step + 1, self.settings)
 
-    def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> LossAndWindows:
+    def _gradients(self, ids: torch.Tensor, start: Start, number: int, loss_divisor: float) -> LossAndWindows:
         """Add the gradients of the batch `number`, divided by the batches of a step, to those there are.
 
         Args:
@@ -174,7 +185,7 @@ class Trainer:
             output = self._output(ids, **states)
         if carries:
             self.carried.end(output.state, self.data.ended(ids).to(self.device))
-        loss = output.loss / heavier
+        loss = output.loss / loss_divisor
         loss.backward()
         return loss.item(), getattr(output, "windows", None)
 
@@ -254,11 +265,14 @@ class Trainer:
         if windows is not None:
             row["windows"] = windows
         if (_due(step, settings.eval_every) or step == settings.steps) and len(self.data.eval):
-            row["eval_loss"] = self._evaluate()
+            held_out = self._evaluate()
+            if held_out is not None:
+                row["eval_loss"] = held_out
         return row
 
-    def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
-        """Fill the gradients from the next batches: the mean loss, tokens, each layer's window if picked."""
+    def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:
+        """Fill the gradients from the next batches: the mean loss (None if no token is predicted), tokens,
+        each layer's window if picked."""
         batches, how = self.settings.grad_accumulation, self.settings.carry_state
         self._zero_grad()
         loss, tokens, windows = 0.0, 0, None
@@ -268,28 +282,30 @@ class Trainer:
             drawn.append((start, next(self.data.train)))
         counts = [self._predictions(ids) for _, ids in drawn]
         for i, (start, ids) in enumerate(drawn):
-            heavier = sum(counts) / counts[i] if counts[i] else math.inf  # as in one batch of all of them
-            part, picked = self._gradients(ids, start, (step - 1) * batches + i, heavier)
+            loss_divisor = (
+                sum(counts) / counts[i] if counts[i] else math.inf
+            )  # as in one batch of all of them
+            part, picked = self._gradients(ids, start, (step - 1) * batches + i, loss_divisor)
             loss += part
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)
             if picked is not None:  # the widest of the batches
                 windows = list(map(max, windows or picked, picked))
             tokens += ids.numel()
-        return loss, tokens, windows
+        return loss if sum(counts) else None, tokens, windows
 
     def _predictions(self, ids: torch.Tensor) -> int:
         return int((self.data.targets(ids) != IGNORE_INDEX).sum())
 
     @torch.no_grad()
-    def _evaluate(self) -> float:
-        """Mean loss over the held-out text, nats per token."""
+    def _evaluate(self) -> float | None:
+        """Mean loss over the held-out text, nats per token; None if no token of it is predicted."""
         total, count = 0.0, 0
         for ids in self.data.eval:
             predictions = self._predictions(ids)
             total += self._loss_of(ids) * predictions if predictions else 0.0
             count += predictions
-        return total / max(count, 1)
+        return total / count if count else None
 
     def _save(self) -> None:
         self._wait_for_saving()  # so that there is one copy at most
@@ -300,6 +316,7 @@ class Trainer:
             "unigram_entropy": self.data.unigram_entropy,
             "torch": torch.__version__,
             "config": self.config.to_dict(),
+            dependencies.RECORD: self.dependencies,
         }
         folder = self.folder.path / "checkpoints"
         best, keep = self._best(), self.settings.keep_checkpoints
@@ -333,6 +350,8 @@ class Trainer:
         for moved in set_aside_after(self.folder.path / "checkpoints", self.step):
             print(f"set aside: {moved}, because their steps run again")
         print(f"resuming after step {self.step} from {checkpoint}")
+        if changed := changed_keys(trainer.get("config", {}), self.config.to_dict()):
+            print(f"changed since the checkpoint: {', '.join(changed)}")
 
     def _plot(self) -> None:
         if self.folder.rows:
@@ -346,8 +365,13 @@ class Trainer:
         if settings.sample_tokens == 0:
             return
         tokenizer = self.data.tokenizer
-        prompt = tokenizer.encode(settings.sample_prompt) or list(tokenizer.separator_ids) or [0]
-        ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
+        prompt = [*tokenizer.bos_ids, *tokenizer.encode(settings.sample_prompt)]
+        prompt = prompt or list(tokenizer.separator_ids) or [0]
+        try:
+            ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
+        except UserError as error:
+            print(f"no sample: {error}")
+            return
         # The model may have more rows in its embedding than the tokenizer has tokens.
         text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])
         write_atomically(self.folder.path / "sample.txt", text)
@@ -357,8 +381,8 @@ class Trainer:
     def _diverged(self, what: str, value: float, step: int) -> None:
         kept = f"the checkpoint of step {self.saved_step} is kept" if self.saved_step else "none is saved yet"
         raise UserError(
-            f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; "
-            "lower training.lr, raise training.warmup_steps or lower training.grad_clip"
+            f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; lower training.lr, raise "
+            f"training.warmup_steps or {'lower' if self.settings.grad_clip else 'set'} training.grad_clip"
         )
 
     def _announce(self) -> None:
@@ -366,7 +390,7 @@ class Trainer:
         picked = getattr(method, "chunk_size", 0) is None
         if picked:
             method = dataclasses.replace(method, chunk_size=self._picked_chunk_size())
-        answers = "" if data.predicted is None else f", {data.predicted:.0%} of them predicted"
+        answers = "" if data.predicted is None else f", {data.predicted:.1%} of them predicted"
         print(
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
@@ -374,7 +398,8 @@ class Trainer:
             f"method: {described(method, picked)}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on{answers}, "
             f"{len(data.eval.tokens):,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
-            f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens\n"
+            f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens, "
+            f"{describe_boundaries(data.tokenizer)}\n"
             f"training: {settings.steps} steps of {self.config.data.batch * settings.grad_accumulation} x "
             f"{self.config.data.seqlen:,} tokens on {self.device} in {self.precision}\n"
             f"optimizer: {settings.optimizer}, learning rate {settings.lr:g} ({settings.schedule} to "
@@ -387,6 +412,9 @@ class Trainer:
             print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen")
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
+        left = settings.steps - self.step
+        for line in data.describe_unpredicted(left, settings.grad_accumulation):
+            warnings.warn(line, stacklevel=2)
         if self.step >= settings.steps:
             print(f"note: all {settings.steps} steps are done; raise training.steps to continue")
 
@@ -409,16 +437,18 @@ class _Progress:
         held_out = f"held-out {row['eval_loss']:.4f}  " if "eval_loss" in row else ""
         speed = f"{row['tokens_per_second']:,.0f} tokens/s  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB"
         step, last = row["step"], self.settings.steps
+        loss = "no token predicted" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        norm = "" if row["loss"] is None else f"grad norm {row['grad_norm']:.2f}  "
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {row['loss']:.4f}  {speed}")
+            self.bar.set_postfix_str(f"{loss}  {speed}")
             self.bar.update()
             if held_out:
                 self.bar.write(f"step {step}: {held_out}")
         elif held_out or step == last or _due(step, self.settings.log_every):
             left = int((time.monotonic() - self.started) / (step - self.first) * (last - step))
             print(
-                f"step {step}/{last}  loss {row['loss']:.4f}  {held_out}lr {row['lr']:.2e}  "
-                f"grad norm {row['grad_norm']:.2f}  {speed}  left {left // 60}:{left % 60:02d}",
+                f"step {step}/{last}  {loss}  {held_out}lr {row['lr']:.2e}  "
+                f"{norm}{speed}  left {left // 60}:{left % 60:02d}",
                 flush=True,
             )
 

@@ -32,7 +32,6 @@ LONG = {"selective_scan": {"d_inner": 512}, "ssd_scan": {"nheads": 4}}
 METHODS = ("exact", "backprop", "backprop-checkpoint")  # of stage g
 # ‖difference‖ / ‖gradient‖ of two orders of rounding; half precision has no limit that would not be a guess.
 DISTANCES = {"float64": 1e-10, "float32": 1e-4}
-ATOMICS = 1e-3  # of the same launches in half precision: only sums by atomics come in another order
 # What it is, in one line; its seconds, by default.
 STAGES = {
     "a": ("rates, and kernels against float64", 260),
@@ -174,10 +173,6 @@ def comparisons(s: SimpleNamespace, model: Point) -> Iterator[list[Point]]:
         yield [comparison(model, runs, s.compared, precision=precision, model=s.model | {"n_layer": n})
                for n in layers]  # fmt: skip
     yield [comparison(model, {"exact": exact}, s.exact)]
-    graphs = {"exact": exact, "exact by CUDA graphs":
-              exact | {"cuda_graphs": True, "limit": DISTANCES.get(s.precision, ATOMICS)}}  # fmt: skip
-    for chunk_size in s.chunk_sizes[:2]:
-        yield [comparison(model, graphs, s.exact, chunk_size=chunk_size)]
     runs = {"backprop, float64": {"method": "Backprop", "precision": "float64"},
             "exact, float64": exact | {"precision": "float64", "limit": DISTANCES["float64"]}}  # fmt: skip
     for precision in dict.fromkeys(("float32", s.precision)):

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from adjoint.engine.program import Run
+from adjoint.engine.schedule import Run
 from adjoint.files import write_atomically
 from adjoint.memory import usable_cores
 from adjoint.plan.simulate import Span

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from adjoint.engine.stages import costs_of
+from adjoint.engine.stage import costs_of
 from adjoint.layers import StackConfig
 from adjoint.memory import PeakMemory
 from adjoint.stack import Stack

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from adjoint.engine.grid import Tile
-from adjoint.engine.program import Action, Owners, Plan, Recv, Run, Send
+from adjoint.engine.schedule import Action, Owners, Recv, Run, Schedule, Send
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Exact, LayerLocal, Truncated
@@ -55,15 +55,15 @@ def method_of(name: str, chunk_size: int, window: int | None) -> Any:
     raise UserError(f"method {name!r} with window {window}: exact, truncated (with a window) or layer-local")
 
 
-def plan_of(run: dict[str, Any]) -> Plan:
+def plan_of(run: dict[str, Any]) -> Schedule:
     """The programs that a run carried out; raises as `method_of` does."""
     spans, helpers = [range(a, b) for a, b in run["layers"]], tuple(run.get("helpers", ()))
     seqlen, size = run["seqlen"], run["chunk_size"]
-    scheme = method_of(run["method"], size, run["window"]).scheme(seqlen, size)
+    spec = method_of(run["method"], size, run["window"]).engine_spec(seqlen, size)
     model = StackConfig(n_layer=spans[-1].stop, d_conv=run["d_conv"])
     owners = Owners.of(spans, run.get("sequence", 1))
-    grid = grid_of(model, scheme, seqlen, owners, helpers, run.get("costs", ()))
-    return step_plan(scheme, grid, owners, helpers)
+    grid = grid_of(model, spec, seqlen, owners, helpers, run.get("costs", ()))
+    return step_plan(spec, grid, owners, helpers)
 
 
 def tile_seconds(program: Sequence[Action], trace: Sequence[Traced]) -> list[tuple[Tile, float]]:
@@ -144,7 +144,7 @@ def wall_seconds(traces: Sequence[Sequence[Any]]) -> float:
     return max(trace[-1].stop for trace in traces) - min(trace[0].start for trace in traces)
 
 
-def spans(made: Plan, traces: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def spans(made: Schedule, traces: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """[worker, tile, start, stop] of every tile, in seconds from the first action of any."""
     zero = min(trace[0].start for trace in traces)
     return [

@@ -11,7 +11,7 @@ import pytest
 
 from adjoint.cluster.shard import Traced
 from adjoint.engine.grid import Tile
-from adjoint.engine.program import TIMES, Recv, Run, Send, Share
+from adjoint.engine.schedule import TIMES, HelperTasks, Recv, Run, Send
 from adjoint.errors import UserError
 from adjoint.plan.simulate import simulate
 from adjoint.tools.sweep.compare import truncated_products
@@ -156,7 +156,7 @@ def test_the_prediction_is_the_simulators(what: dict[str, Any]) -> None:
     made = replay.plan_of(run)
     actions = [action for program in made.programs for action in program]
     tiles = [a.tile for a in actions if isinstance(a, Run)]
-    tiles += [tile for a in actions if isinstance(a, Share) for unit in a.units for tile in unit]
+    tiles += [tile for a in actions if isinstance(a, HelperTasks) for unit in a.units for tile in unit]
     times = {tile: 1.0 + 0.25 * (i % 3) for i, tile in enumerate(tiles)}
     run["tiles"] = [[str(tile), seconds] for tile, seconds in times.items()]
     cost, send = lambda worker, tile: times[tile], lambda key: 0.5 * (key[0] == "y")

@@ -14,8 +14,8 @@ from typing import Any
 from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import shard as shard_module
 from adjoint.cluster.group import ShardActor
-from adjoint.cluster.shard import Shard
-from adjoint.engine.run import Worker
+from adjoint.cluster.shard import PipelineWorker
+from adjoint.engine.executor import Executor
 from tests.training_helpers import metrics
 
 FLAGS: dict[str, Any] = {
@@ -124,15 +124,15 @@ class FaultyActor(ShardActor):
 
         at("build")
         super().build(spec, *arguments)
-        share_table, write_file, run_tile = Shard.share_table, shard_module.write_file, Worker.tile
+        share_table, write_file, run_tile = PipelineWorker.share_table, shard_module.write_file, Executor.tile
 
-        def faulty_tile(worker: Worker, tile: Any) -> None:
+        def faulty_tile(worker: Executor, tile: Any) -> None:
             first = next(k for k, stage in enumerate(worker.stages) if stage is not None and stage.stateful)
             if tile.stage == first and tile.kind != "recompute":  # once a chunk
                 at("forward" if tile.is_forward else "backward")
             run_tile(worker, tile)
 
-        def faulty_share(shard: Shard) -> None:
+        def faulty_share(shard: PipelineWorker) -> None:
             at("step")  # after the optimizer's step
             share_table(shard)
 
@@ -140,6 +140,6 @@ class FaultyActor(ShardActor):
             at("save")
             return write_file(path, tensors)
 
-        Worker.tile = faulty_tile  # type: ignore[method-assign]
-        Shard.share_table = faulty_share  # type: ignore[method-assign]
+        Executor.tile = faulty_tile  # type: ignore[method-assign]
+        PipelineWorker.share_table = faulty_share  # type: ignore[method-assign]
         shard_module.write_file = faulty_write  # type: ignore[attr-defined]

@@ -16,11 +16,11 @@ import torch
 from adjoint import LayerLocal, StackConfig
 from adjoint.cluster import helpers
 from adjoint.cluster.helpers import HelperShard
-from adjoint.cluster.shard import Shard
+from adjoint.cluster.shard import PipelineWorker
 from adjoint.engine import tile
+from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
-from adjoint.engine.program import Owners, Run, Share
-from adjoint.engine.run import Worker
+from adjoint.engine.schedule import HelperTasks, Owners, Run
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
@@ -44,13 +44,13 @@ SHARED = (CONFIG.n_layer - 1) * CHUNKS  # a layer's chunks, of a batch; the firs
 
 
 def trained(
-    made: list[Shard], batches: list[torch.Tensor] = BATCHES
+    made: list[PipelineWorker], batches: list[torch.Tensor] = BATCHES
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and the first step's gradients."""
     return train_shards(made, TRAINING, batches)
 
 
-def helpers_of(made: list[Shard]) -> list[ThreadHelper]:
+def helpers_of(made: list[PipelineWorker]) -> list[ThreadHelper]:
     return [helper for shard in made for helper in shard.helpers if isinstance(helper, ThreadHelper)]
 
 
@@ -124,7 +124,7 @@ def test_whoever_takes_what_the_result_is_the_same(
     for kind, units in ways:
         OneSlow.none_left.clear()
         monkeypatch.setattr("tests.cluster.threads.ThreadHelper", kind)
-        monkeypatch.setattr(helpers, "AHEAD", units)
+        monkeypatch.setattr(helpers, "QUERIES_AHEAD", units)
         made = disturbed_shards(CONFIG, Layout(shards, helpers=count), method, TRAINING)
         found.append(trained(made))
         mine = helpers_of(made)
@@ -150,7 +150,7 @@ def test_owner_and_helpers_round_alike(
     """Where the sums of products are short of digits, whoever carries out a task finds the same ones."""
     found = []
     for ahead in (OWNER_ALONE, HELPERS_ALONE):
-        monkeypatch.setattr(helpers, "AHEAD", ahead)
+        monkeypatch.setattr(helpers, "QUERIES_AHEAD", ahead)
         made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(window, 8), TRAINING, precision)
         found.append(trained(made, [make_ids(batch, 61)]))
         assert bool(taken(helpers_of(made))) == bool(ahead)
@@ -160,10 +160,10 @@ def test_owner_and_helpers_round_alike(
 def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of views that begin anywhere may round otherwise than those of whole tensors (BLAS picks its
     kernels by alignment), too seldom at these sizes to be seen in the results."""
-    windowed, vjp, here = Worker.windowed, tile.windowed_vjp, threading.local()
+    windowed, vjp, here = Executor.windowed, tile.windowed_vjp, threading.local()
     seen: list[dict[Tile, Any]] = []
 
-    def noting_tile(worker: Worker, t: Tile) -> None:
+    def noting_tile(worker: Executor, t: Tile) -> None:
         here.tile = t
         windowed(worker, t)
 
@@ -172,10 +172,10 @@ def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> Non
         seen[-1][here.tile] = [(tensor.stride(), tensor.data_ptr() % 64) for tensor in read]
         return vjp(block, replaced, given, gradients)
 
-    monkeypatch.setattr(Worker, "windowed", noting_tile)
+    monkeypatch.setattr(Executor, "windowed", noting_tile)
     monkeypatch.setattr(tile, "windowed_vjp", noting_layout)
     for ahead in (OWNER_ALONE, HELPERS_ALONE):
-        monkeypatch.setattr(helpers, "AHEAD", ahead)
+        monkeypatch.setattr(helpers, "QUERIES_AHEAD", ahead)
         seen.append({})
         trained(
             disturbed_shards(CONFIG, Layout(helpers=1), LayerLocal(7, 9), TRAINING, "float32"), BATCHES[:1]
@@ -229,13 +229,13 @@ def test_units_are_all_shared_tiles_once(
     """Of all layers but the first; a unit is of one layer, its tiles in order, and what it reads the forward
     and the head have left."""
     owners, seqlen = Owners.of(split(n_layer, shards)), 8 * chunks
-    scheme = LayerLocal(window, 8).scheme(seqlen, 8)
+    spec = LayerLocal(window, 8).engine_spec(seqlen, 8)
     config = StackConfig(vocab_size=17, d_model=12, n_layer=n_layer)
-    grid = grid_of(config, scheme, seqlen, owners, owned)
-    for shard, program in enumerate(step_plan(scheme, grid, owners, owned).programs):
+    grid = grid_of(config, spec, seqlen, owners, owned)
+    for shard, program in enumerate(step_plan(spec, grid, owners, owned).programs):
         workers = 1 + owned.count(shard)
         layers = [k for k in range(2, n_layer + 1) if owners.shards[k] == shard] if workers > 1 else []
-        units = [unit for a in program if isinstance(a, Share) for unit in a.units]
+        units = [unit for a in program if isinstance(a, HelperTasks) for unit in a.units]
         shared = [t for unit in units for t in unit]
         tiles = [a.tile for a in program if isinstance(a, Run) and not a.tile.is_forward] + shared
         assert sorted({t.stage for t in shared}) == layers

@@ -14,14 +14,14 @@ from torch import nn
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.checkpoint import verify_checkpoint
-from adjoint.cluster.shard import Shard
+from adjoint.cluster.shard import PipelineWorker
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.training import StackInShards
-from adjoint.engine import transport as transport_module
+from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
-from adjoint.engine.program import Owners, Send
-from adjoint.engine.run import Worker
-from adjoint.engine.transport import sum_gradients
+from adjoint.engine.schedule import Owners, Send
+from adjoint.parallel import transport as transport_module
+from adjoint.parallel.transport import sum_gradients
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.train import machine
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint
@@ -52,7 +52,7 @@ PAIRS = {"n_layer": 4, "mixer": ["mamba2", "attention", "mamba", "attention"]}
 HYBRID = StackConfig(**{**SIZES, **HEADS, **PAIRS})
 
 
-def weights_of(shards: list[Shard]) -> dict[str, torch.Tensor]:
+def weights_of(shards: list[PipelineWorker]) -> dict[str, torch.Tensor]:
     return {name: p for shard in shards for name, p in shard.named_weights().items()}
 
 
@@ -144,16 +144,16 @@ FIRST_USES = [
 def test_kernels_are_first_used_before_messages_wait_on_the_device(
     config: StackConfig, method: Any, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, tile = set(), Worker.tile
+    used, tile = set(), Executor.tile
 
-    def tuned(worker: Worker, t: Tile) -> None:
+    def tuned(worker: Executor, t: Tile) -> None:
         transport, tokens = worker.transport, worker.grid.tokens(t.chunk)
         if isinstance(transport, DeviceTransport) and (transport.rank, t.kind, t.stage, tokens) not in used:
             transport.synchronize()
             used.add((transport.rank, t.kind, t.stage, tokens))
         tile(worker, t)
 
-    monkeypatch.setattr(Worker, "tile", tuned)
+    monkeypatch.setattr(Executor, "tile", tuned)
     monkeypatch.setattr(threads, "LocalTransport", DeviceTransport)
     trained(config, method, layout, [make_ids(4, 28, seed=step) for step in range(2)])
     assert used
@@ -237,7 +237,9 @@ def test_the_shards_have_the_weights_of_the_whole(variant: str, tied: bool, shar
     generator, found = torch.get_rng_state(), dict[str, torch.Tensor]()
     for rank in range(shards):
         spans = tuple(split(config.n_layer, shards))
-        shard = Shard(ShardSpec(config, TrainingConfig(seed=7), Exact(7), Layout(shards), spans, rank))
+        shard = PipelineWorker(
+            ShardSpec(config, TrainingConfig(seed=7), Exact(7), Layout(shards), spans, rank)
+        )
         named = shard.named_weights()
         assert not found.keys() & named.keys()
         found |= named
@@ -346,8 +348,8 @@ def test_a_message_does_not_grow_with_the_sequence() -> None:
     """States and their cotangents cross each edge, layer by layer, and nothing else does."""
     owners = Owners.of((range(MIXED.n_layer),), 3)
     for seqlen in (30, 300):
-        scheme = Exact(10).scheme(seqlen, 10)
-        made = step_plan(scheme, grid_of(MIXED, scheme, seqlen, owners), owners)
+        spec = Exact(10).engine_spec(seqlen, 10)
+        made = step_plan(spec, grid_of(MIXED, spec, seqlen, owners), owners)
         sent = [a.key for program in made.programs for a in program if isinstance(a, Send)]
         edges = [(k, c) for k in range(1, MIXED.n_layer + 1) for c in range(seqlen // 10 - 1)]
         assert sorted(sent) == sorted((name, *edge) for name in ("S", "dS") for edge in edges)

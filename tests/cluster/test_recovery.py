@@ -176,8 +176,9 @@ def test_a_full_disk_is_told_at_once_in_one_line(
 
 
 @pytest.mark.slow
-def test_a_hangup_of_the_whole_session_has_the_run_saved(tmp_path: Path) -> None:
-    """A shell hands SIGHUP on to all processes of a job, Ray's among them."""
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_hangup_of_the_whole_session_has_the_run_saved(tmp_path: Path, number: int) -> None:
+    """A shell hands SIGHUP on to all processes of a job, Ray's among them, and Slurm its SIGUSR1."""
     argv = [sys.executable, "train.py", *tiny(tmp_path, **FLAGS | {"training__steps": 10000})[1:]]
     root = Path(__file__).parents[2]
     with subprocess.Popen(
@@ -186,9 +187,9 @@ def test_a_hangup_of_the_whole_session_has_the_run_saved(tmp_path: Path) -> None
         assert process.stdout is not None
         try:
             assert any("tokens/s" in line for line in process.stdout)
-            os.killpg(process.pid, signal.SIGHUP)
+            os.killpg(process.pid, number)
             said = process.stdout.read()
-            assert process.wait(timeout=120) == 128 + signal.SIGHUP
+            assert process.wait(timeout=120) == 128 + number
         finally:
             process.kill()
     last = told(tmp_path / "run")[-1]["step"]

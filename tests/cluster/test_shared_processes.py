@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adjoint import Exact
-from adjoint.cluster.shard import Microbatch, Shard
+from adjoint.cluster.shard import Microbatch, PipelineWorker
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.train.layout import Layout
@@ -25,7 +25,9 @@ def worker(rank: int, layout: Layout, folder: Path) -> None:
     meeting, groups = f"file://{folder}/meeting", layout.groups
     transport = DistributedTransport(*meet(meeting, rank, layout.world, 60), rank, "gloo", 60, groups)
     spans = tuple(split(HYBRID.n_layer, layout.shards))
-    shard = Shard(ShardSpec(HYBRID, TRAINING, METHOD, layout, spans, rank, precision="float64"), transport)
+    shard = PipelineWorker(
+        ShardSpec(HYBRID, TRAINING, METHOD, layout, spans, rank, precision="float64"), transport
+    )
     disturb(shard.named_weights())
     shard.share_table()
     loss = shard.accumulate(make_ids(2, 31), step=Microbatch())

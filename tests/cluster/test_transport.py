@@ -15,7 +15,7 @@ import torch
 
 from adjoint import Exact, LayerLocal, StackConfig, Truncated
 from adjoint.cluster.transport import DistributedTransport, meet
-from adjoint.engine.program import Owners, Recv, Send
+from adjoint.engine.schedule import Owners, Recv, Send
 from adjoint.plan.schedule import grid_of, step_plan
 from tests.cluster.threads import split
 
@@ -132,8 +132,8 @@ def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) 
     """In two replicas at once; twice, which connects nothing more. Upwards and downwards in groups apart."""
     method, shards, in_turn, helpers = WAYS[name]
     owners, config = Owners.of(split(6, shards), in_turn), StackConfig(vocab_size=17, d_model=12, n_layer=6)
-    scheme = method.scheme(40, 10)
-    made = step_plan(scheme, grid_of(config, scheme, 40, owners, helpers), owners, helpers)
+    spec = method.engine_spec(40, 10)
+    made = step_plan(spec, grid_of(config, spec, 40, owners, helpers), owners, helpers)
     zeros, workers = torch.zeros, owners.workers
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
     barriers: dict[Any, threading.Barrier] = {}

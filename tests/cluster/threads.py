@@ -16,12 +16,12 @@ import torch
 from adjoint import Stack, StackConfig
 from adjoint.cluster import training as sharded
 from adjoint.cluster.helpers import HelperShard, Task, as_tensors
-from adjoint.cluster.shard import Microbatch, Shard, total_norm
+from adjoint.cluster.shard import Microbatch, PipelineWorker, total_norm
 from adjoint.cluster.spec import ShardSpec
+from adjoint.engine.executor import Pending
 from adjoint.engine.grid import Tile
-from adjoint.engine.program import CAPACITY
-from adjoint.engine.run import Pending
-from adjoint.engine.transport import Channel
+from adjoint.engine.schedule import CAPACITY
+from adjoint.parallel.transport import Channel
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer
@@ -163,7 +163,7 @@ def make_shards(
     training: TrainingConfig,
     precision: str = "float64",
     drawn: bool = True,
-) -> list[Shard]:
+) -> list[PipelineWorker]:
     """Shards of one model and of every other replica, joined by queues; helpers are with those they help.
 
     Args:
@@ -177,10 +177,10 @@ def make_shards(
         ShardSpec(config, training, method, layout, spans, rank, precision=precision)
         for rank in range(layout.world)
     ]
-    made: list[Shard] = []
-    kind: Any = Shard
+    made: list[PipelineWorker] = []
+    kind: Any = PipelineWorker
     if not isinstance(config, StackConfig):
-        from adjoint.cluster.pretrained import PretrainedShard as kind
+        from adjoint.cluster.pretrained import PretrainedPipelineWorker as kind
     for rank in layout.everyone:
         helpers = [ThreadHelper(HelperShard(specs[helper])) for helper in layout.helpers_of(rank)]
         made.append(kind(specs[rank], transports[rank], drawn, helpers))
@@ -207,7 +207,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], broken: threading.Event) -> l
     return [f.result() for f in made]
 
 
-def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
+def together(shards: list[PipelineWorker], call: Callable[[PipelineWorker], Any]) -> list[Any]:
     """Calls every shard in a thread of its own."""
     broken = shards[0].transport.broken  # type: ignore[union-attr]
     return in_threads([functools.partial(call, shard) for shard in shards], broken)
@@ -259,11 +259,11 @@ def disturb(named: Mapping[str, torch.Tensor]) -> None:
             parameter.add_(noise.to(parameter.dtype), alpha=0.2)
 
 
-def disturbed_shards(*arguments: Any, **keywords: Any) -> list[Shard]:
+def disturbed_shards(*arguments: Any, **keywords: Any) -> list[PipelineWorker]:
     shards = make_shards(*arguments, **keywords)
     for shard in shards:
         disturb(shard.named_weights())
-    together(shards, Shard.share_table)
+    together(shards, PipelineWorker.share_table)
     return shards
 
 
@@ -303,7 +303,7 @@ def train_stack(
 
 
 def train_shards(
-    shards: list[Shard], training: TrainingConfig, batches: list[torch.Tensor], **keywords: Any
+    shards: list[PipelineWorker], training: TrainingConfig, batches: list[torch.Tensor], **keywords: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same over shards."""
     model = shards[0].spec.model
@@ -312,7 +312,7 @@ def train_shards(
     for step, ids in enumerate(batches, 1):
         parts = ids.chunk(training.grad_accumulation)
 
-        def gradients(shard: Shard, parts: Any = parts) -> float:
+        def gradients(shard: PipelineWorker, parts: Any = parts) -> float:
             shard.zero_grad()
             found = [
                 shard.accumulate(p, step=Microbatch(len(parts), i + 1 == len(parts)), **keywords)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from adjoint.data.batches import Data, DataConfig, open_data
-from adjoint.data.chat import _template
+from adjoint.data.sources import find_sources
 from adjoint.errors import UserError
 from tests.data.text_helpers import packed, stream, tokenizer_folder, write
 
@@ -43,7 +44,6 @@ def chatty(tmp_path: Path) -> Path:
 
 def opened(folder: Path, template: str, *records: Any, **more: Any) -> Data:
     (folder / "chat_template.jinja").write_text(template)
-    _template.cache_clear()
     file = folder.parent / "chat.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return open_data(
@@ -130,6 +130,158 @@ def test_the_end_that_the_template_writes_is_not_written_twice(chatty: Path) -> 
     whole, predicted = texts(opened(chatty, CHATML, {"messages": [QUESTION, ANSWER]}))
     assert whole == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nBecause.<|im_end|>\n"
     assert predicted == "Because.<|im_end|>\n"
+
+
+# Which tokens are an answer's
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPACED = {"role": "assistant", "content": " Because."}
+
+
+def dropping_whitespace(folder: Path, kind: str) -> Path:
+    """A tokenizer of words that drops whitespace before them, as `save_pretrained` writes it."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.normalizer = tokenizers.normalizers.Strip() if kind == "strip" else None
+    trainer = tokenizers.trainers.WordLevelTrainer(
+        special_tokens=["<unk>", "<|im_start|>", "<|im_end|>"], show_progress=False
+    )
+    made.train_from_iterator(["Why? Because . Because. user\nWhy? assistant\n Because. Yes"], trainer)
+    names = {"eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("first", [[QUESTION], []])
+@pytest.mark.parametrize("template", [MARKED, CHATML])
+@pytest.mark.parametrize("kind", ["whitespace", "strip"])
+def test_answers_where_the_tokenizer_drops_whitespace(
+    tmp_path: Path, kind: str, template: str, first: list[Any]
+) -> None:
+    """Exactly they are predicted; masks of transformers 5.23 run on to the end here, or stop."""
+    messages = [*first, SPACED, QUESTION, {"role": "assistant", "content": "Yes"}]
+    data = opened(dropping_whitespace(tmp_path / "t", kind), template, {"messages": messages})
+    assert "".join(texts(data)[1].split()) == "Because.<|im_end|>Yes<|im_end|>"
+
+
+def test_a_template_may_end_the_last_message_differently(chatty: Path) -> None:
+    """As Phi-3's, which ends a chat by a token, and gpt-oss's, which ends its last answer by another."""
+    ended = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    ending = (
+        "{{ '!' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|im_end|>' }}"
+    )
+    for template, last in [(ended, "<|im_end|>\n<|im_end|>"), (CHATML.replace("<|im_end|>", ending), "!\n")]:
+        data = opened(chatty, template, {"messages": [QUESTION, ANSWER, QUESTION, SPACED]})
+        assert texts(data)[1].startswith(f"Because.<|im_end|>\n Because.{last}")
+
+
+def test_a_token_that_joins_an_answer_to_other_text_is_refused(chatty: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    records = [[{"role": "user", "content": "Why?"}, SPACED], [{"role": "user", "content": "Beca"}, ANSWER]]
+    said = r"chat\.jsonl:2: token '\w+' of .* joins an answer to the text beside it; give the tokenizer a"
+    records[1][1] = {**ANSWER, "content": "use."}
+    with pytest.raises(UserError, match=said):
+        opened(chatty, template, *({"messages": record} for record in records))
+
+
+# What messages say about themselves
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"loss": False}, {"train": False, "weight": 0.0}])
+def test_answers_that_are_not_to_be_learned(chatty: Path, template: str, mark: dict[str, Any]) -> None:
+    learned = {"role": "assistant", "content": "So.", "weight": 1}
+    messages = [QUESTION, {**ANSWER, **mark}, QUESTION, learned]
+    whole, predicted = texts(opened(chatty, template, {"messages": messages}))
+    assert predicted.strip() == "So.<|im_end|>" and "Because." in whole
+
+
+def test_marks_that_cannot_be_honoured_are_refused(chatty: Path) -> None:
+    for mark, said in [
+        ({"weight": 0.5}, "message 2: weight is 0.5; an answer is predicted or not: give 0 or 1"),
+        ({"weight": 1, "train": False}, "message 2 has weight 1 and train False, which contradict"),
+    ]:
+        with pytest.raises(UserError, match=rf"chat\.jsonl:1: {said}"):
+            opened(chatty, CHATML, {"messages": [QUESTION, {**ANSWER, **mark}]})
+    last_only = MARKED.replace("m.role == 'assistant'", "loop.last")
+    with pytest.raises(UserError, match=r"message 2 is not to be predicted, but .* which {% generation %}"):
+        opened(chatty, last_only, {"messages": [QUESTION, {**ANSWER, "weight": 0}, QUESTION, ANSWER]})
+
+
+def test_a_field_that_nobody_reads_is_named_once(chatty: Path) -> None:
+    """Also when the tokens come from the cache."""
+    strange = {"messages": [QUESTION, {**ANSWER, "mood": "good", "name": "me"}]}
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="message 2 has a field 'mood', which the chat template") as seen:
+            opened(chatty, CHATML, strange, {**strange, "system": "Be good."})
+        assert len(seen) == 2 and "2: the record has a field 'system' beside messages" in str(seen[1].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened(chatty, CHATML + "{# reads mood #}", strange)
+
+
+def test_messages_in_a_string_are_a_chat(chatty: Path) -> None:
+    record = {"messages": json.dumps([QUESTION, ANSWER]), "tools": "[]"}
+    assert texts(opened(chatty, CHATML, record))[1] == "Because.<|im_end|>\n"
+    for text in ("Why? Because.", '{"role": "user"}', "[1"):
+        with pytest.raises(UserError, match=r"chat\.jsonl:1: field 'messages' is a string \(.*not a list of"):
+            opened(chatty, CHATML, {"messages": text})
+
+
+@pytest.mark.parametrize("given", [{"city": "Bern \u00fc"}, '{"city": "Bern \u00fc"}'])
+def test_arguments_of_calls_come_in_the_form_that_the_template_writes(chatty: Path, given: Any) -> None:
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": given}}],
+    }
+    told = '{"city": "Bern \u00fc"}'
+    for written in ("c.function.arguments | tojson", "'' + c.function.arguments", "c.function.arguments"):
+        template = MARKED.replace("c.function | tojson", f"c.function.name }}}} {{{{ {written}")
+        assert texts(opened(chatty, template, {"messages": [QUESTION, call]}))[1].startswith(f"f {told}<")
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        ({"messages": []}, "field 'messages' is an empty list; write messages"),
+        ({"text": ["a", "b"]}, "field 'text' is a list of strings, not text; write one string, or a record"),
+        ({"messages": [QUESTION, {"role": "assistant"}]}, "field 'messages': message 2 is .* an object with"),
+    ],
+)
+def test_lists_that_are_no_chat(chatty: Path, record: Any, said: str) -> None:
+    with pytest.raises(UserError, match=rf"chat\.jsonl:1: {said}"):
+        opened(chatty, CHATML, record, {"messages": [QUESTION, ANSWER]})
+
+
+def test_a_json_file_is_read_as_its_elements(chatty: Path) -> None:
+    """On one line or on many, as .json or .jsonl; in a folder only if it is named."""
+    records = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, SPACED]}]
+    (chatty / "chat_template.jinja").write_text(CHATML)
+    folder = chatty.parent / "text"
+    folder.mkdir()
+    lines = "\n".join(json.dumps(record) for record in records)
+    for name, content in [
+        ("a.json", json.dumps(records)),
+        ("b.json", json.dumps(records, indent=2)),
+        ("c.json", lines),
+        ("d.jsonl", json.dumps(records)),
+    ]:
+        (folder / name).write_text(content)
+        config = DataConfig(path=str(folder / name), tokenizer=str(chatty), seqlen=2, eval_fraction=0.0)
+        assert texts(open_data(config))[1] == "Because.<|im_end|>\n Because.<|im_end|>\n", name
+    assert [file.name for file in find_sources(str(folder)).files] == ["d.jsonl"]
+    assert [file.name for file in find_sources(str(folder / "*")).files] == ["d.jsonl"]
+    assert len(find_sources(str(folder / "*.json")).files) == 3
+    (folder / "a.json").write_text('[{"messages": []}]')
+    with pytest.raises(UserError, match=r"a\.json, element 1: field 'messages' is an empty list"):
+        open_data(DataConfig(path=str(folder / "a.json"), tokenizer=str(chatty), seqlen=2))
 
 
 def test_a_separator_inside_text_cannot_pack_documents(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import torch
 from adjoint.data import cache as token_cache
 from adjoint.data import sources as corpus
 from adjoint.data.batches import DataConfig, open_data
-from adjoint.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from adjoint.data.tokenizer import ByteTokenizer, FileTokenizer, describe_boundaries, load_tokenizer
 from adjoint.errors import UserError
 from adjoint.files import cache_folder
 from tests.data.text_helpers import TEXTS, bpe_tokenizer, packed, stream, words, write
@@ -62,7 +64,7 @@ def test_separator_of_a_tokenizer(bpe: Path) -> None:
     assert load_tokenizer(str(bpe)).separator_ids == (2,)  # <|endoftext|>, a name everyone uses
     assert load_tokenizer(str(bpe), "<pad>").separator_ids == (0,)
     assert load_tokenizer(str(bpe), "").separator_ids == ()
-    for eos in ("<stop>", {"content": "<stop>", "special": True}):
+    for eos in ("<stop>", {"__type": "AddedToken", "content": "<stop>", "special": True}):
         (bpe / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         assert load_tokenizer(str(bpe)).separator_ids == (1,)
     with pytest.raises(UserError, match=r"data.separator '<none>' is not a token"):
@@ -87,11 +89,92 @@ def test_hugging_face_folder_without_tokenizer_json(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "BertTokenizer", "model_max_length": 2}'
     )
-    tokenizer = FileTokenizer(str(folder))
+    with pytest.warns(UserWarning, match=r"adds '\[CLS\]' before a text"):
+        tokenizer = FileTokenizer(str(folder))
     assert tokenizer.encode("state spaces state space") == [5, 6, 7, 5, 6]  # no [CLS], no truncation
     assert tokenizer.separator_ids == (3,)
     assert tokenizer.vocab_size == len(vocabulary)
     assert "state space" in tokenizer.decode(np.array([5, 6]))
+
+
+def with_bos(folder: Path, bos: str, prefix: str, eos: str, **config: Any) -> str:
+    """A folder whose tokenizer adds `prefix` before a text, and in which `bos` and `eos` have their names."""
+    processors = pytest.importorskip("tokenizers").processors
+    made = bpe_tokenizer(TEXTS * 5, 300, ["<s>", "</s>", "<|end|>"])
+    single = [(prefix, made.token_to_id(prefix))]
+    made.post_processor = processors.TemplateProcessing(single=f"{prefix} $A", special_tokens=single)
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos}))
+    return str(folder)
+
+
+def without_transformers(monkeypatch: pytest.MonkeyPatch, absent: bool) -> None:
+    if absent:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    else:
+        pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_documents_begin_as_the_tokenizer_begins_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: bool
+) -> None:
+    """Once each, whole or in pieces; the end of text may be named in special_tokens_map.json alone."""
+    without_transformers(monkeypatch, absent)
+    monkeypatch.setattr(token_cache, "_PIECE", 50)
+    folder = with_bos(tmp_path / "llama", "<s>", "<s>", "<|end|>")
+    texts = [*TEXTS, "<s>its own"]
+    file = write(tmp_path / "a.jsonl", texts)
+    data = open_data(DataConfig(path=str(file), seqlen=8, tokenizer=folder))
+    assert (data.tokenizer.bos_ids, data.tokenizer.separator_ids) == ((0,), (2,))
+    own = [f"<s>{text.removeprefix('<s>')}<|end|>" for text in texts]
+    assert data.tokenizer.decode(stream(data)) == "".join(own)
+    assert describe_boundaries(data.tokenizer) == "documents begin with '<s>' and end with '<|end|>'"
+    alike = with_bos(tmp_path / "same", "<s>", "<s>", "<s>")  # an end that is the next one's beginning
+    assert load_tokenizer(alike).bos_ids == ()
+    with pytest.warns(UserWarning, match="adds '</s>' before a text, which is not its bos_token: documents"):
+        assert load_tokenizer(with_bos(tmp_path / "other", "<s>", "</s>", "<|end|>")).bos_ids == ()
+
+
+def test_text_has_the_ids_that_chats_and_inference_have(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    added = {"300": {"content": "twice", "special": False, "normalized": False}}
+    configs = {"split": {"split_special_tokens": True}, "added": {"added_tokens_decoder": added}}
+    for name, config in configs.items():
+        folder = with_bos(tmp_path / name, "<s>", "<s>", "<|end|>", **config)
+        expected = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer, text = load_tokenizer(folder), "Two lines.<|end|>twice"
+        assert tokenizer.encode(text) == expected.encode(text, add_special_tokens=False)
+        assert (2 in tokenizer.encode(text)) == (name != "split")
+        assert (300 in tokenizer.encode(text)) == (name == "added")
+
+
+def test_tokenizer_json_alone_is_refused_where_files_beside_it_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_transformers(monkeypatch, True)
+    split = with_bos(tmp_path / "split", "<s>", "<s>", "<|end|>", split_special_tokens=True)
+    assert 2 not in load_tokenizer(split).encode("a<|end|>b")
+    added = with_bos(tmp_path / "added", "<s>", "<s>", "<|end|>")
+    (Path(added) / "added_tokens.json").write_text('{"<|end|>": 2}')
+    load_tokenizer(added)
+    (Path(added) / "added_tokens.json").write_text('{"twice": 300}')
+    with pytest.raises(
+        UserError, match=r"token 'twice' has the id 300 beside tokenizer\.json and None in it"
+    ):
+        load_tokenizer(added)
+
+
+def test_a_folder_that_transformers_cannot_read_says_so(tmp_path: Path, bpe: Path) -> None:
+    pytest.importorskip("transformers")
+    (bpe / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
+    with pytest.warns(
+        UserWarning, match="transformers cannot read this folder .*; its tokenizer.json is read"
+    ):
+        assert load_tokenizer(str(bpe)).separator_ids == (1,)
 
 
 def test_vocab_size_of_the_model(tmp_path: Path) -> None:
@@ -150,6 +233,11 @@ DAMAGE = {
     "description without a key": lambda tokens, description: description.write_text(
         description.read_text().replace("n_train", "other")
     ),
+    "description of no keys": lambda tokens, description: description.write_text('"text"'),
+    "description changed": lambda tokens, description: description.write_text(
+        description.read_text().replace('"n_train": ', '"n_train": 1')
+    ),
+    "documents changed": lambda tokens, description: flip(tokens.with_suffix(".npy"), description),
 }
 
 
@@ -166,6 +254,21 @@ def test_damaged_cache_is_made_anew(
     DAMAGE[damage](next(cache.glob("*.bin")), next(cache.glob("*.json")))
     assert tokenised_again(monkeypatch, config)
     assert not tokenised_again(monkeypatch, config)
+
+
+def test_the_cache_of_another_text_is_not_taken(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file of one has been copied over that of the other."""
+    configs, descriptions = [], []
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"text of {name} " * 30)
+        configs.append(DataConfig(path=str(tmp_path / name), seqlen=8))
+        open_data(configs[-1])
+        descriptions += [path for path in cache.glob("*.json") if path not in descriptions]
+    descriptions[0].write_bytes(descriptions[1].read_bytes())
+    assert tokenised_again(monkeypatch, configs[0])
+    assert not tokenised_again(monkeypatch, configs[1])
 
 
 def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,3 +321,30 @@ def test_long_documents_go_to_the_tokenizer_in_pieces(
     assert stream(open_data(DataConfig(path=str(file), seqlen=8))) == packed(texts)
     data = open_data(DataConfig(path=str(file), seqlen=8, tokenizer=str(bpe)))
     assert data.tokenizer.decode(stream(data)) == "".join(text + "<|endoftext|>" for text in texts)
+
+
+CODE = """
+from transformers import PreTrainedTokenizer
+
+class Letters(PreTrainedTokenizer):
+    vocab_files_names = {}
+    model_input_names = ["input_ids"]
+    @property
+    def vocab_size(self): return 26
+    def get_vocab(self): return {chr(97 + i): i for i in range(26)}
+    def _tokenize(self, text, **_): return list(text)
+    def _convert_token_to_id(self, token): return ord(token) - 97
+    def _convert_id_to_token(self, index): return chr(97 + index)
+    def convert_tokens_to_string(self, tokens): return "".join(tokens)
+"""
+
+
+def test_a_tokenizers_own_code_runs_where_it_is_trusted(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "letters.py").write_text(CODE)
+    settings = {"tokenizer_class": "Letters", "auto_map": {"AutoTokenizer": ["letters.Letters", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="trust_remote_code"):
+        load_tokenizer(str(tmp_path), "")
+    tokenizer = load_tokenizer(str(tmp_path), "", trust_remote_code=True)
+    assert list(tokenizer.encode("cab")) == [2, 0, 1] and tokenizer.decode([2, 0, 1]) == "cab"

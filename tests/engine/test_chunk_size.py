@@ -12,7 +12,7 @@ from torch import Tensor
 import adjoint
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import Sizes, chunk_size_for, default_chunk_size, kept_bytes
-from adjoint.engine.stages import Layer
+from adjoint.engine.stage import Layer
 from adjoint.engine.tile import Gradients
 
 LARGE = adjoint.StackConfig(vocab_size=256, d_model=2048, n_layer=48)  # 1.27B parameters

@@ -1,5 +1,5 @@
 """Methods over layer shards, workers of a sequence and replicas, in threads, against plain autograd; states
-that grow, layers of one's own, and chunks that are recorded."""
+that grow, and layers of one's own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch.func import functional_call
 from adjoint import Exact, StackConfig, Truncated
 from adjoint.cluster.shard import Microbatch
 from adjoint.engine import tile
-from adjoint.engine.autograd import draw_passing
 from adjoint.engine.budget import LiveBytes
+from adjoint.engine.step import draw_adjoint_scale
 from adjoint.engine.tile import Gradients
 from adjoint.layers import AttentionMixer, State
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
-from tests.engine.recorded import recorder
 from tests.fuzz import distributions, stacks
 from tests.model_helpers import CONVOLVED, HEADS, SIZES, VARIANTS, assert_same, current_gradients, make_ids
 
@@ -140,7 +139,7 @@ def test_states_that_grow_and_layers_of_ones_own(
 @pytest.mark.parametrize("keep", ["edges", "inputs"])
 def test_what_grows_can_lie_on_the_host(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is there anyway; sums are made as for a device."""
-    monkeypatch.setattr("adjoint.engine.run.lies_on_host", lambda *_: True)
+    monkeypatch.setattr("adjoint.engine.executor.lies_on_host", lambda *_: True)
     method = {"name": "Exact", "chunk_size": 4, "keep": keep}
     check(HYBRID, method, {}, seqlen=13, states=1.0, before=4, final=True)
 
@@ -149,22 +148,6 @@ def test_workers_share_a_state_that_grows() -> None:
     """Attention of one's own, over workers of a sequence."""
     own = config(f"{__name__}:OwnAttention", **HEADS)
     check(own, {"name": "Exact", "chunk_size": 4}, {"sequence": 2}, seqlen=13)
-
-
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], *LAYOUTS[4:6]], ids=str)
-def test_workers_replay_what_they_have_recorded(
-    layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Recomputed tiles and those pulled back may have a message between them."""
-    counts, ids, found = list[int](), make_ids(2, 61), list[Names]()
-    monkeypatch.setattr("adjoint.engine.graphs.recorder", lambda device: recorder(counts))
-    for cuda_graphs in (False, True):
-        method = Exact(5, cuda_graphs=cuda_graphs)
-        made = disturbed_shards(StackConfig(**MIXED), Layout(**layout), method, TRAINING)
-        found.append(accumulated(made, ids)[1])
-        assert cuda_graphs or not counts
-    assert_same(found[1], found[0], 0.0)
-    assert len(counts) >= 2 * layout.get("replicas", 1) and max(counts) > 3
 
 
 # --------------------------------------------------------------------------------- cuts and windows of shards
@@ -193,10 +176,10 @@ def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> 
     exact = called(config, Exact(4), ids)[1]
     out, expected = called(config, method, ids, seed=1)
     torch.manual_seed(1)
-    passing = draw_passing(config.n_layer, 7, method.scheme(27, 4).arrows.drop_probability)
-    assert 0 < sum(row.count(0.0) for row in passing) < config.n_layer * 7
+    adjoint_scale = draw_adjoint_scale(config.n_layer, 7, method.engine_spec(27, 4).backward.drop_probability)
+    assert 0 < sum(row.count(0.0) for row in adjoint_scale) < config.n_layer * 7
     made = disturbed_shards(config, Layout(**how), method, TRAINING)
-    loss, got = accumulated(made, ids, step=Microbatch(passing=passing))
+    loss, got = accumulated(made, ids, step=Microbatch(adjoint_scale=adjoint_scale))
     assert loss == pytest.approx(out.loss.item(), rel=1e-12)
     assert_same(got, expected, 1e-12)
     with pytest.raises(AssertionError):

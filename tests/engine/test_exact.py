@@ -417,9 +417,9 @@ def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
     model, ids = make_model("mamba"), make_ids(1, 3000)
     chunks = []
     for method in (Exact(memory="8GB"), Exact(memory="1MB"), Exact(1000, memory="8GB")):
-        scheme = method.scheme(3000, 1408)
+        spec = method.engine_spec(3000, 1408)
         states = model.stage_states(model.initial_state(1))
-        steps = model.steps(Batch(ids, ids, 3000, states=states), scheme)
+        steps = model.steps(Batch(ids, ids, 3000, states=states), spec)
         steps.loss()
         chunks.append((steps.worker.grid.chunks, min(steps.tapes, steps.worker.grid.chunks)))
     assert chunks == [(1, 1), (3, 1), (3, 3)]

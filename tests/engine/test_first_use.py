@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig
-from adjoint.engine import first_use
+from adjoint.engine import compare
 from adjoint.layers import State
 from adjoint.layers.mamba import MambaMixer
 from adjoint.train.config import TrainingConfig
@@ -150,8 +150,8 @@ def test_refused(kind: type, method: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_taken(kind: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """And compared once for both layers of the kind, leaving nothing behind."""
-    compared, compare = [], first_use._compare
-    monkeypatch.setattr(first_use, "_compare", lambda *given: (compared.append(given[0]), compare(*given)))
+    compared, own_compare = [], compare._compare
+    monkeypatch.setattr(compare, "_compare", lambda *given: (compared.append(given[0]), own_compare(*given)))
     model, ids = stack(kind, dtype), make_ids(2, 24)
     torch.manual_seed(3)
     expected = gradients(model, ids, ids, Backprop())[1]
@@ -170,7 +170,7 @@ def test_taken(kind: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ours_and_one_chunk_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "_compare", None)
+    monkeypatch.setattr(compare, "_compare", None)
     ids = make_ids(2, 24)
     model = Stack(StackConfig(vocab_size=17, d_model=8, n_layer=2, headdim=4, mixer=["mamba", "attention"]))
     model(ids, labels=ids, method=Exact(5)).loss.backward()
@@ -207,17 +207,17 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str | None]] = {
 def test_what_differs(what: str) -> None:
     changed, expected = DIFFERENT[what]
     gradients = {"large": LARGE, "small": SMALL, "tiny": torch.full((4,), 1e-6), "absent": None}
-    whole = first_use.Results(gradients, 2.0, {"output": SMALL})
-    found = first_use.difference(
+    whole = compare.Results(gradients, 2.0, {"output": SMALL})
+    found = compare.difference(
         whole,
-        first_use.Results(
+        compare.Results(
             {name: changed.get(name, gradient) for name, gradient in gradients.items()},
             changed.get("loss", 2.0),
             {"output": changed.get("output", SMALL)},
         ),
-        first_use.tolerance([torch.float32]),
+        compare.tolerance([torch.float32]),
     )
     assert found is expected or f"{expected} differs from the whole's, by " in str(found)
-    together = first_use.Results({**gradients, "small": SMALL * 1.1}, 2.0, {"output": SMALL})
-    assert first_use.difference(whole, together, 1e-3) is not None
-    assert first_use.difference(whole, together, 1e-3, each=False) is None
+    together = compare.Results({**gradients, "small": SMALL * 1.1}, 2.0, {"output": SMALL})
+    assert compare.difference(whole, together, 1e-3) is not None
+    assert compare.difference(whole, together, 1e-3, each=False) is None

@@ -14,23 +14,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adjoint.engine.grid import Arrows, Grid, Key, Scheme, Storage, Tile, TileKind, make_grid
-from adjoint.engine.program import TIMES, Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan
+from adjoint.engine.grid import BackwardSpec, EngineSpec, Grid, Key, Storage, Tile, TileKind, make_grid
+from adjoint.engine.schedule import (
+    TIMES,
+    Action,
+    HelperTasks,
+    Owners,
+    Recv,
+    Run,
+    Schedule,
+    Send,
+    keys_of,
+    make_schedule,
+)
 from adjoint.plan.simulate import Timeline, simulate
 from tests.cluster.threads import split
 
 REACH = 3
 
 
-def grid_of(n_layer: int, scheme: Scheme, seqlen: int, owners: Owners | None = None, **more: Any) -> Grid:
+def grid_of(n_layer: int, spec: EngineSpec, seqlen: int, owners: Owners | None = None, **more: Any) -> Grid:
     stateful = [False, *[True] * n_layer, False]
-    return make_grid(scheme, seqlen, stateful, REACH, None if owners is None else owners.shards, **more)
+    return make_grid(spec, seqlen, stateful, REACH, None if owners is None else owners.shards, **more)
 
 
-def wavefront(shards: int, chunks: int, **how: Any) -> Plan:
+def wavefront(shards: int, chunks: int, **how: Any) -> Schedule:
     """Exact over shards of a layer each."""
     owners = Owners.of(split(shards, shards))
-    return plan(grid_of(shards, Scheme(4), 4 * chunks, owners), owners, **how)
+    return make_schedule(grid_of(shards, EngineSpec(4), 4 * chunks, owners), owners, **how)
 
 
 def uniform(worker: int, tile: Tile) -> float:
@@ -47,7 +58,7 @@ def layers_alone(worker: int, tile: Tile, n_layer: int = 0) -> float:
 
 
 def check(
-    made: Plan, owners: Owners, forward: bool = True, backward: bool = True, tile: Any = uniform
+    made: Schedule, owners: Owners, forward: bool = True, backward: bool = True, tile: Any = uniform
 ) -> Timeline:
     """Every tile once, by its owner, when all that it reads is there; every message once, in order, in a
     channel that is never fuller than `buffers`; what is held is let go at its last use, and not before."""
@@ -100,7 +111,7 @@ def problems(draw: st.DrawFn) -> tuple[Grid, Owners, dict[str, Any]]:
     owners = Owners.of(split(n_layer, shards), draw(st.integers(1, 3)))
     chunk_size, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 7))
     seqlen = max(1, chunk_size * chunks - draw(st.integers(0, chunk_size - 1)))
-    cuts = Scheme(chunk_size).cuts(seqlen)
+    cuts = EngineSpec(chunk_size).cuts(seqlen)
     stateful = (False, *(draw(st.integers(0, 4)) > 0 for _ in range(n_layer)), False)
     window = st.one_of(st.none(), st.integers(1, seqlen))
     if draw(st.booleans()):
@@ -129,14 +140,14 @@ def test_programs_run_every_tile_after_what_it_reads(problem: Any, seed: int) ->
     draw = random.Random(seed)
     seconds = collections.defaultdict[tuple[int, Tile], float](lambda: draw.choice([0.0, 1.0, 9.0]))
     for some in ({}, {"backward": False}, {"forward": False}):
-        made = plan(grid, owners, **how, **some)
+        made = make_schedule(grid, owners, **how, **some)
         check(made, owners, **some)
         check(made, owners, **some, tile=lambda w, t: seconds[w, t])  # and however long anything takes
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_layer_local_tasks_wait_for_the_head_alone(window: int | None) -> None:
-    grid = grid_of(4, Scheme(8, Arrows(dy_from="head", window=window)), 40)
+    grid = grid_of(4, EngineSpec(8, BackwardSpec(dy_from="head", window=window)), 40)
     for t in grid.backward_tiles():
         if 0 < t.stage < 5:
             assert {key[1] for key in grid.reads(t) if key[0] in ("dy", "spill")} <= {4}
@@ -148,7 +159,7 @@ def test_layer_local_tasks_wait_for_the_head_alone(window: int | None) -> None:
 
 def test_truncated_hands_chunks_down_before_a_shard_is_through() -> None:
     owners = Owners.of(split(4, 2))
-    made = plan(grid_of(4, Scheme(10, Arrows(window=5)), 80, owners), owners)
+    made = make_schedule(grid_of(4, EngineSpec(10, BackwardSpec(window=5)), 80, owners), owners)
     program = [str(action) for action in made.programs[1]]
     assert program.index("send dy[2,0] to 0") < program.index("windowed(3,3)"), (
         "the lower shard waits for all of it"
@@ -159,8 +170,8 @@ def test_plans_print_and_name_their_channels() -> None:
     made = wavefront(2, 2, tapes=0)
     assert "worker 1\n  receive y[1,0] from 0\n  forward(2,0)\n" in str(made)
     assert made.channels() == [(0, 1), (1, 0)]
-    windowed = Scheme(4, Arrows(window=6))
-    assert "windowed(1,2+2)" in str(plan(grid_of(1, windowed, 16), Owners((0, 0, 0))))
+    windowed = EngineSpec(4, BackwardSpec(window=6))
+    assert "windowed(1,2+2)" in str(make_schedule(grid_of(1, windowed, 16), Owners((0, 0, 0))))
 
 
 def test_large_programs_take_no_time() -> None:
@@ -197,24 +208,24 @@ def test_idle_share_of_chunks_in_turn(n_layer: int, chunks: int, workers: int) -
     """Worker d begins d tiles after the first, and nobody waits again as long as there are as many layers as
     workers: then the chunk before is always far enough ahead."""
     owners = Owners((0,) * (n_layer + 2), workers)
-    grid = grid_of(n_layer, Scheme(4), 4 * chunks)
+    grid = grid_of(n_layer, EngineSpec(4), 4 * chunks)
     seconds = lambda worker, tile: layers_alone(worker, tile, n_layer)  # noqa: E731
-    forward = simulate(plan(grid, owners, backward=False, buffers=n_layer), seconds)
+    forward = simulate(make_schedule(grid, owners, backward=False, buffers=n_layer), seconds)
     assert forward.seconds == n_layer * chunks / workers + workers - 1
-    found = simulate(plan(grid, owners, buffers=n_layer), seconds)
+    found = simulate(make_schedule(grid, owners, buffers=n_layer), seconds)
     work = sum(found.busy) / workers
     assert found.seconds <= work + 4 * (workers - 1) + n_layer
     assert (
-        simulate(plan(grid, owners), seconds).seconds <= 1.05 * found.seconds
+        simulate(make_schedule(grid, owners), seconds).seconds <= 1.05 * found.seconds
     )  # two buffers do nearly as well
 
 
 def test_windowed_tasks_over_shards_start_before_the_forward_ends() -> None:
     owners = Owners.of(split(8, 4))
-    grid = grid_of(8, Scheme(8, Arrows(dy_from="head", window=8)), 256, owners)
+    grid = grid_of(8, EngineSpec(8, BackwardSpec(dy_from="head", window=8)), 256, owners)
     held = {}
     for stream in (False, True):
-        made = plan(grid, owners, stream=stream)
+        made = make_schedule(grid, owners, stream=stream)
         check(made, owners)
         held[stream] = max(held_at_most(made, lambda key: key[0] == "y"))
     assert held[True] < held[False] / 2
@@ -224,7 +235,9 @@ def test_windowed_tasks_over_shards_start_before_the_forward_ends() -> None:
 def test_the_heads_cotangent_is_relayed(chunks: int) -> None:
     """Over four shards every port carries it once, where a broadcast from one port would take 3 s a chunk."""
     owners = Owners.of(split(4, 4))
-    made = plan(grid_of(4, Scheme(8, Arrows(dy_from="head", window=4)), 8 * chunks, owners), owners)
+    made = make_schedule(
+        grid_of(4, EngineSpec(8, BackwardSpec(dy_from="head", window=4)), 8 * chunks, owners), owners
+    )
     for program in made.programs:
         sent = [action.key for action in program if isinstance(action, Send) and action.key[:2] == ("dy", 4)]
         assert len(sent) == len(set(sent))
@@ -235,7 +248,7 @@ def test_the_heads_cotangent_is_relayed(chunks: int) -> None:
 # ----------------------------------------------------------------------------------------- what is held
 
 
-def held_at_most(made: Plan, size: Callable[[Key], float]) -> list[float]:
+def held_at_most(made: Schedule, size: Callable[[Key], float]) -> list[float]:
     """The most that each worker holds of what tiles write, whatever the times."""
     peaks = []
     for program in made.programs:
@@ -255,15 +268,15 @@ def test_what_a_worker_holds_in_turn_does_not_grow_with_the_sequence() -> None:
     n_layer, workers, found = 6, 3, set()
     owners = Owners((0,) * (n_layer + 2), workers)
     for chunks in (9, 30, 60):
-        grid = grid_of(n_layer, Scheme(4), 4 * chunks)
-        made = plan(grid, owners)
+        grid = grid_of(n_layer, EngineSpec(4), 4 * chunks)
+        made = make_schedule(grid, owners)
         assert {action.key[0] for p in made.programs for action in p if isinstance(action, Send)} == {
             "S",
             "dS",
         }
         between = held_at_most(made, lambda key: key[0] in ("y", "z", "dy"))
         taped = held_at_most(made, lambda key: key[0] == "tape")
-        alone = held_at_most(plan(grid, owners, backward=False), lambda key: key[0] == "y")
+        alone = held_at_most(make_schedule(grid, owners, backward=False), lambda key: key[0] == "y")
         assert max(*between, *alone) <= workers + 1 and max(taped) == n_layer + 2
         found.add((*between, *taped, *alone))
         edges = held_at_most(made, lambda key: key[0] == "S")
@@ -275,11 +288,13 @@ def test_what_a_worker_holds_in_turn_does_not_grow_with_the_sequence() -> None:
 
 @pytest.mark.parametrize("keep, tapes, inputs", [("edges", 6, 2), ("inputs", 1, 5 * 10)])
 def test_what_one_worker_holds_is_what_the_method_keeps(keep: Any, tapes: int, inputs: int) -> None:
-    made = plan(grid_of(4, Scheme(4, storage=Storage(keep=keep)), 40), Owners((0,) * 6))
+    made = make_schedule(grid_of(4, EngineSpec(4, storage=Storage(keep=keep)), 40), Owners((0,) * 6))
     held = lambda name: held_at_most(made, lambda key: key[0] == name)[0]  # noqa: E731
     assert held("S") == 4 * 9 + 1  # that at the sequence's end goes at once
     assert held("tape") == tapes and held("y") == inputs and held("dy") == 2
-    many = plan(grid_of(4, Scheme(4, storage=Storage(keep=keep)), 40), Owners((0,) * 6), tapes=10**6)
+    many = make_schedule(
+        grid_of(4, EngineSpec(4, storage=Storage(keep=keep)), 40), Owners((0,) * 6), tapes=10**6
+    )
     assert held_at_most(many, lambda key: key[0] == "tape") == [60]
     assert not any(a.tile.kind in ("forward", "recompute") for a in many.programs[0] if isinstance(a, Run))
 
@@ -287,7 +302,9 @@ def test_what_one_worker_holds_is_what_the_method_keeps(keep: Any, tapes: int, i
 # ------------------------------------------------------------------------------- against a clock that ticks
 
 
-def ticking(made: Plan, tile: Callable[[int, Tile], int], message: Callable[[Key], int], latency: int) -> int:
+def ticking(
+    made: Schedule, tile: Callable[[int, Tile], int], message: Callable[[Key], int], latency: int
+) -> int:
     """The end of programs whose times are whole numbers, found by looking at every worker at every tick."""
     workers = len(made.programs)
     at, until, port = [0] * workers, [0] * workers, [0] * workers
@@ -326,7 +343,7 @@ def ticking(made: Plan, tile: Callable[[int, Tile], int], message: Callable[[Key
 @given(problems(), st.integers(0, 2**32))
 def test_equals_a_clock_that_ticks(problem: Any, seed: int) -> None:
     (grid, owners, how), draw = problem, random.Random(seed)
-    made = plan(grid, owners, **how)
+    made = make_schedule(grid, owners, **how)
     times = collections.defaultdict[Any, int](lambda: draw.randint(0, 9))
     tile, message = (lambda w, t: times[w, t]), times.__getitem__
     latency = draw.randint(0, 3)
@@ -344,8 +361,8 @@ def test_equals_a_clock_that_ticks(problem: Any, seed: int) -> None:
 # ------------------------------------------------------------------------------------------------- helpers
 
 
-def pooled(units: Sequence[tuple[Tile, ...]]) -> Plan:
-    return Plan(grid_of(9, Scheme(8, Arrows(window=4)), 64), ((Share(tuple(units)),),))
+def pooled(units: Sequence[tuple[Tile, ...]]) -> Schedule:
+    return Schedule(grid_of(9, EngineSpec(8, BackwardSpec(window=4)), 64), ((HelperTasks(tuple(units)),),))
 
 
 def list_scheduled(units: Sequence[Any], seconds: Callable[[int, Any], float], workers: int) -> float:
@@ -382,8 +399,8 @@ def test_whoever_is_free_takes_the_next_unit(seed: int) -> None:
 # -------------------------------------------------------------------------------------------- shared slots
 
 
-def alone(*programs: tuple[Action, ...]) -> Plan:
-    return Plan(grid_of(1, Scheme(4), 8), programs, buffers=1)
+def alone(*programs: tuple[Action, ...]) -> Schedule:
+    return Schedule(grid_of(1, EngineSpec(4), 8), programs, buffers=1)
 
 
 def test_tiles_share_the_slots_of_their_host() -> None:

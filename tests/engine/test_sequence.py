@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.engine.grid import make_grid
-from adjoint.engine.program import Owners, Send, plan
-from adjoint.engine.transport import GroupTransport
+from adjoint.engine.schedule import Owners, Send, make_schedule
 from adjoint.errors import UserError
+from adjoint.parallel.transport import GroupTransport
 from tests.cluster.test_layouts import Spare
 from tests.model_helpers import (
     ALL_MIXERS,
@@ -230,11 +230,11 @@ def test_messages_and_kept_states(ranks: int, tmp_path: Path) -> None:
 
 
 def test_no_message_is_left_to_the_backward_that_may_not_come() -> None:
-    """The forward receives all that it has sent, for every scheme."""
+    """The forward receives all that it has sent, for every spec."""
     for method in (Exact(5), Exact(5, keep="inputs"), LayerLocal(None, 5)):
-        scheme = method.scheme(31, 5)
-        grid = make_grid(scheme, 31, [False, True, True, False], 0)
-        made = plan(grid, Owners((0,) * 4, 3), tapes=scheme.storage.tapes)
+        spec = method.engine_spec(31, 5)
+        grid = make_grid(spec, 31, [False, True, True, False], 0)
+        made = make_schedule(grid, Owners((0,) * 4, 3), tapes=spec.storage.tapes)
         names = {a.key[0] for program in made.programs for a in program if isinstance(a, Send)}
         assert names <= {"S", "dS"}
 

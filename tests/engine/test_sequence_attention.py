@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig
-from adjoint.engine import spread
+from adjoint.parallel import kv
 from tests.engine.test_sequence import both, world
 from tests.model_helpers import (
     HEADS,
@@ -68,7 +68,7 @@ def in_turns() -> None:
 
 def test_ranks_ask_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where more ranks are asked than are at a time, and some have no chunk in the first round."""
-    monkeypatch.setattr(spread, "AHEAD", 1)
+    monkeypatch.setattr(kv, "QUERIES_AHEAD", 1)
     on_ranks(4, tmp_path, in_turns)
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import adjoint
-from adjoint.engine import autograd
+from adjoint.engine import step
 from adjoint.engine.decay import BLOCK, Decays
 from adjoint.engine.grid import Grid, Tile, make_grid
-from adjoint.engine.program import plan
+from adjoint.engine.schedule import make_schedule
 from tests.fuzz import stacks
 from tests.fuzz.oracle import Windowed, same
 from tests.model_helpers import ALL_MIXERS, gradients, make_ids
@@ -66,13 +66,13 @@ def test_tasks_of_a_layer_may_run_in_any_order(method, monkeypatch):
         )
 
     monkeypatch.setattr(Grid, "order", shuffled)
-    plan.cache_clear()
+    make_schedule.cache_clear()
     same(results(case, model, method), in_order)
-    plan.cache_clear()
+    make_schedule.cache_clear()
 
 
 def test_a_task_needs_no_more_than_its_halo():
-    grid = make_grid(adjoint.Truncated(6, 10).scheme(43, 10), 43, [False, True, True, False], reach=3)
+    grid = make_grid(adjoint.Truncated(6, 10).engine_spec(43, 10), 43, [False, True, True, False], reach=3)
     tasks = [t for t in grid.backward_tiles() if t.kind == "windowed"]
     assert len(tasks) == 2 * 5
     assert tasks[1] == Tile("windowed", 2, 1) and grid.extent(tasks[1]) == (7, 10, 20, 25)
@@ -204,8 +204,8 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch):
     model, ids, method = small()
     drawn, expectation = [], 0
     for outcome in itertools.product((0.0, 2.0), repeat=4):
-        passing = tuple((math.nan, *outcome[2 * k : 2 * k + 2]) for k in range(2))
-        monkeypatch.setattr(autograd, "draw_passing", lambda n_layer, n_chunks, cut, p=passing: p)
+        adjoint_scale = tuple((math.nan, *outcome[2 * k : 2 * k + 2]) for k in range(2))
+        monkeypatch.setattr(step, "draw_adjoint_scale", lambda n_layer, n_chunks, cut, p=adjoint_scale: p)
         drawn.append(flat(model, method, ids))
         expectation += drawn[-1] / 16  # cut = 6 / 12
     truth = flat(model, adjoint.Exact(6), ids)
@@ -221,7 +221,10 @@ def test_draws_differ_between_calls_and_repeat_with_the_seed():
     again = [flat(model, method, ids) for _ in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert any(not torch.equal(first[0], other) for other in first[1:])
-    passing = torch.tensor(autograd.draw_passing(100, 1000, 0.25))
-    assert passing.unique().tolist() == pytest.approx([0.0, 1 / 0.75]) and abs(passing.mean() - 1) < 0.02
+    adjoint_scale = torch.tensor(step.draw_adjoint_scale(100, 1000, 0.25))
+    assert (
+        adjoint_scale.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+        and abs(adjoint_scale.mean() - 1) < 0.02
+    )
     whole = adjoint.Truncated(22, chunk_size=6, unbiased=True)  # a window over everything cuts nothing
     assert torch.equal(flat(model, whole, ids), flat(model, adjoint.Exact(6), ids))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from adjoint import Stack, StackConfig
 from adjoint.cli import main
+from adjoint.data.tokenizer import ByteTokenizer, byte_tokenizer_files, load_tokenizer
 from adjoint.errors import UserError
 from adjoint.tools import export
 from adjoint.train.checkpoint import model_files, save_checkpoint
@@ -279,11 +280,34 @@ def test_a_trained_run_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert back.generation_config.eos_token_id is None  # bytes: none of them ends a text
 
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert set(before) == {"config.json", "model.safetensors"}
+    assert set(before) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert main(["export", str(run), "--to", str(out)]) == 2
     assert "is not empty; name a new folder" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in out.parent.iterdir()] == ["model"]
+
+
+def test_the_tokenizer_of_bytes_goes_out_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the default run: transformers encodes, generates and decodes as in training."""
+    flags = {"model__mixer": "mamba", "model__d_state": 8, "training__steps": 1, "training__save_every": 1}
+    assert train_tiny(tmp_path, **flags) == 0
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "run"), "--to", str(out), "--dtype", "bfloat16"]) == 0
+    said = capsys.readouterr().out
+    assert "parameters, bfloat16, its tokenizer (bytes), from" in said
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(out), ByteTokenizer()
+    for text in ("plain", "Ā é 状態 🌊\r\n\t ", "a\0b", *map(chr, range(300))):
+        assert theirs(text)["input_ids"] == ours.encode(text) and theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == 0 and len(theirs) == 256
+    assert load_tokenizer(str(out)).separator_ids == ours.separator_ids
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    made = model.generate(**theirs("The state", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+    assert model.dtype == torch.bfloat16 and theirs.decode(made[0]).startswith("The state")
+    assert theirs.decode(made[0]) == ours.decode(made[0])
+    for separator, eos in (("", None), ("\n", None), ("\0", 0)):
+        for name, content in byte_tokenizer_files(separator).items():
+            (out / name).write_text(json.dumps(content))
+        assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == eos
 
 
 def test_an_export_that_fails_leaves_nothing(

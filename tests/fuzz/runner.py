@@ -58,7 +58,7 @@ def _serve(connection: Any, kinds: list[str]) -> None:
 
     torch.set_num_threads(1)
     for kind in kinds:
-        module_of(kind)
+        getattr(module_of(kind), "prepare", lambda: None)()
     connection.send("ready")
     while True:
         connection.send(judge(connection.recv()))

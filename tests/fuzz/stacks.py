@@ -101,7 +101,7 @@ def draw_method(rng: random.Random, config: StackConfig, seqlen: int) -> Case:
     if kind < 0.6:
         keep = some(rng, 0.5, {"keep": lambda: rng.choice(KEEP)})
         memory = {} if keep else some(rng, 0.4, {"memory": lambda: rng.choice((1, "20KB", "300KB", "1GB"))})
-        options = {"recompute": lambda: rng.choice(RECOMPUTE), "offload": True, "cuda_graphs": True}
+        options = {"recompute": lambda: rng.choice(RECOMPUTE), "offload": True}
         return {"name": "Exact", **size, **keep, **memory, **some(rng, 0.4, options)}
     window = rng.randint(1, seqlen + 2) if windowed else seqlen + rng.randint(0, 2)
     if kind < 0.85:

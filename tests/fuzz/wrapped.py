@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import adjoint
 from adjoint.batch import shift_labels
-from adjoint.hf.model import backbone_of, layers_of
+from adjoint.hf.model_parts import backbone_of, layers_of
 from adjoint.methods import RECOMPUTE
 from tests.fuzz.oracle import (
     Case,
@@ -86,7 +86,7 @@ def draw_method(rng: random.Random, case: Case) -> Case:
     if kind < 0.65:
         keep = some(rng, 0.2, {"keep": lambda: rng.choice(("inputs", "offload"))})
         memory = {} if keep else some(rng, 0.2, {"memory": lambda: rng.choice((1, "200KB", "1GB"))})
-        rest = {"recompute": lambda: rng.choice(RECOMPUTE), "offload": True, "cuda_graphs": True}
+        rest = {"recompute": lambda: rng.choice(RECOMPUTE), "offload": True}
         return {"name": "Exact", **size, **keep, **memory, **some(rng, 0.3, rest)}
     if kind < 0.8:
         return {"name": "Truncated", "window": 1000, **size}

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import adjoint
-from adjoint.hf.model import backbone_of, layers_of
+from adjoint.hf.model_parts import backbone_of, layers_of
 from tests.hf.hf_models import (
     VOCAB,
     current_gradients,

@@ -84,7 +84,14 @@ def made_by_another_network(model: Any) -> Case:
     )
 
 
+def made_in_the_forward(model: Any) -> Case:
+    """A leaf of each chunk's own, whose gradient goes nowhere; the embedding below it gets none."""
+    model.model.embed_tokens.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
+    return Case({})
+
+
 WAYS = [
+    made_in_the_forward,
     in_a_hook,
     read_through_a_closure,
     modules_in_a_list,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import adjoint
 from adjoint.errors import UserError
-from adjoint.hf import first_use
+from adjoint.hf import verification
 from adjoint.hf import wrap as wrap_module
 from tests.hf.hf_models import VOCAB, assert_exact, errors, float64_throughout, loss_and_gradients, make
 from tests.model_helpers import current_gradients, make_ids
@@ -40,10 +40,10 @@ def tiny(name: str = BAMBA, dtype: torch.dtype = torch.float32, seed: int = 0) -
 
 
 def is_wrapped(model: Any) -> bool:
-    """Labels given, a wrapped model makes no logits."""
+    """Labels given, a wrapped model makes no logits by itself."""
     ids = make_ids(1, 20, vocab_size=VOCAB)
     with torch.no_grad():
-        return model(input_ids=ids, labels=ids).logits is None
+        return "logits" not in model(input_ids=ids, labels=ids)
 
 
 def batch(rows: int = 2) -> dict[str, Tensor]:
@@ -212,6 +212,11 @@ PREFERENCES: Columns = {
     "rejected": lambda d: " " + words(d[:2:-1]),
 }
 REWARDS: Columns = {"chosen": words, "rejected": lambda d: words(d[::-1])}
+RATINGS: Columns = {
+    "prompt": lambda d: words(d[:6]),
+    "completion": lambda d: " " + words(d[6:]),
+    "label": lambda d: d[0] % 2 == 0,
+}
 PACKED = {"packing": True, "max_length": 64, "assistant_only_loss": True}
 # Trainer, class of the model, columns of a row made of each document, and options.
 TRL: dict[str, tuple[str, str, Columns, dict[str, Any]]] = {
@@ -223,11 +228,28 @@ TRL: dict[str, tuple[str, str, Columns, dict[str, Any]]] = {
     "reward model": ("Reward", "LlamaForSequenceClassification", REWARDS, {"max_length": 64}),
     # sampled by the model itself, with a reference model (beta)
     "GRPO": ("GRPO", BAMBA, {"prompt": lambda d: words(d[:6])}, GRPO),
+    # the trainers' own defaults: adapters, gradient checkpointing, a column that the model ignores
+    "SFT with LoRA": ("SFT", BAMBA, {"messages": turns}, {"peft_config": {}}),
+    "DPO with LoRA": ("DPO", BAMBA, PREFERENCES, {"peft_config": {}}),
+    "reward model with LoRA and margins": (
+        "Reward",
+        "LlamaForSequenceClassification",
+        REWARDS | {"margin": lambda d: len(d) / 100},
+        {"peft_config": {"task_type": "SEQ_CLS"}},
+    ),
+    "KTO": ("KTO", BAMBA, RATINGS, {"per_device_train_batch_size": 4}),
 }
+SLOW = {"GRPO", "KTO"}
+
+
+def peft_lora(options: dict[str, Any]) -> Any:
+    peft = pytest.importorskip("peft")
+    targets = ["in_proj", "q_proj"]
+    return peft.LoraConfig(**{"r": 3, "target_modules": targets, "task_type": "CAUSAL_LM", **options})
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=pytest.mark.slow if what == "GRPO" else ()) for what in TRL]
+    "what", [pytest.param(what, marks=pytest.mark.slow if what in SLOW else ()) for what in TRL]
 )
 def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of a wrapped model runs by chunks, and nothing that a trainer does between steps is taken for
@@ -239,15 +261,17 @@ def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     torch.manual_seed(0)
     getattr(transformers, name)(config).save_pretrained(tmp_path / "model")
     losses, calls = [], []
-    own_steps = wrap_module.steps_of
+    own_steps = wrap_module.step_of
     monkeypatch.setattr(wrap_module, "steps_of", lambda *given: calls.append(1) or own_steps(*given))
-    compares, own_compare = [], first_use.compare
-    monkeypatch.setattr(first_use, "compare", lambda *given: compares.append(1) or own_compare(*given))
+    compares, own_compare = [], verification.compare
+    monkeypatch.setattr(verification, "compare", lambda *given: compares.append(1) or own_compare(*given))
     for wrapped in (False, True):
         model = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype=torch.float32).train()
         settings = FEW | options
+        adapter = settings.pop("peft_config", None)
         if "padding_free" in options:
             settings["padding_free"] = wrapped
+        torch.manual_seed(0)  # an adapter's weights are drawn by the trainer
         trainer = getattr(trl, f"{trainer_of}Trainer")(
             adjoint.wrap(model, METHOD) if wrapped else model,
             args=getattr(trl, f"{trainer_of}Config")(str(tmp_path), **settings),
@@ -256,11 +280,13 @@ def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             ),
             processing_class=tokenizer(),
             **({"reward_funcs": reward} if trainer_of == "GRPO" else {}),
+            **({} if adapter is None else {"peft_config": peft_lora(adapter)}),
         )
         assert not calls and ("padding_free" not in options or trainer.padding_free == wrapped)
         trainer.train()
         losses.append(logged(trainer, "loss"))
-    assert len(calls) == len(losses[0]) == 10 and len(compares) == 1
+    assert len(losses[0]) == 10 and len(calls) in (10, 20)  # 20 with a reference that is the model itself
+    assert len(compares) <= 2  # for batches with padding and without
     assert losses[0].std() > 1e-4 and (losses[1] - losses[0]).abs().max() <= 1e-5
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 import adjoint
 from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.hf.cache import zeros
-from adjoint.hf.call import kept_features
-from adjoint.hf.first_use import findings
+from adjoint.hf.chunking import kept_features
+from adjoint.hf.verification import verification_of
 from tests.hf.hf_models import loss_and_gradients, make, make_batch, transformers
 from tests.model_helpers import assert_same
 
@@ -94,7 +94,7 @@ def test_the_chunk_picked_is_by_what_is_kept(name: str) -> None:
         return sum(memory.nbytes() for memory in held.values() if memory is not None)
 
     tape_bytes(16)  # compares
-    known = findings(model)
+    known = verification_of(model)
     # the difference leaves out what does not grow with the tokens
     kept = (tape_bytes(1024) - tape_bytes(512)) / 512
     assert 8 * kept_features(model) == pytest.approx(kept, rel=0.4)

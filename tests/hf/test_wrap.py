@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import adjoint
+from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
-from adjoint.engine.run import Worker
-from adjoint.hf import replacements
-from adjoint.hf.model import layers_of
+from adjoint.hf.kernels import replacements
+from adjoint.hf.model_parts import layers_of
 from tests.hf.hf_models import (
     MODELS,
     REFUSED,
@@ -190,14 +190,14 @@ def test_modules_are_known_by_their_code() -> None:
 def test_a_state_does_not_keep_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions' states are the last tokens of what they read; only these stay, with their cotangents."""
     model = adjoint.wrap(make("Mamba2ForCausalLM", torch.float32), adjoint.Exact(chunk_size=64))
-    inputs, kept, backward = make_batch(256), [], Worker.backward
+    inputs, kept, backward = make_batch(256), [], Executor.backward
 
-    def watched(worker: Worker, tile: Tile) -> None:
+    def watched(worker: Executor, tile: Tile) -> None:
         backward(worker, tile)
         states = [*worker.final, *(v for key, v in worker.store.items() if key[0] == "dS")]
         kept.extend((s.nbytes, s.untyped_storage().nbytes()) for state in states for s in state)
 
-    monkeypatch.setattr(Worker, "backward", watched)
+    monkeypatch.setattr(Executor, "backward", watched)
     model(**inputs).loss.backward()
     assert len(kept) > 20 and all(storage < 2 * own for own, storage in kept)
 
@@ -280,7 +280,7 @@ def test_logits_beside_a_loss(double: None) -> None:
     model, inputs = make("LlamaForCausalLM").eval(), make_batch(29)
     wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
     ids, labels, mask = (inputs[name] for name in ("input_ids", "labels", "attention_mask"))
-    assert wrapped(**inputs).logits is None
+    assert "logits" not in wrapped(**inputs)
     assert torch.equal(wrapped(ids).logits, model(ids).logits)  # no labels: transformers' own
     left = mask.flip(1)
     padded = {**inputs, "attention_mask": left, "labels": labels.masked_fill(left.roll(1) == 0, -100)}

@@ -26,8 +26,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import adjoint
-from adjoint.engine.run import Worker
-from adjoint.hf.model import class_of
+from adjoint.engine.executor import Executor
+from adjoint.hf.model_parts import class_of
 from tests.hf.hf_models import (
     REFUSED,
     VOCAB,
@@ -425,7 +425,7 @@ def test_an_evaluation_is_checked_too(name: str) -> None:
 @pytest.fixture
 def own_mixers(monkeypatch: pytest.MonkeyPatch) -> None:
     """RecurrentGemma's own keep their states in themselves."""
-    monkeypatch.setattr("adjoint.hf.replacements.MIXERS", {})
+    monkeypatch.setattr("adjoint.hf.kernels.replacements.MIXERS", {})
 
 
 @pytest.mark.usefixtures("own_mixers")
@@ -451,19 +451,18 @@ def test_bfloat16_is_compared_in_float32(seed: int) -> None:
 def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from adjoint.hf import first_use
-    from adjoint.hf import model as parts
+    from adjoint.hf import comparison, trial_copy
 
     layers = ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
     model = make("GraniteMoeHybridForCausalLM", dtype, num_hidden_layers=6, layer_types=layers)
     every, few = (
-        parts.needed(p for name, p in model.named_parameters() if which(name))
+        trial_copy.needed(p for name, p in model.named_parameters() if which(name))
         for which in (lambda name: True, lambda name: ".layers." not in name or name.split(".")[2] in "01")
     )
-    copies, replica = [], first_use.replica
-    monkeypatch.setattr(first_use, "replica", lambda model: copies.append(replica(model)) or copies[-1])
+    copies, replica = [], comparison.replica
+    monkeypatch.setattr(comparison, "replica", lambda model: copies.append(replica(model)) or copies[-1])
     for room, kept in ((every, 6), (few, 2), (few - 1, 0)):
-        monkeypatch.setattr(parts, "memory_left", lambda device, room=room: 2 * room)
+        monkeypatch.setattr(trial_copy, "memory_left", lambda device, room=room: 2 * room)
         wrapped(model)(**BATCH)
         got = [] if copies[-1] is None else copies[-1].model.layers
         assert sum(any(True for _ in layer.parameters()) for layer in got) == kept
@@ -835,21 +834,21 @@ def test_a_second_derivative_is_refused(hidden: bool) -> None:
 
 
 def test_a_backward_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, found, backward = wrapped(make("BambaForCausalLM")), [], Worker.backward
+    model, found, backward = wrapped(make("BambaForCausalLM")), [], Executor.backward
     for fails in (False, True):
         model.zero_grad()
         loss, tiles = model(**BATCH).loss, iter(range(100))
 
-        def interrupted(self: Worker, tile: Any, tiles: Any = tiles) -> None:
+        def interrupted(self: Executor, tile: Any, tiles: Any = tiles) -> None:
             if next(tiles) == 2:
                 raise KeyboardInterrupt
             backward(self, tile)
 
         if fails:
-            monkeypatch.setattr(Worker, "backward", interrupted)
+            monkeypatch.setattr(Executor, "backward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 loss.backward()
-            monkeypatch.setattr(Worker, "backward", backward)
+            monkeypatch.setattr(Executor, "backward", backward)
         loss.backward()
         found.append([p.grad.clone() for p in model.parameters()])
     assert all(map(torch.equal, *found))
@@ -861,7 +860,7 @@ def test_hidden_states_leave_nothing_behind() -> None:
     gc.disable()
     try:
         model.model(IDS)[0].sum().backward()
-        assert not [o for o in gc.get_objects() if type(o) is Worker]
+        assert not [o for o in gc.get_objects() if type(o) is Executor]
     finally:
         gc.enable()
 

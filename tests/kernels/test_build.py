@@ -14,14 +14,14 @@ import pytest
 
 from adjoint.kernels.cpu import build as cpu_build
 
-# Writes down what it is asked for, and makes empty files, but for what $SLOW and $FAIL say.
+# Writes down what it is asked for, and makes small files, but for what $SLOW and $FAIL say.
 COMPILER = """#!/bin/sh
 echo "$$ $*" >> "$LOG"
 case "$*" in *--version*) echo 1; exit 0;; esac
 case "$*" in *$FAIL*) echo "c++: $SAYS" >&2; exit 1;; esac
 case "$*" in *-c\\ *) sleep "$SLOW";; esac
 while [ "$1" != -o ]; do shift; done
-: > "$2"
+echo made > "$2"
 """
 
 
@@ -125,11 +125,39 @@ def test_a_wheels_kernels_are_taken_by_what_the_processor_can_do(
     """The best that runs here, for these sources, without a compiler."""
     monkeypatch.delenv("ADJOINT_MARCH", raising=False)
     monkeypatch.setattr(cpu_build, "PREBUILT", {cpu_build.platform.machine(): ("x86-64-v4", "x86-64-v3")})
-    monkeypatch.setattr(cpu_build, "prebuilt", lambda target: tmp_path / f"{target}.so")
-    assert cpu_build._found_prebuilt() is None
+    monkeypatch.setattr(cpu_build, "prebuilt", lambda target: tmp_path / target)
+    assert cpu_build._intact_prebuilt() is None
     for target in ("x86-64-v4", "x86-64-v3"):
-        cpu_build.prebuilt(target).touch()
+        (tmp_path / "built").write_text(target)
+        cpu_build._publish(tmp_path / "built", cpu_build.prebuilt(target))
     monkeypatch.setattr(cpu_build, "_lacks", lambda target: {"avx512f"} if target == "x86-64-v4" else set())
-    assert cpu_build._found_prebuilt() == tmp_path / "x86-64-v3.so"
+    found = cpu_build._intact_prebuilt()
+    assert found is not None and found.read_text() == "x86-64-v3"
+    found.write_text("cut")
+    assert cpu_build._intact_prebuilt() is None  # a damaged one: compiled here instead
+    found.write_text("x86-64-v3")
     monkeypatch.setenv("ADJOINT_MARCH", "native")
-    assert cpu_build._found_prebuilt() is None
+    assert cpu_build._intact_prebuilt() is None
+
+
+DAMAGES = {
+    "cut": lambda content: content[: len(content) // 2],
+    "emptied": lambda content: b"",
+    "changed": lambda content: content[:-1] + b"?",
+    "removed": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_built_again_without_a_word(asked: Path, damage: str) -> None:
+    """Loaded, one that was cut short would end the process with SIGBUS."""
+    library, _ = cpu_build._build(os.environ["CXX"])
+    content, compiled_before = library.read_bytes(), len(compiled(asked))
+    change = DAMAGES[damage]
+    library.unlink()  # other processes may have it mapped
+    if change is not None:
+        library.write_bytes(change(content))
+    assert cpu_build._build(os.environ["CXX"]) == (library, True)
+    assert library.read_bytes() == content
+    assert len(compiled(asked)) == 2 * compiled_before and left() == [".lock"]
+    assert len(list(cpu_build.cache_dir().glob("*.so"))) == 1

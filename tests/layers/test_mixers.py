@@ -210,7 +210,7 @@ def test_windows_are_refused(variant: str) -> None:
         with pytest.raises(ValueError, match=message):
             model(ids, labels=ids, method=method)
         with pytest.raises(ValueError, match=message):
-            _ = Setup(model_of(model.config), method, 2, 20).scheme
+            _ = Setup(model_of(model.config), method, 2, 20).spec
     _, expected = gradients(model, ids, ids, Backprop())
     assert_same(gradients(model, ids, ids, Truncated(20, 7))[1], expected)  # nothing is cut
 
@@ -235,7 +235,7 @@ def test_the_plan_counts_keys_and_values(precision: str) -> None:
     model, ids = Stack(config).to(torch.float64 if precision == "float64" else torch.float32), make_ids(2, 64)
     batch = Batch(ids, ids, states=model.stage_states(model.initial_state(2)))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-        steps = model.steps(batch, setup.scheme)
+        steps = model.steps(batch, setup.spec)
         found = steps.loss()
     found.loss.backward()
     assert [s.shape[2] for s in found.states[2]] == [0, 0] and not steps.worker.final

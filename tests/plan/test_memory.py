@@ -14,11 +14,11 @@ import torch
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch, shift_labels
-from adjoint.cluster.shard import Microbatch, Shard
+from adjoint.cluster.shard import Microbatch, PipelineWorker
 from adjoint.cluster.spec import ShardSpec
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.chunk_size import default_chunk_size
-from adjoint.engine.program import BUFFERS
+from adjoint.engine.schedule import BUFFERS
 from adjoint.plan import memory
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.stack import model_of
@@ -59,7 +59,7 @@ def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
             stack.head_loss(y, targets).backward()
         else:
             batch = Batch(ids, targets, states=stack.stage_states(states))
-            stack.steps(batch, method.scheme(2048, 512)).loss().loss.backward()
+            stack.steps(batch, method.engine_spec(2048, 512)).loss().loss.backward()
     assert tensors(need.parts) == pytest.approx(live.peak, rel=0.1)
 
 
@@ -102,10 +102,12 @@ def test_memory_of_a_shard_in_the_middle(method: Any, sequence: int) -> None:
     config = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
     spans, seqlen, layout = (range(0, 2), range(2, 4), range(4, 6)), 2048 * sequence, Layout(3, sequence)
     parts = needs(Setup(model_of(config), method, 1, seqlen, layout), spans)[1].parts
-    shard: Any = Shard(ShardSpec(config, TrainingConfig(), method, layout, spans, sequence), Zeros())
-    passing = ((1.0,) * (seqlen // 512),) * 6 if getattr(method, "unbiased", False) else ()
+    shard: Any = PipelineWorker(ShardSpec(config, TrainingConfig(), method, layout, spans, sequence), Zeros())
+    adjoint_scale = ((1.0,) * (seqlen // 512),) * 6 if getattr(method, "unbiased", False) else ()
     with LiveBytes() as live:
-        shard.accumulate(torch.zeros(1, seqlen, dtype=torch.long), step=Microbatch(passing=passing))
+        shard.accumulate(
+            torch.zeros(1, seqlen, dtype=torch.long), step=Microbatch(adjoint_scale=adjoint_scale)
+        )
     planned = tensors(parts) - parts["weights"]  # the weights were there before
     assert 0.87 * live.peak < planned < 1.13 * live.peak
 
@@ -171,13 +173,13 @@ def test_the_chunk_is_the_one_that_training_takes(batch: int, monkeypatch: pytes
     model, ids = model_of(config), torch.zeros(batch, seqlen, dtype=torch.int8)
 
     def planned(*machine: Any) -> int:
-        return Setup(model, Exact(), batch, seqlen, machine=Machine(*machine)).scheme.chunk_size
+        return Setup(model, Exact(), batch, seqlen, machine=Machine(*machine)).spec.chunk_size
 
     assert planned() == default_chunk_size(Stack(config), ids)
     layout = Layout(sequence=4)  # workers in turn have two chunks each
-    shard: Any = Shard(ShardSpec(config, TrainingConfig(), Exact(), layout, (range(1),), 0), Zeros())
+    shard: Any = PipelineWorker(ShardSpec(config, TrainingConfig(), Exact(), layout, (range(1),), 0), Zeros())
     setup = Setup(model, Exact(), batch, 1024, layout)
-    assert setup.scheme.chunk_size == shard.chunk_size(batch, 1024) <= 128
+    assert setup.spec.chunk_size == shard.chunk_size(batch, 1024) <= 128
     there: Any = SimpleNamespace(shape=ids.shape, device=torch.device("cuda"), is_cuda=True)
     for gigabytes in (0.05, 1):
         properties = SimpleNamespace(total_memory=int(gigabytes * 1e9))

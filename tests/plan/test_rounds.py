@@ -4,12 +4,7 @@ against those that real ranks send."""
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
-import queue
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +13,12 @@ import torch.distributed as dist
 
 from adjoint import Exact, StackConfig
 from adjoint.engine.grid import Tile
-from adjoint.engine.program import Action, Plan, Recv, Run, Send
-from adjoint.engine.transport import GroupTransport
+from adjoint.engine.schedule import Action, Recv, Run, Schedule, Send
+from adjoint.parallel.transport import GroupTransport
 from adjoint.plan.estimate import Costs, walk
 from adjoint.plan.layouts import Request, rank
 from adjoint.plan.memory import Machine, Setup, needs
-from adjoint.plan.rounds import Exchange, step_bytes
+from adjoint.plan.rounds import step_bytes
 from adjoint.plan.simulate import simulate
 from adjoint.plan.stack import model_of
 from adjoint.train.layout import Layout
@@ -71,7 +66,7 @@ def test_a_wave_takes_what_its_programs_take(ranks: int, chunks: int) -> None:
                 add("backward", k, c, "dS", -1)
         programs.append(tuple(program))
     expected = simulate(
-        Plan(setup.own.pipeline([layers], 2).grid, tuple(programs), buffers=1 << 10),
+        Schedule(setup.per_rank.pipeline([layers], 2).grid, tuple(programs), buffers=1 << 10),
         lambda _, t: 64 * (costs.backward if t.kind == "backward" else costs.forward)[t.stage],
         lambda key: setup.state(key[1]) / 1e6,
         latency=50e-6,
@@ -102,80 +97,6 @@ def test_a_shard_s_rounds_follow_those_before_it() -> None:
     )
     assert sum(two.busy) == pytest.approx(sum(one.busy))
     assert 0.5 * one.seconds < two.seconds < 0.8 * one.seconds
-
-
-# ------------------------------------------------------------------- wave and affine exchange, by the clock
-
-RECURRENCE, REST, ROUNDS, RANKS = 0.01, 0.02, 3, 8  # seconds of a layer on a chunk
-
-
-class _Clocked:
-    """Ranks that are threads, and layers that are sleeps: forward passes alone."""
-
-    def __init__(self, layers: str) -> None:
-        self.layers, self.barrier = layers, threading.Barrier(RANKS)
-        self.queues: dict[Any, queue.Queue[None]] = {}
-
-    def say(self, *to: Any) -> None:
-        self.queues.setdefault(to, queue.Queue()).put(None)
-
-    def hear(self, *what: Any) -> None:
-        self.queues.setdefault(what, queue.Queue()).get(timeout=60)
-
-    def rank(self, i: int, exchange: Exchange) -> None:
-        self.barrier.wait()
-        for r in range(ROUNDS):
-            for k, kind in enumerate(self.layers):
-                time.sleep(REST / 2)
-                if kind == "a":
-                    self.barrier.wait()
-                elif exchange == "wave":
-                    c = r * RANKS + i
-                    if c:
-                        self.hear(k, c)
-                    time.sleep(RECURRENCE)
-                    self.say(k, c + 1)
-                else:
-                    time.sleep(RECURRENCE)
-                    for step in (1, 2, 4):  # (decay, state) of twice as many ranks each time
-                        if i + step < RANKS:
-                            self.say(k, r, step, i + step)
-                        if i >= step:
-                            self.hear(k, r, step, i)
-                    time.sleep(RECURRENCE)
-                time.sleep(REST / 2)
-
-    def seconds(self, exchange: Exchange) -> float:
-        gc.disable()  # a collection over all that tests have imported takes a fourth of this
-        try:
-            began = time.perf_counter()
-            with ThreadPoolExecutor(RANKS) as pool:
-                for done in [pool.submit(self.rank, i, exchange) for i in range(RANKS)]:
-                    done.result()
-            return time.perf_counter() - began
-        finally:
-            gc.enable()
-
-
-@pytest.mark.slow  # it goes by the clock, which a busy machine bends
-@pytest.mark.parametrize("layers, faster", [("mmma", "affine"), ("mmmm", "wave")])
-def test_which_exchange_is_faster(layers: str, faster: str) -> None:
-    """By the clock and by the plan: a wave is the faster one where ranks never meet, affine exchange where
-    all wait for the last at attention."""
-    mixer = ["attention" if kind == "a" else "mamba2" for kind in layers]
-    config = dataclasses.replace(SMALL, n_layer=4, mixer=mixer)
-    setup = setup_of(config, RANKS, RANKS * ROUNDS)
-    whole = tuple((REST + RECURRENCE * (kind == "mamba2")) / 64 for kind in mixer)
-    serial = tuple(RECURRENCE / 64 for _ in mixer)
-    costs = Costs(whole, tuple(2 * f for f in whole), 0.0, 0.0, "made up", (), serial)
-    measured, planned = {}, {}
-    for exchange in ("wave", "affine"):
-        one = walk(setup, [range(4)], costs, math.inf, [1.0], 1 << 20, exchange)  # type: ignore[arg-type]
-        planned[exchange] = max(span.stop for span in one.run().spans if span.tile.kind == "forward")
-        measured[exchange] = _Clocked(layers).seconds(exchange)  # type: ignore[arg-type]
-        assert measured[exchange] > 0.95 * planned[exchange]
-    for times in (measured, planned):
-        assert min(times, key=times.__getitem__) == faster, (measured, planned)
 
 
 # ------------------------------------------------------------------------------------------- bytes, memory

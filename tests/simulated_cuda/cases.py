@@ -22,7 +22,7 @@ import torch
 
 import adjoint
 from adjoint import layers
-from tests.simulated_cuda.world import Record, simulated, to_cuda
+from tests.simulated_cuda.world import WrapState, simulated, to_cuda
 
 CHUNK = 512
 CORE = "mamba, exact", "mamba, memory", "hybrid, offloaded edges", "hybrid, documents"  # in every test run
@@ -158,8 +158,8 @@ def step(
     documents: bool = False,
 ) -> dict[str, Any]:
     """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens:
-    `Record.counts`, and the devices of the gradients."""
-    record, tokens = Record(), chunks * chunk
+    `WrapState.counts`, and the devices of the gradients."""
+    record, tokens = WrapState(), chunks * chunk
     with simulated(record):
         model = to_cuda(make(n_layer))
         ids = torch.empty(1, tokens, dtype=torch.int64, device="cuda:0")
@@ -212,10 +212,10 @@ def per_layer(case: Case) -> dict[str, Any]:
 
 def patched() -> None:
     """What reads the documents' starts gets some; without values nothing differs."""
-    from adjoint.hf import first_use
+    from adjoint.hf import comparison
     from adjoint.kernels import checks
 
-    first_use.difference = lambda *arguments, **options: None
+    comparison.difference = lambda *arguments, **options: None
 
     def starts_in(seq_idx: Any) -> list[list[int]]:
         seq_idx.sum().item()  # a wait, which is noted

@@ -104,7 +104,7 @@ def _recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass
-class Record:
+class WrapState:
     """What was seen: counts of operators and of Triton's kernels by name; the rest by where it was."""
 
     operators: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -136,7 +136,7 @@ def where(depth: int = 3) -> str:
     return " < ".join(f"{f.filename.rsplit('/', 2)[-1]}:{f.name}" for f in reversed(found[-depth:]))
 
 
-def recorder(record: Record) -> Any:
+def recorder(record: WrapState) -> Any:
     """A mode that notes what operators do into `record`."""
     return Recorder.of(record)
 
@@ -147,7 +147,7 @@ class Recorder:
     current: Any = None
 
     @staticmethod
-    def of(record: Record) -> Any:
+    def of(record: WrapState) -> Any:
         import torch
         from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -219,7 +219,7 @@ def _tensors(tree: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def simulated(record: Record, gigabytes: float = 40.0) -> Iterator[None]:
+def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
     """Tensors without values, on a GPU of so much memory where asked for; notes into `record`."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -264,7 +264,7 @@ def simulated(record: Record, gigabytes: float = 40.0) -> Iterator[None]:
     Recorder.current = None
 
 
-def _launched(record: Record, kernel: Any, args: Any, how: dict[str, Any]) -> None:
+def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) -> None:
     """Notes a launch of one of our kernels, and what is wrong with it."""
     name, grid = kernel.__name__, how["grid"]
     sizes = tuple(grid(how) if callable(grid) else grid)

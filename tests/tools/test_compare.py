@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from adjoint.cli import main
+from adjoint.tools.compare.estimate import TimeEstimate, duration_text
 from adjoint.tools.measure.passes import longest
 from adjoint.tools.measure.process import Process
 from tests.hf.hf_models import make
@@ -39,7 +40,8 @@ def test_a_hybrid(model: Path, here: list[Any], capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "random weights" in said and "gradients of 32 tokens differ by" in said
     found = written()
-    assert [p["way"] for p in here] == ["gradients", *["transformers", "checkpointing", "wrapped"] * 2]
+    ways = ["transformers", "checkpointing", "wrapped"]
+    assert [p["way"] for p in here] == ["pilot", "gradients", *ways * 2]
     assert found["complete"] and 0 < found["gradients"]["difference"] < 1e-4
     assert all(row["memory_bytes"] >= 0 and row["seconds_per_step"] > 0 for row in found["rows"])
     losses = [row["loss"] for row in found["rows"] if row["length"] == 64]
@@ -50,10 +52,50 @@ def test_a_hybrid(model: Path, here: list[Any], capsys: pytest.CaptureFixture[st
     del here[:]
     windowed = ["--ways", "wrapped", "--method", "truncated", "--method.window", "16"]
     assert main(["compare", "model", *ASKED, *windowed]) == 0
-    assert [p["random"] for p in here] == [False] * 3, "other settings: measured again"
+    assert [p["random"] for p in here] == [False] * 4, "other settings: measured again"
     assert written()["gradients"]["difference"] > 1e-3, "an approximation's difference is shown, not refused"
     assert main(["compare", "model", *ASKED, *windowed, "--lengths", "32,96"]) == 0
-    assert [p["length"] for p in here] == [32, 32, 64, 96]
+    assert [(p["way"], p["length"]) for p in here if p["way"] != "pilot"] == [
+        ("gradients", 32),
+        *(("wrapped", length) for length in (32, 64, 96)),
+    ]
+
+
+def test_rows_come_as_they_are_measured_with_the_time_left(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And an estimate before, with one for the search when it begins."""
+
+    def measure(self: Any, point: dict[str, Any]) -> dict[str, Any]:
+        length, way = point["length"], point["way"]
+        if way == "pilot":
+            return {"passes": {each: [0.5 * n for n in point["lengths"]] for each in point["ways"]}}
+        if way == "gradients":
+            return {"difference": 0.0, "parameter": "A_log", "length": length, "loss": 1.0}
+        if length > 100:
+            return {"out_of_memory": "full"}
+        return {"memory_bytes": length * 10_000_000, "seconds": [0.5 * length], "loss": 1.0}
+
+    monkeypatch.setattr(Process, "measure", measure)
+    assert main(["compare", "model", *ASKED, "--search"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    # two ways of gradients at 32, three ways at 32 and 64, at half a second per token
+    assert lines[0] == "[0/7] 7 points, about 3 min, then a search for the longest that fit"
+    row = lines.index("[2/7] transformers, 32 tokens, about 16 s")
+    assert lines[row + 1] == "[2/7]     320 MB · 16.00 s; about 2 min left"
+    assert any("] search: about 3 points, 3 min" in line for line in lines)
+
+
+def test_time_grows_with_attention() -> None:
+    """The power of the length is that of the last two, and never below 1."""
+    times = TimeEstimate(passes=2, overhead=1.0)
+    times.add("wrapped", 100, 1.0)
+    assert times.of_point("wrapped", 400) == 9.0
+    times.add("wrapped", 200, 4.0)
+    assert times.of_point("wrapped", 400) == pytest.approx(33.0)
+    times.add("wrapped", 400, 4.0)
+    assert times.of_point("wrapped", 800) == 17.0
+    assert (duration_text(40.4), duration_text(720), duration_text(9000)) == ("40 s", "12 min", "2.5 h")
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(model: Path, here: list[Any]) -> None:
@@ -69,6 +111,8 @@ def test_lengths_are_doubled_until_they_do_not_fit(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(self: Any, point: dict[str, Any]) -> dict[str, Any]:
+        if point["way"] == "pilot":
+            return {"passes": {}}
         if point["way"] == "wrapped" and point["length"] == 128:
             return {"error": "its process ended by SIGKILL"}
         if point["length"] > 200:
@@ -93,7 +137,10 @@ def test_what_is_refused(model: Path, here: list[Any], monkeypatch: pytest.Monke
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         return line
 
-    assert "no config.json there" in refused("./elsewhere")
+    assert "adjoint compare: elsewhere has no config.json" in refused("./elsewhere")
+    (model / "tokenizer.json").write_text('{"model": {}}')
+    assert "adjoint compare: model/tokenizer.json: " in refused("model/tokenizer.json")
+    assert "did you mean --lengths?" in refused("model", "--lenths", "8")
 
     def download(name: str, allow_patterns: list[str]) -> str:
         raise FileNotFoundError(f"no network for {name}")
@@ -103,9 +150,11 @@ def test_what_is_refused(model: Path, here: list[Any], monkeypatch: pytest.Monke
     assert "expected a size" in refused("model", "--memory", "lots")
     assert "--model.d_model" in refused("model", "--model.d_model", "8")
     assert "--method layer-local" in refused("model", "--method", "layer-local")
+    config = (model / "config.json").read_text()
     (model / "config.json").write_text('{"model_type": "nonsense"}')
     assert "nonsense" in refused("model", *ASKED)
-    found = {"difference": 0.5, "parameter": "A_log", "length": 32}
+    (model / "config.json").write_text(config)
+    found = {"difference": 0.5, "parameter": "A_log", "length": 32, "passes": {}}
     monkeypatch.setattr(Process, "measure", lambda self, point: found)
     assert "the gradient of A_log differs by 5.0e-01" in refused("model", *ASKED)
     assert not any(p["way"] != "gradients" for p in here), "before a time counts"
@@ -121,6 +170,7 @@ def test_a_process_has_no_more_memory_than_the_limit(model: Path, limit: int) ->
         "device": "cpu",
         "batch": 1,
         "repeat": 1,
+        "trust_remote_code": False,
     }
     process = Process("adjoint.tools.compare.measure")
     try:

@@ -46,7 +46,7 @@ def test_text_of_a_machine_with_gpus(
     assert torch.__version__.startswith(here["version"]), (
         "its wheel may leave out the +cu130 that torch tells"
     )
-    assert "missing (pip install 'adjoint-sharding[hf]')" in missing["told"]
+    assert "missing (pip install -e '.[hf]' in the checkout)" in missing["told"]
     assert chosen(report) == {"cpu"}
     names = ["reference", "cpu", "triton", "mamba-ssm", "causal-conv1d", "fla"]
     assert sorted(row["name"] for row in report["backends"]) == sorted(names)

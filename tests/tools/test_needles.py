@@ -77,7 +77,7 @@ def test_needles_of_a_run(
     assert [(r["length"], r["depth"]) for r in rows] == [(n, d) for n in (100, 300) for d in needles.DEPTHS]
     assert [r["needles"] for r in rows] == [6] * 5 + [2] * 5
     loaded = command.load(str(tmp_path / "run"), torch.device("cpu"), "float32")
-    text = command._held_out(loaded.data, path, 300)
+    text = command._held_out(loaded, path, 300)
     for row in rows[5:]:
         pieces = [needles.pass_key(load_tokenizer("byte"), key) for key in
                   np.random.default_rng(0).integers(10000, 100000, 2).tolist()]  # fmt: skip

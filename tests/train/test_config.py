@@ -14,7 +14,7 @@ from adjoint.methods import METHODS, Exact
 from adjoint.settings import whole_number
 from adjoint.stack import Stack
 from adjoint.train.config import Config, known_keys, load_config
-from adjoint.train.other_trainers import ELSEWHERE
+from adjoint.train.other_trainers import FOREIGN_KEYS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER_SIZES = {f"mamba-{size}m": size * 1e6 for size in (32, 63, 127, 225)} | {"mamba-1.27b": 1.27e9}
@@ -34,6 +34,22 @@ def test_the_papers_sizes_have_their_stated_parameter_counts(name: str) -> None:
         parameters = Stack(config.model).num_parameters()
     assert abs(parameters / PAPER_SIZES[name] - 1) < 0.02
     assert f"{parameters:,}" in file.read_text()
+
+
+def test_usual_spellings_of_a_choice_are_taken() -> None:
+    config = load_config(["--training.precision", "bf16", "--method.name", "layer_local"])
+    assert (config.training.precision, config.method.name) == ("bfloat16", "layer-local")
+    assert load_config(["--resume", "--training.steps", "2"]).run.resume == "auto"
+
+
+def test_help_begins_with_the_keys_that_most_need(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            load_config([flag])
+        shown[flag] = set(re.findall(r"^  --(\w+\.[\w.]+)", capsys.readouterr().out, re.MULTILINE))
+    assert len(shown["--help"]) == 10 and {"data.path", "run.resume"} <= shown["--help"]
+    assert shown["--help-all"] == known_keys().keys()
 
 
 def test_every_config_file_is_tested() -> None:
@@ -124,7 +140,7 @@ def test_every_key_has_a_help_text() -> None:
 
 
 def test_keys_of_other_trainers_are_answered_with_keys_that_exist() -> None:
-    for answer in ELSEWHERE.values():
+    for answer in FOREIGN_KEYS.values():
         named = re.findall(r"\b(?:model|method|data|training|run|cluster)\.\w+(?:\.\w+)?", answer)
         assert all(key in known_keys() for key in named)
         assert answer in named or " " in answer

@@ -7,10 +7,12 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import yaml
 
@@ -18,13 +20,13 @@ from adjoint.batch import labelled
 from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
-from adjoint.data.chat import _template
 from adjoint.errors import UserError
-from adjoint.tools.eval.command import _held_out
+from adjoint.tools.eval.command import Loaded, _held_out
 from adjoint.train.config import load_config
+from adjoint.train.dependencies import weights_digest
 from tests.cluster.threads import train_in_threads
 from tests.data.text_helpers import tokenizer_folder
-from tests.training_helpers import SENTENCE, metrics, same_training, tiny, train_tiny
+from tests.training_helpers import SENTENCE, metrics, same_training, tiny, train_tiny, write_text
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,6 +89,23 @@ def test_the_folders_tokenizer_and_the_defaults_of_fine_tuning(
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again.decode(again.encode(SENTENCE)) == SENTENCE and again.eos_token == "<|end|>"
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == VOCAB
+
+
+def test_export_keeps_the_dtype_of_the_folder(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "half"
+    shutil.copytree(base, folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    assert train_tiny(tmp_path, **options(folder, training__steps=1)) == 0
+    for asked, dtype in ((), torch.bfloat16), (("--dtype", "float16"), torch.float16):
+        out = tmp_path / str(dtype)
+        capsys.readouterr()
+        assert main(["export", str(tmp_path / "run"), "--to", str(out), *asked]) == 0
+        assert f"parameters, {str(dtype).removeprefix('torch.')}, its tokenizer" in capsys.readouterr().out
+        assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == dtype
+        assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
 def test_a_name_of_the_hub_is_downloaded(
@@ -172,6 +191,147 @@ def test_adapters_without_a_gradient_are_told_of(tmp_path: Path) -> None:
         assert train_tiny(tmp_path, **flags, model__lora__target_modules="[in_proj, dt_proj]") == 0
 
 
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line that a command ends with, as its only error."""
+    capsys.readouterr()
+    assert main(argv) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_run_does_not_go_on_with_another_base(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lora: bool
+) -> None:
+    """A checkpoint of adapters is of the weights that these were trained on; any other needs config.json."""
+    pytest.importorskip("peft")
+    own = shutil.copytree(base, tmp_path / "own")
+    flags = options(own, **LORA if lora else {})
+    assert train_tiny(tmp_path, **flags) == 0
+    moved = shutil.copytree(own, tmp_path / "moved")
+    resumed = tiny(tmp_path, **flags | {"training__steps": 3}, run__resume="auto")
+    assert main([*resumed, "--model.from_pretrained", str(moved)]) == 0, "the same model elsewhere"
+    weights = safetensors.torch.load_file(own / "model.safetensors")
+    weights["backbone.layers.0.mixer.D"] += 1
+    safetensors.torch.save_file(weights, own / "model.safetensors", {"format": "pt"})
+    checkpoint = str(list_checkpoints(tmp_path / "run" / "checkpoints")[0])
+    commands = (
+        [*resumed, "--run.resume", checkpoint, "--run.dir", str(tmp_path / "other")],
+        ["eval", checkpoint, "--lengths", "64", "--out", str(tmp_path / "eval")],
+        ["export", checkpoint, "--to", str(tmp_path / "exported")],
+    )
+    for command in commands:
+        if lora:
+            said = f"the weights in {own} changed since the run began"
+            assert said in refusal(command, capsys)
+        else:
+            assert main(command) == 0
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.5}))
+    shutil.rmtree(tmp_path / "exported", ignore_errors=True)
+    for command in commands[1:]:
+        assert f"the config.json in {own} changed since the run began" in refusal(command, capsys)
+    shutil.copyfile(moved / "config.json", own / "config.json")
+    shutil.copyfile(moved / "model.safetensors", own / "model.safetensors")
+    (own / "tokenizer_config.json").write_text("{}")
+    assert "changed since the run began, and the model knows the tokens" in refusal(commands[2], capsys)
+
+
+def test_a_digest_of_weights_is_that_of_the_tensors(base: Path, tmp_path: Path) -> None:
+    """However they are distributed over files."""
+    model = transformers.Mamba2ForCausalLM.from_pretrained(base)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="5KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert weights_digest(tmp_path / "shards") == weights_digest(base)
+
+
+FOLDERS: dict[str, tuple[Any, str]] = {
+    "cut": (
+        lambda folder: (folder / "model.safetensors").write_bytes(
+            (folder / "model.safetensors").read_bytes()[:5000]
+        ),
+        "model.safetensors is damaged",
+    ),
+    "emptied": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b""),
+        "model.safetensors is damaged",
+    ),
+    "another shape": (
+        lambda folder: reshape(folder, "backbone.embeddings.weight"),
+        "its tensor backbone.embeddings.weight has shape (3, 16), and Mamba2ForCausalLM with its config.json",
+    ),
+    "a config of another kind": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "mamba2", "vocab_size": "many"}'),
+        "its files cannot be read",
+    ),
+}
+
+
+def reshape(folder: Path, name: str) -> None:
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights[name] = torch.zeros(3, 16)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("damage", FOLDERS)
+def test_a_damaged_folder_is_told_in_a_line(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "damaged")
+    change, said = FOLDERS[damage]
+    change(folder)
+    text = str(write_text(tmp_path / "text.txt"))
+    for argv in (
+        tiny(tmp_path, **options(folder)),
+        tiny(tmp_path, **options(folder), cluster__shards=1),
+        ["eval", str(folder), "--lengths", "64", "--path", text],
+    ):
+        assert said in refusal(argv, capsys)
+
+
+CODE = """
+from transformers import Mamba2Config, Mamba2ForCausalLM
+class OwnConfig(Mamba2Config):
+    model_type = "own"
+class OwnForCausalLM(Mamba2ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_that_comes_with_a_model_runs_where_it_is_trusted(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "remote")
+    (folder / "own_model.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": classes}))
+    flags = options(folder, data__tokenizer=base)
+    assert "set --model.trust_remote_code true" in refusal(tiny(tmp_path, **flags), capsys)
+    text = ["--lengths", "64", "--path", str(tmp_path / "text.txt"), "--out", str(tmp_path / "eval")]
+    assert "set --trust-remote-code" in refusal(["eval", str(folder), *text], capsys)
+    assert main(tiny(tmp_path, **flags, model__trust_remote_code=True)) == 0
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "exported")]) == 0
+    assert "OwnForCausalLM" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path / "run"), *text]) == 0
+
+
+def test_eval_takes_names_of_the_hub(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(name: str, allow_patterns: list[str]) -> str:
+        if name == "some/model":
+            return str(base)
+        raise FileNotFoundError(f"no network for {name}")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    text = ["--lengths", "64", "--path", str(write_text(tmp_path / "text.txt"))]
+    assert main(["eval", "some/model", *text]) == 0
+    assert "no network for other/model" in refusal(["eval", "other/model", *text], capsys)
+    assert "runs/other: no such run or checkpoint" in refusal(["eval", "runs/other", *text], capsys)
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -229,7 +389,6 @@ def chat_options(chatty: Path, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str) -> None:
     (chatty / "chat_template.jinja").write_text(template)
-    _template.cache_clear()
     config = DataConfig(
         path=str(tmp_path / "chat.jsonl"), tokenizer=str(chatty), seqlen=48, cache_dir=str(tmp_path)
     )
@@ -243,7 +402,8 @@ def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str
     assert text.startswith("<|user|>the state<|end|><|assistant|>of a chunk<|end|><|user|>is all<|end|>")
     short = open_data(dataclasses.replace(config, max_tokens=200, eval_fraction=0.0)).train
     assert np.array_equal(short.tokens, whole[:200])
-    assert _held_out(config, None, 2).min() >= 0  # `adjoint eval` reads all tokens
+    loaded = Loaded(SimpleNamespace(vocab_size=None), config, tmp_path)  # type: ignore[arg-type]
+    assert _held_out(loaded, None, 2).min() >= 0  # `adjoint eval` reads all tokens
     with pytest.raises(UserError, match=r"data.separator: '<\|end\|>' is inside documents too"):
         open_data(dataclasses.replace(config, documents="packed"))
 
@@ -260,15 +420,36 @@ def test_a_batch_of_answers_weighs_as_they_do(
 
 
 @pytest.mark.parametrize("method", ["exact", "backprop"])
-def test_windows_without_an_answer(chatty: Path, tmp_path: Path, method: str) -> None:
-    """Transformers' own loss is nan where nothing is predicted."""
+def test_windows_without_an_answer(
+    chatty: Path, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers' own loss is nan where nothing is predicted; a step of such windows has no loss."""
     said = [{"role": "user", "content": SENTENCE * 3}, {"role": "assistant", "content": "is"}]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 40)
     flags = chat_options(chatty, method__name=method, training__steps=8) | {"data__seqlen": 8}
-    assert train_tiny(tmp_path, **flags, data__eval_fraction=0.2) == 0
+    with pytest.warns(UserWarning, match="which teach nothing; raise data.seqlen") as warned:
+        assert train_tiny(tmp_path, **flags, data__eval_fraction=0.2) == 0
     losses = [row["loss"] for row in metrics(tmp_path / "run")]
-    assert 0.0 in losses and max(losses) > 0 and all(map(math.isfinite, losses))
-    assert math.isfinite(metrics(tmp_path / "run")[-1]["eval_loss"])
+    assert None in losses and capsys.readouterr().out.count("no token predicted") == losses.count(None)
+    assert all(loss > 0 and math.isfinite(loss) for loss in losses if loss is not None)
+    assert metrics(tmp_path / "run")[-1]["eval_loss"] > 0 and (tmp_path / "run" / "loss.png").exists()
+    share = f"and {losses.count(None) / len(losses):.0%} of the next 8 steps"
+    assert any(share in str(warning.message) for warning in warned)
+
+
+def test_held_out_text_without_an_answer_has_no_loss_and_no_best_step(
+    chatty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = {"messages": [{"role": "user", "content": SENTENCE}]}
+    answered = {"messages": [*question["messages"], {"role": "assistant", "content": "is"}]}
+    lines = [json.dumps(record) + "\n" for record in [*[question] * 9, answered]]
+    (tmp_path / "held.jsonl").write_text("".join(lines))
+    flags = chat_options(chatty, data__validation_path=tmp_path / "held.jsonl", data__eval_tokens=96)
+    with pytest.warns(UserWarning, match="in 100% of the held-out windows: there is nothing to evaluate"):
+        assert train_tiny(tmp_path, **flags) == 0
+    shown = capsys.readouterr().out
+    assert "held-out 0" not in shown and "lowest held-out loss" not in shown
+    assert not any("eval_loss" in row for row in metrics(tmp_path / "run"))
 
 
 def test_conversations_over_shards_are_as_in_one_process(

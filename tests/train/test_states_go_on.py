@@ -130,7 +130,7 @@ def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureF
         (256, 300),
     ]
     loaded = command.load(str(tmp_path / "run"), torch.device("cpu"), "float32")
-    whole = command._held_out(loaded.data, str(text), 1024)
+    whole = command._held_out(loaded, str(text), 1024)
     assert len(whole) == text.stat().st_size + 1, "all of a text that is named, and the separator"
     ids = whole[None, :1024]
     losses = torch.nn.functional.cross_entropy(

@@ -170,7 +170,8 @@ def test_a_write_that_fails_in_a_thread_is_told_at_the_next_one(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
 )
 def test_ctrl_c_finishes_the_step_saves_and_resumes(
     reference: Path,
@@ -216,15 +217,16 @@ def test_a_bar_on_a_terminal_and_when_it_closes_the_run_is_saved(tmp_path: Path)
     assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{last:08d}"
 
 
-def test_under_nohup_a_hangup_is_not_heard() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_under_nohup_a_hangup_is_not_heard(number: int) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with StopRequest() as stop:
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(number)
             assert stop.signal is None
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(number) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_output_that_nobody_reads_is_dropped_and_the_run_goes_on(reference: Path, tmp_path: Path) -> None:

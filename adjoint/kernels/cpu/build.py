@@ -1,8 +1,9 @@
 """Builds the C++ kernels on first use and loads them through ctypes.
 
 A plain C interface compiles in seconds, where torch/extension.h takes most of a minute. The library is
-cached by a hash of sources, compiler and flags, and moved into place in one step; of processes that
-need it at once the first one builds it.
+cached under a hash of sources, compiler and flags, and moved into place in one step; of processes that
+need it at once the first one builds it. Its name ends with a digest of its content, which is compared before
+it is loaded: a library that was cut short would end the process with SIGBUS.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.errors import LOGGER, is_heard
-from adjoint.files import cache_folder
+from adjoint.files import cache_folder, flush
 
 SOURCES = ("scan.cpp", "conv.cpp", "delta.cpp", "linear.cpp", "dense.cpp", "norm.cpp")
 HEADERS = ("lanes.h", "linear.h")
@@ -60,16 +61,40 @@ def march() -> str:
 
 
 def prebuilt(target: str) -> Path:
-    """Where a wheel has the kernels compiled for a target. The name tells of which sources: those of a
-    checkout may have changed since."""
-    return Path(__file__).parent / "prebuilt" / f"{_sources().hexdigest()[:16]}-{target}.so"
+    """Where a wheel has the kernels compiled for a target, less the digest and .so. The name tells of which
+    sources: those of a checkout may have changed since."""
+    return Path(__file__).parent / "prebuilt" / f"{_sources().hexdigest()[:16]}-{target}"
 
 
-def _found_prebuilt() -> Path | None:
+def _intact_prebuilt() -> Path | None:
     """A wheel's kernels for this processor, or for $ADJOINT_MARCH."""
     wanted = os.environ.get("ADJOINT_MARCH")
     targets = (wanted,) if wanted else PREBUILT.get(platform.machine(), ())
-    return next((path for t in targets if not _lacks(t) and (path := prebuilt(t)).exists()), None)
+    return next((path for t in targets if not _lacks(t) and (path := intact(prebuilt(t)))), None)
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
+
+
+def intact(stem: Path) -> Path | None:
+    """The library STEM-DIGEST.so whose content has the digest of its name, or None."""
+    candidates = stem.parent.glob(f"{stem.name}-{'[0-9a-f]' * 16}.so")
+    for library in candidates:
+        with contextlib.suppress(OSError):  # one that cannot be read is none
+            if _digest(library) == library.stem.rpartition("-")[2]:
+                return library
+    return None
+
+
+def _publish(built: Path, stem: Path) -> None:
+    """Move a library into place as STEM-DIGEST.so; damaged ones of the same stem go."""
+    library = stem.with_name(f"{stem.name}-{_digest(built)}.so")
+    flush(built)
+    os.replace(built, library)
+    for damaged in stem.parent.glob(f"{stem.name}-*.so"):
+        if damaged != library:
+            damaged.unlink(missing_ok=True)
 
 
 def _machine_flags() -> tuple[str, ...]:
@@ -96,27 +121,30 @@ def _build(cxx: str) -> tuple[Path, bool]:
     """The library, built now where nobody has, and whether it has OpenMP; a CalledProcessError where the
     compiler fails."""
     flags = (*FLAGS, *_machine_flags())
-    target, openmp = _target(cxx, (*flags, "-fopenmp")), True
-    if target.exists():
-        return target, openmp
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target.parent) as locked:  # who comes second finds what the first one has built
-        for left in target.parent.glob("tmp*") if locked else ():  # by processes that were killed
+    stem, openmp = _stem(cxx, (*flags, "-fopenmp")), True
+    if (library := intact(stem)) is not None:
+        return library, openmp
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(stem.parent) as locked:  # who comes second finds what the first one has built
+        for left in stem.parent.glob("tmp*") if locked else ():  # by processes that were killed
             shutil.rmtree(left, ignore_errors=True)
-        if not target.exists() and not (openmp := _has_openmp(cxx, target.parent)):
-            target = _target(cxx, flags)
-        if not target.exists():
-            _compile(cxx, (*flags, "-fopenmp") if openmp else flags, target)
-    return target, openmp
+        if intact(stem) is None and not (openmp := _has_openmp(cxx, stem.parent)):
+            stem = _stem(cxx, flags)
+        if (library := intact(stem)) is None:
+            _compile(cxx, (*flags, "-fopenmp") if openmp else flags, stem)
+            library = intact(stem)
+    if library is None:
+        raise OSError(f"{stem.parent}: what was written there reads back changed; check the disk")
+    return library, openmp
 
 
-def _target(cxx: str, flags: Sequence[str]) -> Path:
+def _stem(cxx: str, flags: Sequence[str]) -> Path:
     version = subprocess.run([cxx, "--version"], capture_output=True, check=True).stdout
     key = hashlib.sha256(version + " ".join(flags).encode())
     if march() == "native":  # a cache folder may be shared by different machines
         key.update("".join(_features()).encode())
     key.update(_sources().digest())
-    return cache_dir() / f"adjoint-{key.hexdigest()[:16]}.so"
+    return cache_dir() / f"adjoint-{key.hexdigest()[:16]}"
 
 
 def _sources() -> Any:
@@ -156,11 +184,11 @@ def _has_openmp(cxx: str, folder: Path) -> bool:
         return True
 
 
-def _compile(cxx: str, flags: Sequence[str], target: Path) -> None:
+def _compile(cxx: str, flags: Sequence[str], stem: Path) -> None:
     if is_heard():
         LOGGER.info("compiling the CPU kernels, once for this processor: half a minute or less")
     here = Path(__file__).parent
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=stem.parent) as scratch:
         built = Path(scratch) / "kernels.so"
         objects = [Path(scratch) / f"{name}.o" for name in SOURCES]
         _run_all(
@@ -168,7 +196,7 @@ def _compile(cxx: str, flags: Sequence[str], target: Path) -> None:
             for name, made in zip(SOURCES, objects, strict=True)
         )
         _run_all([[cxx, *flags, "-shared", "-o", str(built), *map(str, objects)]])
-        os.replace(built, target)
+        _publish(built, stem)
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
@@ -201,7 +229,7 @@ def load() -> tuple[ctypes.CDLL | None, str]:
         return None, "disabled by ADJOINT_DISABLE_CPU_KERNELS"
     if lacks := _lacks(march()):
         return None, f"ADJOINT_MARCH={march()}, and this processor has no {', '.join(sorted(lacks))}"
-    if (found := _found_prebuilt()) is not None:
+    if (found := _intact_prebuilt()) is not None:
         with contextlib.suppress(OSError):  # a system that cannot load it may be able to compile
             return ctypes.CDLL(str(found)), f"{found}"
     cxx = compiler()

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from adjoint.engine.first_use import tolerance
+from adjoint.engine.compare import tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.memory import size_bytes, total_memory_bytes
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.compare import report
+from adjoint.tools.compare.estimate import GRADIENTS, TimeEstimate, duration_text
 from adjoint.tools.measure.journal import Journal, completed, progress
 from adjoint.tools.measure.passes import fits, predicted_bytes, typical
 from adjoint.tools.measure.process import Point, Process
@@ -31,7 +33,8 @@ from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import environment, pick_device, pick_precision
 
 WAYS = ("transformers", "checkpointing", "wrapped")
-GRADIENTS = "gradients"
+PILOT = "pilot"
+PILOT_LENGTHS = (256, 1024)  # tokens of its passes, or the shortest and the longest that are asked for
 
 
 def main(argv: list[str]) -> int:
@@ -62,8 +65,11 @@ def main(argv: list[str]) -> int:
     write_atomically(request.out / "compare.json", json.dumps(result, indent=1) + "\n")
     if rows:
         report.show(result)
-        report.draw(result, request.out / "compare.png")
-        print(f"written to {request.out}: compare.json, compare.png")
+        files = "compare.json"
+        if any("memory_bytes" in row for row in rows):
+            report.draw(result, request.out / "compare.png")
+            files += ", compare.png"
+        print(f"written to {request.out}: {files}")
     return 0 if complete else 130
 
 
@@ -76,7 +82,7 @@ def _mark(request: Namespace, settings: dict[str, Any], here: dict[str, Any]) ->
 
 def _settings(request: Namespace, config: Config) -> dict[str, Any]:
     """What every point has in common."""
-    from adjoint.hf.call import check_method
+    from adjoint.hf.chunking import check_method
 
     method = config.method
     try:
@@ -90,6 +96,7 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_memory_bytes()
     return {
         "model": str(folder.resolve()),
+        "trust_remote_code": request.trust_remote_code,
         "name": Path(request.model).name,
         "random": folder.is_file() or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")],
         "dtype": pick_precision(request.dtype, device),
@@ -111,35 +118,105 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
         UserError: the model cannot be measured, or its gradients differ.
     """
     lengths, process = sorted(request.lengths), Process("adjoint.tools.compare.measure")
-    with progress(1 + len(lengths) * len(request.ways)) as tell:
+    points = [(way, length) for length in lengths for way in request.ways]
+    if "wrapped" in request.ways:
+        points.insert(0, (GRADIENTS, lengths[0]))
+    with progress(len(points)) as tell:
 
-        def point(way: str, length: int) -> Point:
+        def measure(key: Point) -> Point:
+            """A point in a process of its own."""
+            answer = process.measure(key)
+            process.close()
+            if "error" in answer and not _killed(answer):
+                what = "" if key["way"] == PILOT else f"{key['way']}, {key['length']:,} tokens: "
+                raise UserError(f"{request.model}: {what}{answer['error']}")
+            return answer
+
+        def remaining(points: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+            keys = (settings | {"way": way, "length": length} for way, length in points)
+            return [each for each, key in zip(points, keys, strict=True) if journal.get(key) is None]
+
+        def point(way: str, length: int, later: Sequence[tuple[str, int]] = ()) -> Point:
             key = settings | {"way": way, "length": length}
             tell("", 1)
-            found = journal.get(key)
-            if found is None:
-                tell(f"{way}, {length:,} tokens", 0)
-                found = _skipped(journal, way, length, settings["limit"]) or process.measure(key)
-                process.close()
-                if "error" in found and not _killed(found):
-                    raise UserError(f"{request.model}: {way}, {length:,} tokens: {found['error']}")
-                journal.add(key, found)
-            return found
+            answer = journal.get(key)
+            if answer is None:
+                tell(f"{way}, {length:,} tokens, about {duration_text(times.of_point(way, length))}", 0)
+                answer, began = _skipped(journal, way, length, settings["limit"]), time.monotonic()
+                if answer is None:
+                    answer = measure(key)
+                    passed = sum(answer.get("seconds", [])) or times.of_point(way, length) - times.overhead
+                    times.overhead = max(0.0, time.monotonic() - began - passed)
+                journal.add(key, answer)
+                if "seconds" in answer:
+                    times.add(way, length, typical(answer["seconds"]))
+                left = remaining(later)
+                rest = f"; about {duration_text(times.of_points(left))} left" if left else ""
+                tell(f"    {report.row_text(answer)}{rest}", 0)
+            return answer
 
         try:
-            if "wrapped" in request.ways:
-                _check(point(GRADIENTS, lengths[0]), settings)
-            for length in lengths:
-                for way in request.ways:
-                    point(way, length)
+            times = _estimate(measure, settings, lengths, request.ways, journal)
+            left = remaining(points)
+            if left:
+                then = ", then a search for the longest that fit" if request.search else ""
+                tell(f"{len(left)} points, about {duration_text(times.of_points(left))}{then}", 0)
+            for number, (way, length) in enumerate(points):
+                answer = point(way, length, points[number + 1 :])
+                if way == GRADIENTS:
+                    _check(answer, settings)
             if request.search:
-                _search(point, request.ways, lengths[-1])
+                _search(point, request.ways, lengths[-1], journal, times, settings["limit"], tell)
         finally:
             process.close()
 
 
-def _search(point: Callable[[str, int], Point], ways: list[str], length: int) -> None:
-    """Doubles the length of each way until it does not fit."""
+def _estimate(
+    measure: Callable[[Point], Point],
+    settings: dict[str, Any],
+    lengths: list[int],
+    ways: list[str],
+    journal: Journal,
+) -> TimeEstimate:
+    """Time each way on short sequences, and take over what the journal has of longer ones."""
+    short = [min(PILOT_LENGTHS[0], lengths[0]), min(PILOT_LENGTHS[1], lengths[-1])]
+    key = settings | {"way": PILOT, "length": short[-1], "lengths": short, "ways": ways}
+    pilot = journal.get(key)
+    if pilot is None:
+        began = time.monotonic()
+        pilot = measure(key)
+        passes = sum(sum(seconds) for seconds in pilot.get("passes", {}).values())
+        pilot = pilot | {"overhead": max(0.0, time.monotonic() - began - passes)}
+        journal.add(key, pilot)
+    times = TimeEstimate(settings["repeat"], pilot["overhead"])
+    for way, seconds in pilot.get("passes", {}).items():  # none where memory was full
+        for length, each in zip(short, seconds, strict=True):
+            times.add(way, length, each)
+    for row in _rows(journal):
+        if "seconds_per_step" in row:
+            times.add(row["way"], row["length"], row["seconds_per_step"])
+    return times
+
+
+def _search(
+    point: Callable[[str, int], Point],
+    ways: list[str],
+    length: int,
+    journal: Journal,
+    times: TimeEstimate,
+    limit: int,
+    tell: Callable[[str, int], object],
+) -> None:
+    """Double the length of each way until it does not fit."""
+    rows, doubled = list(_rows(journal)), []
+    for way, known in _fits(rows, limit).items():
+        if known["measured"] is not None:
+            at = known["measured"]
+            while at < (known["extrapolated"] or 0) and known["failed"] is None:
+                at *= 2
+                doubled.append((way, at))
+    if doubled:
+        tell(f"search: about {len(doubled)} points, {duration_text(times.of_points(doubled))}", 0)
     for way in ways:
         n = length
         while "memory_bytes" in point(way, n):
@@ -177,7 +254,7 @@ def _killed(found: Point) -> bool:
 def _rows(journal: Journal) -> Iterator[dict[str, Any]]:
     """What is known of each way and length, in their order."""
     points = ((json.loads(key), found) for key, found in journal.done.items())
-    timed = [(p["length"], WAYS.index(p["way"]), found) for p, found in points if p["way"] != GRADIENTS]
+    timed = [(p["length"], WAYS.index(p["way"]), found) for p, found in points if p["way"] in WAYS]
     for length, way, found in sorted(timed, key=lambda row: row[:2]):
         row: dict[str, Any] = {"way": WAYS[way], "length": length}
         if "memory_bytes" in found:
@@ -227,17 +304,15 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     add("--search", "double the length until it does not fit, instead of extrapolating", action="store_true")
     add("--fresh", "discard earlier results and measure all", action="store_true")
     add("--out", "folder for the results", new_folder, default="compare")
+    trust = "let Python code that comes with the model run: read it first"
+    add("--trust-remote-code", trust, action="store_true")
     given, rest = parser.parse_known_args(argv)
     for word in rest:
         if not word.startswith("--method.") and word.startswith("-"):
-            raise UserError(f"{word}: adjoint compare does not take it; see adjoint compare --help")
-    from adjoint.train.pretrained import folder_of
+            raise parser.unknown(word)
+    from adjoint.train.pretrained import configuration, folder_of
 
-    given.folder = config = Path(folder_of(given.model, key=parser.prog))
-    if not (config.is_file() or (config / "config.json").is_file()):
-        raise UserError(
-            f"{config}: no config.json there; name a folder that save_pretrained wrote, or a model of the "
-            "Hugging Face hub"
-        )
+    given.folder = Path(folder_of(given.model, key=parser.prog))
+    configuration(str(given.folder), given.trust_remote_code, parser.prog)
     given.ways = [way for way in WAYS if way in given.ways]
     return given, load_config(["--method.name", given.method, *rest], "adjoint compare")

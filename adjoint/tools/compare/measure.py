@@ -4,46 +4,71 @@ gradients both ways."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from adjoint import memory
 from adjoint.hf.wrap import wrap
 from adjoint.methods import METHODS
 from adjoint.tools.measure.passes import Passes, gradients_apart, measured, repeated
 from adjoint.tools.measure.process import Point
-from adjoint.train.pretrained import unwrapped
+from adjoint.train.pretrained import configuration, unwrapped
 
+KEY = "adjoint compare"
 FIRST = 64  # tokens of the pass before those that count
 
 
 def measure(point: Point) -> Point:
     """What is found of a point: `model`, `random`, `dtype`, `device`, `batch`, `length`, `method`, and `way`;
     "gradients" are compared, the other ways are timed `repeat` times in `limit` bytes."""
-    vocabulary = (
-        AutoConfig.from_pretrained(point["model"], local_files_only=True).get_text_config().vocab_size
-    )
+    vocabulary = _configuration(point).get_text_config().vocab_size
     torch.manual_seed(0)
     ids = torch.randint(vocabulary, (point["batch"], point["length"])).to(point["device"])
     if point["way"] == "gradients":
         return _gradients(point, ids)
     _limit(point["limit"], ids.device)
+    try:
+        if point["way"] == "pilot":
+            return _pilot(point, ids)
+        repeat = functools.partial(repeated, device=point["device"], repeat_s=math.inf, most=point["repeat"])
+        return measured(lambda: _passes(point), ids, min(FIRST, point["length"]), repeat)
+    except Exception as error:
+        # the stack of another thread is memory too, whoever asks for it
+        if "can't start new thread" in f"{error}":
+            return {"out_of_memory": "no memory is left for another thread"}
+        raise
 
-    def prepare() -> Passes:
-        model = _model(point).train()
-        if point["way"] == "checkpointing":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return _loss(wrap(model, _method(point)) if point["way"] == "wrapped" else model)
 
-    def repeat(step: Callable[[], object]) -> list[float]:
-        return repeated(step, point["device"], math.inf, most=point["repeat"])
+def _pilot(point: Point, ids: Tensor) -> Point:
+    """Seconds of a pass of each of some `ways` at each of some `lengths`, up to that of the point."""
+    passes = dict[str, list[float]]()
+    for way in point["ways"]:
+        model, loss = _passes(point | {"way": way})
+        loss(ids[:, : min(FIRST, point["length"])]).backward()
+        passes[way] = []
+        for length in point["lengths"]:
+            step = functools.partial(_step, loss, ids[:, :length])
+            passes[way] += repeated(step, point["device"], math.inf, most=1)
+        del model, loss
+    return {"passes": passes}
 
-    return measured(prepare, ids, min(FIRST, point["length"]), repeat)
+
+def _step(loss: Callable[[Tensor], Tensor], ids: Tensor) -> None:
+    loss(ids).backward()
+
+
+def _passes(point: Point) -> Passes:
+    """The model, run in the point's way."""
+    model = _model(point).train()
+    if point["way"] == "checkpointing":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return _loss(wrap(model, _method(point)) if point["way"] == "wrapped" else model)
 
 
 def _gradients(point: Point, ids: Tensor) -> Point:
@@ -60,14 +85,19 @@ def _gradients(point: Point, ids: Tensor) -> Point:
     return {"length": point["length"], **wrapped, "loss": own["loss"], "wrapped_loss": wrapped["loss"]}
 
 
+def _configuration(point: Point) -> Any:
+    return configuration(point["model"], point["trust_remote_code"], KEY)
+
+
 def _model(point: Point) -> Any:
     dtype = getattr(torch, point["dtype"])
     torch.manual_seed(0)
+    trusted = point["trust_remote_code"]
     if point["random"]:
-        config = AutoConfig.from_pretrained(point["model"], local_files_only=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        config = _configuration(point)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted)
     else:
-        model = unwrapped(point["model"], dtype)
+        model = unwrapped(point["model"], dtype, trusted, KEY)
     model.config.use_cache = False  # of which training has no use
     return model.to(point["device"])
 

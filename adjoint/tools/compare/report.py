@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.files import new_figure, save_figure
+from adjoint.tools.measure.passes import typical
 from adjoint.tools.measure.show import (
     fits_text,
     plain_ticks,
@@ -63,6 +64,15 @@ def conclusion(result: Mapping[str, Any]) -> list[str]:
                 f"{time:.0%} of its time"
             )
     return lines
+
+
+def row_text(answer: Mapping[str, Any]) -> str:
+    """Say what a point has found, as soon as it is measured."""
+    if "difference" in answer:
+        return f"differ by {answer['difference']:.1e} at most ({answer['parameter']})"
+    if "memory_bytes" in answer:
+        return _cell({**answer, "seconds_per_step": typical(answer["seconds"])})
+    return f"does not fit ({next(iter(answer.values()))})"
 
 
 def _cell(row: Mapping[str, Any]) -> str:

@@ -17,27 +17,34 @@ from adjoint.data.batches import DataConfig, fingerprint_of, open_data
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
+from adjoint.formats.folders import refuse_adapter
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.eval import needles, positions
 from adjoint.tools.measure.show import print_table
 from adjoint.train.config import Precision
+from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.model import LanguageModel, PretrainedLM, model_class
-from adjoint.train.rundir import find_checkpoint
+from adjoint.train.rundir import RUNS, find_checkpoint
 
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
 
 
 class Loaded(NamedTuple):
-    """A model, the settings of its text, where results go, and of a run the fingerprint of what it was
-    trained on."""
+    """A model to evaluate, with its text.
+
+    Attributes:
+        data: settings of the text. folder: for the results. trained: a run's fingerprint of its training
+            text. trusts_code: whether Python files of the model's folder may run.
+    """
 
     model: LanguageModel
     data: DataConfig
     folder: Path
     trained: str | None = None
+    trusts_code: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +58,8 @@ def main(argv: list[str]) -> int:
         "and values.",
     )
     add = parser.add
-    add("runs", "a run's folder, a checkpoint, or a folder of transformers", metavar="RUN", nargs="+")
+    runs = "a run's folder, a checkpoint, a folder of transformers, or a name on the Hugging Face hub"
+    add("runs", runs, metavar="RUN", nargs="+")
     add("--needles", "hide pass keys in the text and ask for them at its end", action="store_true")
     add("--lengths", "window lengths in tokens", comma_list(reads(SeqLen)), default="4K,64K")
     add("--path", "text to read; default: the held-out part of the run's own")
@@ -60,6 +68,8 @@ def main(argv: list[str]) -> int:
     add("--device", "auto, cpu, cuda or cuda:1", default="auto")
     precision = "float32, bfloat16, float64, or auto: bfloat16 where a GPU has it natively"
     add("--precision", precision, reads(Precision), default="auto")
+    trust = "let Python code that comes with a folder or a name on the hub run: read it first"
+    add("--trust-remote-code", trust, action="store_true")
     add("--out", "folder for the results; default: eval in the first RUN", new_folder)
     request = parser.parse_args(argv)
     lengths = sorted(request.lengths)
@@ -67,11 +77,11 @@ def main(argv: list[str]) -> int:
     precision = pick_precision(request.precision, device)
     rows, folder = [], request.out
     for run in dict.fromkeys(request.runs):
-        loaded = load(run, device, precision)
+        loaded = load(run, device, precision, request.trust_remote_code)
         folder = folder or loaded.folder
         model = loaded.model
-        text = _held_out(loaded.data, request.path, max(lengths), model.vocab_size, loaded.trained)
-        tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
+        text = _held_out(loaded, request.path, max(lengths))
+        tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator, loaded.trusts_code)
         for length in lengths:
             given = text, length, request.tokens or TOKENS[request.needles], device
             with autocast(precision, device):
@@ -93,52 +103,64 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def load(run: str, device: torch.device, precision: str) -> Loaded:
-    """A run's newest checkpoint, or a folder of transformers.
+def load(run: str, device: torch.device, precision: str, trust_remote_code: bool = False) -> Loaded:
+    """A run's newest checkpoint, or a folder of transformers, or a model of the Hugging Face hub.
 
     Raises:
-        UserError: it is neither.
+        UserError: it is none of these.
     """
     dtype = torch.float64 if precision == "float64" else None
-    if (Path(run) / "config.json").is_file():
+    if (folder := _model_folder(run)) is not None:
         from adjoint.train.pretrained import load as load_pretrained
 
-        module = load_pretrained(run, Exact()).to(device, dtype).eval()
-        tokenizer = tokenizer_in(run)
+        module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval")
+        module.to(device, dtype).eval()
+        tokenizer = tokenizer_in(folder)
         if tokenizer is None:
-            check_bytes(run, module.config.get_text_config().vocab_size)
-        return Loaded(PretrainedLM(module, Exact()), DataConfig(tokenizer=tokenizer), Path("eval"))
+            check_bytes(folder, module.config.get_text_config().vocab_size)
+        model = PretrainedLM(module, Exact())
+        return Loaded(model, DataConfig(tokenizer=tokenizer), Path("eval"), trusts_code=trust_remote_code)
     checkpoint = find_checkpoint(run)
+    check_tokenizer(checkpoint)
     trainer = read_trainer(checkpoint)
     config = trainer["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
-    model = model_class(config["model"].get("from_pretrained")).stored(checkpoint)
-    model.module.to(device, dtype)
-    return Loaded(model, data, checkpoint.parent.parent / "eval", fingerprint_of(trainer["data"]))
+    run_model = model_class(config["model"].get("from_pretrained")).from_checkpoint(checkpoint)
+    run_model.module.to(device, dtype)
+    trusted = config["model"].get("trust_remote_code", False)
+    results = checkpoint.parent.parent / "eval"
+    return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted)
 
 
-def _held_out(
-    data: DataConfig,
-    path: str | None,
-    longest: int,
-    vocab_size: int | None = None,
-    trained: str | None = None,
-) -> Tensor:
+def _model_folder(run: str) -> str | None:
+    """The folder of transformers that a name is of, or its files of the hub; None where it names a run."""
+    if Path(run).exists() or (RUNS / run).exists():
+        refuse_adapter(Path(run), "adjoint eval")
+        return run if (Path(run) / "config.json").is_file() else None
+    if run.count("/") != 1 or Path(run).parent == RUNS:
+        return None
+    from adjoint.train.pretrained import folder_of
+
+    folder = folder_of(run, key="adjoint eval")
+    return None if folder == run else folder
+
+
+def _held_out(loaded: Loaded, path: str | None, longest: int) -> Tensor:
     """The held-out tokens, (n,) int64; of a text that is named, all.
 
     Args:
-        trained: the fingerprint that the training text must have; None for any.
+        path: of another text. longest: how many tokens there must be at least.
 
     Raises:
         UserError: there are fewer than the longest window has, or the model does not know one, or the text
             has changed, so that what it holds out may have been trained on.
     """
-    named = dataclasses.replace(data, seqlen=2, batch=1, eval_tokens=1 << 62)
+    named = dataclasses.replace(loaded.data, seqlen=2, batch=1, eval_tokens=1 << 62)
     if path:
         whole: dict[str, Any] = {"validation_path": None, "weights": None, "max_tokens": None}
         named = dataclasses.replace(named, path=path, eval_fraction=0.0, **whole)
-    opened = open_data(named, vocab_size=vocab_size)
-    if not path and trained not in (None, opened.fingerprint):
+    opened = open_data(named, vocab_size=loaded.model.vocab_size, trust_remote_code=loaded.trusts_code)
+    if not path and loaded.trained not in (None, opened.fingerprint):
         raise UserError(
             f"data.path: {opened.description} has changed since it was trained on, and what it holds out now "
             "may have been trained on; put it back, or name a text to evaluate on with --path"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, shift_labels
-from adjoint.engine.grid import Scheme
+from adjoint.engine.grid import EngineSpec
 from adjoint.files import new_figure
 from adjoint.train.model import LanguageModel
 
@@ -52,10 +52,10 @@ def evaluate(
 def _losses(model: LanguageModel, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, float, int]]:
     """Of each chunk of ids (1, seqlen) its end, its summed loss and its number of predictions; no chunk
     crosses an edge."""
-    scheme, targets = Scheme(CHUNK, cut_at=edges, least=2), shift_labels(ids)
-    found = model.chunk_losses(ids, scheme)
+    spec, targets = EngineSpec(CHUNK, cut_at=edges, least=2), shift_labels(ids)
+    found = model.chunk_losses(ids, spec)
     predictions = (targets != IGNORE_INDEX)[0]
-    cuts = list(itertools.pairwise(scheme.cuts(ids.shape[1])))
+    cuts = list(itertools.pairwise(spec.cuts(ids.shape[1])))
     return [
         (b, loss, int(predictions[a:b].sum()))
         for (a, b), loss in zip(cuts, torch.stack(found).tolist(), strict=True)

@@ -18,15 +18,20 @@ class Journal:
     """Finished points, a line of JSON each, under a first line with the fingerprint they belong to.
 
     A journal of another fingerprint is not continued: `discarded` says so, and the first point that is added
-    takes the place of its own.
+    takes the place of its own. Lines that cannot be read are left out, and their points measured again.
     """
 
     def __init__(self, path: Path, mark: str, *, fresh: bool = False) -> None:
         self.path, self.head = path, json.dumps({"fingerprint": mark})
-        head, *lines = path.read_text().splitlines() if path.exists() and not fresh else [self.head]
-        self.discarded = head != self.head
-        entries = [] if self.discarded else map(json.loads, lines)
-        self.done: dict[str, Point] = {entry["key"]: entry["result"] for entry in entries}
+        written = path.exists() and not fresh
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if written else [self.head]
+        self.discarded = lines[:1] != [self.head]
+        self.done: dict[str, Point] = {}
+        for line in [] if self.discarded else lines[1:]:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if isinstance(entry["key"], str) and isinstance(entry["result"], dict):
+                    self.done[entry["key"]] = entry["result"]
         path.parent.mkdir(parents=True, exist_ok=True)
 
     @staticmethod

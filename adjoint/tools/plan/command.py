@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         from adjoint.tools.plan.plot import plot_timeline
 
         setup = fit.setup
-        what = f"{setup.seqlen:,} tokens in {setup.chunks} chunks of {setup.scheme.chunk_size:,}"
+        what = f"{setup.seqlen:,} tokens in {setup.chunks} chunks of {setup.spec.chunk_size:,}"
         title = f"One step of {setup.method.name}: {what}, {setup.model.n_layer} layers"
         plot_timeline(estimate.timeline, labels_of(spans, layout), given.timeline, title)
     return 0
@@ -100,7 +100,7 @@ def request_of(given: argparse.Namespace, config: Config) -> Request:
 
         if config.model.lora is not None:
             raise UserError("model.lora: a plan counts all weights as trained; leave it out")
-        model = outlined(config.model.from_pretrained)
+        model = outlined(config.model.from_pretrained, config.model.trust_remote_code)
     machine = Machine(given.kind, precision, None if given.limits is None else min(given.limits))
     sizes = config.data.batch, config.data.seqlen
     setup = Setup(model_of(model), config.method, *sizes, Layout(), machine, config.training)
@@ -121,7 +121,7 @@ def _measured(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
     largest = max([layer.weights for layer in timed.model.layers] + [int(timed.model.head_flops / 2)])
     # a few seconds a layer on a slow CPU, and enough tokens to fill it
     most = 4096 if given.kind == "cuda" else max(64, int(1e10 / largest / setup.batch))
-    tokens, workers, threads = min(setup.scheme.chunk_size, most), given.devices, setup.training.threads
+    tokens, workers, threads = min(setup.spec.chunk_size, most), given.devices, setup.training.threads
     slower = 1.0
     if given.kind == "cpu" and workers > 1:
         cores = usable_cores()
@@ -166,7 +166,7 @@ def _rate(given: argparse.Namespace, setup: Setup) -> tuple[float, str]:
 # ----------------------------------------------------------------------------------------- command line
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Flags:
     parser = Flags(
         prog="adjoint plan",
         usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
@@ -224,7 +224,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
-    given, words = _parser().parse_known_args(argv)
+    given, words = _parser().parse_with_keys(argv)
     if given.seqlen is not None:
         words += ["--data.seqlen", str(given.seqlen)]
     config = load_config(words, "adjoint plan")

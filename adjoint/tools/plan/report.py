@@ -39,7 +39,7 @@ def as_dict(
         "replicas": layout.replicas,
         "sequence": layout.sequence,
         "seqlen": setup.seqlen,
-        "chunk_size": setup.scheme.chunk_size,
+        "chunk_size": setup.spec.chunk_size,
         "task_size": setup.window[1],
         "precision": setup.machine.precision,
         "device": setup.machine.kind,

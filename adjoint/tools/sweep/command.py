@@ -19,7 +19,7 @@ import torch
 
 from adjoint.data.batches import open_data
 from adjoint.data.tokenizer import check_bytes, tokenizer_in
-from adjoint.engine.stages import check_windows
+from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.formats.folders import checkpoint_config
@@ -154,7 +154,7 @@ def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Windo
         wanted += [(name, w) for w in windows if w != "auto" or compare.takes(name, "tolerance")]
     for name, window in wanted:
         method = compare.build(name, window, comparison.seqlen, None)
-        check_windows(comparison.model.config, method.scheme(comparison.seqlen, comparison.seqlen))
+        check_windows(comparison.model.config, method.engine_spec(comparison.seqlen, comparison.seqlen))
     return list(dict.fromkeys(wanted))
 
 
@@ -273,7 +273,7 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
-    given, rest = _parser().parse_known_args(argv)
+    given, rest = _parser().parse_with_keys(argv)
     for window in given.windows or ():
         needs = "tolerance" if window == "auto" else "window"
         if not any(compare.takes(name, needs) for name in given.methods):

@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from adjoint.engine.network import bind, named_store
-from adjoint.engine.program import CAPACITY
-from adjoint.engine.run import Pending
+from adjoint.engine.executor import Pending
+from adjoint.engine.schedule import CAPACITY
 from adjoint.errors import UserError
+from adjoint.parallel.network import bind, named_store
 
 Channel = tuple[int, int]  # sender, receiver
 BUCKET = 1 << 20  # elements: small gradients travel together

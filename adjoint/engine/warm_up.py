@@ -1,4 +1,4 @@
-"""Kernels run once before the first message: see `rehearse`."""
+"""Kernels run once before the first message: see `warm_up`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from adjoint.engine.grid import Key, Tile
-from adjoint.engine.program import Action, Run, Send, Share
+from adjoint.engine.schedule import Action, HelperTasks, Run, Send
 
 
 def kinds_of(worker: Any, actions: Iterable[Action]) -> dict[Hashable, Action]:
@@ -17,7 +17,13 @@ def kinds_of(worker: Any, actions: Iterable[Action]) -> dict[Hashable, Action]:
 
     Lengths count by their size and by what kernels are specialised for, multiples of 16, so that documents,
     which cut chunks anywhere, do not make a kind each."""
-    settings = worker.batch.rows, worker.device, worker.autocast, worker.narrow, torch.is_grad_enabled()
+    settings = (
+        worker.batch.rows,
+        worker.device,
+        worker.autocast,
+        worker.lowest_precision,
+        torch.is_grad_enabled(),
+    )
     noting, seen = worker.decays is not None, dict[Hashable, Action]()
     for action in actions:
         if isinstance(action, Send):
@@ -33,12 +39,12 @@ def kinds_of(worker: Any, actions: Iterable[Action]) -> dict[Hashable, Action]:
 
 def tiles_of(action: Action) -> Sequence[Tile]:
     """The tiles that an action computes."""
-    if isinstance(action, Share):
+    if isinstance(action, HelperTasks):
         return [t for unit in action.units for t in unit]
     return [action.tile] if isinstance(action, Run) else []
 
 
-def rehearse(worker: Any, actions: Sequence[Action], known: set[Hashable]) -> None:
+def warm_up(worker: Any, actions: Sequence[Action], known: set[Hashable]) -> None:
     """Runs the first action of each kind on zeros, without a message.
 
     A message between GPUs is a kernel that waits on the device until the other end has come to it. Whatever

@@ -1,4 +1,4 @@
-"""`Worker`: runs one worker's program on a batch, tile by tile. Training in one process is one worker."""
+"""`Executor`: runs one worker's program on a batch, tile by tile. Training in one process is one worker."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import Batch
-from adjoint.engine import graphs, rehearsal
+from adjoint.engine import warm_up
 from adjoint.engine.decay import Decays
-from adjoint.engine.grid import Grid, Key, Scheme, Tile
+from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
 from adjoint.engine.leaves import Changed
-from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
-from adjoint.engine.stages import Stage
+from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
+from adjoint.engine.stage import Stage
 from adjoint.engine.storage import (
     Edges,
     Packing,
@@ -43,10 +43,10 @@ from adjoint.layers import State
 Pending = Callable[[], Tensor]  # waits for a message and gives it
 # Largest relative change of a chunk's loss when it is recomputed for the backward: room for the rounding of
 # operations whose order is not fixed. Another dropout mask changes more.
-AGAIN = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
-AHEAD = 4  # actions: a receive is posted once one of the next so many needs it
-AGAIN_CUDA = 10  # on a GPU, where more orders are not fixed, times this
-LEAST = 0.1  # the change is relative to the loss, or to this much per token if that is more
+RECOMPUTE_RTOL = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+RECEIVES_POSTED_AHEAD = 4  # actions: a receive is posted once one of the next so many needs it
+RECOMPUTE_RTOL_CUDA_FACTOR = 10  # on a GPU, where more orders are not fixed, times this
+MIN_LOSS_PER_TOKEN = 0.1  # the change is relative to the loss, or to this much per token if that is more
 
 
 class Transport(Protocol):
@@ -79,16 +79,17 @@ class Connections:
 
     Attributes:
         transport: to the other workers; None if there are none.
-        traced: gives a context for an action or a tile; entered around each action and each `Share`d tile.
-        share: runs a `Share`.
-        rehearsed: where messages are the device's, the kinds of work that have run (`rehearsal`): all of a
+        traced: gives a context for an action or a tile; entered around each action and each tile of
+            `HelperTasks`.
+        share: runs `HelperTasks`.
+        rehearsed: where messages are the device's, the kinds of work that have run (`warm_up`): all of a
             program's must have before its first message.
     """
 
     transport: Transport | None = None
     traced: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-    share: Callable[[Worker, Share], None] | None = None
-    rehearsed: Set[Hashable] = frozenset()
+    share: Callable[[Executor, HelperTasks], None] | None = None
+    warmed_up: Set[Hashable] = frozenset()
 
 
 class Documents:
@@ -121,13 +122,13 @@ class Documents:
         return checks.starts_in(self.seq_idx)
 
 
-class Worker:
+class Executor:
     """Runs one worker's program on a batch: `run` its actions, then read the attributes.
 
     Args:
         stages: all of the model's; None for those that other workers have.
         batch: with a state for each stage, also for others' stages (zeros of the right sizes).
-        scheme: read for host memory, `window="auto"` (then the forward notes decays) and CUDA graphs.
+        spec: read for host memory and `window="auto"` (then the forward notes decays).
         width: of the tensors between stages, (batch, tokens, width); needed with a transport alone.
         gradients: where parameters' gradients are summed.
         connections: this worker's.
@@ -150,7 +151,7 @@ class Worker:
         stages: Sequence[Stage | None],
         grid: Grid,
         batch: Batch,
-        scheme: Scheme,
+        spec: EngineSpec,
         width: int = 0,
         gradients: Gradients | None = None,
         connections: Connections | None = None,
@@ -161,15 +162,14 @@ class Worker:
         if any(dtype.is_complex for dtype in of_states):
             raise UserError("a layer's state of complex numbers: let it be of real ones (torch.view_as_real)")
         self.accumulate_dtype = torch.float64 if torch.float64 in own | of_states else torch.float32
-        used = own.union(*(getattr(stage, "precisions", ()) for stage in mine)) & AGAIN.keys()
-        self.narrow = max(used, key=AGAIN.__getitem__, default=self.accumulate_dtype)
+        used = own.union(*(getattr(stage, "precisions", ()) for stage in mine)) & RECOMPUTE_RTOL.keys()
+        self.lowest_precision = max(used, key=RECOMPUTE_RTOL.__getitem__, default=self.accumulate_dtype)
         self.stages, self.grid, self.batch = stages, grid, batch
         self.connections = connections or Connections()
         self.transport = transport = self.connections.transport
         self.width, self.device, initial = width, batch.ids.device, batch.states
-        self.host = lies_on_host(scheme, self.device)
+        self.host = lies_on_host(spec, self.device)
         self.waits = transport is not None and transport.on_device
-        self.record = graphs.recorder(self.device) if scheme.storage.cuda_graphs and not self.waits else None
         self.chunks = [
             batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
         ]
@@ -181,10 +181,10 @@ class Worker:
         self.d_final, self.d_initial = list[Cotangents](), list[Cotangents]()
         self.d_ids: Tensor | None = None
         self.gradients = Gradients() if gradients is None else gradients
-        self.decays = [Decays() for _ in stages] if scheme.arrows.window == "auto" else None
+        self.decays = [Decays() for _ in stages] if spec.backward.window == "auto" else None
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
-        self.ends = True
+        self.return_final_kv = True
         self.begin_backward(None)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -218,9 +218,9 @@ class Worker:
         at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.accumulate_dtype.itemsize
         return at_edges + sum(slab.most_bytes() for mine in self.slabs.values() for slab in mine)
 
-    def begin_forward(self, ends: bool) -> None:
+    def begin_forward(self, return_final_kv: bool) -> None:
         """Says whether append-only final states are asked for; else they are empty in `final`."""
-        self.ends = ends
+        self.return_final_kv = return_final_kv
 
     def begin_backward(
         self, scale: Tensor | None, d_final: Sequence[Cotangents] | None = None, grid: Grid | None = None
@@ -265,17 +265,15 @@ class Worker:
         """
         if self.device.type == "cpu":
             sleep_while_waiting()
-        places = {id(a): i for i, a in enumerate(actions)}
         receives = collections.deque((i, a) for i, a in enumerate(actions) if isinstance(a, Recv))
         posted: collections.deque[tuple[int | Tensor, Pending]] = collections.deque()
         self.count_edges(actions)
-        assert not self.waits or rehearsal.kinds_of(self, actions).keys() <= self.connections.rehearsed, (
+        assert not self.waits or warm_up.kinds_of(self, actions).keys() <= self.connections.warmed_up, (
             "a kernel would be used for the first time while messages wait on the device"
         )
-        left = actions if self.record is None else graphs.Graphs(self.record).replay(self, actions)
         with self.precision():
-            for action in left:
-                soon = places[id(action)] + AHEAD
+            for place, action in enumerate(actions):
+                soon = place + RECEIVES_POSTED_AHEAD
                 with self.connections.traced(action):
                     while receives and len(posted) < BUFFERS and receives[0][0] <= soon:
                         assert self.transport is not None
@@ -304,9 +302,11 @@ class Worker:
             return
         first, second = (numbers.of(again).double() for numbers in (self.losses, recomputed))
         enabled, dtype = self.autocast
-        limit = AGAIN[dtype if enabled else self.narrow] * (AGAIN_CUDA if first.is_cuda else 1)
+        limit = RECOMPUTE_RTOL[dtype if enabled else self.lowest_precision] * (
+            RECOMPUTE_RTOL_CUDA_FACTOR if first.is_cuda else 1
+        )
         # the loss of a sequence learnt by heart is mostly rounding itself
-        least = [LEAST * self.batch.rows * self.grid.tokens(c) for c in again]
+        least = [MIN_LOSS_PER_TOKEN * self.batch.rows * self.grid.tokens(c) for c in again]
         size = torch.maximum(first.abs(), first.new_tensor(least))
         off = ((second - first).abs() > limit * size).tolist()  # False for nan
         for c, was, now, differs in zip(again, first.tolist(), second.tolist(), off, strict=True):
@@ -416,8 +416,8 @@ class Worker:
         """What a stage gets of a slab before chunk c."""
         chunk = self.chunks[c]
         begin = chunk.document or -slab.before  # what was there before belongs to the first document
-        follows = begin if not self.grid.dropped else self.grid.follows(c)
-        return Past(slab, chunk.start, begin, follows, *self.documents(chunk, slab.before))
+        first_grad_token = begin if not self.grid.dropped else self.grid.first_grad_token(c)
+        return Past(slab, chunk.start, begin, first_grad_token, *self.documents(chunk, slab.before))
 
     def forward(self, t: Tile) -> None:
         """Computes a stage's output and state; linearize keeps the tape."""
@@ -427,7 +427,7 @@ class Worker:
         outside, y = self.gradients.outside, None
         if t.kind == "linearize" or (outside.open and c + 1 == self.grid.chunks):
             given = x, state, chunk, self.gradients
-            y, after, tape = outside.taken_in(lambda: stage.linearize(*given))
+            y, after, tape = outside.run_tile(lambda: stage.linearize(*given))
             if t.kind == "linearize":
                 self.store["tape", k, c] = tape
             del tape
@@ -460,7 +460,7 @@ class Worker:
             self.packing[k].pack(here, out)
             return
         slabs = self.slabs.get(k, ())
-        past = (slab.final() if self.ends else slab.between(0, 0) for slab in slabs)
+        past = (slab.final() if self.return_final_kv else slab.between(0, 0) for slab in slabs)
         self.final[k] = joined(map(by_itself, here), past, self.grows[k])
 
     def recompute(self, t: Tile) -> None:
@@ -468,7 +468,9 @@ class Worker:
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
         assert stage is not None
         x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
-        y, _, self.store["tape", k, c] = stage.linearize(x, self.state(k, c), self.chunks[c], self.gradients)
+        given = x, self.state(k, c), self.chunks[c], self.gradients
+        y, _, tape = self.gradients.outside.run_tile(lambda: stage.linearize(*given))
+        self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.known:
             self.again[c] = y
         if ("z", k, c) in self.grid.writes(t):
@@ -520,7 +522,7 @@ class Worker:
     def _passed(self, k: int, c: int, d_state: Cotangents) -> Cotangents:
         """The adjoint state as it leaves chunk c, multiplied by `Grid.passes`; the conv tail's, before it in
         the tuple, is not: the convolution's short paths are not cut."""
-        if not self.grid.passing:
+        if not self.grid.adjoint_scale:
             return d_state
         *tail, d = d_state
         multiplier = self.grid.passes(k, c)
@@ -543,7 +545,8 @@ class Worker:
         seq_idx = self.batch.chunk(left, halo_stop).seq_idx
         begins = self.chunks[t.chunk].starts_document
         given = Windowed(left, start, stop, window, x, self.state(k, t.chunk), dy, d_final, seq_idx, begins)
-        dx, d_state = stage.windowed_vjp(given, self.gradients)  # type: ignore[attr-defined]
+        vjp = stage.windowed_vjp  # type: ignore[attr-defined]
+        dx, d_state = self.gradients.outside.run_tile(lambda: vjp(given, self.gradients))
         for key in grid.writes(t):
             a, b = grid.cuts[key[2]], grid.cuts[key[2] + 1]
             piece = dx[:, max(a, left) - left : min(b, stop) - left]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.decay import Decays
-from adjoint.engine.grid import Scheme
+from adjoint.engine.grid import EngineSpec
 from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
 from adjoint.engine.weights import Casts, SummedProducts, Tensors
 from adjoint.errors import UserError
@@ -35,8 +35,6 @@ class Stage(Protocol):
         stateful: whether it has a state.
         grows: for each tensor of the state, the dimension along which it grows; None if it is recurrent.
         reach: tokens to the left of its own that a windowed vjp reads, besides the state.
-        replayable: whether its work on chunks of one length differs by the values of tensors alone, not by
-            the chunk's position or random numbers; it may then be recorded and replayed (`graphs`).
     """
 
     @property
@@ -45,8 +43,6 @@ class Stage(Protocol):
     def grows(self) -> tuple[int | None, ...]: ...
     @property
     def reach(self) -> int: ...
-    @property
-    def replayable(self) -> bool: ...
 
     def parameters(self) -> Iterable[Tensor]:
         """The parameters whose gradients `linearize` adds."""
@@ -70,7 +66,7 @@ class Stage(Protocol):
 class Embedding:
     """ids → y_0 (batch, tokens, d_model)."""
 
-    stateful, grows, reach, replayable = False, (), 0, True
+    stateful, grows, reach = False, (), 0
 
     def __init__(self, table: nn.Embedding) -> None:
         if table.scale_grad_by_freq:
@@ -121,10 +117,8 @@ class Layer:
         recompute: what a tape leaves out: "none", "selective" or "full" (see `methods.Exact`).
 
     Attributes:
-        lazy: whether its module takes a `crossing.Crossing` in the place of each recurrent tensor.
+        lazy: whether its module takes a `crossing.StateHandoff` in the place of each recurrent tensor.
     """
-
-    replayable = True
 
     def __init__(
         self,
@@ -203,7 +197,7 @@ def _class_of(module: Any) -> type:
 class Head:
     """y_K → the chunk's summed loss."""
 
-    stateful, grows, reach, replayable = False, (), 0, True
+    stateful, grows, reach = False, (), 0
 
     def __init__(self, model: Any) -> None:
         """`model` is a `Stack`, or has `head_parameters()` and `head_loss(y, targets, parameters)` like
@@ -228,10 +222,10 @@ class Head:
         return tile.linearize(call, self.model.head_parameters(), x, (), gradients)
 
 
-def check_windows(config: StackConfig, scheme: Scheme) -> None:
-    """Raises a UserError if a scheme needs windows and a layer's mixer has none."""
+def check_windows(config: StackConfig, spec: EngineSpec) -> None:
+    """Raises a UserError if a spec needs windows and a layer's mixer has none."""
     others = [kind for kind in dict.fromkeys(config.mixers) if kind not in WINDOWED]
-    if others and (scheme.arrows.window is not None or scheme.arrows.drop_probability):
+    if others and (spec.backward.window is not None or spec.backward.drop_probability):
         raise UserError(
             f"windows work with {', '.join(WINDOWED)} layers, and this stack has "
             f"{', '.join(others)}: use Exact(), or LayerLocal() without a window"

@@ -26,11 +26,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from adjoint.engine.autograd import uncompiled
-from adjoint.engine.spread import NotAttended
-from adjoint.hf import fla
+from adjoint.engine.step import uncompiled
 from adjoint.hf.cache import ChunkCache, handed
-from adjoint.hf.model import put
+from adjoint.hf.checkpointing import WithoutCheckpointing
+from adjoint.hf.kernels import fla
+from adjoint.hf.model_parts import put, replaced
 from adjoint.kernels import attention
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.kernels.conv1d import causal_conv1d
@@ -40,36 +40,25 @@ from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
+from adjoint.parallel.kv import NotAttended
 
 
 class Inside:
-    """What holds while a chunk runs: our functions and forwards; no gradient checkpointing, which would throw
-    the cache away."""
+    """What holds while a chunk runs: our functions and forwards, and no gradient checkpointing."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules: list[Any] = list(model.modules())
         self.functions = places(model)
-        self.forwards = {**forwards(model), **_of_mixers(model), **_unwrapped(model)}
-        self.may_checkpoint = [m for m in modules if hasattr(m, "gradient_checkpointing")]
+        self.forwards = {**forwards(model), **_of_mixers(model)}
+        self.without_checkpointing = WithoutCheckpointing(model)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for module in self.may_checkpoint:
-                if module.gradient_checkpointing:
-                    stack.callback(put(module, "gradient_checkpointing", False))
+            stack.enter_context(self.without_checkpointing())
             stack.callback(setattr, handed, "state", None)
             stack.enter_context(rebound(self.functions))
             stack.enter_context(replaced(self.forwards))
             yield
-
-
-def _unwrapped(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Of PyTorch's wrappers that recompute a module in the backward, where its cache is another chunk's, the
-    module itself."""
-    known = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    wrapper: Any = getattr(known, "CheckpointWrapper", ())
-    return {m: m._checkpoint_wrapped_module.__call__ for m in model.modules() if isinstance(m, wrapper)}
 
 
 # --------------------------------------------------------------------------------------- forwards of modules
@@ -117,22 +106,6 @@ def _of_its_precision(module: nn.Module, given: Any) -> bool:
         p is not None and given.dtype == p.dtype and p.dtype in EXACT and given.device == p.device
         for p in module._parameters.values()
     )
-
-
-@contextlib.contextmanager
-def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Meanwhile modules have other forwards: on the instances, which may have such ones already."""
-    before = [(vars(module), vars(module).get("forward")) for module in forwards]
-    for (entries, _), forward in zip(before, forwards.values(), strict=True):
-        entries["forward"] = forward
-    try:
-        yield
-    finally:
-        for entries, own in before:
-            if own is None:
-                del entries["forward"]
-            else:
-                entries["forward"] = own
 
 
 # ------------------------------------------------------ forwards as transformers writes them, in many classes
@@ -499,7 +472,7 @@ def _in_place(places: Places) -> Iterator[None]:
             for name, function in ours.items():
                 if not _inside[id(mapping), name]:
                     _before[id(mapping), name] = mapping[name]
-                    mapping[name] = _told_apart(function, mapping[name])
+                    mapping[name] = dispatch_by_thread(function, mapping[name])
                 _inside[id(mapping), name] += 1
     try:
         yield
@@ -512,7 +485,7 @@ def _in_place(places: Places) -> Iterator[None]:
                         mapping[name] = _before.pop((id(mapping), name))
 
 
-def _told_apart(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+def dispatch_by_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
     reference = ours if ours in fla.FUNCTIONS.values() else _in_pytorch(theirs)
 
     @functools.wraps(theirs)

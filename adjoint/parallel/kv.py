@@ -5,8 +5,9 @@ Where a query sees everything before it, queries travel: a chunk's go to the ran
 each gives back the output and log-sum-exp for its own keys, and these are merged (as in ring attention, Liu
 et al. 2023). In the backward the queries go again, with the output's cotangent; each rank adds to the
 cotangents of its keys and values and gives back the queries'. So messages are as long as a chunk, however
-long the sequence is. Ranks ask each other in turn, a few at a time (`AHEAD`): what is under way does not grow
-with their number. Where a window bounds what queries see, the keys and values in reach travel instead.
+long the sequence is. Ranks ask each other in turn, a few at a time (`QUERIES_AHEAD`): what is under way does
+not grow with their number. Where a window bounds what queries see, the keys and values in reach travel
+instead.
 
 All ranks run the chunks of a round, one each, layer by layer in the same order. The last round is whole, so
 that a rank without a chunk in the first one holds nothing that anybody reads there: whoever is asked comes to
@@ -23,28 +24,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.engine.executor import Pending
 from adjoint.engine.grid import Grid
-from adjoint.engine.program import Owners
-from adjoint.engine.run import Pending
+from adjoint.engine.schedule import Owners
 from adjoint.engine.storage import Slab
-from adjoint.engine.transport import Messages
 from adjoint.errors import UserError
 from adjoint.kernels import attention
 from adjoint.kernels.attention import Joined
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.parallel.transport import Messages
 
 ALL = 1 << 62  # tokens: as far as a sequence goes
 TokenRange = Callable[[int, int | None], tuple[int, int]]
 # Tags of messages: what is sent between two ranks under one tag arrives in the order sent.
 QUERIES, ANSWERS, LOGS, KEYS, STATES = 1, 2, 3, 4, 16
-AHEAD = 2  # turns whose queries are under way while an earlier one's are answered
+QUERIES_AHEAD = 2  # turns whose queries are under way while an earlier one's are answered
 
 
 class NotAttended(UserError):
-    """A model's attention is not what `SpreadPast.attend` computes: its keys must be fetched."""
+    """A model's attention is not what `DistributedPast.attend` computes: its keys must be fetched."""
 
 
-class Spread:
+class DistributedKV:
     """Which rank has which tokens, and the exchange of queries, keys and values.
 
     A rank's own tokens are numbered from 0, in the order of its chunks; the tokens before the sequence are
@@ -110,14 +111,14 @@ class Spread:
         """Adds chunk c's cotangent of this rank's tokens from `start` on, leaving out those that get none."""
         first = start
         if self.grid.dropped:
-            first = max(start, self.held(self.place, c, self.grid.follows(c))[0])
+            first = max(start, self.held(self.place, c, self.grid.first_grad_token(c))[0])
         skipped = first - start
         if skipped < d.shape[slab.dim]:
             slab.gather(d.narrow(slab.dim, skipped, d.shape[slab.dim] - skipped), first, rows)
 
 
 @dataclasses.dataclass(frozen=True)
-class SpreadPast:
+class DistributedPast:
     """What a stage gets for keys or values before its chunk, as a `storage.Past`; they are on several ranks.
 
     Attributes:
@@ -128,7 +129,7 @@ class SpreadPast:
         visible, starts: as in `Past`. row: of the batch, alone; None for all.
     """
 
-    spread: Spread
+    spread: DistributedKV
     slab: Slab
     chunk: int
     start: int
@@ -146,7 +147,7 @@ class SpreadPast:
     def rows(self) -> slice:
         return slice(None) if self.row is None else slice(self.row, self.row + 1)
 
-    def of_row(self, row: int) -> SpreadPast:
+    def of_row(self, row: int) -> DistributedPast:
         """That of one row of the batch."""
         return dataclasses.replace(self, row=row)
 
@@ -200,7 +201,7 @@ class _Sends:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asking:
+class RemoteQuery:
     """Another rank's chunk of the round that sees tokens of this rank.
 
     Attributes:
@@ -214,33 +215,33 @@ class _Asking:
     stop: int
 
 
-def _asking(past: SpreadPast) -> dict[int, _Asking]:
+def _asking(past: DistributedPast) -> dict[int, RemoteQuery]:
     """By the ranks that have them."""
     spread, found = past.spread, {}
     for c in spread.beside(past.chunk):
         tokens, begin = spread.token_range(c, past.row)
         start, stop = spread.held(spread.place, c, begin)
         if start < stop:
-            found[spread.owner(c)] = _Asking(c, spread.owner(c), tokens, start, stop)
+            found[spread.owner(c)] = RemoteQuery(c, spread.owner(c), tokens, start, stop)
     return found
 
 
-def _in_turn(spread: Spread, ask: Callable[[int, int], Any]) -> Iterator[tuple[int, int, Any]]:
+def _in_turn(spread: DistributedKV, ask: Callable[[int, int], Any]) -> Iterator[tuple[int, int, Any]]:
     """(whom to ask, who asks, what `ask(…)` of the two has given), turn by turn; the first are asked at once.
     A turn's answers are made by all ranks in the same turn of theirs, and need nothing of a later one: so
     none waits for ever."""
     turns = spread.turns()
-    asked = collections.deque(ask(*turn) for turn in turns[:AHEAD])
+    asked = collections.deque(ask(*turn) for turn in turns[:QUERIES_AHEAD])
 
     def each() -> Iterator[tuple[int, int, Any]]:
         for i, turn in enumerate(turns):
             yield *turn, asked.popleft()
-            asked.extend(ask(*later) for later in turns[i + AHEAD : i + AHEAD + 1])
+            asked.extend(ask(*later) for later in turns[i + QUERIES_AHEAD : i + QUERIES_AHEAD + 1])
 
     return each()
 
 
-def _asked(past: SpreadPast, begin: int) -> list[int]:
+def _asked(past: DistributedPast, begin: int) -> list[int]:
     """The other ranks that hold tokens before the chunk, from token `begin` on."""
     spread = past.spread
     held = {rank: spread.held(rank, past.chunk, begin) for rank in spread.ranks if rank != spread.place}
@@ -257,7 +258,7 @@ class _Attended(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         anchor: Tensor,
-        pasts: tuple[SpreadPast, SpreadPast],
+        pasts: tuple[DistributedPast, DistributedPast],
         scale: float | None,
     ) -> Tensor:
         past, width = pasts[0], v.shape[3]
@@ -351,7 +352,7 @@ class _Kept(torch.autograd.Function):
     after the chunk's own attention: later rounds' queries have been here before, this round's with it."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, past: SpreadPast) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, past: DistributedPast) -> Tensor:
         ctx.past = past
         return piece.view_as(piece)
 
@@ -364,7 +365,7 @@ class _Fetched(torch.autograd.Function):
     """A piece with the tokens before it that are in reach of a window; cotangents travel back."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, anchor: Tensor, past: SpreadPast, reach: int) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, anchor: Tensor, past: DistributedPast, reach: int) -> Tensor:
         spread, sends, dim = past.spread, _Sends(past.spread.transport), past.slab.dim
         ctx.past, ctx.reach = past, reach
         begin = max(past.begin, past.start - reach)
@@ -416,18 +417,18 @@ class _Fetched(torch.autograd.Function):
         return own + past.collected(own.shape[dim]), None, None, None
 
 
-def _reaching(past: SpreadPast, reach: int) -> list[_Asking]:
+def _reaching(past: DistributedPast, reach: int) -> list[RemoteQuery]:
     """The other ranks' chunks of the round in whose window tokens of this rank are."""
     spread, found = past.spread, []
     for c in spread.beside(past.chunk):
         tokens, begin = spread.token_range(c, None)
         start, stop = spread.held(spread.place, c, max(begin, spread.grid.cuts[c] - reach))
         if start < stop:
-            found.append(_Asking(c, spread.owner(c), tokens, start, stop))
+            found.append(RemoteQuery(c, spread.owner(c), tokens, start, stop))
     return found
 
 
-def _runs(past: SpreadPast, begin: int) -> list[tuple[int, int]]:
+def _runs(past: DistributedPast, begin: int) -> list[tuple[int, int]]:
     """The tokens [begin, start) in their order: (rank, how many)."""
     spread, cuts = past.spread, past.spread.grid.cuts
     found = [(spread.owner(0), -begin)] if begin < 0 else []

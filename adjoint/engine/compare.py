@@ -1,5 +1,6 @@
 """The comparison on first use: a few tokens are run in chunks and whole, and the gradients must agree. It
-catches users' code that chunks would change: users' layers here, wrapped models in `adjoint.hf.first_use`."""
+catches users' code that chunks would change: users' layers here, wrapped models in
+`adjoint.hf.comparison`."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
-from adjoint.engine.grid import Scheme, make_grid
-from adjoint.engine.leaves import Changed, Outside
-from adjoint.engine.program import Owners, Run, plan
-from adjoint.engine.run import Worker
-from adjoint.engine.stages import Embedding, Layer
+from adjoint.engine.executor import Executor
+from adjoint.engine.grid import EngineSpec, make_grid
+from adjoint.engine.leaves import Changed, UnlistedLeaves
+from adjoint.engine.schedule import Owners, Run, make_schedule
+from adjoint.engine.stage import Embedding, Layer
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.engine.weights import Constants
 from adjoint.errors import UserError
@@ -74,6 +75,17 @@ def difference(whole: Results, other: Results, limit: float, each: bool = True) 
     return None if apart <= limit * size else _differs("the loss", apart / size)
 
 
+def differences_table(whole: Results, other: Results) -> str:
+    """One line for each gradient, the most different first: relative L2 distance of `other`'s, norm in
+    `whole`, name."""
+    rows = []
+    for name, gradient in whole.gradients.items():
+        size, apart = _size(gradient), _distance(gradient, other.gradients[name])
+        rows.append((apart / size if size else apart, size, name))
+    lines = [f"{relative:.1e}  {size:.1e}  {name}" for relative, size, name in sorted(rows, reverse=True)]
+    return "\n".join(["apart    norm     gradient of", *lines])
+
+
 def distance(whole: Results, other: Results) -> float:
     """The L2 distance of all gradients together, relative to their norm in `whole`."""
     apart = math.hypot(*(_distance(a, other.gradients[name]) for name, a in whole.gradients.items()))
@@ -126,7 +138,7 @@ class Weighted:
     """A stage in place of the head: its loss is the sum of its input (1, tokens, width) times fixed random
     weights. `seen` has its inputs, by the chunks' first tokens."""
 
-    stateful, grows, reach, replayable = False, (), 0, False
+    stateful, grows, reach = False, (), 0
 
     def __init__(self) -> None:
         self.seen = dict[int, Tensor]()
@@ -244,11 +256,11 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     """
     table, outputs = nn.Embedding.from_pretrained(x.clone(), freeze=False), Weighted()
     stages: list[Any] = [Embedding(table), stage, outputs]
-    scheme, ids = Scheme(chunk_size), torch.arange(TOKENS, device=x.device)[None]
-    grid = make_grid(scheme, TOKENS, [each.stateful for each in stages], 0)
+    spec, ids = EngineSpec(chunk_size), torch.arange(TOKENS, device=x.device)[None]
+    grid = make_grid(spec, TOKENS, [each.stateful for each in stages], 0)
     batch = Batch(ids, ids, states=[(), tuple(s.detach() for s in state), ()])
-    worker = Worker(stages, grid, batch, scheme, gradients=Gradients(Outside(open=True)))
-    program = plan(grid, Owners((0,) * len(stages))).programs[0]
+    worker = Executor(stages, grid, batch, spec, gradients=Gradients(UnlistedLeaves(open=True)))
+    program = make_schedule(grid, Owners((0,) * len(stages))).programs[0]
     first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.is_forward))
     worker.run(program[:first])
     worker.gradients.outside.close()

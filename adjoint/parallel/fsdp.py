@@ -20,19 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.batch import Batch
-from adjoint.engine import first_use, tile
-from adjoint.engine.autograd import Steps
-from adjoint.engine.crossing import Crossing
-from adjoint.engine.grid import Scheme
-from adjoint.engine.leaves import Outside, leaves_of, unseen
-from adjoint.engine.run import Worker
-from adjoint.engine.sequence import ALONE, SequenceSteps, local
+from adjoint.engine import compare, tile
+from adjoint.engine.executor import Executor
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.leaves import UnlistedLeaves, leaves_of, unseen
 from adjoint.engine.sequence_sums import Sum
-from adjoint.engine.stages import Layer
+from adjoint.engine.stage import Layer
+from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
-from adjoint.engine.transport import summed
 from adjoint.errors import UserError
 from adjoint.layers import State
+from adjoint.parallel.context import SINGLE_RANK, ContextParallelStep, local
+from adjoint.parallel.handoff import StateHandoff
+from adjoint.parallel.transport import summed
 
 T = TypeVar("T")
 REPLICA = (
@@ -63,7 +63,7 @@ def _dtensors(model: nn.Module) -> list[Any]:
     return [p for p in model.parameters() if isinstance(p, kind)]
 
 
-def is_sharded(model: nn.Module) -> bool:
+def uses_fsdp(model: nn.Module) -> bool:
     """Whether FSDP gathers parts of the model one by one. A model that is a single unit has all its
     parameters during a call, and runs like any other."""
     return any(unit is not model for unit in units(model))
@@ -74,7 +74,7 @@ def reshard(model: nn.Module) -> None:
 
     It asks for a state dict, before which FSDP does this; `FSDPModule.reshard` would skip a root during its
     forward."""
-    if is_sharded(model):
+    if uses_fsdp(model):
         model.state_dict(keep_vars=True)
 
 
@@ -113,7 +113,7 @@ def why_not_shared(model: nn.Module, group: Any) -> str | None:
     """Why the ranks of a group cannot share a sequence of a sharded model: a layer's weights are gathered by
     all that have a shard of it, so these must be ranks of different groups, which run the same chunks at the
     same time. None if they can."""
-    members = set() if group is ALONE else set(dist.get_process_group_ranks(group))
+    members = set() if group is SINGLE_RANK else set(dist.get_process_group_ranks(group))
     meshes = (set(p.device_mesh.mesh.flatten().tolist()) for p in _dtensors(model))
     return UNDER_FSDP if any(len(members & mesh) > 1 for mesh in meshes) else None
 
@@ -263,10 +263,10 @@ class SequentialStages:
         for stage in self.stages:
             own = tuple(itertools.islice(before, len(stage.grows)))
             waits = not getattr(stage, "lazy", False)
-            given = tuple(s.arrive() if waits and isinstance(s, Crossing) else s for s in own)
+            given = tuple(s.arrive() if waits and isinstance(s, StateHandoff) else s for s in own)
             x, new = stage.forward(x, given, chunk)
             pairs = zip(own, new, strict=True)
-            after += (s.leave(t) if waits and isinstance(s, Crossing) else t for s, t in pairs)
+            after += (s.leave(t) if waits and isinstance(s, StateHandoff) else t for s, t in pairs)
         return x, tuple(after)
 
 
@@ -277,7 +277,7 @@ class Whole:
         stage: the model's; its forward may also be called with gradients on. root: as in `Gathering`.
     """
 
-    stateful, lazy, reach, replayable = True, True, 0, False
+    stateful, lazy, reach = True, True, 0
 
     def __init__(self, stage: Any, root: nn.Module) -> None:
         self.stage, self.gathering, self.grows = stage, Gathering(root), stage.grows
@@ -311,11 +311,12 @@ class _Accumulated(Gradients):
         return tuple(t.grad for t in inputs)
 
 
-class ShardedSteps(Steps):
-    """`Steps` of a sharded model. If a backward may follow, the forward computes the gradients already.
+class FSDPStep(ChunkedStep):
+    """`ChunkedStep` of a sharded model. If a backward may follow, the forward computes the gradients already.
 
     Args:
-        stages: the first is a `Whole`. batch, scheme, width, sums: as in `Steps`. more: of `SequenceSteps`.
+        stages: the first is a `Whole`. batch, spec, width, sums: as in `ChunkedStep`.
+        more: of `ContextParallelStep`.
     """
 
     frozen_too = False  # FSDP writes to them, and nobody else can before the backward
@@ -324,7 +325,7 @@ class ShardedSteps(Steps):
         self,
         stages: Sequence[Any],
         batch: Batch,
-        scheme: Scheme,
+        spec: EngineSpec,
         width: int,
         sums: Sequence[Sum] = (),
         **more: Any,
@@ -332,26 +333,26 @@ class ShardedSteps(Steps):
         self.root = stages[0].gathering.root
         self.found: dict[Tensor, Tensor] | None = None
         self.d_initial: list[Tensor | None] = []
-        given: dict[str, Any] = {"stages": stages, "batch": batch, "scheme": scheme, "width": width}
+        given: dict[str, Any] = {"stages": stages, "batch": batch, "spec": spec, "width": width}
         super().__init__(**given, sums=sums, **more)
 
     def _begin(self) -> None:
-        arrows = self.scheme.arrows
-        if arrows.window is not None or arrows.drop_probability or arrows.dy_from != "above":
+        backward = self.spec.backward
+        if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
             raise UserError("Truncated and LayerLocal do not run on a stack under fully_shard: use Exact()")
-        if self.scheme.storage.memory is not None:
+        if self.spec.storage.memory is not None:
             raise UserError(
                 "memory= fits chunks to what one process has left, but under fully_shard all processes "
                 "must run the same chunks: give chunk_size instead"
             )
         reshard(self.root)
-        self.scheme = self._aligned(self.batch, self.scheme)
+        self.spec = self._aligned(self.batch, self.spec)
         super()._begin()
 
-    def _aligned(self, batch: Batch, scheme: Scheme) -> Scheme:
-        """The scheme with as many chunks as the process with the most: all gather parameters per chunk."""
-        cuts = list(scheme.cuts(batch.seqlen))
-        possible = sum((stop - start) // scheme.least for start, stop in itertools.pairwise(cuts))
+    def _aligned(self, batch: Batch, spec: EngineSpec) -> EngineSpec:
+        """The spec with as many chunks as the process with the most: all gather parameters per chunk."""
+        cuts = list(spec.cuts(batch.seqlen))
+        possible = sum((stop - start) // spec.least for start, stop in itertools.pairwise(cuts))
         wanted, fewest = largest(self.root, len(cuts) - 1, -possible)
         if wanted > -fewest:
             raise UserError(
@@ -361,16 +362,16 @@ class ShardedSteps(Steps):
         while len(cuts) - 1 < wanted:
             size, start = max((stop - start, start) for start, stop in itertools.pairwise(cuts))
             cuts = sorted([*cuts, start + size // 2])
-        return dataclasses.replace(scheme, cut_at=tuple(cuts[1:-1]))
+        return dataclasses.replace(spec, cut_at=tuple(cuts[1:-1]))
 
     def _new_gradients(self) -> Gradients:
         own = gathered(self.root) | set(self.parameters)
-        return _Accumulated(Outside(own=own, open=self.follows and self.transport is None))
+        return _Accumulated(UnlistedLeaves(own=own, open=self.has_backward and self.transport is None))
 
-    def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
-        worker = super()._worker(scheme, passing)
-        dtypes = precisions(self.root) | {worker.narrow}
-        if self.follows and (torch.float16 in dtypes or worker.autocast == (True, torch.float16)):
+    def _worker(self, spec: EngineSpec, adjoint_scale: tuple[tuple[float, ...], ...] = ()) -> Executor:
+        worker = super()._worker(spec, adjoint_scale)
+        dtypes = precisions(self.root) | {worker.lowest_precision}
+        if self.has_backward and (torch.float16 in dtypes or worker.autocast == (True, torch.float16)):
             raise UserError(
                 "float16 under fully_shard: gradients are computed before a GradScaler has scaled the "
                 "loss, so that small ones would be lost; use bfloat16"
@@ -378,7 +379,7 @@ class ShardedSteps(Steps):
         return worker
 
     def _forward(self) -> tuple[Tensor, list[Tensor]]:
-        if not self.follows:
+        if not self.has_backward:
             return super()._forward()
         swept: list[Any] = []
         followed = [p for p in self.parameters if p.requires_grad]
@@ -434,12 +435,12 @@ class ShardedSteps(Steps):
         return scaled, [None if d is None else d * scale for d in self.d_initial]
 
 
-class SharedShardedSteps(ShardedSteps, SequenceSteps):
-    """`ShardedSteps` of one rank of a group that shares the sequence. FSDP reduces gradients among processes
+class FSDPContextParallelStep(FSDPStep, ContextParallelStep):
+    """`FSDPStep` of one rank of a group that shares the sequence. FSDP reduces gradients among processes
     that run the same chunks; once all have run, they are summed over the group.
 
     Args:
-        group: as in `SequenceSteps`. stages, batch, scheme, width, sums: as in `ShardedSteps`.
+        group: as in `ContextParallelStep`. stages, batch, spec, width, sums: as in `FSDPStep`.
 
     Raises:
         UserError: processes that have shards of the same weights are at different places of their groups.
@@ -481,24 +482,26 @@ class SharedShardedSteps(ShardedSteps, SequenceSteps):
         return super().backward(d_loss, d_final)
 
 
-def sharded_steps(
+def fsdp_step(
     stages: Sequence[Any],
     batch: Batch,
-    scheme: Scheme,
+    spec: EngineSpec,
     width: int,
     sums: Sequence[Sum] = (),
     group: Any = None,
-) -> Steps:
-    """The `Steps` of a sharded model, also where the ranks of a group share the batch."""
-    given = stages, batch, scheme, width, sums
-    return ShardedSteps(*given) if group is None else SharedShardedSteps(group, *given)
+) -> ChunkedStep:
+    """The `ChunkedStep` of a sharded model, also where the ranks of a group share the batch."""
+    given = stages, batch, spec, width, sums
+    return FSDPStep(*given) if group is None else FSDPContextParallelStep(group, *given)
 
 
 # ---------------------------------------------------------------------------------------------------- stacks
 
 
-def joined_steps(stack: Any, stages: Sequence[Any], batch: Batch, scheme: Scheme, group: Any = None) -> Steps:
-    """The `Steps` of a sharded `Stack`, whose gradients on first use are compared with the whole's.
+def joined_steps(
+    stack: Any, stages: Sequence[Any], batch: Batch, spec: EngineSpec, group: Any = None
+) -> ChunkedStep:
+    """The `ChunkedStep` of a sharded `Stack`, whose gradients on first use are compared with the whole's.
 
     Args:
         group: the process group whose ranks share the batch.
@@ -513,23 +516,23 @@ def joined_steps(stack: Any, stages: Sequence[Any], batch: Batch, scheme: Scheme
         if isinstance(stage, Layer):
             stage.casts.allowed = False  # its weights are not gathered yet when they would be cast
 
-    def steps(batch: Batch, scheme: Scheme, group: Any) -> Steps:
+    def steps(batch: Batch, spec: EngineSpec, group: Any) -> ChunkedStep:
         states = [tuple(s for state in batch.states for s in state)]
         batch = dataclasses.replace(batch, states=states)
         whole = Whole(SequentialStages(stages), stack)
-        return sharded_steps([whole], batch, scheme, stack.config.d_model, group=group)
+        return fsdp_step([whole], batch, spec, stack.config.d_model, group=group)
 
     dtype, device = next(stack.parameters()).dtype, batch.ids.device
-    kinds = tuple(first_use.kind_of(s, dtype, device) for s in stages if isinstance(s, Layer))
-    alone = None if group is None else ALONE
+    kinds = tuple(compare.kind_of(s, dtype, device) for s in stages if isinstance(s, Layer))
+    alone = None if group is None else SINGLE_RANK
     compared = stack.__dict__.setdefault("_adjoint_compared", set())
     if (kinds, alone) not in compared and torch.is_grad_enabled():
-        _compare(stack, lambda batch, scheme: steps(batch, scheme, alone), device)
+        _compare(stack, lambda batch, spec: steps(batch, spec, alone), device)
         compared.add((kinds, alone))
-    return steps(batch, scheme, group)
+    return steps(batch, spec, group)
 
 
-def _compare(stack: Any, steps: Callable[[Batch, Scheme], Steps], device: torch.device) -> None:
+def _compare(stack: Any, steps: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device) -> None:
     """Compares the gradients of a few tokens computed by chunks with those of plain autograd.
 
     Raises:
@@ -537,16 +540,16 @@ def _compare(stack: Any, steps: Callable[[Batch, Scheme], Steps], device: torch.
     """
     parameters = trained(stack)
     names = [name for name, p in stack.named_parameters() if p.requires_grad]
-    ids = torch.arange(first_use.TOKENS, device=device)[None] % stack.config.vocab_size
+    ids = torch.arange(compare.TOKENS, device=device)[None] % stack.config.vocab_size
 
     def by_chunks() -> Tensor:
         given = Batch.of(ids, ids, states=stack.stage_states(stack.initial_state(1)))
-        return steps(given, Scheme(first_use.CHUNK)).loss().loss
+        return steps(given, EngineSpec(compare.CHUNK)).loss().loss
 
     def whole() -> Tensor:
         return Gathering(stack)(lambda: type(stack).forward(stack, ids, labels=ids).loss)
 
-    def results(loss: Callable[[], Tensor]) -> first_use.Results:
+    def results(loss: Callable[[], Tensor]) -> compare.Results:
         losses: list[Tensor] = []
 
         def run() -> None:
@@ -555,12 +558,12 @@ def _compare(stack: Any, steps: Callable[[Batch, Scheme], Steps], device: torch.
 
         found = gradients(stack, parameters, run)
         by_name = {name: found.get(p) for name, p in zip(names, parameters, strict=True)}
-        return first_use.Results(by_name, float(losses[0].detach()))
+        return compare.Results(by_name, float(losses[0].detach()))
 
-    limit = first_use.tolerance([*precisions(stack), *{p.dtype for p in parameters}], device)
+    limit = compare.tolerance([*precisions(stack), *{p.dtype for p in parameters}], device)
     wanted, got = results(whole), results(by_chunks)
-    if found := first_use.difference(wanted, got, limit, each=limit != first_use.COARSE):
+    if found := compare.difference(wanted, got, limit, each=limit != compare.COARSE):
         raise ValueError(
-            f"a stack under fully_shard cannot be trained by chunks: of {first_use.TOKENS} tokens {found}: "
-            f"{first_use.WHY}; Backprop() works"
+            f"a stack under fully_shard cannot be trained by chunks: of {compare.TOKENS} tokens {found}: "
+            f"{compare.WHY}; Backprop() works"
         )

@@ -22,26 +22,26 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjoint.batch import Batch
-from adjoint.engine.autograd import Around, Steps
-from adjoint.engine.crossing import Crossing
-from adjoint.engine.grid import Grid, Scheme, Tile
-from adjoint.engine.program import BUFFERS, CAPACITY, Action, Owners, Run, Share, plan
-from adjoint.engine.run import Connections, Documents, Worker
+from adjoint.engine.executor import Connections, Documents, Executor
+from adjoint.engine.grid import EngineSpec, Grid, Tile
+from adjoint.engine.schedule import BUFFERS, CAPACITY, Action, HelperTasks, Owners, Run, make_schedule
 from adjoint.engine.sequence_sums import Sum
-from adjoint.engine.spread import STATES, NotAttended, Spread, SpreadPast
-from adjoint.engine.stages import Layer, Stage, costs_of
+from adjoint.engine.stage import Layer, Stage, costs_of
+from adjoint.engine.step import Around, ChunkedStep
 from adjoint.engine.storage import Slab, by_itself, growing, joined, recurrent
 from adjoint.engine.tile import Cotangents, Gradients
-from adjoint.engine.transport import Alone, GroupTransport, Messages, summed
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
+from adjoint.parallel.handoff import StateHandoff
+from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
+from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
 WEIGHTS_NAME = "the model's weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-ALONE: Any = object()  # in a group's place: this process by itself, by the code that a group runs
+SINGLE_RANK: Any = object()  # in a group's place: this process by itself, by the code that a group runs
 _compared: Any = WeakTensorKeyDictionary()  # a model's first parameter: groups that have compared weights
 
 
@@ -90,11 +90,11 @@ def ranks_of(group: Any) -> int:
     return dist.get_world_size(group)
 
 
-class Sharing(Worker):
+class ContextParallelExecutor(Executor):
     """The worker of a rank in whose tiles states, keys and values cross chunk edges (`crossing`, `spread`).
 
     Args:
-        owners, place: of chunks, in rounds (`Owners.in_rounds`), and this worker. given: as in `Worker`.
+        owners, place: of chunks, in rounds (`Owners.in_rounds`), and this worker. given: as in `Executor`.
     """
 
     transport: Messages
@@ -105,10 +105,10 @@ class Sharing(Worker):
         self.before = self._before()
         # without this worker, which would hold itself, and with it keys and values after the step
         span = functools.partial(_span, self.chunks, self.documents, self.before)
-        self.spread = Spread(self.grid, owners, place, self.transport, span)
+        self.spread = DistributedKV(self.grid, owners, place, self.transport, span)
         self.states: dict[tuple[int, int], State] = {}  # recurrent, before each of this rank's chunks
-        self.crossings: dict[tuple[int, int], list[Crossing]] = {}
-        self.under_way: dict[int, list[Crossing]] = collections.defaultdict(list)  # by stage
+        self.crossings: dict[tuple[int, int], list[StateHandoff]] = {}
+        self.under_way: dict[int, list[StateHandoff]] = collections.defaultdict(list)  # by stage
         self.first_tags = list(
             itertools.accumulate((len(packing.shapes) for packing in self.packing), initial=STATES)
         )
@@ -146,12 +146,12 @@ class Sharing(Worker):
             )
         return max(found, default=0)
 
-    def past(self, slab: Slab, c: int, fetches: bool = False) -> SpreadPast:
+    def past(self, slab: Slab, c: int, fetches: bool = False) -> DistributedPast:
         chunk, before = self.chunks[c], self.before
         anchor = torch.zeros((), requires_grad=True)
         begin = chunk.document or -before
         given = self.spread, slab, c, chunk.start, begin, anchor, fetches
-        return SpreadPast(*given, *self.documents(chunk, before))
+        return DistributedPast(*given, *self.documents(chunk, before))
 
     def state(self, k: int, c: int) -> Any:
         initial, grows, grid = self.batch.states[k], self.grows[k], self.grid
@@ -170,7 +170,9 @@ class Sharing(Worker):
         back = self._owner(c - 1) if grid.carries(c) else None
         ahead = self._owner(c + 1) if grid.carries(c + 1) else None
         crossings = self.crossings[k, c] = [
-            Crossing(self.transport, tag, s, self.accumulate_dtype, onward if first else None, back, ahead)
+            StateHandoff(
+                self.transport, tag, s, self.accumulate_dtype, onward if first else None, back, ahead
+            )
             for tag, s in enumerate(here, self.first_tags[k])
         ]
         for crossing in crossings if arrives else ():
@@ -314,15 +316,15 @@ def _span(
     return min([*known[1][row], chunk.seqlen]), chunk.start - known[0][row]
 
 
-class SequenceSteps(Steps):
-    """`Steps` of one rank of a group.
+class ContextParallelStep(ChunkedStep):
+    """`ChunkedStep` of one rank of a group.
 
     Args:
-        group: of `group_of`, of two ranks or more; or `ALONE`.
-        stages, batch, scheme, width, around, sums: as in `Steps`.
+        group: of `group_of`, of two ranks or more; or `SINGLE_RANK`.
+        stages, batch, spec, width, around, sums: as in `ChunkedStep`.
 
     Raises:
-        UserError: the ranks do not call with the same, or a scheme or stage cannot be shared so.
+        UserError: the ranks do not call with the same, or a spec or stage cannot be shared so.
     """
 
     transport: GroupTransport
@@ -332,7 +334,7 @@ class SequenceSteps(Steps):
         group: Any,
         stages: Sequence[Stage],
         batch: Batch,
-        scheme: Scheme,
+        spec: EngineSpec,
         width: int,
         around: Around = contextlib.nullcontext,
         sums: Sequence[Sum] = (),
@@ -340,20 +342,20 @@ class SequenceSteps(Steps):
         import torch.distributed as dist
 
         self.group = group
-        self.workers, self.place = (1, 0) if group is ALONE else (ranks_of(group), dist.get_rank(group))
-        super().__init__(stages, batch, scheme, width, around, sums)
+        self.workers, self.place = (1, 0) if group is SINGLE_RANK else (ranks_of(group), dist.get_rank(group))
+        super().__init__(stages, batch, spec, width, around, sums)
 
     def _begin(self) -> None:
-        _check(self.stages, self.scheme)
-        alone, device = self.group is ALONE, self.batch.ids.device
+        _check(self.stages, self.spec)
+        alone, device = self.group is SINGLE_RANK, self.batch.ids.device
         self.transport = Alone() if alone else GroupTransport(self.group, device)
         super()._begin()
-        if isinstance(self.worker, Sharing):
+        if isinstance(self.worker, ContextParallelExecutor):
             self.owners = self.worker.owners
         if not alone:
             self._agree()
 
-    def _grid(self, scheme: Scheme) -> Grid:
+    def _grid(self, spec: EngineSpec) -> Grid:
         # Where a layer is a stage, states cross between tiles: then no rank waits for another inside of one.
         # Keys and values are asked for inside, and so are the states of a stage that is many layers.
         inside = any(
@@ -361,14 +363,14 @@ class SequenceSteps(Steps):
             or (getattr(stage, "lazy", False) and not isinstance(stage, Layer))
             for stage in self.stages
         )
-        return dataclasses.replace(super()._grid(scheme), costs=costs_of(self.stages), inside=inside)
+        return dataclasses.replace(super()._grid(spec), costs=costs_of(self.stages), inside=inside)
 
-    def _make_worker(self, grid: Grid, batch: Batch, scheme: Scheme) -> Worker:
+    def _make_worker(self, grid: Grid, batch: Batch, spec: EngineSpec) -> Executor:
         if not grid.inside:
-            return super()._make_worker(grid, batch, scheme)
+            return super()._make_worker(grid, batch, spec)
         owners = Owners((0,) * len(self.stages), self.workers).in_rounds(grid)
-        given = self.stages, grid, batch, scheme, self.width, self._new_gradients()
-        return Sharing(owners, self.place, *given, Connections(self.transport))
+        given = self.stages, grid, batch, spec, self.width, self._new_gradients()
+        return ContextParallelExecutor(owners, self.place, *given, Connections(self.transport))
 
     # ------------------------------------------------------------------------------------------ agreement
 
@@ -389,25 +391,25 @@ class SequenceSteps(Steps):
                     f"{rank} and rank 0 of the group differ in {name}{counts}"
                 )
         grid = self.grid
-        if grid.passing:
-            drawn = torch.tensor(grid.passing, dtype=torch.float64, device=self.batch.ids.device)
+        if grid.adjoint_scale:
+            drawn = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=self.batch.ids.device)
             first = self.transport.all_gather(drawn, self.transport.ranks)[0]
-            self.worker = self._worker(self.scheme, tuple(map(tuple, first.tolist())))
+            self.worker = self._worker(self.spec, tuple(map(tuple, first.tolist())))
             self.grid = self.worker.grid
 
     def _fingerprint(self) -> dict[str, int]:
         """What must be the same on all ranks, as numbers, by the names that users know it by."""
-        batch, scheme, worker = self.batch, self.scheme, self.worker
+        batch, spec, worker = self.batch, self.spec, self.worker
         given = {
             "the number of rows": batch.rows,
             "the number of tokens": batch.seqlen,
-            "the chunk size": scheme.chunk_size,
+            "the chunk size": spec.chunk_size,
             "the number of chunks": worker.grid.chunks,
-            "the method": zlib.crc32(repr(scheme).encode()),
-            "whether gradients are on": self.follows,
+            "the method": zlib.crc32(repr(spec).encode()),
+            "whether gradients are on": self.has_backward,
             "what is trained": zlib.crc32(repr([p.requires_grad for p in self.parameters]).encode()),
             "the number of labels (num_items_in_batch)": zlib.crc32(repr(float(batch.divisor)).encode()),
-            "precision": zlib.crc32(repr((worker.autocast, worker.narrow)).encode()),
+            "precision": zlib.crc32(repr((worker.autocast, worker.lowest_precision)).encode()),
         }
         tensors: dict[str, Sequence[Tensor | None]] = {
             "input_ids": [batch.ids],
@@ -429,21 +431,21 @@ class SequenceSteps(Steps):
         grid = self.grid
         if any(grid.window(k) is not None for k in range(grid.stages)):
             # inputs of other ranks' windows travel in the backward alone: there may be none
-            later = self._backward_program() if self.follows else ()
+            later = self._backward_program() if self.has_backward else ()
             return self._planned(backward=False, tapes=0), later
-        made = self._planned(backward=self.follows, tapes=self.tapes)
+        made = self._planned(backward=self.has_backward, tapes=self.tapes)
         return [a for a in made if _in_forward(a)], [a for a in made if not _in_forward(a)]
 
     def _planned(self, **which: Any) -> Sequence[Action]:
         # windowed tiles' cotangents come in small pieces: more messages are under way
-        buffers = BUFFERS if self.scheme.arrows.window is None else CAPACITY
+        buffers = BUFFERS if self.spec.backward.window is None else CAPACITY
         self.transport.buffers = buffers
-        return plan(self.grid, self.owners, buffers=buffers, **which).programs[self.place]
+        return make_schedule(self.grid, self.owners, buffers=buffers, **which).programs[self.place]
 
     def _run(self, actions: Sequence[Action]) -> None:
         super()._run(actions)
         self.transport.flush()
-        if isinstance(self.worker, Sharing):
+        if isinstance(self.worker, ContextParallelExecutor):
             self.worker.finish()
 
     # -------------------------------------------------------------------------------------------- results
@@ -456,17 +458,19 @@ class SequenceSteps(Steps):
         for one in self.sums:
             one.share(lambda total: self.transport.all_reduce(total, self.transport.ranks))
         mine, states = worker.results()
-        if isinstance(worker, Sharing) and worker.ends:
+        if isinstance(worker, ContextParallelExecutor) and worker.return_final_kv:
             states = self._gathered(worker, states)
         total = torch.zeros((), dtype=dtype, device=device) if mine is None else mine
         given = zip(states, worker.grows, strict=True)
-        final = [s for state, grows in given for s in recurrent(state, grows)] if worker.ends else []
+        final = (
+            [s for state, grows in given for s in recurrent(state, grows)] if worker.return_final_kv else []
+        )
         pieces = [s.to(dtype) if ends else torch.zeros_like(s, dtype=dtype) for s in final]
         flat = torch.cat([total.to(dtype).reshape(1), *(piece.reshape(-1) for piece in pieces)])
         first, *rest = self.transport.all_reduce(flat, self.transport.ranks).split(
             [1, *(piece.numel() for piece in pieces)]
         )
-        if worker.ends:
+        if worker.return_final_kv:
             whole = (r.view_as(s).to(s.dtype) for r, s in zip(rest, final, strict=True))
             given = zip(states, worker.grows, strict=True)
             states = [
@@ -475,7 +479,7 @@ class SequenceSteps(Steps):
             ]
         return first[0].clone(), states
 
-    def _gathered(self, worker: Sharing, states: Sequence[State]) -> list[State]:
+    def _gathered(self, worker: ContextParallelExecutor, states: Sequence[State]) -> list[State]:
         """The final states with what all ranks have of those that grow."""
         found = list(states)
         for k, slabs in worker.slabs.items():
@@ -519,7 +523,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def _in_forward(action: Action) -> bool:
     """Whether an action without windows is the forward's: its messages are states."""
-    assert not isinstance(action, Share)
+    assert not isinstance(action, HelperTasks)
     return action.tile.is_forward if isinstance(action, Run) else action.key[0] == "S"
 
 
@@ -536,11 +540,11 @@ def _digest(tensors: Sequence[Tensor | None]) -> int:
     return total
 
 
-def _check(stages: Sequence[Stage], scheme: Scheme) -> None:
+def _check(stages: Sequence[Stage], spec: EngineSpec) -> None:
     """Raises a UserError for what a group's ranks cannot share."""
-    if scheme.arrows.window == "auto":
+    if spec.backward.window == "auto":
         raise UserError('sequence_group: window "auto" needs the whole sequence in one place; give a number')
-    if scheme.storage.memory is not None:
+    if spec.storage.memory is not None:
         raise UserError(
             "sequence_group: memory= fits chunks to what one process has left, but all ranks must run the "
             "same chunks: give chunk_size instead"

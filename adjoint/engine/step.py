@@ -1,4 +1,4 @@
-"""`Steps`: a batch by a scheme in one process, as one autograd function from parameters to the loss."""
+"""`ChunkedStep`: a batch by a spec in one process, as one autograd function from parameters to the loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine import budget
-from adjoint.engine.grid import Grid, Key, Scheme, Storage, make_grid
-from adjoint.engine.leaves import Outside
-from adjoint.engine.program import Action, Owners, Run, keys_of, plan
-from adjoint.engine.run import Connections, Transport, Worker
+from adjoint.engine.executor import Connections, Executor, Transport
+from adjoint.engine.grid import EngineSpec, Grid, Key, Storage, make_grid
+from adjoint.engine.leaves import UnlistedLeaves
+from adjoint.engine.schedule import Action, Owners, Run, keys_of, make_schedule
 from adjoint.engine.sequence_sums import Sum
-from adjoint.engine.stages import Stage
+from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import Constants
 from adjoint.kernels.checks import differentiable_once
@@ -56,10 +56,10 @@ class Result(NamedTuple):
 
 
 class _Chunked(torch.autograd.Function):
-    """Results of a `Steps`, which have been computed, and the tensors that they were computed from."""
+    """Results of a `ChunkedStep`, which have been computed, and the tensors that they were computed from."""
 
     @staticmethod
-    def forward(ctx: Any, steps: Steps, back: Backward, results: list[Tensor], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, steps: ChunkedStep, back: Backward, results: list[Tensor], *inputs: Tensor) -> Any:
         ctx.back, ctx.asked = back, steps.asked
         # saved so that autograd refuses a backward after a change in place
         ctx.save_for_backward(*inputs, *steps.batch.tensors)
@@ -98,7 +98,7 @@ class _SkipNone:
         return None if gradient is None else self.hook(gradient)
 
 
-class Steps:
+class ChunkedStep:
     """A single worker's program, cut into autograd's forward and its backward. It holds what it is given;
     `loss()` and `forward()` make what it runs with.
 
@@ -113,7 +113,7 @@ class Steps:
     Attributes:
         parameters: those of all stages, each once.
         asked: the tensors whose gradients a backward gives: `parameters` and, after the forward, those that
-            its last chunk has reached besides (`leaves.Outside`).
+            its last chunk has reached besides (`leaves.UnlistedLeaves`).
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
         follows: whether a backward may follow. Where all parameters are frozen it may: see `asked`.
         windows: of each layer, once they are picked.
@@ -126,7 +126,7 @@ class Steps:
     # How many processes share the sequence, which of them this is, and its messages to the others.
     workers, place = 1, 0
     transport: Transport | None = None
-    worker: Worker
+    worker: Executor
     grid: Grid
     tapes: int
     later: Sequence[Action] = ()
@@ -135,18 +135,18 @@ class Steps:
         self,
         stages: Sequence[Stage],
         batch: Batch,
-        scheme: Scheme,
+        spec: EngineSpec,
         width: int,
         around: Around = contextlib.nullcontext,
         sums: Sequence[Sum] = (),
     ) -> None:
         assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
-        self.stages, self.batch, self.scheme, self.width, self.around = stages, batch, scheme, width, around
+        self.stages, self.batch, self.spec, self.width, self.around = stages, batch, spec, width, around
         self.sums = sums
         self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
         self.initial = [s for state in batch.states for s in state]
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
-        self.asked, self.follows = self.parameters, torch.is_grad_enabled()
+        self.asked, self.has_backward = self.parameters, torch.is_grad_enabled()
         self.windows: list[int] | None = None
         self.stateful = [stage.stateful for stage in stages]
         self.reach = max(stage.reach for stage in stages)
@@ -154,42 +154,44 @@ class Steps:
 
     def _begin(self) -> None:
         """Makes the worker, with room for what stays of the whole batch, and finds how many tapes fit."""
-        scheme = self.scheme
-        self.worker = self._worker(scheme)
-        self.tapes = 0 if scheme.arrows.window == "auto" else scheme.storage.tapes
-        if scheme.storage.memory is not None and self.follows and self.parameters:
+        spec = self.spec
+        self.worker = self._worker(spec)
+        self.tapes = 0 if spec.backward.window == "auto" else spec.storage.tapes
+        if spec.storage.memory is not None and self.has_backward and self.parameters:
             grid, device = self.worker.grid, self.batch.ids.device
             sizes = [grid.tokens(c) for c in range(grid.chunks)]
-            room = budget.room_for_tapes(scheme.storage.memory, self.worker.kept_bytes(), device)
+            room = budget.room_for_tapes(spec.storage.memory, self.worker.kept_bytes(), device)
             measured = self._measured()
             self.tapes = budget.tapes_within(room, measured, sizes)
             whole = (measured.tape + measured.beside) * self.batch.seqlen / sizes[0] <= room
-            if scheme.storage.whole and whole:
-                self.scheme = dataclasses.replace(scheme, chunk_size=self.batch.seqlen)
-                self.worker = self._worker(self.scheme)
+            if spec.storage.whole and whole:
+                self.spec = dataclasses.replace(spec, chunk_size=self.batch.seqlen)
+                self.worker = self._worker(self.spec)
         self.grid = self.worker.grid
 
-    def _grid(self, scheme: Scheme) -> Grid:
-        return make_grid(scheme, self.batch.seqlen, self.stateful, self.reach)
+    def _grid(self, spec: EngineSpec) -> Grid:
+        return make_grid(spec, self.batch.seqlen, self.stateful, self.reach)
 
-    def _make_worker(self, grid: Grid, batch: Batch, scheme: Scheme) -> Worker:
+    def _make_worker(self, grid: Grid, batch: Batch, spec: EngineSpec) -> Executor:
         connections = Connections(self.transport)
-        return Worker(self.stages, grid, batch, scheme, self.width, self._new_gradients(), connections)
+        return Executor(self.stages, grid, batch, spec, self.width, self._new_gradients(), connections)
 
     def _new_gradients(self) -> Gradients:
         # in a group the tensors that one process finds would have to be those of every other
-        outside = Outside(self.parameters, open=self.follows and self.transport is None)
-        return Gradients(outside, self.parameters if self.follows else ())
+        outside = UnlistedLeaves(self.parameters, open=self.has_backward and self.transport is None)
+        return Gradients(outside, self.parameters if self.has_backward else ())
 
-    def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
-        """A worker of the batch; without `passing` it is drawn, if the scheme drops by chance."""
-        grid = self._grid(scheme)
-        if scheme.arrows.drop_probability and self.follows:
-            drawn = passing or draw_passing(sum(self.stateful), grid.chunks, scheme.arrows.drop_probability)
-            grid = dataclasses.replace(grid, passing=drawn)
+    def _worker(self, spec: EngineSpec, adjoint_scale: tuple[tuple[float, ...], ...] = ()) -> Executor:
+        """A worker of the batch; without `adjoint_scale` it is drawn, if the spec drops by chance."""
+        grid = self._grid(spec)
+        if spec.backward.drop_probability and self.has_backward:
+            drawn = adjoint_scale or draw_adjoint_scale(
+                sum(self.stateful), grid.chunks, spec.backward.drop_probability
+            )
+            grid = dataclasses.replace(grid, adjoint_scale=drawn)
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
-        return self._make_worker(grid, batch, scheme)
+        return self._make_worker(grid, batch, spec)
 
     def _measured(self) -> budget.Measured:
         """The first chunk's memory, measured by running it alone; remembered per model and kind of batch. A
@@ -198,14 +200,14 @@ class Steps:
         size = worker.grid.tokens(0)
         known = budget.of_model(self.parameters)
         trained = tuple(p.requires_grad for p in self.parameters)
-        recompute = self.scheme.storage.recompute
-        kind = len(ids), size, ids.device, worker.narrow, worker.autocast, recompute, trained
+        recompute = self.spec.storage.recompute
+        kind = len(ids), size, ids.device, worker.lowest_precision, worker.autocast, recompute, trained
         if kind not in known:
             with budget.LiveBytes() as live:
-                scheme = Scheme(size, least=self.scheme.least, storage=Storage(keep=self.scheme.storage.keep))
+                spec = EngineSpec(size, least=self.spec.least, storage=Storage(keep=self.spec.storage.keep))
                 first = dataclasses.replace(self.batch.chunk(0, size), states=worker.batch.states)
                 with torch.enable_grad():
-                    one = Steps(self.stages, first, scheme, self.width)
+                    one = ChunkedStep(self.stages, first, spec, self.width)
                 with torch.no_grad():
                     before = live.begin()
                     one._begin()
@@ -223,7 +225,7 @@ class Steps:
             states: whether append-only final states are asked for; else they are empty, as on the device they
                 would take as much memory as those that are offloaded leave there.
         """
-        loss, final = self.forward(ends=states)
+        loss, final = self.forward(return_final_kv=states)
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
         return Result(loss, grouped(self.batch.states, final), self.windows, sums)
@@ -233,31 +235,31 @@ class Steps:
         return _Chunked.apply(self, back, results, *self.asked, *self.initial)
 
     @torch.no_grad()
-    def forward(self, ends: bool = True) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, return_final_kv: bool = True) -> tuple[Tensor, list[Tensor]]:
         """The mean loss, and the final states and totals of the sums, none of them differentiable yet.
 
         Args:
             ends: as `states` of `loss`.
         """
         self._begin()
-        self.worker.begin_forward(ends)
+        self.worker.begin_forward(return_final_kv)
         return self._forward()
 
     def _forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker
         now, self.later = self._programs()
         # A second backward finds its tapes used and recomputes them: what that reads must stay.
-        stays = self._read_by_backward() if self.follows else set()
+        stays = self._read_by_backward() if self.has_backward else set()
         self._run([_keeping(a, stays) for a in now])
         self.asked = [*self.parameters, *worker.gradients.outside.close()]
-        if self.follows:
+        if self.has_backward:
             modules = [named for stage in self.stages for named in stage.modules()]
             self.constants = Constants(modules, self.frozen_too)
         if worker.decays is not None:
             decays = [d for d, stateful in zip(worker.decays, self.stateful, strict=True) if stateful]
-            self.windows = [d.window(self.scheme.arrows.tolerance, self.batch.seqlen) for d in decays]
+            self.windows = [d.window(self.spec.backward.tolerance, self.batch.seqlen) for d in decays]
             self.grid = make_grid(
-                self.scheme, self.batch.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
+                self.spec, self.batch.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
             )
             self.later = self._backward_program()
         total, states = self._results()
@@ -273,7 +275,7 @@ class Steps:
 
     def _programs(self) -> tuple[Sequence[Action], Sequence[Action]]:
         """This process's actions of the forward, and of the backward that follows it."""
-        made = self._planned(backward=self.follows, tapes=self.tapes)
+        made = self._planned(backward=self.has_backward, tapes=self.tapes)
         first = next((i for i, a in enumerate(made) if not _is_forward(a)), len(made))
         return made[:first], made[first:]
 
@@ -281,8 +283,8 @@ class Steps:
         return self._planned(forward=False, tapes=0)
 
     def _planned(self, **which: Any) -> Sequence[Action]:
-        """This process's part of a `plan`."""
-        return plan(self.grid, self.owners, **which).programs[self.place]
+        """This process's part of a `make_schedule`."""
+        return make_schedule(self.grid, self.owners, **which).programs[self.place]
 
     def _run(self, actions: Sequence[Action]) -> None:
         self.worker.run(actions)
@@ -295,7 +297,7 @@ class Steps:
 
     def _read_by_backward(self) -> set[Key]:
         grid = self.grid
-        if self.scheme.arrows.window == "auto":  # windows are not known yet: any of it may be read
+        if self.spec.backward.window == "auto":  # windows are not known yet: any of it may be read
             return {key for t in grid.forward_tiles() for key in grid.writes(t)}
         return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
 
@@ -336,7 +338,7 @@ def grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
     return [tuple(next(rest) for _ in state) for state in states]
 
 
-def draw_passing(stateful: int, chunks: int, drop: float) -> tuple[tuple[float, ...], ...]:
+def draw_adjoint_scale(stateful: int, chunks: int, drop: float) -> tuple[tuple[float, ...], ...]:
     """`Grid.passing`: 0 with probability `drop`, else 1 / (1 - drop), from PyTorch's CPU generator; none
     where nothing is dropped."""
     if not drop:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.engine.run import Pending
-from adjoint.engine.transport import Messages
+from adjoint.engine.executor import Pending
 from adjoint.errors import UserError
+from adjoint.parallel.transport import Messages
 
 
-class Crossing:
+class StateHandoff:
     """A recurrent tensor of a state at both edges of a chunk that runs: the one before it arrives, the one
     after it leaves. A stage that is `lazy` gets it in the tensor's place.
 
@@ -137,7 +137,7 @@ class Crossing:
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, crossing: Crossing) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, crossing: StateHandoff) -> Tensor:
         ctx.crossing = crossing
         return crossing.value.clone()  # which the layer may write to
 
@@ -149,7 +149,7 @@ class _Arrived(torch.autograd.Function):
 
 class _Left(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, state: Tensor, crossing: Crossing) -> Tensor:
+    def forward(ctx: Any, state: Tensor, crossing: StateHandoff) -> Tensor:
         ctx.crossing, ctx.dtype = crossing, state.dtype
         return state.view_as(state)
 

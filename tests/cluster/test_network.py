@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from adjoint.engine import network
-from adjoint.engine.network import Endpoint
 from adjoint.errors import UserError
+from adjoint.parallel import network
+from adjoint.parallel.network import Endpoint
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo decides elsewhere")
 LO = {"127.0.0.1": "lo", "::1": "lo"}

@@ -1,5 +1,5 @@
 """Programs: each worker's tiles, sends and receives, in a fixed order. They are plain data, made once by
-`plan`, and leave no choice at run time.
+`make_schedule`, and leave no choice at run time.
 
 A distribution is an owner for each tile (`Owners`): layer shards, chunks dealt out in turn, or both. Messages
 follow from it: a value goes to every other worker that reads it, from reader to reader in a chain, so that
@@ -62,7 +62,7 @@ class Recv:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Share:
+class HelperTasks:
     """Compute `units` together with helpers: whoever is free takes the next one. A unit is some tiles of one
     layer with gradient sums of its own; these are added in the units' order, so that results do not depend on
     who computed them."""
@@ -74,7 +74,7 @@ class Share:
         return f"share {'; '.join(' '.join(map(str, unit)) for unit in self.units)}"
 
 
-Action = Run | Send | Recv | Share
+Action = Run | Send | Recv | HelperTasks
 
 
 def named(key: Key) -> str:
@@ -120,7 +120,7 @@ class Owners:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Schedule:
     """The programs of all workers.
 
     Attributes:
@@ -145,7 +145,7 @@ class Plan:
 
 
 @functools.lru_cache(64)
-def plan(
+def make_schedule(
     grid: Grid,
     owners: Owners,
     *,
@@ -154,7 +154,7 @@ def plan(
     tapes: int = 1,
     stream: bool = False,
     buffers: int = BUFFERS,
-) -> Plan:
+) -> Schedule:
     """The workers' programs for a grid. It takes about 0.1 ms per action; plans are cached.
 
     Args:
@@ -174,7 +174,7 @@ def plan(
     if owners.workers > 1:
         order = _list_schedule(grid, order, columns, owners, max(tapes, 1))
     before = [] if forward else list(grid.forward_tiles())
-    return Plan(grid, _with_messages(grid, order, owners, buffers, before), buffers)
+    return Schedule(grid, _with_messages(grid, order, owners, buffers, before), buffers)
 
 
 def _among(grid: Grid, t: Tile, kind: str, columns: set[tuple[int, int]]) -> bool:
@@ -346,8 +346,8 @@ def _with_frees(grid: Grid, program: Sequence[Action]) -> tuple[Action, ...]:
 UNITS_EACH = 4  # units per worker that shares them: more balance slow workers better, but send more sums
 
 
-def shared(made: Plan, shards: Sequence[int], helpers: Sequence[int]) -> Plan:
-    """The plan in which each shard with helpers ends with a `Share` of its layers' backward tiles.
+def shared(made: Schedule, shards: Sequence[int], helpers: Sequence[int]) -> Schedule:
+    """The plan in which each shard with helpers ends with a `HelperTasks` of its layers' backward tiles.
 
     It is for `LayerLocal`: every layer's cotangent is dL/dy_K, so no layer's backward waits for another's,
         and
@@ -371,7 +371,7 @@ def shared(made: Plan, shards: Sequence[int], helpers: Sequence[int]) -> Plan:
             for a in program
             if not (isinstance(a, Run) and _in_backward(a.tile, a.tile.stage) and a.tile.stage in of)
         ]
-        programs[shard] = _with_frees(grid, [*kept, Share(tuple(units))] if units else kept)
+        programs[shard] = _with_frees(grid, [*kept, HelperTasks(tuple(units))] if units else kept)
     return dataclasses.replace(made, programs=tuple(programs))
 
 

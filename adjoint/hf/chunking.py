@@ -1,0 +1,127 @@
+"""How long a wrapped model's chunks are and where they end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from adjoint.batch import Batch
+from adjoint.engine.chunk_size import Sizes
+from adjoint.engine.grid import BackwardSpec, EngineSpec
+from adjoint.hf import check
+from adjoint.hf.cache import Slot
+from adjoint.hf.call import TYPES
+from adjoint.hf.model_parts import backbone_of, class_of
+from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
+
+BUSY = 1024  # tokens of a chunk on a CPU where nobody says; see `adjoint.engine.chunk_size`
+
+
+def check_method(method: Any) -> None:
+    """Raises a ValueError where a method is not for transformers models."""
+    if isinstance(method, Truncated) and (method.window == "auto" or method.unbiased):
+        raise ValueError(
+            "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need layers "
+            "of a Stack"
+        )
+    if isinstance(method, (Exact, Truncated)) and 1 in (method.chunk_size, getattr(method, "window", None)):
+        raise ValueError(
+            "a wrapped model's chunks have two tokens at least, as transformers takes one for decoding: "
+            f"chunk_size and window are 2 or more; got {method!r}"
+        )
+    if not isinstance(method, (Backprop, Exact, Truncated, MiniSequence)):
+        raise ValueError(
+            f"a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop(): got {method!r}"
+        )
+
+
+def recompute_of(method: Any) -> str:
+    """How much of a layer's tape is computed again."""
+    return getattr(method, "recompute", "none")
+
+
+def spec_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> EngineSpec:
+    """A method's spec, for whole models: chunks are cut at documents' starts, and a continuation has two
+    tokens at least, as transformers takes one for decoding.
+
+    Args:
+        chunk_size: tokens a chunk where the method does not say. starts: first tokens of the documents.
+    """
+    size = max(2, min(getattr(method, "chunk_size", None) or chunk_size, seqlen))
+    if isinstance(method, Truncated):
+        assert isinstance(method.window, int)
+        size = max(2, min(size, method.window))
+        every = None if method.window >= seqlen else method.window // size * size
+        return EngineSpec(size, BackwardSpec(drop_every=every), documents=starts, least=2)
+    return dataclasses.replace(method.engine_spec(seqlen, size), documents=starts, least=2)
+
+
+def kept_features(model: nn.Module) -> int:
+    """About as many elements a token as a chunk of the backbone keeps for its backward: what its products and
+    convolutions read and write, of experts those of the ones that a token goes to. For models of several
+    kinds in float32 autograd keeps 0.8 to 1.3 of it."""
+    config: Any = backbone_of(model).config
+    experts, total = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1, 0
+    for module in backbone_of(model).modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        if isinstance(module, nn.Linear):  # of quantized ones the weight's shape says nothing
+            total += module.in_features + module.out_features
+        elif isinstance(module, nn.Conv1d):
+            total += module.in_channels + module.out_channels
+        else:
+            shapes = [p.shape for p in module.parameters(recurse=False) if p.dim() in (2, 3)]
+            total += sum(sum(shape[-2:]) * (experts if len(shape) == 3 else 1) for shape in shapes)
+    return total
+
+
+def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
+    """A model's `Sizes`.
+
+    Args:
+        features: of `kept_features`. slots: of its cache. element: bytes of an activation's element.
+    """
+    states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
+    return Sizes(max(features, 1) * element, sum(states), BUSY)
+
+
+def blocks_of(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """Of token types (batch, seqlen) the blocks whose tokens see each other, numbers of this shape, -1 for
+    none, by the model's own code; None where masks are made without token types.
+
+    Raises:
+        Refused: its blocks are no runs of tokens, which a chunk could hold whole.
+    """
+    kind = class_of(backbone_of(model))
+    if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
+        return functools.partial(blocks, device=None)
+    if "block_sequence_ids" in inspect.getsource(kind.forward):
+        check.refuse(model, "token_type_ids lets tokens see those after them, which a chunk does not know")
+    return None
+
+
+def around_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
+    """The spec whose chunks end no earlier than one of a batch's blocks does; the spec itself where there
+    are none."""
+    if (types := batch.inputs.get(TYPES)) is None or (blocks_in := blocks_of(model)) is None:
+        return spec
+    blocks, seqlen = blocks_in(types), batch.seqlen
+    within = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
+    documents, moved = (*spec.documents, seqlen), list[int]()
+    for start, stop in itertools.pairwise(documents):
+        last = start
+        for cut in spec.cuts(seqlen):
+            at = cut
+            while start < at < stop and within[at - 1]:
+                at += 1
+            if last + spec.least <= at <= stop - spec.least:
+                moved.append(last := at)
+    return dataclasses.replace(spec, chunk_size=seqlen, cut_at=tuple(moved))

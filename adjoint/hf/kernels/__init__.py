@@ -1,0 +1,1 @@
+"""Our operations in the places of transformers' and flash-linear-attention's functions and modules."""

@@ -1,0 +1,64 @@
+"""What a wrapped causal LM returns beside its loss: logits that are computed when they are read.
+
+Chunks never hold the logits (batch, seqlen, vocab_size) of a sequence. Callers that read `out.logits` for
+their metrics, as trainers do, get them from a second forward, without gradients; others pay nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+COMPUTE = "_adjoint_logits"  # the loss's attribute: accelerate builds outputs anew around the same loss
+
+
+class _LogitsOnAccess:
+    """A mixin for outputs of a causal LM whose `logits` may be computed when they are read."""
+
+    loss: Tensor | None
+
+    def __post_init__(self) -> None:
+        with self._as_stored():
+            super().__post_init__()  # type: ignore[misc]
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Logits (batch, seqlen, vocab_size): those that the call asked for, else computed now, from the
+        weights as they are now and without gradients. None where they cannot be had."""
+        entries = vars(self)
+        compute: Callable[[], Tensor] | None = getattr(self.loss, COMPUTE, None)
+        if entries.get("_logits") is None and compute is not None and not entries.get("_is_stored_only"):
+            entries["_logits"] = compute()
+        return entries.get("_logits")
+
+    @logits.setter
+    def logits(self, value: Tensor | None) -> None:
+        vars(self)["_logits"] = value
+
+    @contextlib.contextmanager
+    def _as_stored(self) -> Iterator[None]:
+        """Compute nothing meanwhile."""
+        vars(self)["_is_stored_only"] = True
+        try:
+            yield
+        finally:
+            del vars(self)["_is_stored_only"]
+
+    def __repr__(self) -> str:
+        with self._as_stored():
+            return super().__repr__()
+
+    def __reduce__(self) -> Any:
+        with self._as_stored():
+            return super().__reduce__()
+
+
+class LossOutput(_LogitsOnAccess, CausalLMOutputWithPast):
+    """A causal LM's output by chunks or mini-sequences."""
+
+
+class RoutedLossOutput(_LogitsOnAccess, MoeCausalLMOutputWithPast):
+    """The same, of a model that adds its routers' loss."""

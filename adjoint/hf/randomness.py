@@ -1,0 +1,46 @@
+"""The random numbers that a model draws, chunk by chunk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from adjoint.engine.generators import KINDS, Generators
+
+
+class Noise(Generators):
+    """What a model draws, chunk by chunk: random numbers, dropout's and any others, such as a router's noise,
+    from the generators of PyTorch, NumPy and Python, and those that modules have. A chunk that is computed
+    again draws what it drew in the forward.
+
+    Attributes:
+        expected: whether it has dropout that is on. before: of chunks that drew, the generators' states at
+            their starts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules: list[Any] = list(model.modules())
+        super().__init__([v for m in modules for v in vars(m).values() if isinstance(v, KINDS)])
+        rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
+        configs = [
+            vars(m.config) for m in modules if isinstance(getattr(m, "config", None), PreTrainedConfig)
+        ][:1]
+        rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
+        self.expected = model.training and any(rates)
+        self.before: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def of(self, start: int) -> Iterator[None]:
+        """Around the run of the chunk that begins at token `start`."""
+        if start in self.before:
+            with self.again(self.before[start]):
+                yield
+            return
+        now = self.states()
+        yield
+        if self.have_drawn(now):
+            self.before[start] = now

@@ -1,0 +1,216 @@
+"""Snapshots of a model: everything that its computation depends on besides its inputs (modules, settings,
+hooks, the configuration, tensors that are not trained). A wrapped model's chunks are computed again in the
+backward, so they must find all of this as it was in the forward; and a decision about a model holds as long
+as its snapshot does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from adjoint.engine.weights import BETWEEN, Tensors
+from adjoint.hf.model_parts import MISSING, class_of, put
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+CONTAINERS = (list, tuple, dict, set, frozenset, OrderedDict)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Of what every module has, its mode and hooks are settings; gradient checkpointing is switched off in chunks.
+IGNORED = {*vars(nn.Module())} - {"training", *HOOKS}
+IGNORED -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+IGNORED |= {"gradient_checkpointing", "_gradient_checkpointing_func", "_adjoint", "warnings_issued"}
+
+
+class Snapshot:
+    """A model as it is now, its tensors' values apart; it keeps nothing of the model alive.
+
+    Not seen: tensors that are attributes and no buffers, and the insides of objects of other kinds.
+
+    Attributes:
+        modules: by name, references to them and their classes.
+        holders: what has settings, by name, references to them: the modules and their configurations.
+        settings: by holder and attribute, so that they can be compared.
+        weights: by the parameter's name: whether it is trained, its dtype, device and class.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = {name: (ref(module), class_of(module)) for name, module in model.named_modules()}
+        named = holders(model)
+        self.holders: dict[str, ref[Any]] = {name: ref(holder) for name, holder in named.items()}
+        self.settings = {name: settings(holder) for name, holder in named.items()}
+        self.weights = {
+            name: (p.requires_grad, p.dtype, p.device, type(p)) for name, p in model.named_parameters()
+        }
+
+    def structure_differs(self, other: Snapshot) -> str | None:
+        """Which module of one is not the other's, in words."""
+        if self.modules.keys() != other.modules.keys():
+            name = min(self.modules.keys() ^ other.modules.keys())
+            return f"module {name} was {'removed' if name in self.modules else 'added'}"
+        for name, (module, kind) in self.modules.items():
+            if (module, kind) != other.modules[name]:
+                return f"module {name or kind.__name__} was replaced"
+        return None
+
+    def changes(self, other: Snapshot) -> Iterator[tuple[str, str]]:
+        """(holder's name, attribute) of the settings that are others in `other`."""
+        for name, before in self.settings.items():
+            after = other.settings.get(name, {})
+            if before != after:
+                yield from ((name, a) for a in before | after if before.get(a, a) != after.get(a, a))
+
+    def difference(self, other: Snapshot) -> str | None:
+        """What is another in `other`, in words; None where a computation would be the same."""
+        if structure := self.structure_differs(other):
+            return structure
+        for name, attribute in self.changes(other):
+            return f"{name or 'the model'}: {'a hook' if attribute in HOOKS else attribute} was changed"
+        if self.weights != other.weights:
+            names = self.weights.keys() | other.weights.keys()
+            name = min(n for n in names if self.weights.get(n) != other.weights.get(n))
+            return f"parameter {name} was frozen, unfrozen, cast or moved"
+        return None
+
+
+def holders(model: nn.Module) -> dict[str, Any]:
+    """By name, what has settings: a model's modules and their configurations, of these each once."""
+    found: dict[str, Any] = {}
+    configs: set[int] = set()
+
+    def note(name: str, holder: Any) -> None:
+        found[name] = holder
+        for attribute, value in vars(holder).items():
+            if _kind(type(value)) == "configuration" and id(value) not in configs:
+                configs.add(id(value))
+                note(f"{name}.{attribute}".lstrip("."), value)
+
+    for name, module in model.named_modules():
+        note(name, module)
+    return found
+
+
+def settings(holder: Any) -> dict[str, Any]:
+    """The attributes of a module or configuration that can be compared, but for empty containers, hooks of
+    which there are none above all."""
+    found = {}
+    for name, value in vars(holder).items():
+        if name not in IGNORED:
+            value = _hooks(value) if name in HOOKS else value
+            kind = _kind(type(value))
+            if kind == "plain":
+                found[name] = value
+            elif kind == "function" or (kind == "container" and value):
+                found[name] = comparable(value)
+    return found
+
+
+def _hooks(registered: Any) -> tuple[Any, ...]:
+    """Hooks, under whatever numbers, but for those of transformers and PEFT that let an embedding's output
+    require a gradient: TRL registers one more at each step."""
+    return tuple(hook for hook in registered.values() if not makes_inputs_require_grad(hook))
+
+
+def makes_inputs_require_grad(hook: Any) -> bool:
+    """Whether a hook is the one by which transformers, PEFT and TRL make an embedding's output a leaf."""
+    return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
+
+
+def _kind_of(cls: type) -> str | None:
+    """What an object of a class is to a comparison; None of no use."""
+    if cls in PLAIN:
+        return "plain"
+    if cls in CONTAINERS:
+        return "container"
+    if issubclass(cls, Callable) and not issubclass(cls, nn.Module):  # type: ignore[arg-type]
+        return "function"
+    return "configuration" if issubclass(cls, PreTrainedConfig) else None
+
+
+_kind: Callable[[Any], str | None] = functools.cache(_kind_of)
+
+
+def comparable(value: Any) -> Any:
+    """A value, a container's contents, a reference to a function, or, of another object, the class alone."""
+    kind = _kind(type(value))
+    if kind == "plain":
+        return value
+    if kind == "container":
+        if isinstance(value, dict):
+            return tuple((key, comparable(v)) for key, v in value.items())
+        contents = map(comparable, value)
+        return frozenset(contents) if isinstance(value, (set, frozenset)) else tuple(contents)
+    if kind == "function":
+        with contextlib.suppress(TypeError):
+            return WeakMethod(value) if isinstance(value, MethodType) else ref(value)
+        return value
+    return type(value)
+
+
+class ForwardState:
+    """A model during a forward, to be gone back to for its backward."""
+
+    def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
+        self.model, self.snapshot, self.tensors = model, snapshot, Tensors(model)
+        self.holders = {name: holder() for name, holder in snapshot.holders.items()}
+        self.trained = [(p, p.requires_grad) for p in model.parameters()]
+        self.attributes = {
+            name: {
+                a: copy.copy(v) if type(v) in CONTAINERS else v
+                for a, v in vars(holder).items()
+                if a in snapshot.settings[name]
+            }
+            for name, holder in self.holders.items()
+        }
+
+    def check(self) -> None:
+        """Makes sure that the model is still the same.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        if difference := self.snapshot.difference(Snapshot(self.model)):
+            raise RuntimeError(f"{difference} {BETWEEN}")
+
+    def put_back(self, now: Snapshot, hooks: bool = True) -> list[Callable[[], Any]]:
+        """Puts the settings back that are others in `now`, hooks, for a while, or not; what undoes it."""
+        undo = []
+        for name, attribute in self.snapshot.changes(now):
+            if attribute in HOOKS and not hooks:  # handles know the dictionaries that they remove them from
+                continue
+            was = self.attributes[name].get(attribute, MISSING)
+            kind: Any = type(vars(self.holders[name]).get(attribute))
+            if was is MISSING and kind in CONTAINERS:  # empty ones are no settings
+                was = kind()
+            undo.append(put(self.holders[name], attribute, was))
+        return undo
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Meanwhile the model is as it was: settings, hooks, tensors, and which of them are trained.
+
+        Raises:
+            RuntimeError: it has other modules.
+        """
+        with self.tensors.replaced({}), contextlib.ExitStack() as undo:
+            for parameter, trained in self.trained:
+                if parameter.requires_grad != trained and parameter.is_leaf:
+                    undo.callback(parameter.requires_grad_, not trained)
+                    parameter.requires_grad_(trained)
+            now = Snapshot(self.model)
+            if not self.snapshot.structure_differs(now):
+                changes = self.put_back(now)
+                for change in changes:
+                    undo.callback(change)
+                now = Snapshot(self.model) if changes else now
+            if difference := self.snapshot.difference(now):
+                raise RuntimeError(f"{difference} {BETWEEN}")
+            yield

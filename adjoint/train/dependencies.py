@@ -1,0 +1,163 @@
+"""Files outside a run's folder that its checkpoints depend on, and whether these are as they were.
+
+A run of a pretrained model makes it from its folder: the configuration always, and with adapters the weights
+too, of which a checkpoint then holds none. Evaluation and export read the tokenizer's files. A checkpoint
+records a digest of each, so that it is not joined to files that have changed meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from adjoint.checkpoint import read_trainer
+from adjoint.data.tokenizer import tokenizer_files
+from adjoint.errors import UserError
+
+RECORD = "dependencies"  # the key of trainer.json
+# What transformers writes into config.json besides the model itself.
+_NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
+_SAMPLE_BYTES = 4096
+_SAMPLES_PER_TENSOR = 4
+_SAMPLES_PER_FILE = 2048
+_MODEL_FILES = {
+    "config": ("the config.json", "the checkpoint is of the model as it was"),
+    "code": ("the Python code", "the checkpoint is of the model as it was"),
+    "weights": ("the weights", "the checkpoint's adapters are for those as they were"),
+}
+
+
+def record(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of each dependency of a run, by its kind, for its checkpoints to keep.
+
+    Args:
+        config: the run's configuration as plain values.
+    """
+    digests = _model_digests(config["model"])
+    if (tokenizer := _tokenizer_digest(config)) is not None:
+        digests["tokenizer"] = tokenizer
+    return digests
+
+
+def check_model(checkpoint: Path, config: Mapping[str, Any]) -> None:
+    """Raise a UserError where the folder of the pretrained model is not as it was when the run began.
+
+    Args:
+        config: says where the folder is now.
+    """
+    recorded, model = _recorded(checkpoint), config["model"]
+    kinds = [kind for kind in _MODEL_FILES if kind in recorded]
+    if not kinds:
+        return
+    digests = _model_digests(model)
+    for kind in kinds:
+        if digests.get(kind) != recorded[kind]:
+            what, why = _MODEL_FILES[kind]
+            raise UserError(
+                f"{checkpoint}: {what} in {model['from_pretrained']} changed since the run began, and {why}; "
+                "put the folder back as it was, or start another run"
+            )
+
+
+def check_tokenizer(checkpoint: Path) -> None:
+    """Raise a UserError where the tokenizer's files are there and not as they were when the run began."""
+    config, recorded = read_trainer(checkpoint).get("config", {}), _recorded(checkpoint).get("tokenizer")
+    current = _tokenizer_digest(config)
+    if None not in (recorded, current) and recorded != current:
+        raise UserError(
+            f"{checkpoint}: the tokenizer {config['data']['tokenizer']} changed since the run began, and the "
+            "model knows the tokens of the earlier one; put its files back as they were"
+        )
+
+
+def records_model(checkpoint: Path) -> bool:
+    """Whether a checkpoint can tell its pretrained model's folder by content, wherever that is now."""
+    return "config" in _recorded(checkpoint)
+
+
+def _recorded(checkpoint: Path) -> dict[str, str]:
+    return read_trainer(checkpoint).get(RECORD, {})
+
+
+def _model_digests(model: Mapping[str, Any]) -> dict[str, str]:
+    if model.get("from_pretrained") is None:
+        return {}
+    folder = Path(model["from_pretrained"])
+    digests = {"config": _config_digest(folder / "config.json")}
+    if model.get("trust_remote_code"):
+        digests["code"] = _content_digest(folder.glob("*.py"))
+    if model.get("lora"):
+        digests["weights"] = weights_digest(folder)
+    return digests
+
+
+def _tokenizer_digest(config: Mapping[str, Any]) -> str | None:
+    name = config.get("data", {}).get("tokenizer")
+    files = [] if name in (None, "byte") else tokenizer_files(name)
+    return _content_digest(files) if files else None
+
+
+def _config_digest(file: Path) -> str:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "unreadable"
+    kept = {key: value for key, value in content.items() if key not in _NOT_THE_MODEL}
+    return _digest([json.dumps(kept, sort_keys=True).encode()])
+
+
+def _content_digest(files: Iterable[Path]) -> str:
+    return _digest(part for file in sorted(files) for part in (file.name.encode(), file.read_bytes()))
+
+
+def weights_digest(folder: Path) -> str:
+    """Digest of a folder's weights: every tensor's name, dtype, shape and some of its bytes, whatever files
+    they are distributed over; of formats other than safetensors, the files' sizes and some of their bytes.
+    Reads some megabytes, however large the model is."""
+    entries: dict[str, bytes] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        entries |= _tensor_samples(file)
+    if not entries:
+        for file in sorted(folder.glob("*.bin")):
+            entries[file.name] = _sampled(file, 0, file.stat().st_size, _SAMPLES_PER_FILE)
+    return _digest(part for name in sorted(entries) for part in (name.encode(), entries[name]))
+
+
+def _tensor_samples(file: Path) -> dict[str, bytes]:
+    """The header entry and sampled bytes of each tensor of a safetensors file."""
+    entries = {}
+    try:
+        with open(file, "rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(min(size, file.stat().st_size)))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, end = entry["data_offsets"]
+                told = json.dumps([entry["dtype"], entry["shape"]]).encode()
+                entries[name] = told + _sampled(file, 8 + size + first, end - first, _SAMPLES_PER_TENSOR)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+        return {file.name: b"damaged"}
+    return entries
+
+
+def _sampled(file: Path, first: int, length: int, samples: int) -> bytes:
+    """The length of a span of a file, and evenly spaced samples of it, its beginning and end among them."""
+    last = max(0, length - _SAMPLE_BYTES)
+    starts = sorted({last * k // (samples - 1) for k in range(samples)})
+    parts = [str(length).encode()]
+    with open(file, "rb") as stream:
+        for start in starts:
+            stream.seek(first + start)
+            parts.append(stream.read(min(_SAMPLE_BYTES, length)))
+    return b"".join(parts)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()

@@ -1,0 +1,154 @@
+"""Count names that say nothing and docstrings that begin in the middle of a sentence, file by file.
+
+python scripts/style.py            the measures of adjoint/, then every file that has some
+python scripts/style.py --write    lower the numbers in scripts/style.json, which a test holds
+
+A name counts where it is bound: variables, parameters, functions, classes. scripts/style.json says how many
+each file may still have; a file that is not in it may have none."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED = ROOT / "scripts" / "style.json"
+FOLDERS = ("adjoint", "tests", "benchmarks", "scripts")
+WORDS = re.compile(r"\w+")
+VAGUE = set(
+    WORDS.findall("""
+    found given own made mine here of kept around beside apart asked known taken whole part one where how what
+    which wanted told seen held there then now meant
+    """)
+)
+# Pronouns, genitives, question words and prepositions; "Whether" is a complete beginning.
+OPENINGS = set(
+    WORDS.findall("""
+    of those that these this it its they them what where when which who whose how why by none all as at
+    from in on to for with others another one
+    """)
+)
+
+
+class Counts(NamedTuple):
+    """What one file has.
+
+    Attributes:
+        names: bound names in all; vague: those of `VAGUE`.
+        docstrings, openings: docstrings in all, and those that begin with one of `OPENINGS`.
+        code, comments: lines of code and lines of comments. any: uses of `typing.Any`.
+    """
+
+    names: int = 0
+    vague: int = 0
+    docstrings: int = 0
+    openings: int = 0
+    code: int = 0
+    comments: int = 0
+    any: int = 0
+
+    def plus(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def bound_names(tree: ast.AST) -> Iterator[str]:
+    """Yield every name that the tree binds, without attributes and imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def first_words(tree: ast.AST) -> Iterator[str]:
+    """Yield the first word of each docstring, in lower case."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield (re.match(r"\W*([\w-]*)", text) or [""])[1].lower()
+
+
+def count(path: Path) -> Counts:
+    """Count one file."""
+    tree = ast.parse(path.read_text())
+    names, words = list(bound_names(tree)), list(first_words(tree))
+    code, comments = set(), set()
+    skipped = tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                comments.add(token.start[0])
+            elif token.type not in skipped and token.string:
+                code.update(range(token.start[0], token.end[0] + 1))
+    return Counts(
+        len(names),
+        sum(name.strip("_") in VAGUE for name in names),
+        len(words),
+        sum(word in OPENINGS for word in words),
+        len(code),
+        len(comments - code),
+        sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree)),
+    )
+
+
+def counted(*folders: str) -> dict[str, Counts]:
+    """Map each Python file below these folders to its counts."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return {str(path.relative_to(ROOT)): count(path) for path in paths}
+
+
+def exceeding(files: dict[str, Counts], allowed: dict[str, list[int]]) -> list[str]:
+    """Return a line for each file that has more vague names or openings than it may have."""
+    lines = []
+    for name, counts in files.items():
+        for what, number, limit in zip(
+            ("names that say nothing", "docstrings that begin in the middle"),
+            (counts.vague, counts.openings),
+            allowed.get(name, [0, 0]),
+            strict=True,
+        ):
+            if number > limit:
+                lines.append(f"{name}: {number} {what}, where {limit} may be (scripts/style.py)")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="lower the numbers in scripts/style.json")
+    arguments = parser.parse_args()
+    files, total = counted(*FOLDERS), Counts()
+    for name, counts in files.items():
+        total = total.plus(counts) if name.startswith("adjoint/") else total
+    print(f"vague names per 1,000 bound names: {1000 * total.vague / total.names:.1f}")
+    print(f"docstrings that begin in the middle: {total.openings} of {total.docstrings}")
+    print(f"Any per 1,000 lines of code: {1000 * total.any / total.code:.1f}")
+    print(f"lines of comments: {100 * total.comments / (total.code + total.comments):.1f}%")
+    if arguments.write:
+        before = json.loads(ALLOWED.read_text()) if ALLOWED.exists() else None
+        now = {name: [c.vague, c.openings] for name, c in files.items() if c.vague or c.openings}
+        if before is not None:
+            now = {
+                name: [min(pair) for pair in zip(each, before.get(name, [0, 0]), strict=True)]
+                for name, each in now.items()
+            }
+        rows = (
+            f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in sorted(now.items()) if any(each)
+        )
+        ALLOWED.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+        return
+    print("\nvague  openings  file")
+    for name, counts in sorted(files.items(), key=lambda item: -item[1].vague - item[1].openings):
+        if counts.vague or counts.openings:
+            print(f"{counts.vague:5}  {counts.openings:8}  {name}")
+
+
+if __name__ == "__main__":
+    main()

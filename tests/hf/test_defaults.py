@@ -1,0 +1,195 @@
+"""What trainers do to a model and give to it by default: adapters with gradient checkpointing, steps without
+labels, columns that the model ignores, logits that are read for metrics, hidden states of padding."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import adjoint
+from adjoint.errors import UserError
+from tests.hf.hf_models import (
+    VOCAB,
+    assert_exact,
+    float64_throughout,
+    loss_and_gradients,
+    make,
+    make_batch,
+    transformers,
+)
+from tests.model_helpers import current_gradients, make_ids
+
+__all__ = ["transformers"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+LLAMA, BAMBA = "LlamaForCausalLM", "BambaForCausalLM"  # Bamba: Mamba-2, then attention
+METHODS = [adjoint.Exact(chunk_size=8), adjoint.MiniSequence()]
+
+
+def labelled(rows: int = 2) -> dict[str, Tensor]:
+    ids = make_ids(rows, 37, vocab_size=VOCAB)
+    return {"input_ids": ids, "labels": ids}
+
+
+# ------------------------------------------------------------------------ gradient checkpointing and adapters
+
+
+def with_lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    targets = ["in_proj", "q_proj"]
+    config = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
+def with_frozen_embedding(model: Any) -> Any:
+    model.get_input_embeddings().requires_grad_(False)
+    model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("adapt", [with_lora, with_frozen_embedding])
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_gradient_checkpointing_with_adapters(
+    wrapped_first: bool, adapt: Any, reentrant: bool, method: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The embedding's output is then a leaf of each chunk's own (enable_input_require_grads)."""
+    with float64_throughout():
+        results = []
+        for wrapped in (False, True):
+            model = make(BAMBA, torch.float64, num_hidden_layers=2)
+            model = adjoint.wrap(model, method) if wrapped and wrapped_first else model
+            model = adapt(model)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model = adjoint.wrap(model, method) if wrapped and not wrapped_first else model
+            results.append(loss_and_gradients(model.train(), **labelled()))
+        plain, got = results
+        assert_exact(got, plain)
+    assert not [w for w in recwarn if "compared in its own precision" in str(w.message)]
+
+
+# ------------------------------------------------------------------------------------- steps without labels
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0), None])
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+def test_a_step_without_labels_changes_no_weight(method: Any, items: Any) -> None:
+    """The Trainer always counts the labels of a step; of none that count the mean is 0."""
+    model = adjoint.wrap(make(LLAMA, torch.float32), method).train()
+    ids = labelled()["input_ids"]
+    with pytest.warns(UserWarning, match="every label is ignored"):
+        loss = model(input_ids=ids, labels=torch.full_like(ids, -100), num_items_in_batch=items).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not g.any() for g in current_gradients(model).values())
+    with pytest.raises(ValueError, match="num_items_in_batch is 0, but some labels count"):
+        model(input_ids=ids, labels=ids, num_items_in_batch=0)
+
+
+# ---------------------------------------------------------------------------- inputs that the model ignores
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+def test_inputs_that_the_model_ignores_are_ignored(method: Any) -> None:
+    """Such as a reward's margin, which TRL hands on; what the model reads is refused by its name."""
+    model, given = adjoint.wrap(make(LLAMA, torch.float32), method).train(), labelled()
+    expected = model(**given).loss
+    assert model(**given, margin=torch.ones(2), texts=["a", "b"]).loss == expected
+    for name, value in {"is_causal": True, "position_bias": torch.ones(1)}.items():
+        with pytest.raises(UserError, match=f"{name} is not an input that can be split into chunks"):
+            model(**given, **{name: value})
+
+
+# --------------------------------------------------------------------------------------- logits that are read
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+def test_logits_are_computed_when_they_are_read(method: Any, double: None) -> None:
+    """By the weights of then, without gradients; an output that nobody reads has none."""
+    accelerate = pytest.importorskip("accelerate")
+    plain, given = make(BAMBA), make_batch(29)
+    model = adjoint.wrap(copy.deepcopy(plain), method)
+    out = model(**given)
+    converted = accelerate.utils.convert_outputs_to_fp32(lambda: out)()  # as autocast's models do
+    assert list(out) == ["loss"] and "logits=None" in repr(out)
+    assert pickle.loads(pickle.dumps(type(out)(loss=out.loss.detach()))).loss == out.loss
+    with float64_throughout():
+        out.loss.backward()
+        drawn = torch.get_rng_state()
+        expected = plain(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+        for output in (out, converted):
+            with pytest.warns(UserWarning, match="a second forward"):
+                logits = output.logits
+            assert logits is output.logits and not logits.requires_grad
+            assert torch.allclose(logits, expected, atol=1e-12)
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
+# ----------------------------------------------------------------------------------- hidden states of padding
+
+
+def hidden_loss(model: Any, real: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss that reads all hidden states, those of padding too."""
+    ids = make_ids(len(real), 37, vocab_size=VOCAB)
+    mask = (torch.arange(37) < torch.tensor(real)[:, None]).long()
+    hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
+    weights = torch.arange(hidden.numel(), dtype=hidden.dtype).sin().view_as(hidden)
+    loss = (hidden * weights).sum()
+    loss.backward()
+    return loss.detach(), current_gradients(model.base_model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [LLAMA, BAMBA, "Mamba2ForCausalLM", "MambaForCausalLM", "Qwen3_5ForCausalLM", "Gemma3ForCausalLM"],
+)
+def test_hidden_states_of_padding_are_the_models_own(name: str, double: None) -> None:
+    """Losses that read them, and logged means over all tokens, are those of the untouched model."""
+    plain = make(name)
+    model = adjoint.wrap(copy.deepcopy(plain), adjoint.Exact(chunk_size=8))
+    with float64_throughout():
+        expected = hidden_loss(plain, (37, 11, 22))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            assert_exact(hidden_loss(model, (37, 11, 22)), expected)
+
+
+def test_a_warning_where_hidden_states_of_padding_differ(double: None) -> None:
+    model = adjoint.wrap(make("OPTForCausalLM"), adjoint.Exact(chunk_size=8))
+    with float64_throughout(), pytest.warns(UserWarning, match="other hidden states of padded tokens"):
+        hidden_loss(model, (37, 11))
+
+
+# --------------------------------------------------------------------------------- where a comparison differs
+
+
+class Cumulative(nn.Module):
+    """Adds up all tokens before, which no cache carries."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + x.cumsum(1)
+
+
+def test_a_refusal_names_layer_parameter_and_token(caplog: pytest.LogCaptureFixture) -> None:
+    """And at the level DEBUG each gradient's difference is told."""
+    model = make(LLAMA, torch.float32)
+    model.model.layers[1].mlp = Cumulative(model.model.layers[1].mlp)
+    model = adjoint.wrap(model, adjoint.Exact(chunk_size=8))
+    caplog.set_level("DEBUG", "adjoint")
+    with pytest.raises(UserError) as refused:
+        model(**labelled())
+    for part in ("the gradient of ", "first in layers.1, from token 5 on", "ADJOINT_VERBOSITY=debug"):
+        assert part in str(refused.value)
+    table = next(r.getMessage() for r in caplog.records if r.levelname == "DEBUG")
+    assert all(name in table for name, _ in model.named_parameters())
