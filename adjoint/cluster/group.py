@@ -47,7 +47,7 @@ class ShardActor:
     shard: PipelineWorker | HelperShard | None = None
 
     def describe(self, training: TrainingConfig, files: SharedFiles | None) -> dict[str, Any]:
-        """What this process has: its node, device, precision, cores and memory.
+        """Describe this process: its node, device, precision, cores and memory.
 
         Raises:
             UserError: its node does not see the run's files.
@@ -350,28 +350,28 @@ class Group:
         return [results[rank] for rank in references]
 
     def _located(self, causes: list[Cause]) -> list[Cause]:
-        """The causes with their nodes' addresses, if there are several. A worker that hangs on a node that
-        does not answer either is one that cannot be reached."""
-        known, found = placement.addresses(), list[Cause]()
-        if len({known[node][0] for node in self.nodes if node in known}) < 2:
+        """Return the causes with their nodes' addresses, if there are several. A worker that hangs on a node
+        that does not answer either is one that cannot be reached."""
+        addresses, located_causes = placement.addresses(), list[Cause]()
+        if len({addresses[node][0] for node in self.nodes if node in addresses}) < 2:
             return causes
         for cause in causes:
-            host, port = known.get(self.nodes[cause.rank], ("", 0))
+            host, port = addresses.get(self.nodes[cause.rank], ("", 0))
             located = dataclasses.replace(cause, host=host)
             if cause.kind == "hung" and host and not placement.answers(host, port):
                 wait = f"waiting up to {DIAGNOSIS:.0f} s for Ray to say whether it is lost"
                 print(f"{located}; its node does not answer: {wait}", file=sys.stderr, flush=True)
                 located = dataclasses.replace(located, kind="unreachable", detail="its node does not answer")
-            found.append(located)
-        return found
+            located_causes.append(located)
+        return located_causes
 
     def _diagnosed(self, watch: Watch, cause: Cause, deadline: float) -> Cause:
         """A cause, or what Ray has found out by the deadline of a worker that could not be reached: until it
         counts a node as lost, it would place new workers there."""
         while cause.kind == "unreachable" and (left := deadline - time.monotonic()) > 0:
             found = watch.cause(cause.rank, left)
-            found = found or Cause("connection", cause.rank, "could not be reached for a while")
-            cause = dataclasses.replace(found, host=cause.host)
+            again = Cause("connection", cause.rank, "could not be reached for a while")
+            cause = dataclasses.replace(found or again, host=cause.host)
         return cause
 
     def kill(self) -> None:

@@ -42,7 +42,7 @@ LARGEST_MESSAGE = 1 << 16  # bytes
 
 @dataclass
 class Peer:
-    """Another process, as this one knows it.
+    """State of another process, as this one knows it.
 
     Attributes:
         heard: when it was last heard of, by `time.monotonic`. doing: what it said it was at.
@@ -68,7 +68,7 @@ class Peer:
 
     @property
     def last(self) -> str:
-        """What it was at when it was last heard of."""
+        """Name what it was at when it was last heard of."""
         return f"rank {self.endpoint.rank} was last at: {self.doing or 'set-up'}"
 
 
@@ -146,7 +146,7 @@ class Heartbeat:
             time.sleep(0.01)
 
     def _whereabouts(self) -> str:
-        """What every process is at."""
+        """Name what every process is at."""
         others = (f"{peer}: {peer.doing}" for peer in self.peers if not peer.is_done)
         return "; ".join([f"rank {self.own.rank} on {self.own.host}: {self.doing}", *others])
 
@@ -158,10 +158,10 @@ class Heartbeat:
             peer.heard = began
         beat = began
         while not self._closed.is_set():
-            if (now := time.monotonic()) >= beat:
+            if (time_now := time.monotonic()) >= beat:
                 self._tell({"doing": self.doing})
-                beat = now + BEAT
-            for key, _ in self._selector.select(max(0.0, beat - now)):
+                beat = time_now + BEAT
+            for key, _ in self._selector.select(max(0.0, beat - time_now)):
                 self._receive(key.data)
             if self.failure is not None:
                 if time.monotonic() > self._deadline and not self._leaving:
@@ -175,10 +175,10 @@ class Heartbeat:
 
     def _judge(self) -> None:
         """Tells of those that are silent, and fails where one is for too long."""
-        now = time.monotonic()
+        time_now = time.monotonic()
         waits = f"rank {self.own.rank} on {self.own.host} is at: {self.doing}"
         for peer in self.peers:
-            silence = now - peer.heard
+            silence = time_now - peer.heard
             if peer.is_done:
                 continue
             if silence > self.hang_timeout:
@@ -287,28 +287,28 @@ class Heartbeat:
 
     def _connections(self, store: Any, endpoints: Sequence[Endpoint]) -> dict[int, socket.socket]:
         """A connection to each other process, by its rank; that of the higher rank calls."""
-        own, world = self.own, len(endpoints)
-        family = socket.AF_INET6 if ":" in own.address else socket.AF_INET
-        found: dict[int, socket.socket] = {}
+        local, world = self.own, len(endpoints)
+        family = socket.AF_INET6 if ":" in local.address else socket.AF_INET
+        connections: dict[int, socket.socket] = {}
         with socket.socket(family) as listener:
             with contextlib.suppress(OSError):
-                listener.bind((own.address, 0))
+                listener.bind((local.address, 0))
             listener.listen(world)
             listener.settimeout(CONNECT_TIMEOUT)
-            here = listener.getsockname()[1], uuid.uuid4().hex
-            known = exchange(store, "heartbeat", own.rank, world, here)
-            for other in endpoints[: own.rank]:
-                port, word = known[other.rank]
+            listening = listener.getsockname()[1], uuid.uuid4().hex
+            listeners = exchange(store, "heartbeat", local.rank, world, listening)
+            for other in endpoints[: local.rank]:
+                port, word = listeners[other.rank]
                 line = socket.create_connection((other.address, port), CONNECT_TIMEOUT)
-                line.sendall(json.dumps([own.rank, word]).encode() + b"\n")
-                found[other.rank] = line
-            while len(found) < world - 1:
+                line.sendall(json.dumps([local.rank, word]).encode() + b"\n")
+                connections[other.rank] = line
+            while len(connections) < world - 1:
                 line, _ = listener.accept()
                 line.settimeout(CONNECT_TIMEOUT)
                 with contextlib.suppress(OSError, ValueError), line.makefile("rb") as file:
                     rank, word = json.loads(file.readline(200))
-                    if word == here[1] and rank not in found:
-                        found[rank] = line
+                    if word == listening[1] and rank not in connections:
+                        connections[rank] = line
                         continue
                 line.close()  # a stranger
-        return found
+        return connections

@@ -114,12 +114,12 @@ def _shorten_messages() -> None:
     line of each is printed."""
     from ray._private import worker
 
-    if (whole := getattr(worker, "print_to_stdstream", None)) is None:
+    if (print_whole := getattr(worker, "print_to_stdstream", None)) is None:
         return  # not Ray's public interface
 
     def shortened(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
         lines = [str(line).strip().partition("\n")[0] for line in data["lines"]]
-        whole({**data, "lines": lines}, *arguments, **keywords)
+        print_whole({**data, "lines": lines}, *arguments, **keywords)
 
     worker.print_to_stdstream = shortened
 
@@ -169,7 +169,7 @@ def how_many(each: Resources, nodes: Sequence[Mapping[str, float]]) -> int:
 
 
 def room(layout: Layout, each: Resources) -> int:
-    """How many shards fit on the cluster, as many as there are layers or not; 0 if not one."""
+    """Count the shards that fit on the cluster, as many as there are layers or not; 0 if not one."""
     workers = how_many(each, nodes()) // (layout.replicas * layout.sequence)
     return max(0, workers - layout.helpers)
 
@@ -190,7 +190,7 @@ def check_feasible(layout: Layout, each: Resources, nodes: Sequence[Mapping[str,
 
 
 def missing(layout: Layout, each: Resources) -> str:
-    """What the cluster lacks for a layout, in one line."""
+    """Name what the cluster lacks for a layout, in one line."""
     import ray
 
     lacks = layout.world - how_many(each, nodes())
@@ -198,10 +198,10 @@ def missing(layout: Layout, each: Resources) -> str:
     if lacks <= 0:
         free = {key: value for key, value in ray.available_resources().items() if key in each.bundle}
         return f"waiting for {each} for each of {layout.world} {name}, which others use; free: {free or 0}"
-    what = str(each) if lacks == 1 else f"{lacks} times {each}"
+    amount = str(each) if lacks == 1 else f"{lacks} times {each}"
     fit = room(layout, each)
     auto = f"; cluster.shards auto would go on with {fit}" if fit else ""
-    return f"waiting for {what}: {layout.world - lacks} of {layout.world} {name} can be placed{auto}"
+    return f"waiting for {amount}: {layout.world - lacks} of {layout.world} {name} can be placed{auto}"
 
 
 def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = False) -> Any:
@@ -221,12 +221,12 @@ def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = F
     if not await_nodes:
         check_feasible(layout, each, nodes())
     group = placement_group([each.bundle] * layout.world, strategy="PACK")  # an autoscaler sees it wait
-    deadline, told = time.monotonic() + timeout, ""
+    deadline, reported = time.monotonic() + timeout, ""
     while not group.wait(min(REPORT, max(0.0, deadline - time.monotonic()))):
         if time.monotonic() < deadline:
-            if (line := missing(layout, each)) != told:
+            if (line := missing(layout, each)) != reported:
                 print(f"{line}; waiting up to {timeout:.0f} s", file=sys.stderr, flush=True)
-                told = line
+                reported = line
             continue
         remove_placement_group(group)
         check_feasible(layout, each, nodes())

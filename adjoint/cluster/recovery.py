@@ -44,8 +44,8 @@ class Cause:
     host: str = ""
 
     def __str__(self) -> str:
-        where = f" on {self.host}" if self.host else ""
-        return f"shard {self.rank}{where}: {self.kind}{f': {self.detail}' if self.detail else ''}"
+        place = f" on {self.host}" if self.host else ""
+        return f"shard {self.rank}{place}: {self.kind}{f': {self.detail}' if self.detail else ''}"
 
 
 class ShardFailure(RuntimeError):

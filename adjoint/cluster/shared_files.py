@@ -19,7 +19,7 @@ REMEDY = "every host needs the same files under the same path, as on a file syst
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """What one host sees, for the others to compare with.
+    """Files as one host sees them, for the others to compare with.
 
     Attributes:
         host: its name.
@@ -35,7 +35,7 @@ class SharedFiles:
     weights: str | None = None
 
     def problem(self, host: str) -> str | None:
-        """What `host`, the one that this runs on, does not see; None if it sees the same."""
+        """Name what `host`, the one that this runs on, does not see; None if it sees the same."""
         token = Path(self.token)
         try:
             has_word = token.read_text() == self.word
@@ -45,8 +45,8 @@ class SharedFiles:
         if why:
             return f"run.dir {token.parent}: {host} does not see the folder of {self.host} ({why}); {REMEDY}"
         for setting, (path, expected) in self.digests.items():
-            if (found := digest(Path(path))) != expected:
-                why = "does not have this folder" if found is None else "has other files in it"
+            if (current := digest(Path(path))) != expected:
+                why = "does not have this folder" if current is None else "has other files in it"
                 return f"{setting} {path}: {host} {why}, unlike {self.host}; {REMEDY}"
         return None
 
@@ -55,7 +55,7 @@ class SharedFiles:
 def shared_files(
     run: Path, folders: Mapping[str, Path], weights: Path | None = None
 ) -> Iterator[SharedFiles]:
-    """What this host sees; inside, the token is there.
+    """Give the files as this host sees them; inside, the token is there.
 
     Args:
         run: the run's folder. folders: others, by the settings that name them.
@@ -75,11 +75,11 @@ def digest(folder: Path) -> str | None:
     """A digest of the names and sizes of all files of a folder; None where there is no such folder."""
     if not folder.is_dir():
         return None
-    found = hashlib.sha256()
+    current = hashlib.sha256()
     for parent, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
             path = Path(parent, name)
             with contextlib.suppress(OSError):
-                found.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
-    return found.hexdigest()
+                current.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
+    return current.hexdigest()

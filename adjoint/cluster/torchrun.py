@@ -166,45 +166,46 @@ def _check(config: Config, here: Place) -> None:
 
 def _open_run(config: Config, here: Place, heartbeat: Heartbeat) -> tuple[RunFolder, Path | None]:
     """Process 0's folder, for others one that goes away; and the checkpoint that process 0 has found."""
-    found: list[Any] = [None, None, None]  # the checkpoint, the error, the folder
+    result: list[Any] = [None, None, None]  # the checkpoint, the error, the folder
     folder = None
     if here.rank == 0:
         try:
-            folder, found[0] = open_run(config.run)
-            found[2] = str(folder.path)
+            folder, result[0] = open_run(config.run)
+            result[2] = str(folder.path)
         except UserError as error:
-            found[1] = str(error)
-    torch.distributed.broadcast_object_list(found)
-    if found[1] is not None:
-        raise UserError(found[1])
-    heartbeat.name, heartbeat.resume = found[2], resume_command(Path(found[2]), launcher())
+            result[1] = str(error)
+    torch.distributed.broadcast_object_list(result)
+    if result[1] is not None:
+        raise UserError(result[1])
+    heartbeat.name, heartbeat.resume = result[2], resume_command(Path(result[2]), launcher())
     if folder is None:
         folder = RunFolder(Path(tempfile.mkdtemp(prefix="adjoint-")))
         heartbeat.temporary.append(folder.path)
-    return folder, found[0]
+    return folder, result[0]
 
 
 def _check_files(
-    config: Config, folder: RunFolder, checkpoint: Path | None, store: Any, own: Endpoint
+    config: Config, folder: RunFolder, checkpoint: Path | None, store: Any, local: Endpoint
 ) -> None:
     """Raises a UserError on every process if one does not see the files of process 0."""
     folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
     present = {setting: Path(path) for setting, path in folders.items() if path is not None}
-    first = shared_files(folder.path, present) if own.rank == 0 else contextlib.nullcontext()
+    first = shared_files(folder.path, present) if local.rank == 0 else contextlib.nullcontext()
     world = torch.distributed.get_world_size()
     with first as files:
-        seen: list[Any] = [files]
-        torch.distributed.broadcast_object_list(seen)
-        problems = exchange(store, "files", own.rank, world, seen[0].problem(own.host))
-    if found := [problem for problem in problems if problem is not None]:
-        raise UserError(found[0])
+        shared: list[Any] = [files]
+        torch.distributed.broadcast_object_list(shared)
+        problems = exchange(store, "files", local.rank, world, shared[0].problem(local.host))
+    for problem in problems:
+        if problem is not None:
+            raise UserError(problem)
 
 
-def _check_data(data: Data, store: Any, own: Endpoint, endpoints: Sequence[Endpoint], path: Any) -> None:
+def _check_data(data: Data, store: Any, local: Endpoint, endpoints: Sequence[Endpoint], path: Any) -> None:
     """Raises a UserError on every process if one has read another text than process 0."""
-    found = exchange(store, "data", own.rank, len(endpoints), data.fingerprint)
-    for other, fingerprint in zip(endpoints, found, strict=True):
-        if fingerprint != found[0]:
+    fingerprints = exchange(store, "data", local.rank, len(endpoints), data.fingerprint)
+    for other, fingerprint in zip(endpoints, fingerprints, strict=True):
+        if fingerprint != fingerprints[0]:
             raise UserError(
                 f"data.path {path}: {other.host} reads other text there than {endpoints[0].host}; {REMEDY}"
             )
@@ -258,13 +259,13 @@ class Replica(Trainer):
         own = ids.tensor_split(len(self.peers))[self.here.rank // self.workers]
         return own, self._predictions(own) / max(1, self._predictions(ids)) if len(own) else 0.0
 
-    def _gathered(self, value: float, ranks: list[int], what: str) -> list[float]:
+    def _gathered(self, value: float, ranks: list[int], name: str) -> list[float]:
         """The values of several ranks.
 
         Args:
-            what: the value is, for the others' news of this process.
+            name: of the value, for the others' news of this process.
         """
-        self._now(f"exchange of {what}")
+        self._now(f"exchange of {name}")
         each = self.transport.all_gather(torch.tensor([value], dtype=torch.float64), ranks)
         return torch.cat(each).tolist()
 

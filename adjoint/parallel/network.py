@@ -1,4 +1,4 @@
-"""Which network interface the processes of a run talk over, and how they tell each other.
+"""The network interface that the processes of a run talk over, and how they agree on it.
 
 gloo binds to the address that the host's name resolves to. On Debian, Ubuntu and in many containers that is
 127.0.1.1, which no other host reaches. So each process names its own address first, through the store at
@@ -36,7 +36,7 @@ _chosen: dict[str, str] = {}  # variables that `bind` has set in this process
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one process of a run can be reached.
+    """The address at which one process of a run can be reached.
 
     Attributes:
         rank: of the process.
@@ -71,7 +71,7 @@ def is_loopback(address: str) -> bool:
 
 def interfaces() -> dict[str, str]:
     """Map each address of this host to its interface; where the system is not Linux, that of loopback."""
-    found: dict[str, str] = {}
+    interface_of: dict[str, str] = {}
     if not sys.platform.startswith("linux"):
         loopback = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
         return dict(zip(LOOPBACKS[:1], loopback, strict=False))
@@ -84,12 +84,12 @@ def interfaces() -> dict[str, str]:
     for at in range(0, struct.unpack("iP", filled)[0], IFREQ):
         entry = entries[at : at + IFREQ].tobytes()
         name = entry[:16].partition(b"\0")[0].decode().partition(":")[0]  # without the label of an alias
-        found[socket.inet_ntoa(entry[20:24])] = name
+        interface_of[socket.inet_ntoa(entry[20:24])] = name
     with contextlib.suppress(OSError):  # a kernel without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
-            found[str(ipaddress.IPv6Address(int(digits, 16)))] = name
-    return found
+            interface_of[str(ipaddress.IPv6Address(int(digits, 16)))] = name
+    return interface_of
 
 
 def source_address(toward: str) -> str | None:
@@ -115,8 +115,8 @@ def resolve(host: str) -> str | None:
 
 
 def network_identity() -> str:
-    """What processes that share a loopback interface have in common: the boot of their kernel, and the
-    network namespace in it."""
+    """Return what processes that share a loopback interface have in common: the boot of their kernel, and
+    the network namespace in it."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -124,7 +124,7 @@ def network_identity() -> str:
 
 
 def own_endpoint(rank: int, address: str | None = None) -> Endpoint:
-    """This process's endpoint, as far as it knows without the others.
+    """Return this process's endpoint, as far as it knows without the others.
 
     Args:
         address: of this host as the cluster knows it; None: the one whose route leads to MASTER_ADDR, or to
@@ -188,36 +188,39 @@ def bind(store: Any, rank: int, world: int, address: str | None = None) -> list[
             process does not take part.
         ConnectionError: see `exchange`.
     """
-    own = own_endpoint(rank, address)
-    values = exchange(store, "own", rank, world, dataclasses.asdict(own))
+    local = own_endpoint(rank, address)
+    values = exchange(store, "own", rank, world, dataclasses.asdict(local))
     if declined := [value["declined"] for value in values if "declined" in value]:
         raise UserError(declined[0])
     endpoints = _endpoints(values)
-    held, chosen = interfaces(), os.environ.get(GLOO)
+    interface_of, chosen = interfaces(), os.environ.get(GLOO)
     problem = ""
     if chosen and chosen != _chosen.get(GLOO):
-        held_by = {name: each for each, name in reversed(held.items())}
+        held_by = {name: each for each, name in reversed(interface_of.items())}
         names = chosen.split(",")  # gloo takes several
         if wrong := [name for name in names if name not in held_by and sys.platform.startswith("linux")]:
-            there = ", ".join(dict.fromkeys(held.values()))
-            problem = f"{GLOO}: {own.host} has no interface {wrong[0]!r} with an address; it has {there}"
-        own = dataclasses.replace(own, address=held_by.get(names[0], own.address), interface=chosen)
+            present = ", ".join(dict.fromkeys(interface_of.values()))
+            problem = f"{GLOO}: {local.host} has no interface {wrong[0]!r} with an address; it has {present}"
+        local = dataclasses.replace(local, address=held_by.get(names[0], local.address), interface=chosen)
     else:
-        own = _towards(own, endpoints, held)
-        if own.is_loopback and any(other.network != own.network for other in endpoints):
+        local = _towards(local, endpoints, interface_of)
+        if local.is_loopback and any(other.network != local.network for other in endpoints):
             problem = (
-                f"rank {rank} on {own.host} knows no address of its own that the other hosts reach: "
-                f"{os.environ.get('MASTER_ADDR', own.address)} leads to {own.address} here; give torchrun an "
-                f"address as --master-addr, or set {GLOO} on each host"
+                f"rank {rank} on {local.host} knows no address of its own that the other hosts reach: "
+                f"{os.environ.get('MASTER_ADDR', local.address)} leads to {local.address} here; give torchrun "
+                f"an address as --master-addr, or set {GLOO} on each host"
             )
-    told = exchange(store, "bound", rank, world, [dataclasses.asdict(own), problem])
-    if problems := [text for _, text in told if text]:
+    reports = exchange(store, "bound", rank, world, [dataclasses.asdict(local), problem])
+    if problems := [text for _, text in reports if text]:
         raise UserError(problems[0])
-    if own.interface:
-        for name, value in ((GLOO, own.interface), (NCCL, f"={own.interface}")):  # =: not a prefix of names
+    if local.interface:
+        for name, value in (
+            (GLOO, local.interface),
+            (NCCL, f"={local.interface}"),
+        ):  # =: not a prefix of names
             if os.environ.get(name) in (None, "", _chosen.get(name)):
                 os.environ[name] = _chosen[name] = value
-    return _endpoints([endpoint for endpoint, _ in told])
+    return _endpoints([endpoint for endpoint, _ in reports])
 
 
 def decline(store: Any, rank: int, world: int, why: str) -> None:
@@ -235,15 +238,15 @@ def probe(store: Any, rank: int, endpoints: list[Endpoint]) -> None:
     Raises:
         ConnectionError: two hosts do not reach each other; says which.
     """
-    own = endpoints[rank]
-    first = {other.network: other for other in reversed(endpoints) if other.network != own.network}
+    local = endpoints[rank]
+    first = {other.network: other for other in reversed(endpoints) if other.network != local.network}
     if not first:
         return
-    family = socket.AF_INET6 if ":" in own.address else socket.AF_INET
+    family = socket.AF_INET6 if ":" in local.address else socket.AF_INET
     problem = ""
     with socket.socket(family) as listener:
         try:
-            listener.bind((own.address, 0))
+            listener.bind((local.address, 0))
             listener.listen(len(endpoints))
             port = listener.getsockname()[1]
         except OSError:  # behind a translation of addresses: nothing to connect to
@@ -255,9 +258,11 @@ def probe(store: Any, rank: int, endpoints: list[Endpoint]) -> None:
                 return ""
             try:
                 address = other.address, ports[other.rank]
-                socket.create_connection(address, PROBE_TIMEOUT, (own.address, 0)).close()
+                socket.create_connection(address, PROBE_TIMEOUT, (local.address, 0)).close()
             except OSError as error:
-                return f"{own.host} ({own.address}) does not reach {other.host} ({other.address}): {error}"
+                return (
+                    f"{local.host} ({local.address}) does not reach {other.host} ({other.address}): {error}"
+                )
             return ""
 
         with ThreadPoolExecutor(min(32, len(first))) as threads:
@@ -274,21 +279,23 @@ def _endpoints(values: list[dict[str, Any]]) -> list[Endpoint]:
     return [Endpoint(**value) for value in values]
 
 
-def _towards(own: Endpoint, endpoints: list[Endpoint], held: dict[str, str]) -> Endpoint:
-    """This process's endpoint with the address and interface that lead to the others."""
-    others = [other for other in endpoints if other.network != own.network]
+def _towards(local: Endpoint, endpoints: list[Endpoint], interface_of: dict[str, str]) -> Endpoint:
+    """Return this process's endpoint with the address and interface that lead to the others."""
+    others = [other for other in endpoints if other.network != local.network]
     if not others:
-        loopback = next((address for address in LOOPBACKS if address in held), own.address)
-        return dataclasses.replace(own, address=loopback, interface=held.get(loopback, ""))
+        loopback = next((address for address in LOOPBACKS if address in interface_of), local.address)
+        return dataclasses.replace(local, address=loopback, interface=interface_of.get(loopback, ""))
     routes = [source_address(other.address) for other in others if not other.is_loopback]
-    candidates = [own.address, *(address for address in routes if address is not None)]
+    candidates = [local.address, *(address for address in routes if address is not None)]
     for address in candidates:
-        if address in held and not is_loopback(address):
-            return dataclasses.replace(own, address=address, interface=held[address])
+        if address in interface_of and not is_loopback(address):
+            return dataclasses.replace(local, address=address, interface=interface_of[address])
     # an address that is not this host's own, as behind a translation of addresses, or no Linux: gloo decides
-    return dataclasses.replace(own, address=next((a for a in candidates if not is_loopback(a)), own.address))
+    return dataclasses.replace(
+        local, address=next((a for a in candidates if not is_loopback(a)), local.address)
+    )
 
 
 def table(endpoints: Sequence[Endpoint]) -> str:
-    """All ranks' hosts, addresses and interfaces, in one line."""
+    """Return all ranks' hosts, addresses and interfaces, in one line."""
     return "; ".join(map(str, endpoints))

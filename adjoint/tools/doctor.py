@@ -217,23 +217,25 @@ def settings(cores: int) -> list[Finding]:
 
 
 def addresses() -> list[Finding]:
-    """This host's name and interfaces; and where torchrun has started this process with others, the address
-    and interface of each: all of them meet here, as in a run."""
+    """List this host's name and interfaces; and where torchrun has started this process with others, the
+    address and interface of each: all of them meet here, as in a run."""
     name, chosen = socket.gethostname(), {key: os.environ.get(key) for key in (network.GLOO, network.NCCL)}
     resolved = network.resolve(name)
     aside = ": adjoint's runs take the interface whose route leads to the other hosts instead"
-    told = f"{name} is {resolved or 'not known here'}{aside if network.is_loopback(resolved or '') else ''}"
-    found = [row("host", told, address=resolved)]
-    found += [row(interface, address) for address, interface in network.interfaces().items()]
-    found += [row(key, value) for key, value in chosen.items() if value is not None]
+    description = (
+        f"{name} is {resolved or 'not known here'}{aside if network.is_loopback(resolved or '') else ''}"
+    )
+    rows = [row("host", description, address=resolved)]
+    rows += [row(interface, address) for address, interface in network.interfaces().items()]
+    rows += [row(key, value) for key, value in chosen.items() if value is not None]
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and "MASTER_ADDR" in os.environ:
         try:
             _, endpoints = meet("env://", rank, world, MEETING_TIMEOUT)
         except (UserError, OSError) as error:
-            return [*found, row("processes", str(error), False)]
-        found += [row(f"rank {e.rank}", str(e).partition(": ")[2], True) for e in endpoints]
-    return found
+            return [*rows, row("processes", str(error), False)]
+        rows += [row(f"rank {e.rank}", str(e).partition(": ")[2], True) for e in endpoints]
+    return rows
 
 
 def self_checks(backends: list[str]) -> list[Finding]:

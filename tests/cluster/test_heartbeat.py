@@ -46,7 +46,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat_module, "GRACE", 0.5)
 
 
-def told(
+def run_watched(
     folder: Path, work: list[Callable[[], None]], during: Callable[[list[int]], None] = lambda children: None
 ) -> list[tuple[int, str]]:
     """Exit code and stderr of processes that watch one another, each at some work."""
@@ -77,16 +77,16 @@ def told(
 
 
 def test_processes_at_work_are_alive_and_one_that_is_through_is_not_missed(tmp_path: Path) -> None:
-    assert told(tmp_path, [compute, lambda: None, compute]) == [(0, "")] * 3
+    assert run_watched(tmp_path, [compute, lambda: None, compute]) == [(0, "")] * 3
 
 
 def test_a_process_that_fails_is_named_by_all(tmp_path: Path) -> None:
-    """By one in a collective, whose main thread cannot end by itself, and by one whose connection broke."""
-    found = told(tmp_path, [wait_in_a_collective, fail, break_off])
+    """Even one in a collective, whose main thread cannot end by itself, and one whose connection broke."""
+    results = run_watched(tmp_path, [wait_in_a_collective, fail, break_off])
     host = os.uname().nodename
-    own = "error: data.path /there: no such file\n"
-    others = f"error: runs/x: rank 1 on {host}: {own[7:-1]}; continue with: adjoint train --resume auto\n"
-    assert found == [(2, others), (2, own), (2, others)]
+    line = "error: data.path /there: no such file\n"
+    others = f"error: runs/x: rank 1 on {host}: {line[7:-1]}; continue with: adjoint train --resume auto\n"
+    assert results == [(2, others), (2, line), (2, others)]
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_a_process_that_is_killed_or_stopped_is_named_by_all(
         time.sleep(3)
         break_off()
 
-    found = told(tmp_path, [wait_in_a_collective, wait_in_a_collective, break_off_later], harm)
-    assert [code for code, _ in found] == [2, -signal.SIGKILL, 2], found
-    for _, text in (found[0], found[2]):
+    results = run_watched(tmp_path, [wait_in_a_collective, wait_in_a_collective, break_off_later], harm)
+    assert [code for code, _ in results] == [2, -signal.SIGKILL, 2], results
+    for _, text in (results[0], results[2]):
         last = text.splitlines()[-1]
         assert last.startswith("error: runs/x: rank 1 on ") and said in last, text
         assert last.endswith("continue with: adjoint train --resume auto")
@@ -131,8 +131,8 @@ def test_a_short_silence_is_told_and_forgiven(tmp_path: Path, monkeypatch: pytes
         time.sleep(2)
         os.kill(children[1], signal.SIGCONT)
 
-    found: Any = told(tmp_path, [compute, compute], pause)
-    assert [code for code, _ in found] == [0, 0] and found[1][1] == "", found
-    first, second = found[0][1].splitlines()
+    results: Any = run_watched(tmp_path, [compute, compute], pause)
+    assert [code for code, _ in results] == [0, 0] and results[1][1] == "", results
+    first, second = results[0][1].splitlines()
     assert " is silent for 1 s; rank 0 on " in first and "is at: work 0; the run ends after 4 s" in first
     assert " is heard again after 2 s" in second

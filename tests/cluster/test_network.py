@@ -1,4 +1,4 @@
-"""Which interface processes talk over; hosts for real are in tests/hosts."""
+"""Interfaces that processes talk over; hosts for real are in tests/hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adjoint.parallel.network import Endpoint
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo decides elsewhere")
 LO = {"127.0.0.1": "lo", "::1": "lo"}
-HELD = {**LO, "10.0.0.2": "eth0", "192.168.1.2": "wlan0"}
+INTERFACES = {**LO, "10.0.0.2": "eth0", "192.168.1.2": "wlan0"}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bound(world: int, *addresses: str | None) -> list[list[Endpoint]]:
-    """What `bind` gives each of several ranks, here threads of one process."""
+    """Return what `bind` gives each of several ranks, here threads of one process."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     store.set_timeout(datetime.timedelta(seconds=10))
     with ThreadPoolExecutor(world) as threads:
@@ -53,7 +53,7 @@ def test_processes_of_one_host_talk_over_loopback(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "own, others, expected",
+    "address, others, expected",
     [
         ("10.0.0.2", ["10.0.0.3"], ("10.0.0.2", "eth0")),
         ("127.0.0.1", ["127.0.0.1", "10.0.0.3"], ("10.0.0.2", "eth0")),  # its name resolves to loopback
@@ -63,13 +63,13 @@ def test_processes_of_one_host_talk_over_loopback(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_host_takes_the_interface_that_leads_to_the_others(
-    own: str, others: list[str], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    address: str, others: list[str], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "source_address", lambda toward: "10.0.0.2")
-    here = Endpoint(0, "a", "a", own)
-    endpoints = [here, *(Endpoint(i, "b", "b", address) for i, address in enumerate(others, 1))]
-    found = network._towards(here, endpoints, HELD)
-    assert (found.address, found.interface) == expected
+    local = Endpoint(0, "a", "a", address)
+    endpoints = [local, *(Endpoint(i, "b", "b", address) for i, address in enumerate(others, 1))]
+    endpoint = network._towards(local, endpoints, INTERFACES)
+    assert (endpoint.address, endpoint.interface) == expected
 
 
 def test_the_users_choice_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_the_users_choice_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "interfaces", lambda: HELD)
+    monkeypatch.setattr(network, "interfaces", lambda: INTERFACES)
     monkeypatch.setenv(network.GLOO, "eth0,eth7")
     with pytest.raises(UserError, match="has no interface 'eth7' with an address; it has lo, eth0, wlan0"):
         bound(2)
@@ -102,6 +102,6 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def test_interfaces_are_those_of_the_system() -> None:
-    found = network.interfaces()
-    assert found["127.0.0.1"] == "lo"
-    assert set(found.values()) <= {name for _, name in socket.if_nameindex()}
+    endpoint = network.interfaces()
+    assert endpoint["127.0.0.1"] == "lo"
+    assert set(endpoint.values()) <= {name for _, name in socket.if_nameindex()}

@@ -13,5 +13,5 @@ from tests.hosts import hosts
 def three_hosts() -> Iterator[list[hosts.Host]]:
     if (reason := hosts.why_not()) is not None:
         pytest.skip(reason)
-    with hosts.hosts(3) as made:
-        yield made
+    with hosts.hosts(3) as machines:
+        yield machines

@@ -28,14 +28,14 @@ exec "$@"
 
 
 def ip(*arguments: str) -> str:
-    """What a command of ip prints; a CalledProcessError where it fails."""
+    """Return what a command of ip prints; a CalledProcessError where it fails."""
     command = ["ip", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @functools.cache
 def why_not() -> str | None:
-    """Why there can be no hosts here; None where there can."""
+    """Say why there can be no hosts here; None where there can."""
     if shutil.which("ip") is None:
         return "needs the command ip (apt-get install iproute2)"
     name = f"adjoint-{os.getpid()}-probe"
@@ -55,7 +55,7 @@ def why_not() -> str | None:
 
 
 class Host:
-    """One of `Hosts`.
+    """Host on the switch.
 
     Attributes:
         name: of the host. address: of it on the switch. namespace: its network's name.
@@ -86,15 +86,15 @@ class Host:
         """Starts a command on this host; stdout and stderr are added to a file."""
         folders = map(str, self.own_folders)
         entered = ["unshare", "--uts", "--mount", "sh", "-c", ENTER, self.name, *folders, "--", *command]
-        known = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment}
+        variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment}
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_ADDRESS"):
             if name not in environment:
-                known.pop(name, None)
+                variables.pop(name, None)
         with open(output, "ab") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.namespace, *entered],
                 cwd=REPOSITORY,
-                env=known,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -151,7 +151,7 @@ def remove_left_over() -> None:
     """Ends the hosts of test processes that were killed before they could."""
     for line in ip("netns", "list").splitlines():
         name = line.split()[0]
-        if (made := re.fullmatch(r"adjoint-(\d+)-\w+", name)) and not Path(f"/proc/{made[1]}").exists():
+        if (created := re.fullmatch(r"adjoint-(\d+)-\w+", name)) and not Path(f"/proc/{created[1]}").exists():
             for number in ip("netns", "pids", name).split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(number), signal.SIGKILL)
@@ -163,17 +163,17 @@ def remove_left_over() -> None:
 def hosts(count: int) -> Iterator[list[Host]]:
     """So many hosts, which are gone afterwards with all their processes."""
     remove_left_over()
-    prefix, made = f"adjoint-{os.getpid()}", list[Host]()
+    prefix, created = f"adjoint-{os.getpid()}", list[Host]()
     switch = f"{prefix}-switch"
     ip("netns", "add", switch)
     try:
         ip("-n", switch, "link", "add", "switch", "type", "bridge")
         ip("-n", switch, "link", "set", "switch", "up")
         for number in range(1, count + 1):
-            made.append(Host(prefix, number))
-        yield made
+            created.append(Host(prefix, number))
+        yield created
     finally:
-        for host in made:
+        for host in created:
             host.remove()
         ip("netns", "del", switch)
         with contextlib.suppress(OSError):  # others may have files there

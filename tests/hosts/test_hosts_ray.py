@@ -64,9 +64,9 @@ class RayCluster:
 
     def join(self, host: Host) -> None:
         """Starts Ray on a host."""
-        seen = ["--dashboard-host", host.address] if self.dashboard else ["--include-dashboard=false"]
+        view = ["--dashboard-host", host.address] if self.dashboard else ["--include-dashboard=false"]
         is_head = host is self.hosts[0]
-        role = ["--head", "--port", "6379", *seen] if is_head else ["--address", self.address]
+        role = ["--head", "--port", "6379", *view] if is_head else ["--address", self.address]
         memory = ["--object-store-memory", str(100 << 20)]
         size = ["--num-cpus", str(self.cpus), *memory, "--node-ip-address", host.address]
         output = self.folder / f"ray-{host.name}.txt"
@@ -82,7 +82,7 @@ class RayCluster:
 
 
 def assert_same_bits(run: Path, expected: Path) -> None:
-    """Of the last weights."""
+    """Compare the last weights."""
     stored, others = (
         StoredTensors(list_checkpoints(p / "checkpoints")[-1], "model") for p in (run, expected)
     )
@@ -97,8 +97,8 @@ def ray_cluster(three_hosts: list[Host], tmp_path: Path) -> RayCluster:
 
 def test_layouts_over_hosts_train_as_one_process(three_hosts: list[Host], tmp_path: Path) -> None:
     cluster = RayCluster(three_hosts, tmp_path, cpus=2)
-    one = {key: value for key, value in FLAGS.items() if not key.startswith("cluster")}
-    assert train_tiny(tmp_path, **one, run__dir=tmp_path / "one") == 0
+    flags = {key: value for key, value in FLAGS.items() if not key.startswith("cluster")}
+    assert train_tiny(tmp_path, **flags, run__dir=tmp_path / "one") == 0
     layouts: dict[str, dict[str, Any]] = {
         "auto": {"cluster__shards": "auto"},
         "shards-and-replicas": {"cluster__replicas": 2},
@@ -170,7 +170,7 @@ def test_a_node_with_a_disk_of_its_own_is_named(three_hosts: list[Host], tmp_pat
 
 
 def test_a_job_is_submitted_from_another_host(three_hosts: list[Host], tmp_path: Path) -> None:
-    """With the cluster's token; without it, it is refused."""
+    """Jobs need the cluster's token."""
     RayCluster(three_hosts[:2], tmp_path, dashboard=True)
     flags = {**FLAGS, "cluster__shards": 2}
     program = [sys.executable, str(REPOSITORY / "train.py"), *tiny(tmp_path, **flags)[1:]]

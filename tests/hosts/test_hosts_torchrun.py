@@ -51,7 +51,7 @@ class Run:
             self.processes.append(host.start(command, output, TMPDIR=str(self.temporary)))
 
     def codes(self, seconds: float = 90) -> list[int]:
-        """What torchrun returned on each host."""
+        """Return torchrun's exit code on each host."""
         pairs = zip(self.processes, self.outputs, strict=True)
         return [ended(process, seconds, output) for process, output in pairs]
 
@@ -112,9 +112,9 @@ def test_a_host_cut_off_is_named_and_ends_the_run_everywhere(three_hosts: list[H
     assert all(code != 0 for code in run.codes(30))
     assert 8 < time.monotonic() - began < 30
     resume = f"train.py --config {run.folder}/config.yaml --run.dir {run.folder} --resume auto"
-    for number, told in enumerate(["rank 2 on host3", "rank 2 on host3", "rank"]):
+    for number, culprit in enumerate(["rank 2 on host3", "rank 2 on host3", "rank"]):
         (line,) = run.lines(number, "error: ")
-        assert line.startswith(f"error: {run.folder}: {told}") and "silent for" in line
+        assert line.startswith(f"error: {run.folder}: {culprit}") and "silent for" in line
         assert "cluster.hang_timeout is 8" in line and " is at: step " in line
         launcher = f"torchrun --nnodes 3 --node-rank {number} --nproc-per-node 1 --master-addr 10.77.0.1"
         assert line.endswith(f"continue with: {launcher} --master-port 29500 {resume}")
@@ -141,10 +141,10 @@ def test_a_host_with_a_disk_of_its_own_is_named_before_the_first_step(
     (tmp_path / "text").mkdir(exist_ok=True)
     if hidden == "model":
         make("Mamba2ForCausalLM").save_pretrained(folder)
-    there = {"run__dir": tmp_path / "run", "data__path": write_text(tmp_path / "text" / "text.txt")}
+    paths = {"run__dir": tmp_path / "run", "data__path": write_text(tmp_path / "text" / "text.txt")}
     three_hosts[1].own_folders.append(folder)
     flags = {key: value.format(folder) for key, value in flags.items()}
-    run = Run(tmp_path, three_hosts[:2], {**FLAGS, **there, **flags})
+    run = Run(tmp_path, three_hosts[:2], {**FLAGS, **paths, **flags})
     assert run.codes() == [1, 1]
     (line,) = run.lines(0, "error: ")
     assert said.format(folder) in line, line
@@ -195,7 +195,7 @@ def test_a_host_switched_off_ends_the_run_which_goes_on_with_the_same_bits(
 
 
 def test_a_closed_network_is_told_by_addresses_of_both_ends(three_hosts: list[Host], tmp_path: Path) -> None:
-    """Where the first host's store can be reached, but a third host cannot reach the second."""
+    """The first host's store can be reached, but the third host cannot reach the second."""
     block = ["ip", "route", "add", "prohibit", f"{three_hosts[1].address}/32"]
     assert three_hosts[2].start(block, tmp_path / "block.txt").wait(20) == 0
     run = Run(tmp_path, three_hosts, {**FLAGS, "data__batch": 3})
