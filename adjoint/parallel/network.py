@@ -205,10 +205,11 @@ def bind(store: Any, rank: int, world: int, address: str | None = None) -> list[
     else:
         local = _towards(local, endpoints, interface_of)
         if local.is_loopback and any(other.network != local.network for other in endpoints):
+            master = os.environ.get("MASTER_ADDR", local.address)
             problem = (
-                f"rank {rank} on {local.host} knows no address of its own that the other hosts reach: "
-                f"{os.environ.get('MASTER_ADDR', local.address)} leads to {local.address} here; give torchrun "
-                f"an address as --master-addr, or set {GLOO} on each host"
+                f"rank {rank} on {local.host} knows no address of its own that the other hosts reach: {master} "
+                f"leads to {local.address} here; give torchrun an address as --master-addr, or set {GLOO} on "
+                "each host"
             )
     reports = exchange(store, "bound", rank, world, [dataclasses.asdict(local), problem])
     if problems := [text for _, text in reports if text]:
