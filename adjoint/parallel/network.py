@@ -207,8 +207,8 @@ def bind(store: Any, rank: int, world: int, address: str | None = None) -> list[
         if local.is_loopback and any(other.network != local.network for other in endpoints):
             master = os.environ.get("MASTER_ADDR", local.address)
             problem = (
-                f"rank {rank} on {local.host} knows no address of its own that the other hosts reach: {master} "
-                f"leads to {local.address} here; give torchrun an address as --master-addr, or set {GLOO} on "
+                f"rank {rank} on {local.host} knows no address of its own that the other hosts reach: "
+                f"{master} leads to {local.address} here; give torchrun an address as --master-addr, or set {GLOO} on "
                 "each host"
             )
     reports = exchange(store, "bound", rank, world, [dataclasses.asdict(local), problem])
