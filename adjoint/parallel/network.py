@@ -208,8 +208,8 @@ def bind(store: Any, rank: int, world: int, address: str | None = None) -> list[
             master = os.environ.get("MASTER_ADDR", local.address)
             problem = (
                 f"rank {rank} on {local.host} knows no address of its own that the other hosts reach: "
-                f"{master} leads to {local.address} here; give torchrun an address as --master-addr, or set {GLOO} on "
-                "each host"
+                f"{master} leads to {local.address} here; give torchrun an address as --master-addr, "
+                f"or set {GLOO} on each host"
             )
     reports = exchange(store, "bound", rank, world, [dataclasses.asdict(local), problem])
     if problems := [text for _, text in reports if text]:
