@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from adjoint.cli import main
+from adjoint.cluster.heartbeat import NOTICE
 from adjoint.engine import compare
 from adjoint.memory import size_bytes
 from adjoint.plan.memory import RESERVED
@@ -189,6 +190,7 @@ def constants() -> Numbers:
         "reserved_cpu_mb": RESERVED["cpu"][0] / 1e6, "reserved_cuda_gb": RESERVED["cuda"][0] / 1e9,
         "sustained": 100 * command.SUSTAINED, "bandwidth_gb": size_bytes(command.BANDWIDTH) / 1e9,
         "gpu_cap_gb": CAP_BYTES / 1e9, "as_good": AS_GOOD, "one_more": 4 / 3,
+        "silence_s": NOTICE,
         "a100_gib": GPUS["a100-80gb"].memory / 2**30, "h200_gib": GPUS["h200"].memory / 2**30,
     }  # fmt: skip
 

@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "shards": ("layouts", "helpers", "transport", "plan"),
     "ray": ("ray", "shards_pretrained"),
     "recovery": ("recovery", "nodes"),
+    "hosts": ("hosts_torchrun", "hosts_ray"),
     "pages": ("pages",),
     "install": ("install",),
 }

@@ -88,7 +88,7 @@ def ray_on_loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         object_store_memory=150 << 20,
         logging_level="error",
         log_to_driver=False,
-        runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[1])}},
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}},
     )
     yield
     ray.shutdown()

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import sys
 import tempfile
 import time
 import uuid
@@ -20,8 +21,9 @@ from adjoint.cluster import devices, placement
 from adjoint.cluster.helpers import Helper, HelperShard, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import PipelineWorker
+from adjoint.cluster.shared_files import SharedFiles
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import DistributedTransport
+from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.plan.schedule import exchanges_within_tiles
@@ -29,7 +31,9 @@ from adjoint.train.config import ClusterConfig, TrainingConfig
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
 SEARCH = 15.0  # the same where only connections are known to have broken, but not yet who broke them
-DIAGNOSIS = 45.0  # seconds that Ray gets to find out what became of a worker that cannot be reached
+# Seconds that Ray gets to find out what became of a worker that cannot be reached: by its own defaults it
+# asks a node five times, every 3 s and for up to 10 s each, before it counts it as lost.
+DIAGNOSIS = 90.0
 HEARTBEAT = 1.0  # seconds between questions whether a worker is alive
 # Seconds that a shard waits for one message, at least: others may have much to do before they send it. That
 # nobody gets on is noticed sooner (`Watch`).
@@ -42,8 +46,12 @@ class ShardActor:
 
     shard: PipelineWorker | HelperShard | None = None
 
-    def describe(self, training: TrainingConfig) -> dict[str, Any]:
-        """What this process has: its node, device, precision, cores and memory."""
+    def describe(self, training: TrainingConfig, files: SharedFiles | None) -> dict[str, Any]:
+        """Describe this process: its node, device, precision, cores and memory.
+
+        Raises:
+            UserError: its node does not see the run's files.
+        """
         import ray
         import torch._dynamo  # noqa: F401 - 150 MB of modules that the optimizer imports otherwise
 
@@ -51,6 +59,9 @@ class ShardActor:
         from adjoint.memory import total_memory_bytes, usable_cores
         from adjoint.train.machine import pick_device, pick_precision
 
+        address = ray.util.get_node_ip_address()
+        if files is not None and (problem := files.problem(address)) is not None:
+            raise UserError(problem)
         device = pick_device(training.device)
         if device.type == "cpu":
             cpu_build.load()  # compiles the kernels where that is still to do, before anyone waits for it
@@ -60,7 +71,7 @@ class ShardActor:
             port = free.getsockname()[1]
         return {
             "node": ray.get_runtime_context().get_node_id(),
-            "address": ray.util.get_node_ip_address(),
+            "address": address,
             "port": port,
             "device": str(device),
             "gpu": gpu,
@@ -77,13 +88,15 @@ class ShardActor:
         actors: list[Any],
         checkpoint: str | None,
         patience: float,
+        start_timeout: float,
     ) -> None:
         """Becomes a shard, drawn from the seed or filled from a checkpoint; or a helper of one.
 
         Args:
             actors: handles of all workers, by rank.
-            patience: seconds to wait for a message.
+            patience: seconds to wait for a message. start_timeout: the same for all workers to meet.
         """
+        import ray
         import torch
 
         from adjoint.train.machine import set_up
@@ -91,9 +104,9 @@ class ShardActor:
         set_up(dataclasses.replace(spec.training, threads=spec.threads), torch.device(spec.device))
         transport, layout = None, spec.layout
         if layout.world > 1:
-            transport = DistributedTransport(
-                meeting, spec.rank, layout.world, backend, patience, layout.groups
-            )
+            address = ray.util.get_node_ip_address()
+            store, endpoints = meet(meeting, spec.rank, layout.world, start_timeout, address)
+            transport = DistributedTransport(store, endpoints, spec.rank, backend, patience, layout.groups)
         if layout.helps(spec.rank):
             self.shard = HelperShard(spec)
             return
@@ -188,11 +201,11 @@ class Group:
         method: how the gradient is computed.
         cluster: how many workers, what each asks of its node, and how long they are waited for.
         ids: (batch, seqlen) of the token ids to come, whose memory is counted beforehand; None counts none.
-        checkpoint: folder to fill the shards from; None draws the weights.
+        files: what every node must see, and what the shards are filled from; None draws the weights.
         await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
 
     Raises:
-        UserError: the cluster has not what is asked for.
+        UserError: the cluster has not what is asked for, or a node does not see the files.
         ShardFailure: a shard was lost while the group was made.
     """
 
@@ -203,7 +216,7 @@ class Group:
         method: Any,
         cluster: ClusterConfig,
         ids: tuple[int, int] | None = None,
-        checkpoint: str | None = None,
+        files: SharedFiles | None = None,
         await_nodes: bool = False,
     ) -> None:
         import ray
@@ -213,16 +226,17 @@ class Group:
         self.cluster, self.layout = cluster, cluster.layout
         each = placement.resources(training.device, cluster.cpus)
         if cluster.shards == "auto":
-            room = placement.how_many(each, placement.nodes()) // (cluster.replicas * cluster.sequence)
-            shards = max(1, min(room - cluster.helpers, model.n_layer))
+            shards = max(1, min(placement.room(self.layout, each), model.n_layer))
             self.layout = dataclasses.replace(self.layout, shards=shards)
         self.layout.check(model, method)
         self.place = placement.place(self.layout, each, cluster.start_timeout, await_nodes)
         self.actors: list[Any] = []
+        self.nodes: list[str] = []  # Ray's name of each worker's node, once they have said it
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
             self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
-            found = self.each("describe", dict.fromkeys(range(self.layout.world), (training,)))
+            found = self.each("describe", dict.fromkeys(range(self.layout.world), (training, files)))
+            self.nodes = [process["node"] for process in found]
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
             asked = cluster.transport
             if exchanges_within_tiles(
@@ -235,10 +249,14 @@ class Group:
                 asked = "gloo"
             backend = devices.backend([process["gpu"] for process in found], asked)
             meeting = f"file://{self.meeting}"  # a file needs no port, but every worker must see it
-            if {process["node"] for process in found} != {ray.get_runtime_context().get_node_id()}:
-                meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
+            if set(self.nodes) != {ray.get_runtime_context().get_node_id()}:
+                address = found[0]["address"]
+                host = f"[{address}]" if ":" in address else address
+                meeting = f"tcp://{host}:{found[0]['port']}"
             self.precision = specs[0].precision
-            rest = (meeting, backend, self.actors, checkpoint, max(PATIENCE, 2 * cluster.progress_timeout))
+            checkpoint = None if files is None else files.weights
+            patience = max(PATIENCE, 2 * cluster.progress_timeout)
+            rest = (meeting, backend, self.actors, checkpoint, patience, cluster.start_timeout)
             self.each("build", {spec.rank: (spec, *rest) for spec in specs})
             if backend == "gloo":  # they have met; NCCL meets again, where two first send to one another
                 self._leave_meeting()
@@ -326,16 +344,34 @@ class Group:
             for rank in [*(rank_of[reference] for reference in waiting), *helpers]:
                 if rank not in failed and (cause := watch.cause(rank, GRACE)) is not None:
                     failed[rank] = cause
+            causes = self._located(list(failed.values()))
             deadline = time.monotonic() + DIAGNOSIS
-            raise ShardFailure([self._diagnosed(watch, c, deadline) for c in failed.values()], during)
+            raise ShardFailure([self._diagnosed(watch, cause, deadline) for cause in causes], during)
         return [results[rank] for rank in references]
 
+    def _located(self, causes: list[Cause]) -> list[Cause]:
+        """Return the causes with their nodes' addresses, if there are several. A worker that hangs on a node
+        that does not answer either is one that cannot be reached."""
+        addresses, located_causes = placement.addresses(), list[Cause]()
+        if len({addresses[node][0] for node in self.nodes if node in addresses}) < 2:
+            return causes
+        for cause in causes:
+            host, port = addresses.get(self.nodes[cause.rank], ("", 0))
+            located = dataclasses.replace(cause, host=host)
+            if cause.kind == "hung" and host and not placement.answers(host, port):
+                wait = f"waiting up to {DIAGNOSIS:.0f} s for Ray to say whether it is lost"
+                print(f"{located}; its node does not answer: {wait}", file=sys.stderr, flush=True)
+                located = dataclasses.replace(located, kind="unreachable", detail="its node does not answer")
+            located_causes.append(located)
+        return located_causes
+
     def _diagnosed(self, watch: Watch, cause: Cause, deadline: float) -> Cause:
-        """A cause, or what Ray has found out by the deadline of a worker that could not be reached: it takes
-        some 15 s to count a node as lost, and until then would place new workers there."""
+        """A cause, or what Ray has found out by the deadline of a worker that could not be reached: until it
+        counts a node as lost, it would place new workers there."""
         while cause.kind == "unreachable" and (left := deadline - time.monotonic()) > 0:
             found = watch.cause(cause.rank, left)
-            cause = found or Cause("connection", cause.rank, "could not be reached for a while")
+            again = Cause("connection", cause.rank, "could not be reached for a while")
+            cause = dataclasses.replace(found or again, host=cause.host)
         return cause
 
     def kill(self) -> None:

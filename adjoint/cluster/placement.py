@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from adjoint.memory import usable_cores
 from adjoint.train.layout import Layout
 
 STARTS = 4  # attempts at a Ray on this machine
+REPORT = 5.0  # seconds between looks at what is still missing
+ANSWER_TIMEOUT = 3.0
 OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, and helpers' tasks
 
 
@@ -76,7 +79,11 @@ def connect(workers: int, each: Resources) -> bool:
         return False
     if not ours:
         try:
-            ray.init(logging_level=logging.WARNING)
+            # What Ray and its workers print is not the run's output: a lost node alone brings pages of it.
+            printed = os.environ.get("RAY_LOG_TO_DRIVER", "0").lower() in ("1", "true")
+            ray.init(logging_level=logging.WARNING, log_to_driver=printed)
+            if not printed:
+                _shorten_messages()
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"RAY_ADDRESS {os.environ['RAY_ADDRESS']}: no cluster answers there "
@@ -85,7 +92,6 @@ def connect(workers: int, each: Resources) -> bool:
         return False
     cpus = max(usable_cores(), workers * each.cpus)  # they may share cores: it is the user's laptop
     settings: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE, "log_to_driver": False}
-    settings |= {"runtime_env": {"env_vars": {"GLOO_SOCKET_IFNAME": loopback()}}}
     with _deaf_to_stop_requests():
         for left in reversed(range(STARTS)):
             try:
@@ -101,6 +107,21 @@ def connect(workers: int, each: Resources) -> bool:
                         "programs may take all cores: try again later, or --cluster.shards 0"
                     ) from None
     return True
+
+
+def _shorten_messages() -> None:
+    """Ray's messages of a lost node end with pages of that node's log, which no setting turns off: the first
+    line of each is printed."""
+    from ray._private import worker
+
+    if (print_whole := getattr(worker, "print_to_stdstream", None)) is None:
+        return  # not Ray's public interface
+
+    def shortened(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
+        lines = [str(line).strip().partition("\n")[0] for line in data["lines"]]
+        print_whole({**data, "lines": lines}, *arguments, **keywords)
+
+    worker.print_to_stdstream = shortened
 
 
 @contextlib.contextmanager
@@ -121,11 +142,6 @@ def _is_connected() -> bool:
     return ray is not None and bool(getattr(ray, "is_initialized", lambda: False)())
 
 
-def loopback() -> str:
-    """The name of the loopback interface, "lo" on Linux."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-
-
 def nodes() -> list[dict[str, float]]:
     """The resources of each node that is up."""
     import ray
@@ -133,9 +149,29 @@ def nodes() -> list[dict[str, float]]:
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
+def addresses() -> dict[str, tuple[str, int]]:
+    """The address and port of the Ray process on each node, by the node's name in Ray."""
+    import ray
+
+    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether a host accepts a connection."""
+    with contextlib.suppress(OSError), socket.create_connection((address, port), ANSWER_TIMEOUT):
+        return True
+    return False
+
+
 def how_many(each: Resources, nodes: Sequence[Mapping[str, float]]) -> int:
     """How many workers fit on these nodes."""
     return sum(min(int(node.get(key, 0) // n) for key, n in each.bundle.items()) for node in nodes)
+
+
+def room(layout: Layout, each: Resources) -> int:
+    """Count the shards that fit on the cluster, as many as there are layers or not; 0 if not one."""
+    workers = how_many(each, nodes()) // (layout.replicas * layout.sequence)
+    return max(0, workers - layout.helpers)
 
 
 def check_feasible(layout: Layout, each: Resources, nodes: Sequence[Mapping[str, float]]) -> None:
@@ -151,6 +187,21 @@ def check_feasible(layout: Layout, each: Resources, nodes: Sequence[Mapping[str,
             f"cluster.shards: {layout.world} workers with {each} each are asked for, but the cluster has "
             f"{there}; what fits: {most}; lower --cluster.shards, replicas, sequence, helpers or cpus"
         )
+
+
+def missing(layout: Layout, each: Resources) -> str:
+    """Name what the cluster lacks for a layout, in one line."""
+    import ray
+
+    lacks = layout.world - how_many(each, nodes())
+    name = "shards" if layout.world == layout.shards else "workers"
+    if lacks <= 0:
+        free = {key: value for key, value in ray.available_resources().items() if key in each.bundle}
+        return f"waiting for {each} for each of {layout.world} {name}, which others use; free: {free or 0}"
+    amount = str(each) if lacks == 1 else f"{lacks} times {each}"
+    fit = room(layout, each)
+    auto = f"; cluster.shards auto would go on with {fit}" if fit else ""
+    return f"waiting for {amount}: {layout.world - lacks} of {layout.world} {name} can be placed{auto}"
 
 
 def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = False) -> Any:
@@ -170,7 +221,13 @@ def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = F
     if not await_nodes:
         check_feasible(layout, each, nodes())
     group = placement_group([each.bundle] * layout.world, strategy="PACK")  # an autoscaler sees it wait
-    if not group.wait(timeout):
+    deadline, reported = time.monotonic() + timeout, ""
+    while not group.wait(min(REPORT, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() < deadline:
+            if (line := missing(layout, each)) != reported:
+                print(f"{line}; waiting up to {timeout:.0f} s", file=sys.stderr, flush=True)
+                reported = line
+            continue
         remove_placement_group(group)
         check_feasible(layout, each, nodes())
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}

@@ -7,6 +7,7 @@ arrive may be one of those. So all of them are collected and ranked before one i
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, field
 
 from adjoint.memory import out_of_memory
@@ -33,15 +34,18 @@ class Cause:
         rank: the shard.
         detail: in one line.
         error: what Ray raised, with the traceback of the shard's process, if it raised something.
+        host: the address of the shard's node; "" where all are on one.
     """
 
     kind: str
     rank: int
     detail: str
     error: BaseException | None = field(default=None, compare=False, repr=False)
+    host: str = ""
 
     def __str__(self) -> str:
-        return f"shard {self.rank}: {self.kind}{f': {self.detail}' if self.detail else ''}"
+        place = f" on {self.host}" if self.host else ""
+        return f"shard {self.rank}{place}: {self.kind}{f': {self.detail}' if self.detail else ''}"
 
 
 class ShardFailure(RuntimeError):
@@ -87,20 +91,20 @@ def cause_of(error: BaseException, rank: int) -> Cause:
         return Cause("environment", rank, f"{inner.filename}: {inner.strerror}")
     if isinstance(inner, known.RuntimeEnvSetupError | ImportError):
         return Cause("environment", rank, text)
-    if _is_collateral(inner):
+    if is_collateral(inner):
         return Cause("connection", rank, text)
     return Cause("environment" if isinstance(inner, OSError) else "error", rank, text, error)
 
 
-def _is_collateral(error: BaseException) -> bool:
-    """Whether an exception in a shard says that another one cannot be reached."""
-    import ray.exceptions as known
+def is_collateral(error: BaseException) -> bool:
+    """Whether an exception in one process of a run says that another one cannot be reached."""
     import torch.distributed as dist
 
     if isinstance(error, ConnectionError | TimeoutError | getattr(dist, "DistError", ConnectionError)):
         return True
-    if isinstance(error, known.RayError):  # a helper's, and not an error of its code
-        return not isinstance(error, known.RayTaskError)
+    ray = sys.modules.get("ray")  # under torchrun it need not be installed
+    if ray is not None and isinstance(error, ray.exceptions.RayError):  # a helper's, not one of its code
+        return not isinstance(error, ray.exceptions.RayTaskError)
     return isinstance(error, RuntimeError) and _COLLATERAL.search(str(error)) is not None
 
 

@@ -14,20 +14,25 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adjoint.cluster.transport import DistributedTransport
+from adjoint.cluster.heartbeat import Heartbeat
+from adjoint.cluster.shared_files import REMEDY, shared_files
+from adjoint.cluster.transport import DistributedTransport, decline, meet
+from adjoint.data.batches import Data
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
+from adjoint.parallel.network import Endpoint, exchange
 from adjoint.parallel.transport import sum_gradients
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device
-from adjoint.train.rundir import RunFolder, open_run
+from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
 
 
@@ -71,24 +76,53 @@ def train(config: Config, here: Place) -> Outcome:
     Raises:
         UserError: something the user can mend.
     """
-    _check(config, here)
-    if cuda := pick_device(config.training.device).type == "cuda":
-        torch.cuda.set_device(gpu_of(here))
+    try:
+        _check(config, here)
+        if cuda := pick_device(config.training.device).type == "cuda":
+            torch.cuda.set_device(gpu_of(here))
+    except UserError as error:
+        tell_others(str(error))
+        raise
     timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
     workers, everyone = config.cluster.sequence, range(here.world)
     groups = [everyone, *(everyone[k::workers] for k in range(workers if workers > 1 else 0))]
-    transport = DistributedTransport("env://", here.rank, here.world, backend, timeout, groups)
+    store, endpoints = meet("env://", here.rank, here.world, config.cluster.start_timeout)
     try:
-        folder, checkpoint = _open_run(config, here)
-        quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
-        try:
-            with folder, quiet:
-                return Replica(config, folder, checkpoint, here, transport).run()
-        finally:
-            if here.rank:
-                shutil.rmtree(folder.path, ignore_errors=True)
+        with Heartbeat(store, endpoints, here.rank, config.cluster.hang_timeout) as heartbeat:
+            transport = DistributedTransport(store, endpoints, here.rank, backend, timeout, groups)
+            folder, checkpoint = _open_run(config, here, heartbeat)
+            quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
+            try:
+                with folder, quiet:
+                    _check_files(config, folder, checkpoint, store, endpoints[here.rank])
+                    replica = Replica(config, folder, checkpoint, here, transport, heartbeat)
+                    _check_data(replica.data, store, endpoints[here.rank], endpoints, config.data.path)
+                    return replica.run()
+            finally:
+                if here.rank:
+                    shutil.rmtree(folder.path, ignore_errors=True)
     finally:
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def tell_others(why: str) -> None:
+    """Lets the others, who wait where all meet, end with this process's error, if torchrun has started it."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and "MASTER_ADDR" in os.environ:
+        decline("env://", rank, world, why)
+
+
+def launcher() -> str:
+    """The command that has started this process and its like on this host, as far as the environment says."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return "srun python" if "SLURM_PROCID" in env else ""
+    hosts, arguments = int(env.get("GROUP_WORLD_SIZE", 1)), f"--nproc-per-node {env['LOCAL_WORLD_SIZE']}"
+    if hosts > 1:
+        master = f"--master-addr {env['MASTER_ADDR']} --master-port {env['MASTER_PORT']}"
+        arguments = f"--nnodes {hosts} --node-rank {env['GROUP_RANK']} {arguments} {master}"
+    return f"torchrun {arguments}"
 
 
 def gpu_of(here: Place) -> int:
@@ -130,19 +164,51 @@ def _check(config: Config, here: Place) -> None:
         )
 
 
-def _open_run(config: Config, here: Place) -> tuple[RunFolder, Path | None]:
+def _open_run(config: Config, here: Place, heartbeat: Heartbeat) -> tuple[RunFolder, Path | None]:
     """Process 0's folder, for others one that goes away; and the checkpoint that process 0 has found."""
-    found: list[Any] = [None, None]  # the checkpoint, or the error
+    result: list[Any] = [None, None, None]  # the checkpoint, the error, the folder
     folder = None
     if here.rank == 0:
         try:
-            folder, found[0] = open_run(config.run)
+            folder, result[0] = open_run(config.run)
+            result[2] = str(folder.path)
         except UserError as error:
-            found[1] = str(error)
-    torch.distributed.broadcast_object_list(found)
-    if found[1] is not None:
-        raise UserError(found[1])
-    return folder or RunFolder(Path(tempfile.mkdtemp(prefix="adjoint-"))), found[0]
+            result[1] = str(error)
+    torch.distributed.broadcast_object_list(result)
+    if result[1] is not None:
+        raise UserError(result[1])
+    heartbeat.name, heartbeat.resume = result[2], resume_command(Path(result[2]), launcher())
+    if folder is None:
+        folder = RunFolder(Path(tempfile.mkdtemp(prefix="adjoint-")))
+        heartbeat.temporary.append(folder.path)
+    return folder, result[0]
+
+
+def _check_files(
+    config: Config, folder: RunFolder, checkpoint: Path | None, store: Any, local: Endpoint
+) -> None:
+    """Raises a UserError on every process if one does not see the files of process 0."""
+    folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
+    present = {setting: Path(path) for setting, path in folders.items() if path is not None}
+    first = shared_files(folder.path, present) if local.rank == 0 else contextlib.nullcontext()
+    world = torch.distributed.get_world_size()
+    with first as files:
+        shared: list[Any] = [files]
+        torch.distributed.broadcast_object_list(shared)
+        problems = exchange(store, "files", local.rank, world, shared[0].problem(local.host))
+    for problem in problems:
+        if problem is not None:
+            raise UserError(problem)
+
+
+def _check_data(data: Data, store: Any, local: Endpoint, endpoints: Sequence[Endpoint], path: Any) -> None:
+    """Raises a UserError on every process if one has read another text than process 0."""
+    fingerprints = exchange(store, "data", local.rank, len(endpoints), data.fingerprint)
+    for other, fingerprint in zip(endpoints, fingerprints, strict=True):
+        if fingerprint != fingerprints[0]:
+            raise UserError(
+                f"data.path {path}: {other.host} reads other text there than {endpoints[0].host}; {REMEDY}"
+            )
 
 
 def sequence_group(here: Place, workers: int, timeout: float) -> Any:
@@ -160,7 +226,7 @@ class Replica(Trainer):
     """One process of a run, with its rows of every batch.
 
     Args:
-        here: which one it is. transport: to the others.
+        here: which one it is. transport: to the others. heartbeat: is told what this process is at.
     """
 
     def __init__(
@@ -170,8 +236,10 @@ class Replica(Trainer):
         checkpoint: Path | None,
         here: Place,
         transport: DistributedTransport,
+        heartbeat: Heartbeat,
     ) -> None:
         self.here, self.transport, self.everyone = here, transport, list(range(here.world))
+        self.heartbeat, self.launcher = heartbeat, launcher()
         self.workers = config.cluster.sequence
         self.peers = self.everyone[here.rank % self.workers :: self.workers]  # with other rows
         self.sequence_group = sequence_group(here, self.workers, config.cluster.progress_timeout)
@@ -191,39 +259,56 @@ class Replica(Trainer):
         own = ids.tensor_split(len(self.peers))[self.here.rank // self.workers]
         return own, self._predictions(own) / max(1, self._predictions(ids)) if len(own) else 0.0
 
-    def _gathered(self, value: float, ranks: list[int]) -> list[float]:
+    def _gathered(self, value: float, ranks: list[int], name: str) -> list[float]:
+        """The values of several ranks.
+
+        Args:
+            name: of the value, for the others' news of this process.
+        """
+        self._now(f"exchange of {name}")
         each = self.transport.all_gather(torch.tensor([value], dtype=torch.float64), ranks)
         return torch.cat(each).tolist()
 
+    def _now(self, action: str) -> None:
+        """Notes what this process does next."""
+        self.heartbeat.doing = f"step {self.step + 1}, {action}"
+
     def _gradients(self, ids: Tensor, start: Start, number: int, loss_divisor: float) -> LossAndWindows:
+        self._now("forward and backward")
         own, share = self._own(ids)
         loss_divisor = loss_divisor / share if share else math.inf
         with drawn_from(self.settings.seed, number, self.here.rank):
             loss, _ = super()._gradients(own, start, number, loss_divisor)
-        return sum(self._gathered(loss, self.peers)), None
+        return sum(self._gathered(loss, self.peers, "the loss")), None
 
     def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:
         found = super()._accumulate(step)
         trained = [p for p in self.model.module.parameters() if p.requires_grad]
+        self._now("sum of gradients")
         sum_gradients(trained, self.transport, self.peers)
+        self._now("optimizer")
         return found
 
     def _loss_of(self, ids: Tensor) -> float:
+        self._now("evaluation")
         own, share = self._own(ids)
-        return sum(self._gathered(super()._loss_of(own) * share if share else 0.0, self.peers))
+        loss = super()._loss_of(own) * share if share else 0.0
+        return sum(self._gathered(loss, self.peers, "held-out losses"))
 
     def _stopped(self, stop: StopRequest) -> bool:
         """All stop after the same step, whichever of them was asked to."""
-        number = int(max(self._gathered(stop.signal or 0, self.everyone)))
+        number = int(max(self._gathered(stop.signal or 0, self.everyone, "requests to stop")))
         stop.signal = number or None
         return bool(number)
 
     def _peak_memory_bytes(self) -> int:
-        return int(max(self._gathered(super()._peak_memory_bytes(), self.everyone)))
+        return int(max(self._gathered(super()._peak_memory_bytes(), self.everyone, "peak memory")))
 
     def _save(self) -> None:
+        self._now("checkpoint")
         if self.here.rank == 0:
-            super()._save()
+            with self.heartbeat.writing:
+                super()._save()
         self.saved_step = self.step
 
     def _announce(self) -> None:

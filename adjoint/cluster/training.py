@@ -24,6 +24,7 @@ from adjoint.cluster import placement, torchrun
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.shard import Microbatch, total_norm
+from adjoint.cluster.shared_files import shared_files
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.engine.step import draw_adjoint_scale
 from adjoint.errors import UserError
@@ -40,7 +41,12 @@ from adjoint.train.trainer import train as train_in_one_process
 
 def main(argv: list[str]) -> int:
     """``adjoint train``: exit code 0, or 128 plus the signal that stopped the run (130 for Ctrl-C)."""
-    outcome = train(load_config(argv))
+    try:
+        config = load_config(argv)
+    except UserError as error:
+        torchrun.tell_others(str(error))
+        raise
+    outcome = train(config)
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 
@@ -213,17 +219,19 @@ class ShardedTrainer(Trainer):
 
     def _make_group(self, checkpoint: Path | None) -> None:
         config, settings = self.config, self.config.cluster
-        checkpoint = checkpoint or self.whole.weights
         threads = config.training.threads or settings.cpus
-        self.group = Group(
-            self.whole.given,
-            dataclasses.replace(config.training, threads=threads),
-            self.method,
-            settings,
-            (config.data.batch, config.data.seqlen),
-            None if checkpoint is None else str(checkpoint.absolute()),
-            await_nodes=self.failures + self.preemptions > 0,
-        )
+        folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
+        present = {setting: Path(path).absolute() for setting, path in folders.items() if path is not None}
+        with shared_files(self.folder.path, present, checkpoint or self.whole.weights) as files:
+            self.group = Group(
+                self.whole.given,
+                dataclasses.replace(config.training, threads=threads),
+                self.method,
+                settings,
+                (config.data.batch, config.data.seqlen),
+                files,
+                await_nodes=self.failures + self.preemptions > 0,
+            )
         self.precision = self.group.precision
         rows = settings.layout.rows(config.data.batch)
         self.chunk_size = min(self._all("chunk_size", rows, config.data.seqlen))

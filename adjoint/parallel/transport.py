@@ -18,6 +18,7 @@ from torch import Tensor
 from adjoint.engine.executor import Pending
 from adjoint.engine.schedule import CAPACITY
 from adjoint.errors import UserError
+from adjoint.parallel.network import bind, named_store
 
 Channel = tuple[int, int]  # sender, receiver
 BUCKET = 1 << 20  # elements: small gradients travel together
@@ -265,6 +266,8 @@ def _gloo_beside(group: Any) -> Any:
 
         timeout = group._get_backend(torch.device("cuda")).options._timeout
         ranks = dist.get_process_group_ranks(group)
+        store = dist.distributed_c10d._get_default_store()
+        bind(named_store(store, f"adjoint/{group.group_name}"), dist.get_rank(group), len(ranks))
         _BESIDE[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     return _BESIDE[group]
 

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import socket
 import sys
 import time
 from typing import Any
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 
 from adjoint.cluster.devices import find
-from adjoint.errors import install_command
+from adjoint.cluster.transport import meet
+from adjoint.errors import UserError, install_command
 from adjoint.kernels import dispatch, trial
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.libraries import LIBRARIES
+from adjoint.parallel import network
 from adjoint.tools.measure.show import print_table
 from adjoint.train.flags import Flags
 from adjoint.train.machine import environment, versions
@@ -33,6 +36,7 @@ SECTIONS = {
     "backends": "Backends",
     "choices": "What backend=None takes",
     "settings": "Threads and memory",
+    "network": "Network",
     "checks": "Selective scan and its gradients against the reference in float64",
 }
 PACKAGES = {  # by the extra that brings them; "" is always there
@@ -47,6 +51,7 @@ PACKAGES = {  # by the extra that brings them; "" is always there
 }
 # Of the environment's variables those that threads, allocators and backends heed.
 SETTINGS = ("OMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "TRITON_", "ADJOINT_")
+MEETING_TIMEOUT = 60.0  # seconds for the processes of torchrun to find one another
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What rounding leaves of a scan and each of its gradients, relative to its L2 norm.
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -59,7 +64,8 @@ def main(argv: list[str]) -> int:
     parser = Flags(
         prog="adjoint doctor",
         description="Report what this machine has and which code runs what: versions, devices, MIG slices, "
-        "the scan backends and why one is not usable, threads and what the environment says of them. "
+        "the scan backends and why one is not usable, threads and what the environment says of them, network "
+        "interfaces. Under torchrun also the address and interface of each process. "
         "Checks every usable backend against the reference in float64.",
         epilog="Takes a few seconds, and the first time some more to build the C++ kernels. "
         "Exit code 0, or 1 if no backend works.",
@@ -92,6 +98,7 @@ def examine() -> dict[str, Any]:
         "backends": backends(),
         "choices": choices(),
         "settings": settings(here["cores"]),
+        "network": addresses(),
         "checks": checks,
         "works": any(check["works"] for check in checks),
         "seconds": round(time.perf_counter() - began, 2),
@@ -207,6 +214,28 @@ def settings(cores: int) -> list[Finding]:
         row("threads", told, threads <= cores, torch=threads),
         row("environment", said, environment=known),
     ]
+
+
+def addresses() -> list[Finding]:
+    """List this host's name and interfaces; and where torchrun has started this process with others, the
+    address and interface of each: all of them meet here, as in a run."""
+    name, chosen = socket.gethostname(), {key: os.environ.get(key) for key in (network.GLOO, network.NCCL)}
+    resolved = network.resolve(name)
+    aside = ": adjoint's runs take the interface whose route leads to the other hosts instead"
+    description = (
+        f"{name} is {resolved or 'not known here'}{aside if network.is_loopback(resolved or '') else ''}"
+    )
+    rows = [row("host", description, address=resolved)]
+    rows += [row(interface, address) for address, interface in network.interfaces().items()]
+    rows += [row(key, value) for key, value in chosen.items() if value is not None]
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and "MASTER_ADDR" in os.environ:
+        try:
+            _, endpoints = meet("env://", rank, world, MEETING_TIMEOUT)
+        except (UserError, OSError) as error:
+            return [*rows, row("processes", str(error), False)]
+        rows += [row(f"rank {e.rank}", str(e).partition(": ")[2], True) for e in endpoints]
+    return rows
 
 
 def self_checks(backends: list[str]) -> list[Finding]:

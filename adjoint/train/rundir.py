@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +45,22 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
             f"run.dir {run.dir}: holds another run; continue it with --resume auto, or name another --run.dir"
         )
     return RunFolder(Path(run.dir)), checkpoint
+
+
+def resume_command(path: Path, launcher: str = "") -> str:
+    """The command that goes on with a run. Data paths and the like are in its config.yaml; only where the run
+    is has to be said again.
+
+    Args:
+        launcher: torchrun with its arguments, in place of Python.
+    """
+    is_script = Path(sys.argv[0]).name == "train.py"
+    if launcher:
+        started = f"{launcher} {'train.py' if is_script else '-m adjoint train'}"
+    else:
+        started = "python train.py" if is_script else "adjoint train"
+    run = f"--config {shlex.quote(f'{path}/config.yaml')} --run.dir {shlex.quote(str(path))}"
+    return f"{started} {run} --resume auto"
 
 
 def find_checkpoint(name: str, flag: str = "") -> Path:

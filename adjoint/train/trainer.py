@@ -6,8 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import shlex
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -43,7 +41,7 @@ from adjoint.train.machine import StopRequest, autocast, terminal_bar
 from adjoint.train.model import LanguageModel, model_class
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
-from adjoint.train.rundir import RunFolder, open_run
+from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trackers import Trackers
 
 _RESULTS = ("metrics.jsonl", "loss.png", "sample.txt", "trace.json", "config.yaml", "checkpoints/")
@@ -79,6 +77,7 @@ class Trainer:
     saving: Future[Path] | None = None  # of the checkpoint that a thread writes
     in_backward: SteppedInBackward | None = None
     sequence_group: Any = None  # of processes that share each sequence
+    launcher = ""  # what has started the processes of the run: see `resume_command`
 
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
         settings = config.training
@@ -127,10 +126,7 @@ class Trainer:
         self.trackers.close()
         path = self.folder.path
         if stop.signal is not None and self.step < self.settings.steps:
-            # Data paths and the like are in config.yaml; only where the run is has to be said again.
-            started = "python train.py" if Path(sys.argv[0]).name == "train.py" else "adjoint train"
-            again = f"--config {shlex.quote(f'{path}/config.yaml')} --run.dir {shlex.quote(str(path))}"
-            again = f"{started} {again} --resume auto"
+            again = resume_command(path, self.launcher)
             print(f"stopped after step {self.step}; continue with: {again}", flush=True)
             return Outcome(path, self.step, stop.signal)
         self._sample()

@@ -33,7 +33,6 @@ from ray.cluster_utils import Cluster
 
 from adjoint.cli import main
 from adjoint.cluster import group as group_module
-from adjoint.cluster.placement import loopback
 from tests.cluster import faults
 
 
@@ -80,7 +79,7 @@ def run(settings: dict[str, Any], argv: list[str]) -> int:
         for cpus in settings["nodes"]:
             cluster.add_node(num_cpus=cpus)
             print(f"a node with {cpus} CPUs is up", flush=True)  # that is progress
-        environment = {"GLOO_SOCKET_IFNAME": loopback(), "PYTHONPATH": str(Path(__file__).parents[2])}
+        environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
         environment[faults.VARIABLE] = os.environ[faults.VARIABLE]
         ray.init(
             address=cluster.address,

@@ -74,6 +74,37 @@ def test_what_fits_is_counted_node_by_node(cpus: int, gpus: int, room: int) -> N
             placement.check_feasible(layout, Resources(1), NODES)
 
 
+@pytest.mark.parametrize(
+    "layout, each, said",
+    [
+        (
+            Layout(7),
+            Resources(1),
+            "waiting for 1 CPU: 6 of 7 shards can be placed; cluster.shards auto would go on with 6",
+        ),
+        (
+            Layout(2, 2, 2),
+            Resources(1),
+            "waiting for 2 times 1 CPU: 6 of 8 workers can be placed; cluster.shards auto would go on with 1",
+        ),
+        (Layout(1), Resources(1, 3), "waiting for 1 CPU and 3 GPU: 0 of 1 shards can be placed"),
+        (
+            Layout(2),
+            Resources(1),
+            "waiting for 1 CPU for each of 2 shards, which others use; free: {'CPU': 1.0}",
+        ),
+    ],
+)
+def test_what_a_layout_waits_for_is_said(
+    layout: Layout, each: Resources, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(placement, "nodes", lambda: NODES)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0, "memory": 2.0})
+    assert placement.missing(layout, each) == said
+
+
 LAYER_LOCAL = {"method__name": "layer-local"}
 
 

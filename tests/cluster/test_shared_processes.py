@@ -11,7 +11,7 @@ import torch
 from adjoint import Exact
 from adjoint.cluster.shard import Microbatch, PipelineWorker
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import DistributedTransport
+from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.train.layout import Layout
 from tests.cluster.test_layouts import HYBRID
 from tests.cluster.threads import TRAINING, disturb, disturbed_stack, split
@@ -23,7 +23,7 @@ METHOD = Exact(5)
 def worker(rank: int, layout: Layout, folder: Path) -> None:
     torch.set_num_threads(1)
     meeting, groups = f"file://{folder}/meeting", layout.groups
-    transport = DistributedTransport(meeting, rank, layout.world, "gloo", 60, groups)
+    transport = DistributedTransport(*meet(meeting, rank, layout.world, 60), rank, "gloo", 60, groups)
     spans = tuple(split(HYBRID.n_layer, layout.shards))
     shard = PipelineWorker(
         ShardSpec(HYBRID, TRAINING, METHOD, layout, spans, rank, precision="float64"), transport

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from adjoint import Exact, LayerLocal, StackConfig, Truncated
-from adjoint.cluster.transport import DistributedTransport
+from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.engine.schedule import Owners, Recv, Send
 from adjoint.plan.schedule import grid_of, step_plan
 from tests.cluster.threads import split
@@ -68,7 +68,9 @@ def collectives(transport: Any, rank: int) -> list[torch.Tensor]:
 
 
 def over_gloo(rank: int, meeting: str, folder: str) -> None:
-    transport = DistributedTransport(f"file://{meeting}", rank, WORKERS, "gloo", 60.0, GROUPS)
+    transport = DistributedTransport(
+        *meet(f"file://{meeting}", rank, WORKERS, 60.0), rank, "gloo", 60.0, GROUPS
+    )
     for group in transport.among.values():
         if isinstance(group, torch.distributed.ProcessGroup):  # this rank is in it
             backend = group._get_backend(torch.device("cpu"))
