@@ -35,7 +35,7 @@ from adjoint.hf.model_parts import backbone_of, class_of, gathering, layers_of, 
 from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
 from adjoint.hf.randomness import Noise
 from adjoint.hf.router_loss import Logits
-from adjoint.hf.snapshot import ForwardState
+from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import Backbone, CausalLM, Collect, HiddenStates, step_of
 from adjoint.hf.verification import Verification, own_documents, verification_of, verify
 from adjoint.hf.wrap_state import WrapState, wrap_state_of
@@ -450,7 +450,9 @@ def _hidden_by_pieces(call: Call) -> Any:
 def _checked_in_backward(output: Tensor, known: Verification) -> None:
     """Lets the backward, in which layers run again, begin by seeing whether the model is still the same."""
     if output.requires_grad:
-        moment, constants = ForwardState(known.model, known.snapshot), Constants(known.model.named_modules())
+        # a snapshot of now: RecurrentGemma's own forward leaves its states on its modules
+        moment = ForwardState(known.model, Snapshot(known.model))
+        constants = Constants(known.model.named_modules())
 
         def check_both(_: Tensor) -> None:
             constants.check()

@@ -122,9 +122,12 @@ def check(case: Case) -> None:
     except (ValueError, ImportError) as error:
         raise Vacuous(f"no such model: {error}") from error
     labelled = {key: value for key, value in case.items() if key != "unlabelled"}
+    without = {key: value for key, value in labelled.items() if key != "reentrant"}
     with float64_throughout():
         try:
             expected = results(labelled, copy.deepcopy(model), wrapped=False)
+            if case.get("reentrant"):  # which loses the gradients of a layer's keyword arguments
+                unchecked = results(without, copy.deepcopy(model), wrapped=False)
         except Exception as error:
             raise Vacuous(f"the untouched model: {error!r}") from error
         try:
@@ -133,6 +136,11 @@ def check(case: Case) -> None:
             if raised_by_us(error):
                 raise Deviation(f"refused: {error}") from error
             raise
+    if case.get("reentrant"):
+        try:
+            same(unchecked, expected)
+        except Deviation as error:
+            raise Vacuous("reentrant checkpoints give the untouched model other gradients") from error
     if "unlabelled" in case and "call" not in case:
         if any(t is not None and bool(t.any()) for t in found.values()):
             raise Deviation("a step without labels has a loss or a gradient")
