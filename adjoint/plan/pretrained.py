@@ -18,7 +18,7 @@ from transformers.integrations import moe
 from adjoint.batch import Batch
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage
-from adjoint.engine.tile import WAITING
+from adjoint.engine.tile import MAX_PENDING_BYTES
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.chunking import check_method, spec_of
@@ -97,7 +97,7 @@ class PretrainedModel(Model):
     """
 
     values_apart: ClassVar[bool] = False
-    waiting: ClassVar[float] = WAITING
+    waiting: ClassVar[float] = MAX_PENDING_BYTES
 
     def __init__(self, found: Pretrained) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from adjoint.engine.grid import EngineSpec, Grid, make_grid
-from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, make_schedule, shared
+from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, add_helper_tasks, make_schedule
 from adjoint.layers import MIXERS, StackConfig
 from adjoint.layers.mixer import make_mixer, reach_of
 
@@ -20,7 +20,7 @@ def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
     """Who has which stages."""
     if not isinstance(model, StackConfig):  # a pretrained model's stages are its shards
         return Owners(tuple(range(len(spans))), sequence)
-    return Owners.of(spans, sequence)
+    return Owners.from_spans(spans, sequence)
 
 
 def grid_of(
@@ -39,16 +39,16 @@ def grid_of(
     inside = exchanges_within_tiles(model, owners.in_turn)
     if not isinstance(model, StackConfig):
         made = make_grid(spec, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
-        return dataclasses.replace(made, inside=inside)
+        return dataclasses.replace(made, exchanges_within_tiles=inside)
     stateful = [False, *(_has_state(model, k) for k in range(model.n_layer)), False]
     segments = range(model.n_layer + 2) if helpers else owners.shards
     made = make_grid(spec, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
-    return dataclasses.replace(made, inside=inside)
+    return dataclasses.replace(made, exchanges_within_tiles=inside)
 
 
 def exchanges_within_tiles(model: Any, sequence: int) -> bool:
-    """Whether workers that share sequences meet inside of tiles (`Grid.inside`): where keys and values are
-    asked for, or a stage is many layers, whose states cross one after the other."""
+    """Whether workers that share sequences meet inside of tiles (`Grid.exchanges_within_tiles`): where keys
+    and values are asked for, or a stage is many layers, whose states cross one after the other."""
     if sequence == 1 or not isinstance(model, StackConfig):
         return sequence > 1
     return any(_grows(model, k) for k in range(model.n_layer))
@@ -84,7 +84,7 @@ def step_plan(spec: EngineSpec, grid: Grid, owners: Owners, helpers: Sequence[in
     if spec.backward.window == "auto":
         return make_schedule(grid, owners, forward=False, tapes=0, buffers=buffers)
     if helpers:
-        return shared(make_schedule(grid, owners, tapes=0, buffers=buffers), owners.shards, helpers)
+        return add_helper_tasks(make_schedule(grid, owners, tapes=0, buffers=buffers), owners.shards, helpers)
     # With dL/dy_K for every layer a chunk is done with soon after the head, and to begin early is to hold
     # less; else it would only make others wait.
     stream = spec.backward.window is not None and spec.backward.dy_from == "head"

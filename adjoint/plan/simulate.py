@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from adjoint.engine.grid import Key, Tile
-from adjoint.engine.schedule import HelperTasks, Run, Schedule, Send, named
+from adjoint.engine.schedule import HelperTasks, Run, Schedule, Send, format_key
 
 TileTime = Callable[[int, Tile], float]
 MessageTime = Callable[[Key], float]
@@ -155,7 +155,7 @@ class _Simulation:
         for (sender, receiver), channel in self.channels.items():
             if len(channel.arrivals) > len(channel.received):
                 key = channel.arrivals[len(channel.received)][1]
-                raise ValueError(f"{named(key)} from {sender} to {receiver} is never received")
+                raise ValueError(f"{format_key(key)} from {sender} to {receiver} is never received")
         spans = sorted(self.spans, key=lambda span: (span.start, span.worker))
         return Timeline(max(self.clock, default=0.0), tuple(self.busy), tuple(spans))
 
@@ -264,7 +264,7 @@ class _Simulation:
         when, found = channel.arrivals[taken]
         if found != key:
             raise ValueError(
-                f"worker {w}: receive {named(key)} from {source}, but {named(found)} comes first"
+                f"worker {w}: receive {format_key(key)} from {source}, but {format_key(found)} comes first"
             )
         self.clock[w] = max(self.clock[w], when)
         channel.received.append(self.clock[w])
