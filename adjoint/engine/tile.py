@@ -205,8 +205,8 @@ def recomputed(call: Callable[..., Any], inputs: tuple, mode: str, random: bool 
     Args:
         mode: the part left out: "full", everything; "selective", everything but the tensors that are costly
             for their size (Korthikanti et al. 2022, section 5): results of scans and of matrix products,
-            other than products of few terms (dt_proj's) or into the residual stream (inputs[0]'s width), which no
-            backward reads.
+            other than products of few terms (dt_proj's) or into the residual stream (inputs[0]'s width), which
+            no backward reads.
         random: whether `call` draws random numbers, which must then be drawn again.
     """
     call = products_kept()(call)

@@ -129,8 +129,8 @@ class Mamba3Mixer(Mixer):
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
         v_last = v[:, -1].clone()  # a view would keep the memory of all tokens
         v, v_before = (_spread(t.to(dtype), self.mimo_x) for t in (v, v_before))
-        # v ⊗ k of a token enters h twice: `own_share` of it with the token, `due_share` with the next
-        # one. The chunk's last token leaves its second part to the next chunk; v_before brings the last chunk's.
+        # v ⊗ k of a token enters h twice: `own_share` of it with the token, `due_share` with the next one. The
+        # chunk's last token leaves its second part to the next chunk; v_before brings the last chunk's.
         shares, own_share = (1 - trap) * dt, trap * dt
         due_share = F.pad(shares[:, 1:], (0, 0, 0, 1))
         if reset_at is not None:  # nothing is due across a document's beginning

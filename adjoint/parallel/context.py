@@ -493,9 +493,11 @@ class ContextParallelStep(ChunkedStep):
         if isinstance(worker, ContextParallelExecutor) and worker.return_final_kv:
             states = self._gather_growing(worker, states)
         total = torch.zeros((), dtype=dtype, device=device) if own_loss is None else own_loss
-        given = zip(states, worker.grows, strict=True)
+        state_pairs = zip(states, worker.grows, strict=True)
         final = (
-            [s for state, grows in given for s in recurrent(state, grows)] if worker.return_final_kv else []
+            [s for state, grows in state_pairs for s in recurrent(state, grows)]
+            if worker.return_final_kv
+            else []
         )
         pieces = [s.to(dtype) if has_last_chunk else torch.zeros_like(s, dtype=dtype) for s in final]
         flat = torch.cat([total.to(dtype).reshape(1), *(piece.reshape(-1) for piece in pieces)])
@@ -504,10 +506,10 @@ class ContextParallelStep(ChunkedStep):
         )
         if worker.return_final_kv:
             tensors = (r.view_as(s).to(s.dtype) for r, s in zip(rest, final, strict=True))
-            given = zip(states, worker.grows, strict=True)
+            state_pairs = zip(states, worker.grows, strict=True)
             states = [
                 joined((next(tensors) for _ in recurrent(state, grows)), growing(state, grows), grows)
-                for state, grows in given
+                for state, grows in state_pairs
             ]
         return first[0].clone(), states
 

@@ -369,7 +369,8 @@ class FSDPStep(ChunkedStep):
         if most_chunks > -negative_limit:
             raise UserError(
                 f"one process has {most_chunks:.0f} chunks, and another's tokens make "
-                f"{-negative_limit:.0f} at most: give the processes sequences of more similar lengths, or a larger chunk_size"
+                f"{-negative_limit:.0f} at most: give the processes sequences of more "
+                "similar lengths, or a larger chunk_size"
             )
         while len(cuts) - 1 < most_chunks:
             size, start = max((stop - start, start) for start, stop in itertools.pairwise(cuts))

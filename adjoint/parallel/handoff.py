@@ -21,7 +21,7 @@ from adjoint.parallel.transport import Messages
 
 
 class StateHandoff:
-    """One recurrent tensor of a stage's state, at both edges of a running chunk.
+    """A recurrent tensor of a stage's state, at both edges of a running chunk.
 
     A stage with `takes_state_handoff` gets this object in the tensor's place. It reads the state before the
     chunk with `receive`, and publishes the state after it with `send`.

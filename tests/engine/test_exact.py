@@ -447,7 +447,7 @@ def test_a_tile_that_computes_more_again_keeps_less() -> None:
         mode, stage, initial = model.stage(0, on)
         with counting(on, mode) as live:
             counted = count(example(stage, initial, on, 256), live)
-        kept[how] = counted.saved - counted.held  # its output, but no state
+        kept[how] = counted.saved - counted.new_state  # its output, but no state
     states = 1024 // 64 * config.d_inner * 16 * 4
     stream, inner = 1024 * 256 * 4, 1024 * 512 * 4
     assert kept["none"] > 1.5 * kept["selective"]
