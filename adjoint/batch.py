@@ -46,8 +46,7 @@ class Batch:
     def from_labels(
         ids: Tensor, labels: Tensor, seq_idx: Tensor | None = None, states: Sequence[State] = ()
     ) -> Batch:
-        """Return a batch with targets made from `labels` (batch, seqlen), not yet shifted; warn if all are
-        -100."""
+        """Return a batch with targets made from `unshifted `labels` (batch, seqlen); warn if all are -100."""
         targets = shift_labels(labels, seq_idx)
         return Batch(ids, targets, divisor_of(targets), seq_idx, states)
 
@@ -66,8 +65,11 @@ class Batch:
         return standard + list(self.inputs.values())
 
     def chunk(self, start: int, stop: int, document: int = 0) -> Batch:
-        """Return the tokens [start, stop) of every row, without states; `document` is the attribute of that
-        name."""
+        """Return the tokens [start, stop) of every row, without states.
+
+        Args:
+            document: the chunk's attribute of that name.
+        """
         tokens, document_numbers = slice(start, stop), self.seq_idx
         return Batch(
             self.ids[:, tokens],
@@ -83,8 +85,9 @@ class Batch:
         )
 
     def share(self, replica: int, replicas: int, device: torch.device) -> Batch:
-        """Return the rows of one replica on `device`, without states: consecutive, split as evenly as
-        possible.
+        """Return the consecutive rows of one replica on `device`, without states.
+
+        Rows are split as evenly as possible.
 
         The divisor stays the whole batch's, so that replicas' gradients can be summed."""
 

@@ -52,8 +52,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_checkpoint(directory: str | Path) -> Path | None:
-    """Return the newest checkpoint whose checksums hold, or None; skip a damaged one with a line on
-    stderr."""
+    """Return the newest checkpoint whose checksums hold, or None; warn of damaged ones on stderr."""
     for path in reversed(list_checkpoints(directory)):
         try:
             verify_checkpoint(path)
@@ -165,8 +164,11 @@ class StoredTensors:
             self.files_by_name |= dict.fromkeys(stored.keys(), stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor by name, a tied table by either of its names; raise a UserError if there is
-        none."""
+        """Return a tensor by name, a tied table by either of its names.
+
+        Raises:
+            UserError: there is no such tensor.
+        """
         tied = {"embedding.weight": "lm_head.weight", "lm_head.weight": "embedding.weight"}
         stored_name = name if name in self.files_by_name else tied.get(name, name)
         if stored_name not in self.files_by_name:

@@ -14,8 +14,9 @@ from adjoint.kernels.checks import reset_of
 def document_numbers(
     ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor | None:
-    """Return each token's document, (batch, seqlen) int64, numbered from 0 in each row; None if neither is
-    given.
+    """Return each token's document, (batch, seqlen) int64, numbered from 0 in each row.
+
+    If neither seq_idx nor cu_seqlens is given, the result is None.
 
     Args:
         ids: (batch, seqlen).
@@ -57,8 +58,7 @@ def from_cu_seqlens(name: str, cu_seqlens: Tensor, ids: Tensor) -> Tensor:
 
 
 def from_separator(ids: Tensor, separator: Sequence[int]) -> Tensor:
-    """Return `document_numbers` for ids (batch, seqlen) whose documents each end with the tokens
-    `separator`."""
+    """Return `document_numbers` of ids (batch, seqlen) whose documents end with the tokens `separator`."""
     begins = torch.nn.functional.pad(document_ends(ids, separator), (1, 0))[:, :-1]
     return begins.long().cumsum(1)
 

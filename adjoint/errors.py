@@ -13,8 +13,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra's packages: from the checkout, as no index has the
-    distribution."""
+    """Return the command that installs an extra: from the checkout, as no index has the package."""
     isolation = "--no-build-isolation " if extra == "gpu" else ""  # its packages are built against this torch
     return f"pip install {isolation}-e '.[{extra}]' in the checkout"
 

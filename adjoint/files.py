@@ -51,8 +51,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
 
 def unfinished_path(path: Path) -> Path:
-    """Return a hidden path beside ``path`` that no other process, on this machine or another one, writes
-    to."""
+    """Return a hidden path beside ``path`` that no other process on any machine writes to."""
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 

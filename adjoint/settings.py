@@ -60,8 +60,7 @@ def option(default: T, help: str) -> T:
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Add the help of a dataclass's fields to its docstring, as `Args:` before `Raises:`; return the
-    class."""
+    """Add the help of a dataclass's fields to its docstring, before `Raises:`; return the class."""
     about, raises, errors = inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:\n")
     lines = [about, "", "Args:"]
     for name, text in helps_of(cls).items():

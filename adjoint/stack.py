@@ -132,8 +132,7 @@ class Stack(nn.Module):
                     self.lm_head.reset_parameters()
 
     def num_parameters(self, embeddings: bool = True) -> int:
-        """Return the number of parameters, tied ones counted once; embeddings=False leaves out the
-        embedding."""
+        """Return the number of parameters, tied ones once; embeddings=False leaves out the embedding."""
         total = sum(p.numel() for p in self.parameters())
         return total if embeddings else total - self.embedding.weight.numel()
 
@@ -296,10 +295,10 @@ class Stack(nn.Module):
         return results.loss, final[1:-1], results.windows
 
     def steps(self, batch: Batch, spec: EngineSpec, group: Any = None) -> ChunkedStep:
-        """Return the batch's forward and backward for the engine; `batch.states` are the result of
-        `stage_states`.
+        """Return the batch's forward and backward for the engine.
 
         Args:
+            batch: a batch whose states are the result of `stage_states`.
             group: the process group whose ranks share the batch.
         """
         check_windows(self.config, spec)
@@ -416,8 +415,9 @@ class Stack(nn.Module):
 
     @staticmethod
     def from_transformers(hf_model: nn.Module) -> Stack:
-        """Return a stack with a copy of the weights of a MambaForCausalLM or Mamba2ForCausalLM of
-        transformers.
+        """Return a stack with a copy of the weights of transformers' Mamba or Mamba-2 model.
+
+        The model is a MambaForCausalLM or a Mamba2ForCausalLM.
 
         It is on the same device and has the same dtypes.
 

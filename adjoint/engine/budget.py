@@ -79,8 +79,11 @@ _measured: Any = WeakTensorKeyDictionary()
 
 
 def measurements_of(parameters: list[Tensor]) -> dict[Hashable, ChunkMemory]:
-    """Return the measurements of the model with these parameters, by kind of batch; the caller adds to
-    them."""
+    """Return the measurements of a model by kind of batch; the caller adds to them.
+
+    Args:
+        parameters: the model's parameters.
+    """
     return _measured.setdefault(parameters[0], {})
 
 
@@ -99,8 +102,9 @@ def room_for_tapes(memory: float | str, stored_bytes: int, device: torch.device)
 
 
 def tapes_within(room: float, measured: ChunkMemory, sizes: list[int]) -> int:
-    """Return the number of chunks, counted from the last, whose tapes fit in `room` bytes; at least 1, as the
-    last chunk always keeps its tape.
+    """Return the number of chunks, counted from the last, whose tapes fit in `room` bytes.
+
+    It is 1 at least: the last chunk always keeps its tape.
 
     Args:
         measured: the memory of a chunk of sizes[0] tokens. sizes: tokens of each chunk.

@@ -30,8 +30,11 @@ class Sizes:
 
 
 def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -> int:
-    """Return `chunk_size_for` a `Stack`, or its part on a shard, on its device, with input_ids (batch,
-    seqlen) and the caller's autocast."""
+    """Return `chunk_size_for` a `Stack`, or its part on a shard, on its device.
+
+    Args:
+        input_ids: (batch, seqlen). The caller's autocast counts.
+    """
     element, config, blocks = next(model.parameters()).element_size(), model.config, model.blocks()
     states = sum(state_numel(block.mixer) for block in blocks) * max(element, 4)
     if input_ids.is_cuda and torch.is_autocast_enabled("cuda"):
@@ -57,8 +60,7 @@ def at_most(chunk_size: int, seqlen: int, workers: int) -> int:
 
 
 def chunk_size_for(sizes: Sizes, batch: int, seqlen: int, device: str, memory: float | None = None) -> int:
-    """Return the tokens per chunk: enough to keep the device busy, few enough that a chunk's activations stay
-    small.
+    """Return the tokens per chunk: enough to keep the device busy, with small activations.
 
     On a CPU that is `sizes.busy` over all rows. On a GPU, what all layers of one chunk store for its backward
     gets an eighth of the memory: whatever its length, a chunk costs a launch per operation, reads every
@@ -87,8 +89,10 @@ def state_numel(mixer: Any) -> int:
 
 
 def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> int:
-    """Return the bytes per token stored for a backward through all layers: the residual stream (in float32 at
-    least) and its norm, the mixers' (`Mixer.kept_bytes`), and for an MLP the outputs of its norm and in_proj.
+    """Return the bytes per token stored for a backward through all layers.
+
+    They are those of the residual stream (in float32 at least) and its norm, the mixers'
+    (`Mixer.kept_bytes`), and for an MLP the outputs of its norm and in_proj.
 
     Args:
         element: bytes of an activation's element.

@@ -54,11 +54,13 @@ class Results:
 
 
 def difference(reference: Results, other: Results, limit: float, each: bool = True) -> str | None:
-    """Return a sentence on what differs in `other` by more than `limit`, a relative L2 distance, and by how
-    much; None if nothing does. What is not finite differs.
+    """Return a sentence on the difference between two results; None if all is within `limit`.
+
+    Numbers that are not finite differ.
 
     Args:
-        limit: from `tolerance`. each: whether each gradient must be within it, or only all of them together.
+        limit: relative L2 distance, from `tolerance`.
+        each: whether each gradient must be within it, or only all of them together.
     """
     for name, output in reference.outputs.items():
         gap, size = _distance(output, other.outputs[name]), _size(output)
@@ -130,15 +132,19 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 def some_numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Return normally distributed numbers, the same for each call; on the CPU, whatever the default
-    device."""
+    """Return normally distributed numbers on the CPU, the same for each call."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 class WeightedSum:
-    """A stage in place of the head: its loss is the sum of its input (1, tokens, width) times fixed random
-    weights. `inputs` has its inputs, by the chunks' first tokens."""
+    """A stage in place of the head: the loss is a weighted sum of its input (1, tokens, width).
+
+    The weights are fixed random numbers.
+
+    Attributes:
+        inputs: the stage's inputs, by the chunks' first tokens.
+    """
 
     stateful, grows, reach = False, (), 0
 
@@ -171,8 +177,7 @@ class WeightedSum:
 
 
 def own_class(stage: Any) -> type | None:
-    """Return the class of a layer's first module that is not ours, or is ours but changed; None if none
-    is."""
+    """Return the class of a layer's first module that is not ours, or is changed; None if there is none."""
     for module in stage.block.modules() if isinstance(stage, Layer) else ():
         ours = type(module).__module__.partition(".")[0] == "adjoint"
         if not is_untouched(module, *PARTS, *([type(module)] if ours else ())):

@@ -34,8 +34,9 @@ class Decays:
         self.rest = pending[:, complete:].clone()  # a view would keep the whole chunk
 
     def window(self, tolerance: float, seqlen: int) -> int:
-        """Return the smallest W = 16 m + 15 such that every channel decays to `tolerance` or less over any W
-        tokens; seqlen if there is none, so that nothing is dropped."""
+        """Return the smallest W = 16 m + 15 over which every channel decays to `tolerance` or less.
+
+        This holds for any W consecutive tokens. If there is no such W, it is seqlen: nothing is dropped."""
         if not self.blocks:
             return seqlen
         sums = torch.cat(self.blocks, dim=1).double()

@@ -232,8 +232,9 @@ class Executor:
     def begin_backward(
         self, scale: Tensor | None, d_final: Sequence[Cotangents] | None = None, grid: Grid | None = None
     ) -> None:
-        """Set what the backward begins from. If its actions are mixed with the forward's, call it before
-        both.
+        """Set the cotangents and the grid with which the backward begins.
+
+        If its actions are mixed with the forward's, call this before both.
 
         Args:
             scale: cotangent of the summed loss: the mean loss's cotangent divided by the divisor.
@@ -246,8 +247,7 @@ class Executor:
         self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)
 
     def results(self) -> tuple[Tensor | None, list[State]]:
-        """Return the summed loss, if any, and the final states, and drop the latter: no backward needs
-        them."""
+        """Return the summed loss, if any, and the final states, which are dropped: no backward needs them."""
         final, self.final = self.final, []
         return self.total, final
 
@@ -265,8 +265,9 @@ class Executor:
             self.gradients = before
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Run actions in order; receives are posted a few actions ahead, so that messages travel during
-        computation.
+        """Run actions in order.
+
+        Receives are posted a few actions ahead, so that messages travel during computation.
 
         Raises:
             ValueError: an append-only state would have to be received.
@@ -304,8 +305,7 @@ class Executor:
         self._check_recomputed_losses()
 
     def _check_recomputed_losses(self) -> None:
-        """Raise ChunkChangedError if a recomputed chunk's loss is not the forward's: its gradients are wrong
-        too."""
+        """Raise ChunkChangedError if a recomputed chunk's loss is not the forward's."""
         recomputed, self.recomputed_losses = self.recomputed_losses, PerChunk(self.grid.chunks)
         chunks = sorted(recomputed.written)
         if not chunks or type(self.total) is not Tensor:  # a fake tensor has no values to compare

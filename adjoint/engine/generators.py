@@ -27,8 +27,9 @@ KINDS = tuple(ACCESS)
 
 
 def torch_states() -> dict[str, Any]:
-    """Return PyTorch's states: "torch", and "cuda", a list, empty if no GPU is in use or a CUDA graph is
-    recorded."""
+    """Return PyTorch's states: "torch", and a list "cuda".
+
+    The list is empty if no GPU is in use or a CUDA graph is recorded."""
     cuda: list[Tensor] = []
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         cuda = torch.cuda.get_rng_state_all()

@@ -333,10 +333,9 @@ class Grid:
             stream: backward tiles begin before the forward ends, where the arrows allow it.
         """
         C, top, size = self.chunks, self.stages - 1, self.cuts[1] - self.cuts[0]
-        written_at: dict[
-            Key, int
-        ] = {}  # when a key is written, counted in chunks that the head has done by then
-        runs_at: dict[Tile, int] = {}  # when a backward tile may run, in the same count
+        # when a key is written, and when a backward tile may run: chunks that the head has done by then
+        written_at: dict[Key, int] = {}
+        runs_at: dict[Tile, int] = {}
         for t in self.backward_tiles():
             if t.kind == "recompute":
                 continue
@@ -368,9 +367,8 @@ class Grid:
 
 
 def _last(rising: list[int], c: int) -> int:
-    """Return the largest number that is not above c, or 0; by bisection: there may be thousands of
-    documents."""
-    i = bisect.bisect_right(rising, c)
+    """Return the largest number that is not above c, or 0."""
+    i = bisect.bisect_right(rising, c)  # there may be thousands of documents
     return rising[i - 1] if i else 0
 
 

@@ -64,8 +64,7 @@ class UnlistedLeaves:
         return [t for t in (*self.leaves, *self.precomputed) if t not in self.listed]
 
     def make_stand_ins(self) -> StandIns | None:
-        """Return the mode, for a tile's forward, that puts leaves in the places of `precomputed`; None if
-        empty."""
+        """Return the mode for a tile's forward that replaces `precomputed` by leaves; None if it is empty."""
         return StandIns(self) if self.nodes or self.precomputed else None
 
     def collect(self, outputs: Sequence[Tensor], tile_inputs: Collection[Tensor], begin: int) -> list[Tensor]:

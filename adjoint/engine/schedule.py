@@ -112,16 +112,15 @@ class Owners:
         """Return these owners; if states cross inside of tiles, so shifted that the last round is complete.
 
         A round is one chunk for each worker: in the last one no worker may be without a chunk."""
-        return (
-            dataclasses.replace(self, first=-grid.chunks % self.in_turn)
-            if grid.exchanges_within_tiles
-            else self
-        )
+        if not grid.exchanges_within_tiles:
+            return self
+        return dataclasses.replace(self, first=-grid.chunks % self.in_turn)
 
     @staticmethod
     def from_spans(spans: Sequence[range], in_turn: int = 1) -> Owners:
-        """Return owners for layer shards with the layers `spans`; the embedding is in the first, the head in
-        the last."""
+        """Return owners for layer shards with the layers `spans`.
+
+        The first shard has the embedding, the last one the head."""
         layers = [shard for shard, span in enumerate(spans) for _ in span]
         return Owners((0, *layers, len(spans) - 1), in_turn)
 
@@ -145,8 +144,7 @@ class Schedule:
         return "\n".join(lines)
 
     def channels(self) -> list[tuple[int, int]]:
-        """Return (sender, receiver) of all channels, sorted, so that all workers open them in the same
-        order."""
+        """Return (sender, receiver) of all channels, sorted: all workers open them in this order."""
         return sorted(
             {(w, a.to) for w, program in enumerate(self.programs) for a in program if isinstance(a, Send)}
         )
@@ -230,16 +228,14 @@ def _list_schedule(
     column_index = {
         (w, *name): i for w, worker_columns in columns.items() for i, name in enumerate(worker_columns)
     }
-    backward_tiles_left: dict[tuple[int, int], int] = (
-        collections.Counter()
-    )  # per worker and column: backward tiles left
+    # per (worker, column)
+    backward_tiles_left: dict[tuple[int, int], int] = collections.Counter()
     for t in order:
         i = column_index.get((worker_of[t], grid.segments[t.stage], t.chunk), 0)
         if t.kind == "recompute" and i >= tapes:
             missing[t] += 1
-            readers["open", worker_of[t], i].append(
-                t
-            )  # a key that no tile writes: the worker may recompute its column i
+            # a key that no tile writes: the worker may recompute its column i
+            readers["open", worker_of[t], i].append(t)
         backward_tiles_left[worker_of[t], i] += t.kind == "backward"
     rank = {t: i for i, t in enumerate(order)}
     ready: list[list[tuple[int, Tile]]] = [[] for _ in range(owners.workers)]  # heaps by rank
@@ -406,8 +402,7 @@ def _in_backward(t: Tile, k: int) -> bool:
 
 
 def _units(grid: Grid, k: int, tiles: list[Tile], groups: int) -> list[tuple[Tile, ...]]:
-    """Return a layer's tiles as units: `groups` of them if windowed; else one: the adjoint state is
-    carried."""
+    """Return a layer's tiles as units: `groups` of them if windowed, else one."""
     if grid.window(k) is None:
         return [tuple(tiles)]
     groups = min(groups, len(tiles))

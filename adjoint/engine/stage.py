@@ -208,8 +208,7 @@ class Head:
     stateful, grows, reach = False, (), 0
 
     def __init__(self, model: Any) -> None:
-        """Take a `Stack`, or a model with the same `head_parameters()` and `head_loss(y, targets,
-        parameters)`."""
+        """Take a `Stack`, or a model with its `head_parameters` and `head_loss`."""
         self.model = model
 
     def parameters(self) -> Iterable[Tensor]:
@@ -241,8 +240,7 @@ def check_windows(config: StackConfig, spec: EngineSpec) -> None:
 
 
 def costs_of(stages: Iterable[Stage]) -> tuple[float, ...]:
-    """Return the multiply-adds per token of each stage's forward, an estimate of its time where nothing is
-    measured.
+    """Return the multiply-adds per token of each stage's forward, as an estimate of its time.
 
     It counts each weight of a matrix once; the embedding, a look-up, counts 0. The scan's own work is left
     out: O(d_inner d_state), it is small beside the projections at real widths."""

@@ -239,8 +239,7 @@ class ChunkedStep:
         return measurements[kind]
 
     def loss(self, states: bool = False) -> Result:
-        """Run the forward; return the loss divided by the batch's divisor and the final states,
-        differentiable.
+        """Run the forward; return the mean loss and the final states, differentiable.
 
         Args:
             states: whether append-only final states are returned; else they are empty: on the device they

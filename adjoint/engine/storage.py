@@ -1,5 +1,6 @@
-"""Storage of a forward's results for the backward: states at chunk edges (`Edges`), append-only states
-(`Slab`, `Past`), and copies in host memory."""
+"""Storage of a forward's results for the backward.
+
+It has states at chunk edges (`Edges`), append-only states (`Slab`, `Past`), and copies in host memory."""
 
 from __future__ import annotations
 
@@ -195,8 +196,7 @@ class Slab:
             self._put(self.cotangents, d_final, -self.before)
 
     def gathered(self, start: int, stop: int) -> Tensor:
-        """Return the cotangent of the tokens [start, stop), complete once all later chunks have added to
-        it."""
+        """Return the cotangent of the tokens [start, stop), to which all later chunks must have added."""
         assert self.cotangents is not None
         return self._get(self.cotangents, start, stop).to(self.values.dtype)
 
@@ -241,8 +241,9 @@ class Past:
         return self.start - self.begin
 
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
-        """Return the past, or its last `reach` tokens, followed by the chunk's own `piece`: a view of the
-        slab.
+        """Return the past, or its last `reach` tokens, followed by the chunk's own piece.
+
+        It is a view of the slab.
 
         The backward adds the past's cotangent to the slab and hands on the piece's alone, so the stage must
         return the piece as its new state."""

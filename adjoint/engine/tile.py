@@ -66,8 +66,7 @@ class Gradients:
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
 
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Add several parameters' gradients, given as (parameter, gradient): to existing sums by one launch
-        for all, instead of one per parameter."""
+        """Add several (parameter, gradient) pairs, to existing sums by one launch for all."""
         sums, terms = [], []
         for parameter, gradient in gradients:
             if gradient is not None and parameter in self.sums:
@@ -79,8 +78,7 @@ class Gradients:
             torch._foreach_add_(sums, terms)
 
     def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        """Add gradient (n, d) to the rows (n,) of an embedding table's sum; a chunk then needs no table of
-        its own."""
+        """Add gradient (n, d) to the rows (n,) of an embedding table's sum, without a table for the chunk."""
         total = self._sum_of(parameter)
         if total.is_cuda:  # sorts the rows, where index_add_ adds in whatever order threads come
             total.index_put_((rows,), gradient.to(total.dtype), accumulate=True)
@@ -205,8 +203,8 @@ def recomputed(call: Callable[..., Any], inputs: tuple, mode: str, random: bool 
     Args:
         mode: the part left out: "full", everything; "selective", everything but the tensors that are costly
             for their size (Korthikanti et al. 2022, section 5): results of scans and of matrix products,
-            other than products of few terms (dt_proj's) or into the residual stream (inputs[0]'s width), which
-            no backward reads.
+            other than products of few terms (dt_proj's) or into the residual stream (inputs[0]'s width):
+            no backward reads those.
         random: whether `call` draws random numbers, which must then be drawn again.
     """
     call = products_kept()(call)

@@ -37,8 +37,7 @@ class Casts:
         self.casts: dict[Tensor, tuple[int, Tensor]] = {}
 
     def cast_weights(self, module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
-        """Return the casts by their weights, making those that are missing or out of date; none without
-        autocast."""
+        """Return the casts by their weights, remade if out of date; none without autocast."""
         dtype = dispatch.autocast_dtype(device)
         if dtype is None or not self.allowed:
             return {}
@@ -200,9 +199,8 @@ class Constants:
             RuntimeError: one was modified before, or one that is too large to be restored was written to.
         """
         self.check()
-        before = [
-            constant.places.get(constant.key, self) for constant in self.constants
-        ]  # self: it has been removed
+        # self stands for a tensor that has been removed
+        before = [constant.places.get(constant.key, self) for constant in self.constants]
         for constant in self.constants:
             constant.places[constant.key] = constant.tensor
         self.versions = self._versions()

@@ -128,7 +128,7 @@ def why_not(config: StackConfig) -> str | None:
 
 
 def convert(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weights]:
-    """Return config.json and weights of a stack as a model of mamba-ssm; `why_not` must have no objection."""
+    """Return config.json and weights of a stack in mamba-ssm's form, if `why_not` has no objection."""
     (kind,) = set(config.mixers) - {"attention"}
     (layer,) = (name for name, ours in _LAYERS.items() if ours == kind)
     settings = sizes(config, kind)

@@ -16,8 +16,7 @@ EMBEDDING, HEAD = "embedding.weight", "lm_head.weight"
 
 
 def sizes(config: StackConfig, kind: str) -> dict[str, Any]:
-    """Return a configuration's fields, with the defaults of a mixer of that kind and of attention filled
-    in."""
+    """Return a configuration's fields, with the defaults of this kind of mixer and of attention."""
     heads, kv_heads, dim, rotary_dim, bias = AttentionMixer.sizes_of(config)
     return dataclasses.asdict(config) | {
         "d_state": MIXERS[kind].state_size(config),

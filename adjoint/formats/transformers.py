@@ -114,8 +114,7 @@ def why_not(config: StackConfig) -> str | None:
 
 
 def convert(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weights]:
-    """Return config.json and weights of a stack as a model of transformers; `why_not` must have no
-    objection."""
+    """Return config.json and weights of a stack in transformers' form, if `why_not` has no objection."""
     kind = config.mixers[0]
     settings = sizes(config, kind)
     hf: dict[str, Any] = {

@@ -47,7 +47,7 @@ class Backbone:
             or "full" (see `Exact`).
 
     Attributes:
-        fetches: whether keys and values of other ranks are fetched for attention (`spread.DistributedPast`).
+        fetches: whether keys and values of other ranks are fetched for attention (`kv.DistributedPast`).
         padding: where hidden states of padding at the right are asked for; its chunks get the model's mask.
     """
 

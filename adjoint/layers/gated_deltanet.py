@@ -110,8 +110,7 @@ class GatedDeltaNetMixer(Mixer):
         return F.silu(z)
 
     def _key_heads(self, t: Tensor) -> Tensor:
-        """Return keys or queries as unit vectors, repeated for heads that share them: (…, nheads,
-        d_state)."""
+        """Return keys or queries as unit vectors (…, nheads, d_state), repeated for heads that share them."""
         t = t.unflatten(-1, (self.key_heads, self.d_state))
         t = t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
         shared = self.config.nheads // self.key_heads

@@ -25,8 +25,9 @@ def seed_of(seed: int, *piece: int) -> int:
 
 @contextlib.contextmanager
 def drawn_from(seed: int, *piece: int) -> Iterator[None]:
-    """Let draws inside come from a generator seeded by (seed, *piece); afterwards PyTorch's generators
-    continue as if nothing had been drawn."""
+    """Let draws inside come from a generator seeded by (seed, *piece).
+
+    Afterwards PyTorch's generators continue as if nothing had been drawn."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed_of(seed, *piece))
@@ -34,8 +35,9 @@ def drawn_from(seed: int, *piece: int) -> Iterator[None]:
 
 
 def inverse_softplus_steps(config: StackConfig, like: Tensor) -> Tensor:
-    """Return biases whose softplus, the initial step size, is log-uniform in [dt_min, dt_max], so that the
-    channels start with short and long memories; of the shape of `like`."""
+    """Return biases whose softplus, the initial step size, is log-uniform in [dt_min, dt_max].
+
+    They have the shape of `like`; so channels start with short and long memories."""
     low, high = math.log(config.dt_min), math.log(config.dt_max)
     steps = torch.exp(torch.rand_like(like) * (high - low) + low).clamp(min=config.dt_init_floor)
     return steps + torch.log(-torch.expm1(-steps))

@@ -129,8 +129,8 @@ class Mamba3Mixer(Mixer):
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
         v_last = v[:, -1].clone()  # a view would keep the memory of all tokens
         v, v_before = (_spread(t.to(dtype), self.mimo_x) for t in (v, v_before))
-        # v ⊗ k of a token enters h twice: `own_share` of it with the token, `due_share` with the next one. The
-        # chunk's last token leaves its second part to the next chunk; v_before brings the last chunk's.
+        # v ⊗ k of a token enters h twice: `own_share` of it with the token, `due_share` with the next one.
+        # A chunk's last token leaves its second part to the next chunk; v_before brings the last chunk's.
         shares, own_share = (1 - trap) * dt, trap * dt
         due_share = F.pad(shares[:, 1:], (0, 0, 0, 1))
         if reset_at is not None:  # nothing is due across a document's beginning
@@ -150,8 +150,9 @@ class Mamba3Mixer(Mixer):
         return self.out_proj(y.flatten(-2)), state
 
     def _heads(self, t: Tensor, norm: RMSNorm, bias: Tensor) -> Tensor:
-        """Return keys or queries, (batch, seqlen, nheads, rank, d_state): each group's normalised vectors
-        plus the bias of each of its heads."""
+        """Return keys or queries, (batch, seqlen, nheads, rank, d_state).
+
+        They are each group's normalised vectors plus the bias of each of its heads."""
         c = self.config
         t = norm(t.unflatten(-1, (self.rank, c.ngroups, self.d_state))).transpose(2, 3)[:, :, :, None]
         return (bias.unflatten(0, (c.ngroups, -1)) + t).flatten(2, 3)  # bias first: the sum takes its layout
@@ -262,8 +263,7 @@ def _pairs(t: Tensor, n: int, halves: bool) -> tuple[Tensor, Tensor]:
 
 
 def _complex(t: Tensor, n: int, halves: bool) -> Tensor:
-    """Return the first n pairs of channels as complex numbers: a view of t if each pair is adjacent in
-    memory."""
+    """Return the first n pairs of channels as complex numbers, a view of t if pairs are adjacent."""
     if halves or t.shape[-1] % 2:
         return torch.complex(*_pairs(t, n, halves))
     return torch.view_as_complex(t[..., : 2 * n].unflatten(-1, (-1, 2)))

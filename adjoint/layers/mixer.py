@@ -77,8 +77,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def reach(cls, config: StackConfig) -> int:
-        """Return the number of tokens before a piece of the sequence whose inputs its windowed vjp reads, for
-        the convolution."""
+        """Return the number of earlier tokens whose inputs the convolution of a windowed vjp reads."""
         return 0
 
     @classmethod
@@ -93,8 +92,9 @@ class Mixer(nn.Module):
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """Return the bytes per token kept for its backward, besides the residual stream; within a fifth of
-        autograd's.
+        """Return the bytes per token kept for the mixer's backward, without the residual stream.
+
+        The number is within a fifth of autograd's.
 
         Args:
             element: bytes of an activation's element.
@@ -103,8 +103,7 @@ class Mixer(nn.Module):
         return 8 * config.d_model * element  # a guess, for a user's layer
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
-        """Return the zero state, a tensor (batch, *shape) for each of `state_shapes`; growing dimensions are
-        0."""
+        """Return the zero state: a tensor (batch, *shape) per shape, growing dimensions being 0."""
         shapes = [[batch, *(n or 0 for n in shape)] for shape in self.state_shapes]
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 

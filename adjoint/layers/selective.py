@@ -100,8 +100,10 @@ class SelectiveMixer(ScanMixer):
         return states.to(b.dtype), last
 
     def log_decay(self, inputs: SelectiveScanInputs) -> Tensor:
-        """Return each channel's log decay, (batch, seqlen, 1 | d_state); for a dense A the log of its maximum
-        norm, which bounds how the adjoint state's sum norm shrinks."""
+        """Return each channel's log decay, (batch, seqlen, 1 | d_state).
+
+        For a dense A it is the log of its maximum norm, which bounds how the adjoint state's sum norm
+        shrinks."""
         a = inputs.a.abs().sum(-1).amax(-1, keepdim=True) if self.structure == "dense" else inputs.a
         return torch.log(a.to(accumulate_dtype(a.dtype)))
 

@@ -302,8 +302,7 @@ class ContextParallelExecutor(Executor):
     # ------------------------------------------------------------------------------------ states that grow
 
     def _pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Yield this rank's runs of tokens: (first token in the sequence, length, first token among its
-        own)."""
+        """Yield this rank's runs of tokens: (first token in the sequence, length, index among its own)."""
         initial_tokens = self.initial_tokens
         if initial_tokens and self._owner(0) == self.place:
             yield -initial_tokens, initial_tokens, -initial_tokens

@@ -221,8 +221,9 @@ def gradients(
 
 
 def reduce_at_once(root: nn.Module) -> None:
-    """Make FSDP reduce gradients in the backward of a plain call, despite
-    `set_requires_gradient_sync(False)`.
+    """Make FSDP reduce gradients in the backward of a plain call.
+
+    This overrides `set_requires_gradient_sync(False)`.
 
     Unreduced ones would count for a later call by chunks."""
     if "_adjoint_run" not in root.__dict__:
@@ -361,8 +362,7 @@ class FSDPStep(ChunkedStep):
         super()._begin()
 
     def _align_chunks(self, batch: Batch, spec: EngineSpec) -> EngineSpec:
-        """Return the spec with as many chunks as the process with the most has: all gather parameters per
-        chunk."""
+        """Return the spec with the most chunks of any process: all gather parameters per chunk."""
         cuts = list(spec.cuts(batch.seqlen))
         possible = sum((stop - start) // spec.least for start, stop in itertools.pairwise(cuts))
         most_chunks, negative_limit = largest(self.root, len(cuts) - 1, -possible)

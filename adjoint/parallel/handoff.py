@@ -140,8 +140,7 @@ class StateHandoff:
             self.grad_initial_state = d
 
     def end_backward(self) -> None:
-        """Exchange the cotangents that autograd's graph of the chunk has not reached: other ranks wait for
-        them."""
+        """Exchange the cotangents that autograd has not reached, for which other ranks wait."""
         self.receive_cotangent()
         if self.previous_rank is not None:
             self.send_cotangent(None)
@@ -152,9 +151,8 @@ class StateHandoff:
             self._unfinished_sends.pop()()
 
     def _send(self, to: int, t: Tensor) -> None:
-        message = torch.empty(t.shape, dtype=self.message_dtype, device=t.device).copy_(
-            t
-        )  # a view would keep the chunk's memory
+        # a copy: a view would keep the chunk's memory
+        message = torch.empty(t.shape, dtype=self.message_dtype, device=t.device).copy_(t)
         self._unfinished_sends.append(self.messages.start(to, message, self.tag))
 
 

@@ -77,8 +77,7 @@ class DistributedKV:
         return self.owners.peer(self.place, c)
 
     def turns(self) -> list[tuple[int, int]]:
-        """Return (rank that this rank asks, rank that asks it) for each turn; each rank has one of both in
-        each."""
+        """Return (rank that this rank asks, rank that asks it) for each turn."""
         n, at = len(self.ranks), self.place - self.ranks.start
         return [(self.ranks[(at + i) % n], self.ranks[(at - i) % n]) for i in range(1, n)]
 

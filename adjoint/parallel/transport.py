@@ -24,8 +24,9 @@ BUCKET = 1 << 20  # elements: small gradients travel together
 
 
 class Messages:
-    """Point-to-point messages and collectives of `torch.distributed`: gloo wherever an end is a CPU or a MIG
-    slice, NCCL between whole GPUs.
+    """Point-to-point messages and collectives of `torch.distributed`.
+
+    They use gloo if an end is a CPU or a MIG slice, and NCCL between whole GPUs.
 
     gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL runs the messages of
     a pair one after the other, so that a receive posted early would block the sends behind it: messages to

@@ -92,8 +92,7 @@ class Fit:
         return int(low) // 1024 * 1024 if low >= 32768 else int(low)
 
     def fitting_chunk(self) -> int | None:
-        """Return the power of two nearest to the chunk size with which everything fits; None if there is
-        none.
+        """Return the power of two nearest to the chunk size with which everything fits, or None.
 
         Short chunks have many edges, long ones a lot of work at a time."""
         current_bits = self.setup.spec.chunk_size.bit_length()

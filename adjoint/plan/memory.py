@@ -445,8 +445,9 @@ def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
 
 
 def _edges(setup: Setup) -> int:
-    """Return the number of states that a worker's layer stores: at every edge, besides those before and after
-    the sequence and the adjoint ones."""
+    """Return the number of states that a worker's layer stores.
+
+    They are those at every edge, before and after the sequence, and the adjoint ones."""
     return -(-setup.chunks // setup.layout.sequence) + 2
 
 

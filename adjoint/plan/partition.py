@@ -20,8 +20,9 @@ def partition(
     memory: Sequence[float] | None = None,
     limits: Sequence[float] | None = None,
 ) -> list[range]:
-    """Return a range of layers per shard, in order, none empty, minimising max_s (Σ costs of s) / capacity of
-    s.
+    """Return a range of layers per shard that minimises max_s (Σ costs of s) / capacity of s.
+
+    Ranges are in order, and none is empty.
 
     Among those it takes the one with the smallest sum of squares, so that the shards that are not the slowest
     are balanced as well. Exact: dynamic programming over all cuts, O(shards × layers²). The order of the
@@ -68,8 +69,7 @@ def named(span: range) -> str:
 
 
 def _sums(values: Sequence[float]) -> np.ndarray:
-    """Return (layers + 1, layers + 1) sums: at [b, a] the sum over the layers [a, b), infinite where that is
-    empty."""
+    """Return (layers + 1, layers + 1) sums: at [b, a] that of the layers [a, b), infinite if empty."""
     ends = np.concatenate([[0.0], np.cumsum(values)])
     return np.where(np.tri(len(ends), k=-1, dtype=bool), ends[:, None] - ends[None, :], np.inf)
 

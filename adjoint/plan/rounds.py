@@ -55,8 +55,7 @@ def _travels(setup: Setup, k: int) -> bool:
 
 
 def seen_pairs(window: int | None, start: Any, stop: Any) -> Any:
-    """Return the number of pairs of one of the tokens [start, stop) and one that it sees, of `window` tokens
-    at most."""
+    """Return the number of pairs (token of [start, stop), token in its window)."""
     edge = np.clip(window or math.inf, start, stop)  # up to this token, each sees all before it
     return (edge**2 - start**2) / 2 + (stop - edge) * (window or 0)
 

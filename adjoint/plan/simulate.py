@@ -225,8 +225,7 @@ class _Simulation:
         self._go_on(time, w)
 
     def _share(self, w: int, time: float) -> bool:
-        """Run the next tile of the units that a worker and its helpers share; return False if it has to
-        wait."""
+        """Run the next tile of the units that a worker and its helpers share; return False to wait."""
         owner = self.owner[w]
         if not self.unit.get(w):
             if self.clock[w] > time:  # others may take a unit before

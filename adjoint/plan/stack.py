@@ -54,8 +54,8 @@ class StackModel(Model):
         linear = [m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear)]
         grown = sum(width(s.shape, dim) for s, dim in zip(state, grows, strict=True) if dim is not None)
         recurrent = sum(s.numel() for s, dim in zip(state, grows, strict=True) if dim is None)
-        # eight operations per element of the recurrent state, and as many for each further input and output of
-        # a token that share it
+        # eight operations per element of the recurrent state, and as many for each further
+        # input and output of a token that share it
         serial = 8.0 * mixer.inputs_per_token(config) * recurrent
         return LayerSize(
             kind,

@@ -181,8 +181,11 @@ def after_past(count: Callable[[int], Counted], start: int) -> Counted:
 
 
 def composed(pieces: Sequence[Counted], y: int) -> Counted:
-    """Return the memory of one autograd graph of several stages, bottom up; y: bytes of the tensor between
-    two."""
+    """Return the memory of one autograd graph of several stages.
+
+    Args:
+        pieces: the stages, bottom up. y: bytes of the tensor between two.
+    """
     forward = linearized = pulled = new_states = saved = 0
     below = []
     for i, c in enumerate(pieces):
