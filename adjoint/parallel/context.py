@@ -400,12 +400,10 @@ class ContextParallelStep(ChunkedStep):
     def _check_agreement(self) -> None:
         """Raise a UserError that says what differs between the ranks; use rank 0's random cuts on all."""
         fingerprint = self._fingerprint()
-        numbers_here = torch.tensor(
-            [number % (1 << 63) for number in fingerprint.values()], dtype=torch.int64
-        )
+        own_numbers = torch.tensor([number % (1 << 63) for number in fingerprint.values()], dtype=torch.int64)
         numbers_by_rank = [
             rank_numbers.tolist()
-            for rank_numbers in self.transport.all_gather(numbers_here, self.transport.ranks)
+            for rank_numbers in self.transport.all_gather(own_numbers, self.transport.ranks)
         ]
         for i, name in enumerate(fingerprint):
             rank_numbers = [numbers[i] for numbers in numbers_by_rank]
@@ -420,9 +418,9 @@ class ContextParallelStep(ChunkedStep):
                 )
         grid = self.grid
         if grid.adjoint_scale:
-            own_cuts = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=self.batch.ids.device)
-            cuts_of_rank_0 = self.transport.all_gather(own_cuts, self.transport.ranks)[0]
-            self.worker = self._worker(self.spec, tuple(map(tuple, cuts_of_rank_0.tolist())))
+            own_scale = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=self.batch.ids.device)
+            scale_of_rank_0 = self.transport.all_gather(own_scale, self.transport.ranks)[0]
+            self.worker = self._worker(self.spec, tuple(map(tuple, scale_of_rank_0.tolist())))
             self.grid = self.worker.grid
 
     def _fingerprint(self) -> dict[str, int]:
@@ -446,7 +444,7 @@ class ContextParallelStep(ChunkedStep):
             "further inputs": list(batch.inputs.values()),
             "the initial state": [s for state in batch.states for s in state],
         }
-        fingerprint = settings | {name: _digest(tensors_of_name) for name, tensors_of_name in tensors.items()}
+        fingerprint = settings | {name: _digest(values) for name, values in tensors.items()}
         compared_groups, group = (
             _compared.setdefault(self.parameters[0], set()),
             self.transport.group.group_name,
@@ -492,9 +490,9 @@ class ContextParallelStep(ChunkedStep):
         if isinstance(worker, ContextParallelExecutor) and worker.return_final_kv:
             states = self._gather_growing(worker, states)
         total = torch.zeros((), dtype=dtype, device=device) if own_loss is None else own_loss
-        state_pairs = zip(states, worker.grows, strict=True)
+        states_and_dims = zip(states, worker.grows, strict=True)
         final = (
-            [s for state, grows in state_pairs for s in recurrent(state, grows)]
+            [s for state, grows in states_and_dims for s in recurrent(state, grows)]
             if worker.return_final_kv
             else []
         )
@@ -505,10 +503,10 @@ class ContextParallelStep(ChunkedStep):
         )
         if worker.return_final_kv:
             tensors = (r.view_as(s).to(s.dtype) for r, s in zip(rest, final, strict=True))
-            state_pairs = zip(states, worker.grows, strict=True)
+            states_and_dims = zip(states, worker.grows, strict=True)
             states = [
                 joined((next(tensors) for _ in recurrent(state, grows)), growing(state, grows), grows)
-                for state, grows in state_pairs
+                for state, grows in states_and_dims
             ]
         return first[0].clone(), states
 

@@ -26,6 +26,11 @@ class StateHandoff:
     A stage with `takes_state_handoff` gets this object in the tensor's place. It reads the state before the
     chunk with `receive`, and publishes the state after it with `send`.
 
+    Each run of a tile has its own; one that recomputes a tape has no `next_rank`. Calls come in this order:
+    `post_receive` if the state is on another rank, `receive`, `send`, `end_forward`, `begin_backward`,
+    `end_backward`, `wait`. Activation checkpointing inside the tile calls `receive` and `send` again in the
+    backward, when they exchange nothing.
+
     Args:
         messages: transport to the other ranks.
         tag: distinguishes this tensor's messages from those of others.
@@ -66,7 +71,7 @@ class StateHandoff:
         self.grad_initial_state: Tensor | None = None
         self._wait_for_gradient: Pending | None = None
         self._unfinished_sends: list[Any] = []
-        self._is_recomputing = False
+        self._forward_ended = False
 
     def post_receive(self, source: int) -> None:
         """Start to receive the state before the chunk from rank `source`."""
@@ -75,7 +80,7 @@ class StateHandoff:
     def receive(self) -> Tensor:
         """Return the state before the chunk, waiting for its message if necessary.
 
-        When the chunk is recomputed for the backward, it is the stored state, without a message."""
+        When activation checkpointing runs the layer again, the state is there already."""
         if self._wait_for_state is not None:
             self._wait_for_state()
             self._wait_for_state = None
@@ -84,7 +89,7 @@ class StateHandoff:
         state = _Receive.apply(self.anchor, self) if torch.is_grad_enabled() else self.initial_state.clone()
         if self.rows_to_reset is not None:
             state = state.masked_fill(self.rows_to_reset.view(-1, *[1] * (state.dim() - 1)), 0)
-        if not self._is_recomputing:  # storing a recomputed state would keep its whole graph alive
+        if not self._forward_ended:  # storing a recomputed state would keep its whole graph alive
             self._received = state
         return state
 
@@ -98,7 +103,7 @@ class StateHandoff:
         Raises:
             UserError: the layer writes this state for the second time in a chunk.
         """
-        if self._is_recomputing:
+        if self._forward_ended:
             return state
         if self._sent is not None:
             raise UserError(
@@ -112,9 +117,9 @@ class StateHandoff:
         return self._sent
 
     def end_forward(self) -> None:
-        """Note the end of the chunk's forward: if the chunk runs again, it is recomputed for the backward."""
+        """Note the end of the forward: what activation checkpointing runs from now on exchanges nothing."""
         assert self._sent is not None, "a stage that takes StateHandoffs sends all of its state"
-        self._is_recomputing, self._sent, self._received = True, None, None
+        self._forward_ended, self._sent, self._received = True, None, None
 
     def begin_backward(self) -> None:
         """Start to receive the cotangent of the state after the chunk."""

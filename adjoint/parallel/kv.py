@@ -253,8 +253,8 @@ def _exchange_in_turn(kv: DistributedKV, ask: Callable[[int, int], Any]) -> Iter
 def _ranks_to_ask(past: DistributedPast, begin: int) -> list[int]:
     """Return the other ranks that store tokens from token `begin` up to the chunk."""
     kv = past.kv
-    stored_range = {rank: kv.stored_range(rank, past.chunk, begin) for rank in kv.ranks if rank != kv.place}
-    return [rank for rank, (start, stop) in stored_range.items() if start < stop]
+    ranges = {rank: kv.stored_range(rank, past.chunk, begin) for rank in kv.ranks if rank != kv.place}
+    return [rank for rank, (start, stop) in ranges.items() if start < stop]
 
 
 class _DistributedAttention(torch.autograd.Function):
