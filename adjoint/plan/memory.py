@@ -206,9 +206,8 @@ class Setup:
         owners = owners_of(model.source, spans, self.layout.sequence)
         windows = None if spec.backward.window != "auto" else [self.window[0] or seqlen] * model.n_layer
         grid = grid_of(model.source, spec, seqlen, owners, helpers, model.stage_costs(spans), windows)
-        if (
-            self.plain_autograd and spec.storage.tapes == 0
-        ):  # the head's backward comes right after its forward
+        # the head's backward comes right after its forward
+        if self.plain_autograd and spec.storage.tapes == 0:
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, tapes=1))
         return Pipeline(grid, owners, spec, helpers)
 
@@ -375,8 +374,8 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     stages = setup.stages(spans)
     pipelines = [setup.pipeline(spans, n) for n in counts]
     counted = [
-        _program_bytes(rank_memories, stages, setup.y(1), setup.alone and not setup.plain_autograd)
-        for rank_memories in pipelines
+        _program_bytes(pipeline, stages, setup.y(1), setup.alone and not setup.plain_autograd)
+        for pipeline in pipelines
     ]
 
     more = (setup.chunks - counts[-1]) / (counts[-1] - counts[0] or 1)
