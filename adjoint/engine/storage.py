@@ -243,10 +243,8 @@ class Past:
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
         """Return the past, or its last `reach` tokens, followed by the chunk's own piece.
 
-        It is a view of the slab.
-
-        The backward adds the past's cotangent to the slab and hands on the piece's alone, so the stage must
-        return the piece as its new state."""
+        It is a view of the slab. The backward adds the past's cotangent to the slab and hands on the piece's
+        alone, so the stage must return the piece as its new state."""
         begin = self.begin if reach is None else max(self.begin, self.start - reach)
         return _Join.apply(piece, self, begin)
 

@@ -223,9 +223,8 @@ def gradients(
 def reduce_at_once(root: nn.Module) -> None:
     """Make FSDP reduce gradients in the backward of a plain call.
 
-    This overrides `set_requires_gradient_sync(False)`.
-
-    Unreduced ones would count for a later call by chunks."""
+    This overrides `set_requires_gradient_sync(False)`: unreduced ones would count for a later call by
+    chunks."""
     if "_adjoint_run" not in root.__dict__:
         for unit in units(root):
             unit.set_requires_gradient_sync(True, recurse=False)
@@ -271,13 +270,13 @@ class SequentialStages:
         before, after = iter(state), list[Tensor]()
         for stage in self.stages:
             stage_state = tuple(itertools.islice(before, len(stage.grows)))
-            by_itself = not getattr(stage, "takes_state_handoff", False)
+            exchanges_here = not getattr(stage, "takes_state_handoff", False)
             inputs = tuple(
-                s.receive() if by_itself and isinstance(s, StateHandoff) else s for s in stage_state
+                s.receive() if exchanges_here and isinstance(s, StateHandoff) else s for s in stage_state
             )
             x, new = stage.forward(x, inputs, chunk)
             pairs = zip(stage_state, new, strict=True)
-            after += (s.send(t) if by_itself and isinstance(s, StateHandoff) else t for s, t in pairs)
+            after += (s.send(t) if exchanges_here and isinstance(s, StateHandoff) else t for s, t in pairs)
         return x, tuple(after)
 
 
