@@ -124,7 +124,7 @@ def test_whoever_takes_what_the_result_is_the_same(
     for kind, units in ways:
         OneSlow.none_left.clear()
         monkeypatch.setattr("tests.cluster.threads.ThreadHelper", kind)
-        monkeypatch.setattr(helpers, "QUERIES_AHEAD", units)
+        monkeypatch.setattr(helpers, "UNITS_PER_HELPER", units)
         made = disturbed_shards(CONFIG, Layout(shards, helpers=count), method, TRAINING)
         found.append(trained(made))
         mine = helpers_of(made)
@@ -150,7 +150,7 @@ def test_owner_and_helpers_round_alike(
     """Where the sums of products are short of digits, whoever carries out a task finds the same ones."""
     found = []
     for ahead in (OWNER_ALONE, HELPERS_ALONE):
-        monkeypatch.setattr(helpers, "QUERIES_AHEAD", ahead)
+        monkeypatch.setattr(helpers, "UNITS_PER_HELPER", ahead)
         made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(window, 8), TRAINING, precision)
         found.append(trained(made, [make_ids(batch, 61)]))
         assert bool(taken(helpers_of(made))) == bool(ahead)
@@ -175,7 +175,7 @@ def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Executor, "windowed", noting_tile)
     monkeypatch.setattr(tile, "windowed_vjp", noting_layout)
     for ahead in (OWNER_ALONE, HELPERS_ALONE):
-        monkeypatch.setattr(helpers, "QUERIES_AHEAD", ahead)
+        monkeypatch.setattr(helpers, "UNITS_PER_HELPER", ahead)
         seen.append({})
         trained(
             disturbed_shards(CONFIG, Layout(helpers=1), LayerLocal(7, 9), TRAINING, "float32"), BATCHES[:1]
