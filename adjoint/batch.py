@@ -1,5 +1,7 @@
-"""A model's inputs, made and checked once per entry point: `Stack.forward`, a wrapped model's call, a
-cluster's worker. A chunk is a `Batch` of some consecutive tokens; a replica's share is one of some rows."""
+"""A model's inputs, made and checked once per entry point.
+
+Entry points are `Stack.forward`, a wrapped model's call and a cluster's worker. A chunk is a `Batch` of some
+consecutive tokens; a replica's share is one of some rows."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100  # a label that does not count
-State = tuple[Tensor, ...]  # what a stage carries from chunk to chunk: see `engine.stages.Stage`
+State = tuple[Tensor, ...]  # what a stage carries from chunk to chunk: see `engine.stage.Stage`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,8 +43,10 @@ class Batch:
     starts_document: Tensor | None = None
 
     @staticmethod
-    def of(ids: Tensor, labels: Tensor, seq_idx: Tensor | None = None, states: Sequence[State] = ()) -> Batch:
-        """A batch with targets made from `labels` (batch, seqlen), not yet shifted; warns if all are -100."""
+    def from_labels(
+        ids: Tensor, labels: Tensor, seq_idx: Tensor | None = None, states: Sequence[State] = ()
+    ) -> Batch:
+        """Return a batch with targets made from `unshifted `labels` (batch, seqlen); warn if all are -100."""
         targets = shift_labels(labels, seq_idx)
         return Batch(ids, targets, divisor_of(targets), seq_idx, states)
 
@@ -56,44 +60,52 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors with a value per token."""
-        own = [t for t in (self.ids, self.targets, self.seq_idx) if t is not None]
-        return own + list(self.inputs.values())
+        """The tensors with a value per token."""
+        standard = [t for t in (self.ids, self.targets, self.seq_idx) if t is not None]
+        return standard + list(self.inputs.values())
 
     def chunk(self, start: int, stop: int, document: int = 0) -> Batch:
-        """The tokens [start, stop) of every row, without states; `document` is the attribute of that name."""
-        tokens, number = slice(start, stop), self.seq_idx
+        """Return the tokens [start, stop) of every row, without states.
+
+        Args:
+            document: the chunk's attribute of that name.
+        """
+        tokens, document_numbers = slice(start, stop), self.seq_idx
         return Batch(
             self.ids[:, tokens],
             self.targets[:, tokens],
             self.divisor,
-            None if number is None else number[:, tokens],
-            inputs={name: given[:, tokens] for name, given in self.inputs.items()},
+            None if document_numbers is None else document_numbers[:, tokens],
+            inputs={name: tensor[:, tokens] for name, tensor in self.inputs.items()},
             start=start,
             document=document,
-            starts_document=None if number is None or not start else number[:, start] != number[:, start - 1],
+            starts_document=None
+            if document_numbers is None or not start
+            else document_numbers[:, start] != document_numbers[:, start - 1],
         )
 
     def share(self, replica: int, replicas: int, device: torch.device) -> Batch:
-        """One replica's rows on `device`, without states: consecutive, split as evenly as possible.
+        """Return the consecutive rows of one replica on `device`, without states.
+
+        Rows are split as evenly as possible.
+
         The divisor stays the whole batch's, so that replicas' gradients can be summed."""
 
-        def own(t: Tensor) -> Tensor:
+        def rows_of_replica(t: Tensor) -> Tensor:
             return t.tensor_split(replicas)[replica].to(device)
 
         return dataclasses.replace(
             self,
-            ids=own(self.ids),
-            targets=own(self.targets),
-            seq_idx=None if self.seq_idx is None else own(self.seq_idx),
+            ids=rows_of_replica(self.ids),
+            targets=rows_of_replica(self.targets),
+            seq_idx=None if self.seq_idx is None else rows_of_replica(self.seq_idx),
             states=(),
-            inputs={name: own(given) for name, given in self.inputs.items()},
+            inputs={name: rows_of_replica(tensor) for name, tensor in self.inputs.items()},
         )
 
 
 def labelled(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(input ids, labels) from a data set's tokens, which encode a token that is read but not predicted as
-    -1 - id."""
+    """Return (input ids, labels) of a data set's tokens; -1 - id stands for a token that is not predicted."""
     unpredicted = tokens < 0
     if not unpredicted.any():
         return tokens, tokens
@@ -101,8 +113,9 @@ def labelled(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shift_labels(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-    """Targets: position t holds label t + 1, which the model predicts there. The last position of each row is
-    -100, and with seq_idx (batch, seqlen) the last one of each document."""
+    """Return targets: position t holds label t + 1, which the model predicts there.
+
+    The last position of each row is -100, and with seq_idx (batch, seqlen) the last one of each document."""
     targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
     if seq_idx is not None:
         targets[:, :-1].masked_fill_(seq_idx[:, 1:] != seq_idx[:, :-1], IGNORE_INDEX)
@@ -110,8 +123,10 @@ def shift_labels(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
 
 
 def divisor_of(targets: Tensor) -> int | Tensor:
-    """The number of valid targets, at least 1, by which the summed loss is divided; a tensor inside
-    torch.compile. Warns if there are none, since the loss is then 0 and teaches nothing."""
+    """Return the number of valid targets, at least 1, by which the summed loss is divided.
+
+    Inside torch.compile it is a tensor. Warn if no target is valid: the loss is then 0 and teaches
+    nothing."""
     if torch.compiler.is_compiling():  # reading the number would break the graph
         return (targets != IGNORE_INDEX).sum().clamp(min=1)
     valid = int((targets != IGNORE_INDEX).sum())

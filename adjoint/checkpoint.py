@@ -1,4 +1,4 @@
-"""Checkpoints on disk: their format, and how they are found, verified and read.
+"""Checkpoints on disk: their format; finding, verifying and reading them.
 
     checkpoints/step-00000100/model.safetensors       weights, by parameter name
                               optimizer.safetensors   optimizer state, "<parameter name>|<state key>"
@@ -10,9 +10,9 @@
 A run over several shards writes model-00001-of-00004.safetensors and so on, a file a shard, and likewise for
 the optimizer; the names inside are the same, so that any number of shards, or one process, reads either.
 
-They are whole or not there: the manifest is written last (`adjoint.train.checkpoint`). State is stored by
-parameter name, never by position, so it can be read back by another grouping of the same parameters. Nothing
-is unpickled: `rng.pt` is read with ``weights_only=True``.
+A checkpoint is complete or absent: the manifest is written last (`adjoint.train.checkpoint`). State is stored
+by parameter name, never by position, so it can be read back by another grouping of the same parameters.
+Nothing is unpickled: `rng.pt` is read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class DamagedCheckpoint(UserError):
 
 
 def list_checkpoints(directory: str | Path) -> list[Path]:
-    """The checkpoints of a folder by step, oldest first; unverified."""
+    """Return the checkpoints of a folder by step, oldest first; unverified."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=step_of)
+    checkpoints = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(checkpoints, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def newest_checkpoint(directory: str | Path) -> Path | None:
-    """The newest checkpoint whose checksums hold, or None. A damaged one is passed with a line on stderr."""
+    """Return the newest checkpoint whose checksums hold, or None; warn of damaged ones on stderr."""
     for path in reversed(list_checkpoints(directory)):
         try:
             verify_checkpoint(path)
@@ -63,8 +63,14 @@ def newest_checkpoint(directory: str | Path) -> Path | None:
 
 
 def checkpoint_at(path: Path, called: str) -> Path:
-    """A run's newest good checkpoint, or the checkpoint at the path itself. A UserError where there is none
-    begins with ``called``, the user's words for the path."""
+    """Return a run's newest good checkpoint, or the checkpoint at the path itself.
+
+    Args:
+        path: a run's folder or a checkpoint. called: the user's words for the path, with which errors begin.
+
+    Raises:
+        UserError: there is no good checkpoint.
+    """
     if not (path / "checkpoints").is_dir():
         try:
             verify_checkpoint(path)
@@ -89,8 +95,8 @@ def verify_checkpoint(path: str | Path) -> None:
     """
     path = Path(path)
 
-    def damaged(what: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"damaged checkpoint {path}: {what}")
+    def damaged(problem: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"damaged checkpoint {path}: {problem}")
 
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint; name a folder like RUN/checkpoints/step-00000100")
@@ -124,18 +130,24 @@ def verify_checkpoint(path: str | Path) -> None:
 
 
 def read_trainer(path: Path) -> dict[str, Any]:
-    """A checkpoint's step, data cursor, configuration, …"""
+    """Return a checkpoint's step, data cursor, configuration, …"""
     return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
 
 
 class StoredTensors:
-    """The tensors of a checkpoint's files, or those of a folder of transformers, read one at a time by name;
-    `stem` is "model", "optimizer" or "state"."""
+    """The tensors of a checkpoint's files, or of a folder of transformers, read one at a time by name.
+
+    Args:
+        path: the folder. stem: "model", "optimizer" or "state".
+
+    Raises:
+        UserError: a file is damaged, or an index of weights is none.
+    """
 
     def __init__(self, path: Path, stem: str) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self.path, self.where = path, dict[str, Any]()
+        self.path, self.files_by_name = path, dict[str, Any]()
         files, index = sorted(path.glob(f"{stem}*.safetensors")), path / f"{stem}.safetensors.index.json"
         if path / f"{stem}.safetensors" not in files and index.is_file():  # a folder of transformers
             try:
@@ -149,23 +161,27 @@ class StoredTensors:
             except SafetensorError as error:
                 reason = " ".join(str(error).split())
                 raise UserError(f"{file}: is damaged ({reason}); download or write it again") from None
-            self.where |= dict.fromkeys(stored.keys(), stored)
+            self.files_by_name |= dict.fromkeys(stored.keys(), stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor by name, a tied table under either of its names; a UserError where there is none."""
-        tied = {"embedding.weight": "lm_head.weight", "lm_head.weight": "embedding.weight"}
-        found = name if name in self.where else tied.get(name, name)
-        if found not in self.where:
-            raise UserError(f"{self.path}: has no {name}; resume with its own config")
-        return self.where[found].get_tensor(found)
+        """Return a tensor by name, a tied table by either of its names.
 
-    def of(self, parameter: str) -> dict[str, torch.Tensor]:
-        """A parameter's optimizer state."""
-        names = [name for name in self.where if name.rpartition("|")[0] == parameter]
+        Raises:
+            UserError: there is no such tensor.
+        """
+        tied = {"embedding.weight": "lm_head.weight", "lm_head.weight": "embedding.weight"}
+        stored_name = name if name in self.files_by_name else tied.get(name, name)
+        if stored_name not in self.files_by_name:
+            raise UserError(f"{self.path}: has no {name}; resume with its own config")
+        return self.files_by_name[stored_name].get_tensor(stored_name)
+
+    def read_entries(self, owner: str) -> dict[str, torch.Tensor]:
+        """Return the tensors stored as "owner|key", by key: of a parameter, its optimizer state."""
+        names = [name for name in self.files_by_name if name.rpartition("|")[0] == owner]
         return {name.rpartition("|")[2]: self[name] for name in names}
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -14,7 +14,9 @@ from adjoint.kernels.checks import reset_of
 def document_numbers(
     ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor | None:
-    """Each token's document, (batch, seqlen) int64, numbered from 0 in each row; None if neither is given.
+    """Return each token's document, (batch, seqlen) int64, numbered from 0 in each row.
+
+    If neither seq_idx nor cu_seqlens is given, the result is None.
 
     Args:
         ids: (batch, seqlen).
@@ -43,7 +45,7 @@ def document_numbers(
 
 
 def from_cu_seqlens(name: str, cu_seqlens: Tensor, ids: Tensor) -> Tensor:
-    """`document_numbers` from cu_seqlens alone; an error calls it `name`."""
+    """Return `document_numbers` from cu_seqlens alone; errors call it `name`."""
     cuts = torch.as_tensor(cu_seqlens).flatten().tolist()
     rising = all(a <= b for a, b in itertools.pairwise(cuts))
     if len(cuts) < 2 or cuts[0] != 0 or not rising or cuts[-1] != ids.numel():
@@ -56,13 +58,13 @@ def from_cu_seqlens(name: str, cu_seqlens: Tensor, ids: Tensor) -> Tensor:
 
 
 def from_separator(ids: Tensor, separator: Sequence[int]) -> Tensor:
-    """`document_numbers` for ids (batch, seqlen) whose documents each end with the tokens `separator`."""
+    """Return `document_numbers` of ids (batch, seqlen) whose documents end with the tokens `separator`."""
     begins = torch.nn.functional.pad(document_ends(ids, separator), (1, 0))[:, :-1]
     return begins.long().cumsum(1)
 
 
 def document_ends(ids: Tensor, separator: Sequence[int]) -> Tensor:
-    """(batch, seqlen) bool: whether each token is the last one of a document."""
+    """Return whether each token is the last one of a document, (batch, seqlen) bool."""
     ends = torch.ones_like(ids, dtype=torch.bool)
     for i, token in enumerate(reversed(separator)):
         ends &= torch.nn.functional.pad(ids, (i, 0), value=-1)[:, : ids.shape[1]] == token

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and where caches are."""
+"""Files written completely or not at all, and the folder for caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         with atomic_file("table.csv") as unfinished:
             unfinished.write_text(...)
 
-    The block writes to the path that it is given; where it ends well, that file takes the place of ``path``.
+    The block writes to the path that it gets; if it ends without an error, that file replaces ``path``.
     """
     unfinished = unfinished_path(Path(path))
     try:
@@ -38,20 +38,20 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A Matplotlib figure to draw on, sizes in inches; without pyplot: nothing global, no display."""
+    """Return a Matplotlib figure to draw on, sizes in inches; without pyplot: nothing global, no display."""
     from matplotlib.figure import Figure
 
     return Figure((width, height), dpi=130, layout="constrained")
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a Matplotlib figure in one piece; the path's suffix gives the format, PNG where it has none."""
+    """Write a Matplotlib figure in one piece; the path's suffix gives the format, PNG if it has none."""
     with atomic_file(path) as unfinished:
         figure.savefig(unfinished, format=Path(path).suffix.removeprefix(".") or "png")
 
 
 def unfinished_path(path: Path) -> Path:
-    """A hidden path beside ``path`` that no other process, on this machine or another one, writes to."""
+    """Return a hidden path beside ``path`` that no other process on any machine writes to."""
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -71,7 +71,7 @@ def flush(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path, older_than: float = 0.0) -> None:
-    """Remove what killed processes left of `atomic_file`: all of it, or what is some seconds old."""
+    """Remove the unfinished files of killed processes that are older than some seconds."""
     for file in folder.glob("*.tmp-*"):
         with suppress(OSError):  # another process was quicker
             if _UNFINISHED.fullmatch(file.name) and time.time() - file.stat().st_mtime >= older_than:
@@ -79,6 +79,6 @@ def remove_unfinished(folder: Path, older_than: float = 0.0) -> None:
 
 
 def cache_folder() -> Path:
-    """Where caches are: $ADJOINT_CACHE, else adjoint/ in $XDG_CACHE_HOME, else in ~/.cache."""
-    own, shared = os.environ.get("ADJOINT_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own or f"{shared or '~/.cache'}/adjoint").expanduser()
+    """Return the folder for caches: $ADJOINT_CACHE, else adjoint/ in $XDG_CACHE_HOME, else in ~/.cache."""
+    adjoint_cache, user_cache = os.environ.get("ADJOINT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(adjoint_cache or f"{user_cache or '~/.cache'}/adjoint").expanduser()

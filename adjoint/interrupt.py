@@ -12,8 +12,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process at once: nothing has begun, and modules half imported say nothing
-    useful. Where Ctrl-C is not Python's own, or another thread's, it stays as it is."""
+    """Let Ctrl-C end the process at once: nothing has begun, and a traceback of imports helps nobody.
+
+    In another thread than the main one, or if Ctrl-C has another handler than Python's, nothing changes."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -26,6 +27,6 @@ def quiet_imports() -> Iterator[None]:
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """What Ctrl-C does meanwhile: no exception, which an import might take for its own."""
+    """End the process, as the handler of Ctrl-C; an import might catch an exception."""
     os.write(2, b"interrupted\n")
     os._exit(130)

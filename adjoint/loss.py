@@ -16,8 +16,10 @@ SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA = 1 << 22, 1 << 26
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients already in the forward: they are one subtraction away while a slice's logits
-    exist, so the backward need not make the logits again."""
+    """Summed cross-entropy of a linear map, whose forward computes the gradients already.
+
+    While a slice's logits exist they are one subtraction away: the backward need not make the logits
+    again."""
 
     @staticmethod
     def forward(
@@ -35,18 +37,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = (h @ weight.T).to(dtype)
             log_normalizer = logits.logsumexp(1, keepdim=True)
             # not +=: torch 2.11's compiler would then give no gradients
-            each = (log_normalizer - logits.gather(1, labels)).squeeze(1)
-            loss = loss + each.where(valid, 0).sum()  # not times valid: others' may be infinite
+            token_losses = (log_normalizer - logits.gather(1, labels)).squeeze(1)
+            loss = loss + token_losses.where(valid, 0).sum()  # not times valid: others' may be infinite
             if d_hidden is not None and d_weight is not None:
                 d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' own memory
                 d_logits.scatter_add_(1, labels, d_logits.new_full((len(y), 1), -1))
-                narrow = d_logits.masked_fill_(~valid.unsqueeze(1), 0).to(h.dtype)
-                d_hidden[start : start + slice_tokens] = narrow @ weight
+                d_logits_rounded = d_logits.masked_fill_(~valid.unsqueeze(1), 0).to(h.dtype)
+                d_hidden[start : start + slice_tokens] = d_logits_rounded @ weight
                 if h.dtype == dtype:
-                    d_weight += narrow.T @ h
+                    d_weight += d_logits_rounded.T @ h
                 else:
-                    add_product(d_weight, narrow.T, h)
-                del d_logits, narrow
+                    add_product(d_weight, d_logits_rounded.T, h)
+                del d_logits, d_logits_rounded
             del logits  # before the next slice's are made
         if d_weight is not None:
             ctx.save_for_backward(d_hidden, d_weight)
@@ -61,10 +63,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def tokens_per_slice(tokens: int, vocab_size: int, on_gpu: bool, slices: int | None = None) -> int:
-    """Number of tokens in a slice, whose logits exist at the same time.
+    """Return the number of tokens in a slice, whose logits exist at the same time.
 
     Args:
-        tokens: the batch's.
+        tokens: number of tokens in the batch.
         slices: number of slices; None keeps a slice's logits below 16 MiB, or 256 MiB on a GPU.
     """
     if slices is not None:
@@ -75,8 +77,9 @@ def tokens_per_slice(tokens: int, vocab_size: int, on_gpu: bool, slices: int | N
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int | None = None
 ) -> Tensor:
-    """Sum over valid targets of -log softmax(hidden weightᵀ)[target], in float32 (float64 for float64
-    inputs).
+    """Return the sum over valid targets of -log softmax(hidden weightᵀ)[target].
+
+    It is in float32, for float64 inputs in float64.
 
     For the mean, divide by the number of valid targets of the *whole* batch: a mean of slices' means is
     another number.

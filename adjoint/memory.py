@@ -13,7 +13,7 @@ import torch
 
 
 def size_bytes(text: str) -> float:
-    """Bytes of ``40GB`` (10⁹ each) or ``40GiB`` (2³⁰ each). Raises ValueError where it is neither."""
+    """Return the bytes of ``40GB`` (10⁹ each) or ``40GiB`` (2³⁰ each). Raise ValueError for other texts."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT])(i?)B?\s*", text, re.IGNORECASE)
     if not match or float(match[1]) == 0:
         raise ValueError(f"expected a size such as 40GB or 512MiB; got {text!r}")
@@ -22,29 +22,31 @@ def size_bytes(text: str) -> float:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the memory of the machine or of a GPU is full."""
-    # the last is how oneDNN says it
-    told = r"out of memory|can(no|')t allocate memory|bad_alloc|ALLOC_FAILED|could not create a primitive$"
-    words = re.search(told, str(error), re.IGNORECASE)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and words is not None)
+    # the last one is oneDNN's
+    patterns = (
+        r"out of memory|can(no|')t allocate memory|bad_alloc|ALLOC_FAILED|could not create a primitive$"
+    )
+    match = re.search(patterns, str(error), re.IGNORECASE)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and match is not None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """CUDA: the most that tensors have held. CPU: the process's largest resident set, imports included."""
+    """Return the peak memory. CUDA: of all tensors. CPU: of the resident set, imports included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return rss_bytes()[1]
 
 
 class PeakMemory:
-    """Most memory that a piece of work took beyond what was in use before it.
+    """The most memory that a piece of work took beyond the memory in use before it.
 
         with PeakMemory(device) as peak:
             ...
         peak.bytes
 
-    CUDA: what tensors held. Linux on a CPU: the process's resident set, after freed memory has been handed
-    back to the system. Elsewhere a peak cannot be reset, and `bytes` is None. Collect garbage
-    before, where reference cycles may hold tensors.
+    CUDA: memory of tensors. Linux on a CPU: the process's resident set, after freed memory has been handed
+    back to the system. Elsewhere a peak cannot be reset, and `bytes` is None. Collect garbage first if
+    reference cycles may hold tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,11 +71,11 @@ class PeakMemory:
 
 
 def memory_left(device: torch.device) -> int:
-    """Bytes that can still be taken: on the GPU, or of the machine and its control group."""
+    """Return the free bytes: on the GPU, or of the machine and its control group."""
     if device.type == "cuda":
-        # of what the driver counts as taken, PyTorch's allocator holds some for the next tensors
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
+        # memory that PyTorch's allocator keeps for the next tensors counts as used for the driver
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     available = proc_fields("meminfo").get("MemAvailable")
     left = _physical_memory_bytes() // 2 if available is None else int(available.split()[0]) * 1024
     limit, used = _control_group("memory.max"), _control_group("memory.current")
@@ -81,29 +83,30 @@ def memory_left(device: torch.device) -> int:
 
 
 def total_memory_bytes() -> int:
-    """The machine's memory, or what its control group grants of it."""
+    """Return the bytes of the machine's memory, or of its control group's limit."""
     total, limit = _physical_memory_bytes(), _control_group("memory.max")
     return total if limit is None else min(total, limit)
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those it is bound to, and no more whole ones than its control groups
-    (of a container) grant."""
+    """Return the number of cores that this process may use.
+
+    These are the cores it is bound to, within the limit of its control groups (of a container)."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     return bound if quota is None else min(bound, max(1, int(quota)))
 
 
 def rss_bytes() -> tuple[int, int]:
-    """Resident memory of this process in bytes: now, and at its peak.
+    """Return the resident memory of this process in bytes: now, and at its peak.
 
-    Off Linux only the peak is known and stands for both; where not even that is known, zeros. On Linux not
-    from `getrusage`, whose peak is also that of the process which started this one.
+    Off Linux only the peak is known and stands for both; if not even that is known, both are 0. Linux does
+    not use `getrusage`: its peak includes that of the process which started this one.
     """
     with contextlib.suppress(KeyError):
         fields = proc_fields("self/status")
-        now, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-        return now, peak
+        current, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+        return current, peak
     try:
         import resource
     except ImportError:  # not Unix
@@ -113,7 +116,7 @@ def rss_bytes() -> tuple[int, int]:
 
 
 def reset_peak_rss() -> bool:
-    """Lets the peak of the resident set begin at what is resident now; False where that is not possible."""
+    """Reset the peak of the resident set to its current size; return False if that is not possible."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return True
@@ -121,7 +124,7 @@ def reset_peak_rss() -> bool:
 
 
 def proc_fields(file: str) -> dict[str, str]:
-    """The "name: value" lines of a file of /proc; none where the system has no such file."""
+    """Return the "name: value" lines of a file of /proc; none if the system has no such file."""
     try:
         lines = Path("/proc", file).read_text().splitlines()
     except OSError:
@@ -130,29 +133,30 @@ def proc_fields(file: str) -> dict[str, str]:
 
 
 def _control_group(file: str) -> int | None:
-    """A number of the control group (of a container); None where there is none, or no limit ("max")."""
+    """Return a number of the control group (of a container); None if there is none, or no limit ("max")."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/sys/fs/cgroup", file).read_text())
     return None
 
 
 def _cpu_quota(groups: Path, mounted: Path) -> float | None:
-    """Cores' worth of time that control groups grant, version 1 or 2; None where there is no limit.
+    """Return the number of cores that control groups, version 1 or 2, grant; None if there is no limit.
 
     Args:
-        groups: lists the process's groups. mounted: where the hierarchies are; in a container its own group
-            may be their root, whatever path is listed.
+        groups: the file that lists the process's groups.
+        mounted: the folder of the hierarchies; in a container its own group may be their root, whatever path
+            is listed.
     """
-    found = []
+    quotas = []
     with contextlib.suppress(OSError):
         for line in groups.read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             if number != "0" and "cpu" not in controllers.split(","):
                 continue
-            folder, parts = mounted / controllers, [part for part in path.split("/") if part]
+            folder, parts = mounted / controllers, [name for name in path.split("/") if name]
             # the tightest limit on the way holds
-            found += [_quota_of(folder.joinpath(*parts[:depth])) for depth in range(len(parts) + 1)]
-    return min((quota for quota in found if quota is not None), default=None)
+            quotas += [_quota_of(folder.joinpath(*parts[:depth])) for depth in range(len(parts) + 1)]
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_of(group: Path) -> float | None:

@@ -40,8 +40,9 @@ class Backprop:
     )
 
     def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
-        """One chunk, of which the forward keeps the tape or, with `checkpoint`, each layer's input. For
-        several workers: one process calls plain autograd instead."""
+        """Return the spec with one chunk, for several workers; one process calls plain autograd instead.
+
+        The forward keeps the chunk's tape or, with `checkpoint`, each layer's input."""
         return EngineSpec(seqlen, storage=Storage("inputs", tapes=0) if self.checkpoint else Storage())
 
 
@@ -103,7 +104,7 @@ class Exact:
             raise ValueError(f'memory works with keep="edges" only; got keep={self.keep!r}')
 
     def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
-        """The adjoint state is carried from chunk to chunk; cotangents come from the layer above."""
+        """Return the spec: adjoint states carried from chunk to chunk, cotangents from the layer above."""
         memory = None if self.memory is None else memory_bytes(self.memory)
         offload = self.offload or self.keep == "offload"
         return EngineSpec(
@@ -113,7 +114,7 @@ class Exact:
                 recompute=self.recompute,
                 offload=offload,
                 memory=memory,
-                whole=self.chunk_size is None,
+                prefer_single_chunk=self.chunk_size is None,
             ),
         )
 
@@ -176,7 +177,7 @@ class Truncated:
                 )
 
     def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
-        """Cotangents come from the layer above; the adjoint state is cut."""
+        """Return the spec: cotangents from the layer above, the adjoint state cut to the window."""
         size = min(self.chunk_size or default, seqlen)
         if self.window == "auto":
             return EngineSpec(size, BackwardSpec(window="auto", tolerance=self.tolerance or TOLERANCE))
@@ -214,7 +215,7 @@ class LayerLocal:
         check_chunk_size(self.chunk_size)
 
     def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
-        """Every layer's cotangent comes from the head."""
+        """Return the spec: every layer's cotangent comes from the head."""
         window = None if self.window is None or self.window >= seqlen else self.window
         return EngineSpec(
             min(self.chunk_size or default, seqlen), BackwardSpec(dy_from="head", window=window)
@@ -274,12 +275,12 @@ _RECOMPUTED = {
 
 
 def described(method: Any, picked: bool = False) -> str:
-    """A method in words; `picked`: whether its chunk size was picked for it."""
+    """Return a method in words; `picked`: whether its chunk size was picked for it."""
     size = getattr(method, "chunk_size", None)
     parts = [_kind(method), f"chunks of {size:,} tokens" + " (picked)" * picked if size else ""]
     if isinstance(method, Exact):
-        kept = "offload" if method.offload else method.keep
-        parts += [_KEPT[kept], _RECOMPUTED[method.recompute]]
+        storage = "offload" if method.offload else method.keep
+        parts += [_KEPT[storage], _RECOMPUTED[method.recompute]]
         parts.append(f"activations kept within {method.memory}" if method.memory else "")
     return ", ".join(filter(None, parts))
 
@@ -290,8 +291,8 @@ def _kind(method: Any) -> str:
     if isinstance(method, Truncated):
         if method.window == "auto":
             return f"truncated gradients, windows by a tolerance of {method.tolerance or TOLERANCE:g}"
-        how = "random cuts, on average" if method.unbiased else "a window of"
-        return f"truncated gradients, {how} {method.window:,} tokens" + " apart" * method.unbiased
+        cuts = "random cuts, on average" if method.unbiased else "a window of"
+        return f"truncated gradients, {cuts} {method.window:,} tokens" + " apart" * method.unbiased
     if isinstance(method, LayerLocal):
         window = "" if method.window is None else f", a window of {method.window:,} tokens"
         return f"layer-local gradients{window}"

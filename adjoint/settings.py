@@ -35,8 +35,12 @@ _UNIONS = (typing.Union, types.UnionType)
 
 @dataclass(frozen=True)
 class Must:
-    """What holds of a value besides its type, as in ``Annotated[int, Must("an even number", is_even)]``: in
-    words a user can act on, type included, and whether it does."""
+    """A condition on a value besides its type, as in ``Annotated[int, Must("an even number", is_even)]``.
+
+    Attributes:
+        words: the condition in words a user can act on, type included.
+        holds: whether a value fulfils it.
+    """
 
     words: str
     holds: Callable[[Any], bool]
@@ -51,12 +55,12 @@ Text = Annotated[str, Must("a text that is not empty", bool)]
 
 
 def option(default: T, help: str) -> T:
-    """A dataclass's field: its default, and what `--help` and the class's docstring say of it."""
+    """Return a dataclass's field with its default and its help, for `--help` and the class's docstring."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def documented(cls: type[T]) -> type[T]:
-    """A dataclass with what its fields say of themselves in its docstring, before what it raises."""
+    """Add the help of a dataclass's fields to its docstring, before `Raises:`; return the class."""
     about, raises, errors = inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:\n")
     lines = [about, "", "Args:"]
     for name, text in helps_of(cls).items():
@@ -66,14 +70,17 @@ def documented(cls: type[T]) -> type[T]:
 
 
 def helps_of(cls: type) -> dict[str, str]:
-    """What the fields of a dataclass say of themselves, where they say something."""
+    """Return the help of a dataclass's fields, for those that have one."""
     fields = dataclasses.fields(cls)
     return {field.name: field.metadata["help"] for field in fields if "help" in field.metadata}
 
 
 def whole_number(value: object) -> int:
-    """Read ``16384``, ``"16K"``, ``"1.5M"`` or ``"16_384"``, with K, M and G for 2¹⁰, 2²⁰ and 2³⁰; a
-    ValueError where it is none of these."""
+    """Read ``16384``, ``"16K"``, ``"1.5M"`` or ``"16_384"``, with K, M and G for 2¹⁰, 2²⁰ and 2³⁰.
+
+    Raises:
+        ValueError: the value is none of these.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = re.fullmatch(r"([+-]?\d[\d_]*(?:\.\d+)?)([KMG]?)", str(value).strip(), re.IGNORECASE)
@@ -85,34 +92,37 @@ def whole_number(value: object) -> int:
 
 
 def read_value(value: Any, hint: Any) -> Any:
-    """A value out of a YAML file, a flag's text or a value from Python, as the annotation ``hint`` asks; a
-    ValueError, "expected …, got …", where it does not fit."""
-    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    """Convert a value of a YAML file, a flag's text or a value from Python to the annotation ``hint``.
+
+    Raises:
+        ValueError: "expected …, got …": the value does not fit.
+    """
+    origin, members = typing.get_origin(hint) or hint, typing.get_args(hint)
     with suppress(ValueError):
         if origin is Annotated:
-            found = read_value(value, parts[0])
-            if parts[1].holds(found):
-                return found
+            converted = read_value(value, members[0])
+            if members[1].holds(converted):
+                return converted
         elif origin in _UNIONS:
             # Text last, as null and [a, b] are texts too. Beside text only digits are a whole number: 18G of
             # memory is a size.
-            for part in sorted(parts, key=lambda part: part is str):
-                if part is int and str in parts and isinstance(value, str) and not value.isdigit():
+            for member in sorted(members, key=lambda member: member is str):
+                if member is int and str in members and isinstance(value, str) and not value.isdigit():
                     continue
                 with suppress(ValueError):
-                    return read_value(value, part)
+                    return read_value(value, member)
         elif origin in (list, tuple):
             items = _from_yaml(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else value
-            if isinstance(items, list | tuple) and (origin is list or len(items) == len(parts)):
-                hints = parts * len(items) if origin is list else parts
-                return origin(read_value(item, part) for item, part in zip(items, hints, strict=True))
+            if isinstance(items, list | tuple) and (origin is list or len(items) == len(members)):
+                hints = members * len(items) if origin is list else members
+                return origin(read_value(item, member) for item, member in zip(items, hints, strict=True))
         elif origin is int:
             return whole_number(value)
         elif origin is float and isinstance(value, int | float | str) and not isinstance(value, bool):
             return float(str(value).replace(".inf", "inf"))  # .inf is how YAML writes it
         elif origin is bool and str(value).lower() in _TRUTH:
             return _TRUTH[str(value).lower()]
-        elif origin is Literal and (choice := _choice(value, parts)) is not None:
+        elif origin is Literal and (choice := _choice(value, members)) is not None:
             return choice
         elif origin is str and isinstance(value, str):
             return value
@@ -123,8 +133,8 @@ def read_value(value: Any, hint: Any) -> Any:
                 return value
             if isinstance(value, dict):
                 return origin(**value)
-    told = "null" if value is None else repr(value)
-    raise ValueError(f"expected {in_words(hint)}, got {told}{_hint(value, in_words(hint))}")
+    shown = "null" if value is None else repr(value)
+    raise ValueError(f"expected {in_words(hint)}, got {shown}{_hint(value, in_words(hint))}")
 
 
 # Other names of the choices that a setting may have.
@@ -133,7 +143,7 @@ _NO_FLOAT16 = "; float16 would need loss scaling, which there is not: take bfloa
 
 
 def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
-    """The one of some choices that a value names, also by another usual spelling; None if there is none."""
+    """Return the choice that a value names, also by another usual spelling; None if there is none."""
     if value in choices:
         return value
     if not isinstance(value, str):
@@ -143,7 +153,7 @@ def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def _hint(value: Any, expected: str) -> str:
-    """How to write what a value that is refused may mean, or nothing."""
+    """Return advice on how to write the probable meaning of a refused value; "" if there is none."""
     text = str(value).strip()
     if value in ("fp16", "float16", "half") and "float32" in expected:
         return _NO_FLOAT16
@@ -159,30 +169,33 @@ def _hint(value: Any, expected: str) -> str:
 
 
 def in_words(hint: Any) -> str:
-    """An annotation in words a user can act on."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    """Return an annotation in words a user can act on."""
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
     if hint in _WORDS:
         return _WORDS[hint]
     if origin is Annotated:
-        return parts[1].words
+        return members[1].words
     if origin is Literal:
-        choices = [str(part) for part in parts]
+        choices = [str(choice) for choice in members]
         return " or ".join(choices) if len(choices) <= 2 else f"one of {', '.join(choices)}"
     if origin in _UNIONS:
-        return " or ".join(map(in_words, parts))
-    return "a list such as [0.9, 0.95]" if float in parts else "a list"
+        return " or ".join(map(in_words, members))
+    return "a list such as [0.9, 0.95]" if float in members else "a list"
 
 
 @functools.cache
 def hints_of(cls: type) -> dict[str, Any]:
-    """The annotations of a dataclass's fields."""
+    """Return the annotations of a dataclass's fields."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def check_fields(section: str, config: Any) -> None:
-    """Bring every field of a dataclass to the type that its annotation says; a UserError that begins with
-    ``section`` and the field's name where a value does not fit."""
+    """Convert every field of a dataclass to the type that its annotation says.
+
+    Raises:
+        UserError: a value does not fit; the message begins with ``section`` and the field's name.
+    """
     for name, hint in hints_of(config.__class__).items():
         try:
             object.__setattr__(config, name, read_value(getattr(config, name), hint))

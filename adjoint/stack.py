@@ -1,5 +1,7 @@
-"""The model: embedding → residual stack of state-space layers → norm → head. Plain single-device code: a
-method (`adjoint.methods`) decides how its backward runs, `adjoint.cluster` who owns which part of it."""
+"""The model: embedding → residual stack of state-space layers → norm → head.
+
+It is plain single-device code: a method (`adjoint.methods`) decides how its backward runs, `adjoint.cluster`
+who owns which part of it."""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_o
 
 @dataclasses.dataclass
 class StackOutput:
-    """A stack's output.
+    """Output of a `Stack`.
 
     Attributes:
         loss: mean over valid labels, or None without labels.
@@ -93,22 +95,27 @@ class Stack(nn.Module):
         return self.span.stop == self.config.n_layer
 
     def split(self, span: range) -> Stack:
-        """A part of this stack: the layers `span`, with the embedding if the first is among them, and norm
-        and head if the last is. It shares this stack's parameters, under the same names; pass-through modules
-        stand in for the other layers."""
-        part = copy.copy(self)
-        part._modules, part.span = dict(self._modules), span
-        part.layers = nn.ModuleList(
+        """Return a part of this stack: the layers `span`.
+
+        The embedding is in it if the first layer is, norm and head if the last one is. It shares this stack's
+        parameters, under the same names; pass-through modules stand in for the other layers."""
+        partial_stack = copy.copy(self)
+        partial_stack._modules, partial_stack.span = dict(self._modules), span
+        partial_stack.layers = nn.ModuleList(
             layer if k in span else nn.Identity() for k, layer in enumerate(self.layers)
         )
-        for name, here in (("embedding", part.is_first), ("norm_f", part.is_last), ("lm_head", part.is_last)):
-            if not here:
-                part._modules[name] = None
-        return part
+        for name, is_present in (
+            ("embedding", partial_stack.is_first),
+            ("norm_f", partial_stack.is_last),
+            ("lm_head", partial_stack.is_last),
+        ):
+            if not is_present:
+                partial_stack._modules[name] = None
+        return partial_stack
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draws all weights again, from the distributions that mamba-ssm uses."""
+        """Draw all weights again, from the distributions that mamba-ssm uses."""
         seed = draw_seed() if seed is None else seed
         config = self.config
         for k, block in zip(self.span, self.blocks(), strict=True):
@@ -125,41 +132,46 @@ class Stack(nn.Module):
                     self.lm_head.reset_parameters()
 
     def num_parameters(self, embeddings: bool = True) -> int:
-        """Number of parameters, tied ones counted once; embeddings=False leaves the embedding table out."""
+        """Return the number of parameters, tied ones once; embeddings=False leaves out the embedding."""
         total = sum(p.numel() for p in self.parameters())
         return total if embeddings else total - self.embedding.weight.numel()
 
     # ------------------------------------------------------------------------- pieces that the engine runs
 
     def blocks(self) -> list[Block]:
-        """The layers that are here."""
+        """Return the layers that are here."""
         return [self.layers[k] for k in self.span]  # type: ignore[misc]
 
     def stages(self, recompute: str = "none") -> list[Any]:
-        """The engine's stages: embedding, one per layer, head; None for those that are not here. `recompute`
-        is `Exact`'s."""
-        found: list[Any] = [None] * (self.config.n_layer + 2)
+        """Return the engine's stages: embedding, one per layer, head; None for those that are not here.
+
+        Args:
+            recompute: as in `Exact`.
+        """
+        stages: list[Any] = [None] * (self.config.n_layer + 2)
         for k in self.span:
             block: Any = self.layers[k]
-            found[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute)
+            stages[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute)
         if self.is_first:
-            found[0] = Embedding(self.embedding)
+            stages[0] = Embedding(self.embedding)
         if self.is_last:
-            found[-1] = Head(self)
-        return found
+            stages[-1] = Head(self)
+        return stages
 
     def stage_states(self, states: Sequence[State]) -> list[State]:
-        """One state per stage, from `states`, one per layer that is here; () for all other stages."""
-        own = dict(zip(self.span, states, strict=True))
-        return [(), *(own.get(k, ()) for k in range(self.config.n_layer)), ()]
+        """Return one state per stage, from `states`, one per layer that is here; () for all other stages."""
+        states_by_layer = dict(zip(self.span, states, strict=True))
+        return [(), *(states_by_layer.get(k, ()) for k in range(self.config.n_layer)), ()]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model)."""
         return self.embedding(input_ids)
 
     def head_loss(self, y: Tensor, targets: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen); `parameters`
-        takes the place of `head_parameters`.
+        """Return the summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen).
+
+        Args:
+            parameters: used in the place of `head_parameters`.
 
         Raises:
             ValueError: lm_head or norm_f is more than its weight.
@@ -175,7 +187,7 @@ class Stack(nn.Module):
         return linear_cross_entropy(functional_call(self.norm_f, {"weight": norm}, (y,)), head, targets)
 
     def head_parameters(self) -> list[Tensor]:
-        """The parameters `head_loss` reads."""
+        """Return the parameters that `head_loss` reads."""
         return [self.norm_f.weight, self.lm_head.weight]
 
     def logits(self, y: Tensor) -> Tensor:
@@ -183,8 +195,9 @@ class Stack(nn.Module):
         return self.lm_head(self.norm_f(y))
 
     def initial_state(self, batch: int) -> list[State]:
-        """Zero states for `batch` rows: one tuple per layer that is here, float32 (float64 in a float64
-        model)."""
+        """Return zero states for `batch` rows: one tuple per layer that is here.
+
+        They are float32, in a float64 model float64."""
         weight = next(self.parameters())
         dtype = accumulate_dtype(weight.dtype)
         return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.blocks()]
@@ -204,7 +217,7 @@ class Stack(nn.Module):
         cu_seqlens: Tensor | None = None,
         sequence_group: Any = None,
     ) -> StackOutput:
-        """The mean loss of a batch of sequences; without labels, its logits by plain autograd.
+        """Return the mean loss of a batch of sequences; without labels, its logits by plain autograd.
 
         Args:
             input_ids: (batch, seqlen) int64.
@@ -255,10 +268,10 @@ class Stack(nn.Module):
         if plain or labels is None:
             y, final = self._hidden(input_ids, states, seq_idx, getattr(method, "checkpoint", False))
             if labels is not None:
-                batch = Batch.of(input_ids, labels, seq_idx)
+                batch = Batch.from_labels(input_ids, labels, seq_idx)
                 output.loss = self.head_loss(y, batch.targets) / batch.divisor
         else:
-            batch = Batch.of(input_ids, labels, seq_idx, self.stage_states(states))
+            batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
             output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
             if return_logits:
                 with torch.no_grad():
@@ -277,14 +290,15 @@ class Stack(nn.Module):
         default = default_chunk_size(self, batch.ids, getattr(method, "recompute", "none"))
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
-        found = self.steps(batch, method.engine_spec(batch.seqlen, default), group).loss(states)
-        final = grouped(batch.states, [s for state in found.states for s in state])
-        return found.loss, final[1:-1], found.windows
+        results = self.steps(batch, method.engine_spec(batch.seqlen, default), group).loss(states)
+        final = grouped(batch.states, [s for state in results.states for s in state])
+        return results.loss, final[1:-1], results.windows
 
     def steps(self, batch: Batch, spec: EngineSpec, group: Any = None) -> ChunkedStep:
-        """The batch's forward and backward for the engine; `batch.states` are `stage_states`' result.
+        """Return the batch's forward and backward for the engine.
 
         Args:
+            batch: a batch whose states are the result of `stage_states`.
             group: the process group whose ranks share the batch.
         """
         check_windows(self.config, spec)
@@ -293,8 +307,8 @@ class Stack(nn.Module):
         if uses_fsdp(self):
             return joined_steps(self, stages, batch, spec, group)
         places = Tensors(self)
-        given = stages, batch, spec, width, lambda: places.replaced({})
-        steps = ChunkedStep(*given) if group is None else ContextParallelStep(group, *given)
+        arguments = stages, batch, spec, width, lambda: places.replaced({})
+        steps = ChunkedStep(*arguments) if group is None else ContextParallelStep(group, *arguments)
         if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
             states = [tuple(s.detach() for s in state) for state in batch.states]
@@ -302,7 +316,7 @@ class Stack(nn.Module):
         return steps
 
     def _check_shared(self, method: Any, labels: Tensor | None, return_logits: bool) -> None:
-        """Raises a UserError for a call that a sequence_group cannot share."""
+        """Raise a UserError for a call that a sequence_group cannot share."""
         if method is None or method.name == "backprop":
             why = "plain backpropagation has one chunk, which cannot be shared: give method=adjoint.Exact()"
         elif labels is None:
@@ -323,8 +337,8 @@ class Stack(nn.Module):
         y, final = self.embed(input_ids), []
         for layer, state in zip(self.layers, states, strict=True):
             if checkpoint and torch.is_grad_enabled():
-                again = products_kept()(layer.__call__)
-                y, state = checkpointed(again, y, state, seq_idx, use_reentrant=False)
+                recomputed_layer = products_kept()(layer.__call__)
+                y, state = checkpointed(recomputed_layer, y, state, seq_idx, use_reentrant=False)
             else:
                 y, state = layer(y, state, seq_idx)
             final.append(state)
@@ -365,7 +379,7 @@ class Stack(nn.Module):
         generator: torch.Generator | None = None,
         chunk_size: int = 1024,
     ) -> Tensor:
-        """Samples a continuation token by token from the recurrent state: constant memory and time per token.
+        """Sample a continuation token by token from the recurrent state: constant memory and time per token.
 
         Args:
             input_ids: (batch, seqlen) int64, seqlen 1 or more; read `chunk_size` tokens at a time.
@@ -401,8 +415,11 @@ class Stack(nn.Module):
 
     @staticmethod
     def from_transformers(hf_model: nn.Module) -> Stack:
-        """A stack with a copy of the weights of transformers' MambaForCausalLM or Mamba2ForCausalLM, on the
-        same device and in the same dtypes.
+        """Return a stack with a copy of the weights of transformers' Mamba or Mamba-2 model.
+
+        The model is a MambaForCausalLM or a Mamba2ForCausalLM.
+
+        It is on the same device and has the same dtypes.
 
         Raises:
             ValueError: the model is neither, or uses an option that a stack does not have.
@@ -411,7 +428,7 @@ class Stack(nn.Module):
 
     @staticmethod
     def from_pretrained(directory: str | Path) -> Stack:
-        """A stack with the weights in a folder, on the CPU, each in the dtype it is stored in.
+        """Return a stack with the weights in a folder, on the CPU, each in the dtype it is stored in.
 
             model = adjoint.Stack.from_pretrained("runs/default")
 
@@ -430,9 +447,11 @@ class Stack(nn.Module):
 
     @staticmethod
     def from_mamba_ssm(directory: str | Path) -> Stack:
-        """`from_pretrained` for a folder of mamba-ssm's MambaLMHeadModel alone: Mamba, Mamba-2 or Mamba-3
-        layers (Mamba-3 as after version 2.3.2, whose decay rates have a heavy tail), causal attention between
-        them (`attn_layer_idx`), MLPs.
+        """Return a stack with the weights in a folder of mamba-ssm's MambaLMHeadModel.
+
+        It is `from_pretrained` for these folders alone: Mamba, Mamba-2 or Mamba-3 layers (Mamba-3 as after
+        version 2.3.2, whose decay rates have a heavy tail), causal attention between them (`attn_layer_idx`),
+        MLPs.
 
         Raises:
             ValueError: as `from_pretrained`, naming a key of config.json that a stack does not support; or
@@ -450,7 +469,7 @@ def _read(directory: str | Path, layout: str | None = None) -> Stack:
 
 
 def _with_weights(config: StackConfig, weights: Weights) -> Stack:
-    """A stack whose parameters are these tensors themselves, not copies."""
+    """Return a stack whose parameters are these tensors themselves, not copies."""
     with torch.device("meta"):
         stack = Stack(config, seed=0)
     assign(stack, weights)

@@ -92,7 +92,7 @@ def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, 
     spans = [range(s, s + 1) for s in range(shards)] if together else own
     deep = [len(span) for span in own] if together else [1] * a.layers  # layers of each stage
     model = StackConfig(n_layer=len(deep), d_conv=a.d_conv)
-    owners = Owners.of(spans)
+    owners = Owners.from_spans(spans)
 
     def with_chunks(chunk: int) -> float:
         spec = replay.method_of(method, chunk, window).engine_spec(seqlen, chunk)

@@ -82,7 +82,7 @@ def figure_1(model: str, method: str, lengths: Sequence[int]) -> Iterator[Row]:
         return
     task = _request(model, method, min(lengths))
     for seqlen in lengths:
-        fit = task.fit(Layout()).of(seqlen=seqlen)
+        fit = task.fit(Layout()).with_changes(seqlen=seqlen)
         (need,) = needs(fit.setup, fit.fastest())
         yield {"model": model, "parameters": fit.setup.model.num_parameters, "method": method,
                "tokens": seqlen, "bytes": need.total}  # fmt: skip

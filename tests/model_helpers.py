@@ -93,7 +93,9 @@ def forward(
     labels = ids if labels is None else labels
     if not hasattr(method, "run"):
         return model(ids, labels=labels, method=method, **given)
-    batch = Batch.of(ids, labels, document_numbers(ids, given.get("seq_idx"), given.get("cu_seqlens")))
+    batch = Batch.from_labels(
+        ids, labels, document_numbers(ids, given.get("seq_idx"), given.get("cu_seqlens"))
+    )
     states = given.get("state") or model.initial_state(len(ids))
     loss, final = method.run(model, batch, states)
     logits = None

@@ -82,7 +82,7 @@ def share(
 
 def carry_out(worker: Executor, tiles: Sequence[Tile]) -> list[Tensor]:
     """Runs a unit's tiles; the sums of their gradients, one for each parameter of the layer."""
-    with worker.apart() as made:
+    with worker.separate_gradients() as made:
         for t in tiles:
             with worker.connections.traced(t):
                 worker.tile(t)

@@ -99,7 +99,7 @@ def described_by_files(directory: str, method: Any, trust_remote_code: bool = Fa
     if damaged := damaged_weights(Path(directory)):
         raise UserError(f"{KEY}: {directory}: {damaged}")
     stored = StoredTensors(Path(directory), "model")
-    if not stored.where or getattr(config, "quantization_config", None) is not None:
+    if not stored.files_by_name or getattr(config, "quantization_config", None) is not None:
         return None
     try:
         found = outlined(directory, trust_remote_code)
@@ -119,14 +119,14 @@ def _has_all(stored: StoredTensors, model: Any, found: Pretrained) -> bool:
     """Whether files have a model's parameters as they are, under their own names."""
     if any(type(change) is not WeightRenaming for change in get_model_conversion_mapping(model)):
         return False
-    if found.tie_embeddings and found.head in stored.where:
+    if found.tie_embeddings and found.head in stored.files_by_name:
         return False  # perhaps not tied after all
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name == found.head and found.tie_embeddings:
             continue
-        if name not in stored.where:
+        if name not in stored.files_by_name:
             return False
-        tensor = stored.where[name].get_slice(name)
+        tensor = stored.files_by_name[name].get_slice(name)
         if tensor.get_shape() != list(parameter.shape) or tensor.get_dtype() not in DTYPES:
             return False
     return True
@@ -148,7 +148,7 @@ def _read(stored: StoredTensors, model: Any, found: Pretrained) -> Pretrained:
                 module, _, own = name.rpartition(".")
                 model.get_submodule(module)._parameters[own] = nn.Parameter(stored[name].float())
         for name, buffer in model.named_buffers():
-            if name in stored.where:
+            if name in stored.files_by_name:
                 buffer.copy_(stored[name])
     if found.tie_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight

@@ -251,7 +251,7 @@ class PipelineWorker:
         if step.ended is not None:
             self.carried.end([worker.final[1 + k] for k in self.part.span], step.ended.to(self.device))
         for parameter in self.part.parameters():
-            gradient = worker.gradients.of(parameter)
+            gradient = worker.gradients.get(parameter)
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if step.final:
@@ -279,7 +279,9 @@ class PipelineWorker:
 
     def _batch(self, ids: Tensor, seq_idx: Tensor | None, states: list[State] | None = None) -> Batch:
         """This worker's rows, whose divisor is the whole batch's, with the states before them."""
-        batch = Batch.of(*labelled(ids), seq_idx).share(self.replica, self.spec.layout.replicas, self.device)
+        batch = Batch.from_labels(*labelled(ids), seq_idx).share(
+            self.replica, self.spec.layout.replicas, self.device
+        )
         return dataclasses.replace(batch, states=self._states(batch.rows, states))
 
     def _scheme_of(self, batch: Batch, chunk_size: int | None) -> EngineSpec:
@@ -292,7 +294,7 @@ class PipelineWorker:
             shared = functools.partial(share, helpers=self.helpers, known=self.known)
             connections = Connections(self.transport, self._traced, shared, self.warmed_up)
             given = self._stages(), grid, batch, engine_spec, width, Gradients(), connections
-            if grid.inside:
+            if grid.exchanges_within_tiles:
                 return ContextParallelExecutor(self.spec.owners.in_rounds(grid), self.spec.worker, *given)
             return Executor(*given)
 
@@ -425,13 +427,13 @@ class PipelineWorker:
             FileNotFoundError: nothing is: this node does not see the folder.
         """
         weights, state = StoredTensors(Path(path), "model"), StoredTensors(Path(path), "optimizer")
-        if not weights.where:
+        if not weights.files_by_name:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         named = self.named_weights()
         copied = {} if self.table is None else {self.embedding_name: self.table}
         for name, parameter in (named | copied).items():
             parameter.copy_(weights[name])
-        load_optimizer(self.optimizer, {name: state.of(name) for name in named}, named)
+        load_optimizer(self.optimizer, {name: state.read_entries(name) for name in named}, named)
         self.carried.load(StoredTensors(Path(path), STEM), self.device)
 
     # --------------------------------------------------------------------------------------------- samples

@@ -1,4 +1,4 @@
-"""How many chunks' tapes a forward may keep within a memory budget (`Exact(memory=…)`).
+"""Fit the number of tapes that a forward keeps to a memory budget (`Exact(memory=…)`).
 
 The memory of a chunk's tape and of its backward is measured, not estimated: the first chunk is run forward
 and back once, and `LiveBytes` counts the storages that operators make while they live."""
@@ -24,86 +24,92 @@ AUTO = 0.8  # the share of the memory left that "auto" takes: the optimizer's mo
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class ChunkMemory:
     """A chunk's memory in bytes.
 
     Attributes:
         tape: held after a forward that keeps its tape.
-        beside: the backward's peak on top of the tape, gradient sums included.
+        backward_peak: the backward's peak on top of the tape, gradient sums included.
     """
 
     tape: int
-    beside: int
+    backward_peak: int
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of living storages made by operators while the mode is on: `live` now, `peak` at most
-    since `begin`. Memory made and freed inside an operator is not seen. (torch.distributed._tools has such a
-    mode for modules; it is private and needs hooks on them.)"""
+    """Counter of the bytes of living storages that operators make while the mode is on.
+
+    `live` is the count now, `peak` the largest since `begin`. Memory made and freed inside an operator is not
+    seen. (torch.distributed._tools has such a mode for modules; it is private and needs hooks on them.)"""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self.known: dict[int, int] = {}
+        self.bytes_of: dict[int, int] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would have the first operator import the compiler: seconds, and 146 MB
 
     def begin(self) -> int:
-        """Sets `peak` to `live`, and gives it."""
+        """Set `peak` to `live` and return it, in bytes."""
         self.peak = self.live
         return self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(made):
+        results = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(results):
             if isinstance(tensor, Tensor):
                 self._note(tensor.untyped_storage())
         self.peak = max(self.peak, self.live)
-        return made
+        return results
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self.known:
-            self.known[key] = storage.nbytes()
+        if key not in self.bytes_of:
+            self.bytes_of[key] = storage.nbytes()
             self.live += storage.nbytes()
-            weakref.finalize(storage, self._gone, key)
+            weakref.finalize(storage, self._forget, key)
 
-    def _gone(self, key: int) -> None:
-        self.live -= self.known.pop(key, 0)
+    def _forget(self, key: int) -> None:
+        self.live -= self.bytes_of.pop(key, 0)
 
 
 _measured: Any = WeakTensorKeyDictionary()
 
 
-def of_model(parameters: list[Tensor]) -> dict[Hashable, Measured]:
-    """The measurements of the model with these parameters, by kind of batch; the caller adds to it."""
+def measurements_of(parameters: list[Tensor]) -> dict[Hashable, ChunkMemory]:
+    """Return the measurements of a model by kind of batch; the caller adds to them.
+
+    Args:
+        parameters: the model's parameters.
+    """
     return _measured.setdefault(parameters[0], {})
 
 
-def room_for_tapes(memory: float | str, kept: int, device: torch.device) -> float:
-    """Bytes left for tapes and the backward.
+def room_for_tapes(memory: float | str, stored_bytes: int, device: torch.device) -> float:
+    """Return the bytes left for tapes and the backward.
 
     Args:
         memory: budget in bytes, on top of memory already allocated; "auto" for most of what is left.
-        kept: bytes stored for the whole sequence besides tapes (`Executor.kept_bytes`).
+        stored_bytes: bytes stored for the whole sequence besides tapes (`Executor.kept_bytes`).
     """
     budget = AUTO * memory_left(device) if isinstance(memory, str) else memory
     if device.type == "cpu":
         fixed, share = RESERVED_CPU
         budget = (budget - fixed) / (1 + share)
-    return budget - kept
+    return budget - stored_bytes
 
 
-def tapes_within(room: float, measured: Measured, sizes: list[int]) -> int:
-    """The number of chunks, counted from the last, whose tapes fit in `room` bytes; at least 1, as the last
-    chunk always keeps its tape.
+def tapes_within(room: float, measured: ChunkMemory, sizes: list[int]) -> int:
+    """Return the number of chunks, counted from the last, whose tapes fit in `room` bytes.
+
+    It is 1 at least: the last chunk always keeps its tape.
 
     Args:
-        measured: a chunk's of sizes[0] tokens. sizes: tokens of each chunk.
+        measured: the memory of a chunk of sizes[0] tokens. sizes: tokens of each chunk.
     """
-    left, tapes = room - measured.beside, 0
+    left, tapes = room - measured.backward_peak, 0
     for size in reversed(sizes):
         left -= measured.tape * size / sizes[0]
         if left < 0:

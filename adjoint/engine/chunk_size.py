@@ -16,22 +16,25 @@ UNKNOWN_MEMORY = 40e9  # bytes taken for a GPU whose memory is not known
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a model stores of one row.
+    """Memory that a model takes for one row of a batch.
 
     Attributes:
-        kept: bytes per token of what its layers keep of a chunk for their backward.
+        bytes_per_token: bytes that its layers keep per token of a chunk for their backward.
         states: bytes of its recurrent states at one chunk edge.
         busy: tokens of a chunk, over all rows, with which a CPU is within an eighth as fast as with more.
     """
 
-    kept: float
+    bytes_per_token: float
     states: float = 0.0
     busy: int = 1408
 
 
 def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -> int:
-    """`chunk_size_for` a `Stack`, or its part on a shard, on its device, with input_ids (batch, seqlen) and
-    the caller's autocast."""
+    """Return `chunk_size_for` a `Stack`, or its part on a shard, on its device.
+
+    Args:
+        input_ids: (batch, seqlen). The caller's autocast counts.
+    """
     element, config, blocks = next(model.parameters()).element_size(), model.config, model.blocks()
     states = sum(state_numel(block.mixer) for block in blocks) * max(element, 4)
     if input_ids.is_cuda and torch.is_autocast_enabled("cuda"):
@@ -42,22 +45,22 @@ def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -
 
 
 def chunk_size_on(device: torch.device, sizes: Sizes, batch: int, seqlen: int) -> int:
-    """`chunk_size_for` a device of this machine."""
+    """Return `chunk_size_for` a device of this machine."""
     return chunk_size_for(sizes, batch, seqlen, device.type, memory_of(device))
 
 
 def memory_of(device: torch.device) -> float | None:
-    """Bytes of a GPU's memory; None of a CPU, whose chunks do not depend on it."""
+    """Return the bytes of a GPU's memory; None for a CPU, whose chunks do not depend on it."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def at_most(chunk_size: int, seqlen: int, workers: int) -> int:
-    """Tokens of a chunk, fewer where else some worker of a sequence would not have two of them."""
+    """Return chunk_size, or less, so that each worker that shares the sequence has two chunks at least."""
     return min(chunk_size, -(-seqlen // (2 * workers))) if workers > 1 else chunk_size
 
 
 def chunk_size_for(sizes: Sizes, batch: int, seqlen: int, device: str, memory: float | None = None) -> int:
-    """Tokens per chunk: enough to keep the device busy, few enough that a chunk's activations stay small.
+    """Return the tokens per chunk: enough to keep the device busy, with small activations.
 
     On a CPU that is `sizes.busy` over all rows. On a GPU, what all layers of one chunk store for its backward
     gets an eighth of the memory: whatever its length, a chunk costs a launch per operation, reads every
@@ -72,22 +75,24 @@ def chunk_size_for(sizes: Sizes, batch: int, seqlen: int, device: str, memory: f
         batch: number of rows. seqlen: tokens per row. device: "cpu" or "cuda"; it need not be this machine's.
         memory: bytes of the GPU.
     """
-    equal = int((seqlen * sizes.states / sizes.kept) ** 0.5)
+    equal = int((seqlen * sizes.states / sizes.bytes_per_token) ** 0.5)
     if device != "cuda":
         return max(64, sizes.busy // batch, equal)
-    tokens = max(int((memory or UNKNOWN_MEMORY) / 8 / (sizes.kept * batch)), equal)
+    tokens = max(int((memory or UNKNOWN_MEMORY) / 8 / (sizes.bytes_per_token * batch)), equal)
     return min(16384, max(256, tokens // 256 * 256))
 
 
 def state_numel(mixer: Any) -> int:
-    """Elements of a mixer's recurrent state of one row; 0 of a user's layer that does not say."""
+    """Return the elements of a mixer's recurrent state in one row; 0 for a user's layer that does not say."""
     shapes = [shape for shape in getattr(mixer, "state_shapes", ()) if None not in shape]
     return sum(math.prod(shape) for shape in shapes)
 
 
 def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> int:
-    """Bytes per token stored for a backward through all layers: the residual stream (in float32 at least) and
-    its norm, the mixers' (`Mixer.kept_bytes`), and for an MLP the outputs of its norm and in_proj.
+    """Return the bytes per token stored for a backward through all layers.
+
+    They are those of the residual stream (in float32 at least) and its norm, the mixers'
+    (`Mixer.kept_bytes`), and for an MLP the outputs of its norm and in_proj.
 
     Args:
         element: bytes of an activation's element.
@@ -103,5 +108,5 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
         return config.n_layer * residual
     normalised = config.d_model * element * (recompute == "none")
     mixers = (MIXERS.get(kind, Mixer) for kind in config.mixers)
-    kept = sum(mixer.kept_bytes(config, element, recompute == "selective") for mixer in mixers)
-    return config.n_layer * (residual + normalised + mlp) + kept
+    mixer_bytes = sum(mixer.kept_bytes(config, element, recompute == "selective") for mixer in mixers)
+    return config.n_layer * (residual + normalised + mlp) + mixer_bytes

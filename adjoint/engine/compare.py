@@ -17,7 +17,7 @@ from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, make_grid
-from adjoint.engine.leaves import Changed, UnlistedLeaves
+from adjoint.engine.leaves import ChunkChangedError, UnlistedLeaves
 from adjoint.engine.schedule import Owners, Run, make_schedule
 from adjoint.engine.stage import Embedding, Layer
 from adjoint.engine.tile import Gradients, Pullback
@@ -41,7 +41,7 @@ PARTS = (nn.Linear, nn.Conv1d, nn.Identity, nn.ModuleList, nn.Sequential)  # PyT
 
 @dataclasses.dataclass
 class Results:
-    """Results of one of the two runs.
+    """Gradients, loss and outputs of one of the two runs.
 
     Attributes:
         gradients, loss: the gradients by name, None where there is none, and the loss that has them.
@@ -53,52 +53,55 @@ class Results:
     outputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def difference(whole: Results, other: Results, limit: float, each: bool = True) -> str | None:
-    """A sentence on what differs in `other` by more than `limit`, a relative L2 distance, and by how much;
-    None if nothing does. What is not finite differs.
+def difference(reference: Results, other: Results, limit: float, each: bool = True) -> str | None:
+    """Return a sentence on the difference between two results; None if all is within `limit`.
+
+    Numbers that are not finite differ.
 
     Args:
-        limit: from `tolerance`. each: whether each gradient must be within it, or only all of them together.
+        limit: relative L2 distance, from `tolerance`.
+        each: whether each gradient must be within it, or only all of them together.
     """
-    for name, output in whole.outputs.items():
-        apart, size = _distance(output, other.outputs[name]), _size(output)
-        if apart and not apart <= limit * size:
-            return _differs(name, apart / size if size else math.inf)
-    pairs = [(a, other.gradients[name]) for name, a in whole.gradients.items()]
+    for name, output in reference.outputs.items():
+        gap, size = _distance(output, other.outputs[name]), _size(output)
+        if gap and not gap <= limit * size:
+            return _differs(name, gap / size if size else math.inf)
+    pairs = [(a, other.gradients[name]) for name, a in reference.gradients.items()]
     distances, sizes = [_distance(a, b) for a, b in pairs], [_size(a) for a, _ in pairs]
     size, error = math.hypot(*sizes), math.hypot(*distances)
     relative = [d / max(n, SHARE * size) if size else d for d, n in zip(distances, sizes, strict=True)]
-    alone, name = max(zip(relative, whole.gradients, strict=True), default=(0.0, ""))
+    alone, name = max(zip(relative, reference.gradients, strict=True), default=(0.0, ""))
     if not error <= limit * size or (each and not alone <= limit):
         return _differs(f"the gradient of {name}", alone)
-    apart, size = abs(other.loss - whole.loss), max(1.0, abs(whole.loss))
-    return None if apart <= limit * size else _differs("the loss", apart / size)
+    gap, size = abs(other.loss - reference.loss), max(1.0, abs(reference.loss))
+    return None if gap <= limit * size else _differs("the loss", gap / size)
 
 
-def differences_table(whole: Results, other: Results) -> str:
-    """One line for each gradient, the most different first: relative L2 distance of `other`'s, norm in
-    `whole`, name."""
+def differences_table(reference: Results, other: Results) -> str:
+    """Return a table with a line for each gradient, the most different first.
+
+    Its columns are the relative L2 distance of `other`'s, the norm in `reference`, and the name."""
     rows = []
-    for name, gradient in whole.gradients.items():
-        size, apart = _size(gradient), _distance(gradient, other.gradients[name])
-        rows.append((apart / size if size else apart, size, name))
+    for name, gradient in reference.gradients.items():
+        size, gap = _size(gradient), _distance(gradient, other.gradients[name])
+        rows.append((gap / size if size else gap, size, name))
     lines = [f"{relative:.1e}  {size:.1e}  {name}" for relative, size, name in sorted(rows, reverse=True)]
     return "\n".join(["apart    norm     gradient of", *lines])
 
 
-def distance(whole: Results, other: Results) -> float:
-    """The L2 distance of all gradients together, relative to their norm in `whole`."""
-    apart = math.hypot(*(_distance(a, other.gradients[name]) for name, a in whole.gradients.items()))
-    size = math.hypot(*map(_size, whole.gradients.values()))
-    return apart / size if size else apart
+def distance(reference: Results, other: Results) -> float:
+    """Return the L2 distance of all gradients together, relative to their norm in `reference`."""
+    total = math.hypot(*(_distance(a, other.gradients[name]) for name, a in reference.gradients.items()))
+    size = math.hypot(*map(_size, reference.gradients.values()))
+    return total / size if size else total
 
 
-def _differs(what: str, apart: float) -> str:
-    return f"{what} differs from the whole's, by {apart:.1e} of its size"
+def _differs(subject: str, gap: float) -> str:
+    return f"{subject} differs from the whole's, by {gap:.1e} of its size"
 
 
 def _size(tensor: Tensor | None) -> float:
-    """The L2 norm; 0 for None."""
+    """Return the L2 norm; 0 for None."""
     return 0.0 if tensor is None else float(torch.linalg.vector_norm(_wide(tensor)))
 
 
@@ -107,20 +110,20 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _distance(a: Tensor | None, b: Tensor | None) -> float:
-    """The L2 distance, None counting as 0; infinite if it is not finite or shapes differ."""
+    """Return the L2 distance, None counting as 0; infinite if it is not finite or shapes differ."""
     if a is None or b is None:
-        found = _size(a) + _size(b)
+        norm = _size(a) + _size(b)
     else:
-        found = _size(b - a) if a.shape == b.shape else math.inf
-    return found if math.isfinite(found) else math.inf
+        norm = _size(b - a) if a.shape == b.shape else math.inf
+    return norm if math.isfinite(norm) else math.inf
 
 
 def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | None = None) -> float:
-    """The limit for a computation in these dtypes, and in autocast's if it is on for `device`."""
-    found = list(dtypes)
+    """Return the limit for a computation in these dtypes, and in autocast's if it is on for `device`."""
+    precisions = list(dtypes)
     if device is not None and torch.is_autocast_enabled(device.type):
-        found.append(torch.get_autocast_dtype(device.type))
-    return max(TOLERANCES.get(dtype, COARSE) for dtype in found)
+        precisions.append(torch.get_autocast_dtype(device.type))
+    return max(TOLERANCES.get(dtype, COARSE) for dtype in precisions)
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
@@ -129,19 +132,24 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 def some_numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normally distributed numbers, the same for each call; on the CPU, whatever the default device is."""
+    """Return normally distributed numbers on the CPU, the same for each call."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-class Weighted:
-    """A stage in place of the head: its loss is the sum of its input (1, tokens, width) times fixed random
-    weights. `seen` has its inputs, by the chunks' first tokens."""
+class WeightedSum:
+    """A stage in place of the head: the loss is a weighted sum of its input (1, tokens, width).
+
+    The weights are fixed random numbers.
+
+    Attributes:
+        inputs: the stage's inputs, by the chunks' first tokens.
+    """
 
     stateful, grows, reach = False, (), 0
 
     def __init__(self) -> None:
-        self.seen = dict[int, Tensor]()
+        self.inputs = dict[int, Tensor]()
 
     def parameters(self) -> Iterable[Tensor]:
         return ()
@@ -151,12 +159,12 @@ class Weighted:
 
     @staticmethod
     def sum(x: Tensor, start: int = 0) -> Tensor:
-        """The weighted sum of tokens from number `start` on."""
+        """Return the weighted sum of the tokens from number `start` on."""
         weights = some_numbers(TOKENS, x.shape[-1])[start : start + x.shape[1]]
         return (x * weights.to(x)).sum()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        self.seen[chunk.start] = x.detach()
+        self.inputs[chunk.start] = x.detach()
         return self.sum(x, chunk.start), ()
 
     def linearize(
@@ -169,7 +177,7 @@ class Weighted:
 
 
 def own_class(stage: Any) -> type | None:
-    """The class of a layer's first module that is not ours, or is ours but changed; None if there is none."""
+    """Return the class of a layer's first module that is not ours, or is changed; None if there is none."""
     for module in stage.block.modules() if isinstance(stage, Layer) else ():
         ours = type(module).__module__.partition(".")[0] == "adjoint"
         if not is_untouched(module, *PARTS, *([type(module)] if ours else ())):
@@ -180,7 +188,7 @@ def own_class(stage: Any) -> type | None:
 def compare_own_layers(
     stages: Sequence[Any], initial: Sequence[State], width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compares each kind of user's layer once; the modules note that it has been done.
+    """Compare each kind of user's layer once; the modules note that it has been done.
 
     Args:
         initial: the initial states, one tuple per stage. width, dtype: of the layers' inputs.
@@ -192,16 +200,16 @@ def compare_own_layers(
     for stage, state in zip(stages, initial, strict=True):
         if (cls := own_class(stage)) is not None:
             kinds.setdefault((cls, *kind_of(stage, dtype, device)), []).append((stage, state))
-    for kind, of_it in kinds.items():
-        noted = [stage.block.__dict__.setdefault("_adjoint_compared", set()) for stage, _ in of_it]
-        if not any(kind in compared for compared in noted):
-            _compare(kind[0], *of_it[0], width, dtype, device)
-        for compared in noted:
+    for kind, layers in kinds.items():
+        compared_kinds = [stage.block.__dict__.setdefault("_adjoint_compared", set()) for stage, _ in layers]
+        if not any(kind in compared for compared in compared_kinds):
+            _compare(kind[0], *layers[0], width, dtype, device)
+        for compared in compared_kinds:
             compared.add(kind)
 
 
 def kind_of(stage: Layer, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    """A key of all that the result of a layer's comparison depends on."""
+    """Return a key of all that the result of a layer's comparison depends on."""
     shapes: tuple[Any, ...] = tuple(
         (name, tuple(p.shape), p.requires_grad) for name, p in stage.block.named_parameters()
     )
@@ -222,7 +230,7 @@ def _compare(
         x = some_numbers(TOKENS, width, seed=1).to(device, dtype)
         state = tuple(s[:1].clone() for s in state)
         try:
-            whole = _results(Layer(stage.block, stage.reach, stage.grows), TOKENS, x, state)
+            reference = _results(Layer(stage.block, stage.reach, stage.grows), TOKENS, x, state)
         except UserError:
             raise
         except Exception as error:  # such as a layer that needs a multiple of 8 tokens
@@ -234,13 +242,15 @@ def _compare(
             return
         try:
             chunks = _results(stage, CHUNK, x, state)
-        except Changed:
+        except ChunkChangedError:
             _refuse(cls, f"a chunk of {TOKENS} tokens has another loss when it is computed again: {WHY}")
         except Exception as error:
-            said = " ".join(str(error).split())[:200]
-            _refuse(cls, f"it does not go on from the state it gave ({type(error).__name__}: {said})", error)
-    if found := difference(whole, chunks, tolerance([dtype], device)):
-        _refuse(cls, f"of {TOKENS} tokens in two chunks {found}: {WHY}")
+            reason = " ".join(str(error).split())[:200]
+            _refuse(
+                cls, f"it does not go on from the state it gave ({type(error).__name__}: {reason})", error
+            )
+    if disagreement := difference(reference, chunks, tolerance([dtype], device)):
+        _refuse(cls, f"of {TOKENS} tokens in two chunks {disagreement}: {WHY}")
 
 
 def _refuse(cls: type, why: str, cause: Exception | None = None) -> None:
@@ -249,12 +259,12 @@ def _refuse(cls: type, why: str, cause: Exception | None = None) -> None:
 
 
 def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
-    """The layer's output, final state, and the gradients of a weighted sum of both, by readable names.
+    """Return the layer's output, final state, and the gradients of a weighted sum of both, by readable names.
 
     Args:
         x: the input (TOKENS, width), which the engine looks up as an embedding.
     """
-    table, outputs = nn.Embedding.from_pretrained(x.clone(), freeze=False), Weighted()
+    table, outputs = nn.Embedding.from_pretrained(x.clone(), freeze=False), WeightedSum()
     stages: list[Any] = [Embedding(table), stage, outputs]
     spec, ids = EngineSpec(chunk_size), torch.arange(TOKENS, device=x.device)[None]
     grid = make_grid(spec, TOKENS, [each.stateful for each in stages], 0)
@@ -263,15 +273,19 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     program = make_schedule(grid, Owners((0,) * len(stages))).programs[0]
     first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.is_forward))
     worker.run(program[:first])
-    worker.gradients.outside.close()
+    worker.gradients.unlisted_leaves.close()
     final = worker.final[1]
     d_final = tuple(torch.ones_like(s) if s.is_floating_point() else None for s in final)
     scale = torch.ones((), dtype=worker.accumulate_dtype, device=x.device)
     worker.begin_backward(scale, [(), d_final, ()])
     worker.run(program[first:])
     gradients = worker.gradients
-    found = {f"initial state {i}": d for i, d in enumerate(worker.d_initial[1])}
-    found["its input"] = gradients.of(table.weight)
-    found |= {name: gradients.of(p) for name, p in stage.block.named_parameters() if p.requires_grad}
-    seen = {"its output": torch.cat([outputs.seen[c] for c in sorted(outputs.seen)], 1)}
-    return Results(found, outputs=seen | {f"final state {i}": s for i, s in enumerate(final)})
+    named_gradients = {f"initial state {i}": d for i, d in enumerate(worker.d_initial[1])}
+    named_gradients["its input"] = gradients.get(table.weight)
+    named_gradients |= {
+        name: gradients.get(p) for name, p in stage.block.named_parameters() if p.requires_grad
+    }
+    named_outputs = {"its output": torch.cat([outputs.inputs[c] for c in sorted(outputs.inputs)], 1)}
+    return Results(
+        named_gradients, outputs=named_outputs | {f"final state {i}": s for i, s in enumerate(final)}
+    )

@@ -18,24 +18,25 @@ BLOCK = 16
 
 
 class Decays:
-    """One layer's log decays over a sequence, from which `window` picks its window."""
+    """Log decays of one layer over a sequence, from which `window` picks its window."""
 
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []  # sums of whole blocks, (batch, blocks, channels)
         self.rest: Tensor | None = None  # log decays since the last whole block
 
     def add(self, log_decay: Tensor) -> None:
-        """Adds the next n tokens' log decays (batch, n, channels), all 0 or less."""
+        """Add the next n tokens' log decays (batch, n, channels), all 0 or less."""
         log_decay = log_decay.clamp_min(-1e4)  # -inf, a state forgotten at once, would make sums NaN
         pending = log_decay if self.rest is None else torch.cat([self.rest, log_decay], dim=1)
-        whole = pending.shape[1] // BLOCK * BLOCK
-        if whole:
-            self.blocks.append(pending[:, :whole].unflatten(1, (-1, BLOCK)).sum(2))
-        self.rest = pending[:, whole:].clone()  # a view would keep the whole chunk
+        complete = pending.shape[1] // BLOCK * BLOCK
+        if complete:
+            self.blocks.append(pending[:, :complete].unflatten(1, (-1, BLOCK)).sum(2))
+        self.rest = pending[:, complete:].clone()  # a view would keep the whole chunk
 
     def window(self, tolerance: float, seqlen: int) -> int:
-        """The smallest W = 16 m + 15 such that every channel decays to `tolerance` or less over any W tokens;
-        seqlen if there is none, so that nothing is dropped."""
+        """Return the smallest W = 16 m + 15 over which every channel decays to `tolerance` or less.
+
+        This holds for any W consecutive tokens. If there is no such W, it is seqlen: nothing is dropped."""
         if not self.blocks:
             return seqlen
         sums = torch.cat(self.blocks, dim=1).double()

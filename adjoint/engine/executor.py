@@ -18,7 +18,7 @@ from adjoint.batch import Batch
 from adjoint.engine import warm_up
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
-from adjoint.engine.leaves import Changed
+from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import (
@@ -30,8 +30,8 @@ from adjoint.engine.storage import (
     by_itself,
     growing,
     joined,
-    lies_on_host,
     recurrent,
+    stores_on_host,
     to_host,
 )
 from adjoint.engine.threads import sleep_while_waiting
@@ -40,7 +40,7 @@ from adjoint.errors import UserError
 from adjoint.kernels import checks
 from adjoint.layers import State
 
-Pending = Callable[[], Tensor]  # waits for a message and gives it
+Pending = Callable[[], Tensor]  # waits for a message and returns it
 # Largest relative change of a chunk's loss when it is recomputed for the backward: room for the rounding of
 # operations whose order is not fixed. Another dropout mask changes more.
 RECOMPUTE_RTOL = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
@@ -50,8 +50,7 @@ MIN_LOSS_PER_TOKEN = 0.1  # the change is relative to the loss, or to this much 
 
 
 class Transport(Protocol):
-    """Sends and receives a worker's messages. Messages from one worker to another arrive in the order
-    sent.
+    """Messages of a worker. Those from one worker to another arrive in the order sent.
 
     Attributes:
         on_device: whether messages are kernels that wait on the device (NCCL): while one is posted, nothing
@@ -61,29 +60,29 @@ class Transport(Protocol):
     on_device: bool
 
     def post(self, source: int, out: Tensor) -> Pending:
-        """Starts to receive from worker `source` into `out`."""
+        """Start to receive from worker `source` into `out`."""
         ...
 
     def send(self, to: int, tensor: Tensor) -> None:
-        """Starts to send; waits while the channel is full. The tensor must not change until `flush`."""
+        """Start to send; wait while the channel is full. The tensor must not change until `flush`."""
         ...
 
     def flush(self) -> None:
-        """Waits until everything sent has left."""
+        """Wait until everything sent has left."""
         ...
 
 
 @dataclass(frozen=True)
 class Connections:
-    """What ties a worker to its process and to the other workers.
+    """A worker's links to its process and to the other workers.
 
     Attributes:
         transport: to the other workers; None if there are none.
-        traced: gives a context for an action or a tile; entered around each action and each tile of
+        traced: makes a context from an action or a tile; entered around each action and each tile of
             `HelperTasks`.
         share: runs `HelperTasks`.
-        rehearsed: where messages are the device's, the kinds of work that have run (`warm_up`): all of a
-            program's must have before its first message.
+        warmed_up: where messages are kernels of the device, the kinds of work that have run (`warm_up`): all
+            of a program's must have run before its first message.
     """
 
     transport: Transport | None = None
@@ -93,7 +92,7 @@ class Connections:
 
 
 class Documents:
-    """Where the documents of a batch begin in its rows.
+    """Document boundaries of a batch, in the form that a chunk's `Past` takes them.
 
     Args:
         seq_idx: as in `Batch`.
@@ -103,43 +102,45 @@ class Documents:
         self.seq_idx = seq_idx
 
     def __call__(self, chunk: Batch, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
-        """`Past.visible` and `Past.starts` of a chunk, where the batch has `seq_idx`; `before` tokens of the
-        initial state count for the row's first document."""
+        """Return `Past.visible` and `Past.starts` of a chunk; () if the batch has no `seq_idx`.
+
+        The initial state's `before` tokens belong to each row's first document."""
         if chunk.seq_idx is None:
             return ()
         start, stop = chunk.start, chunk.start + chunk.seqlen
         visible, starts = [], []
-        for row in self._starts:
+        for row in self._starts_by_row:
             last = row[bisect.bisect_right(row, start) - 1]
             visible.append(start - last + (before if last == 0 else 0))
             starts.append([at - start for at in row if start < at < stop])
         return visible, starts
 
     @functools.cached_property
-    def _starts(self) -> list[list[int]]:
-        """Of each row, the first tokens of its documents, brought to the host once."""
+    def _starts_by_row(self) -> list[list[int]]:
+        """First tokens of each row's documents, on the host."""
         assert self.seq_idx is not None
         return checks.starts_in(self.seq_idx)
 
 
 class Executor:
-    """Runs one worker's program on a batch: `run` its actions, then read the attributes.
+    """The runner of one worker's program on a batch: `run` its actions, then read the attributes.
 
     Args:
-        stages: all of the model's; None for those that other workers have.
+        stages: all of the model's stages; None for those that other workers have.
         batch: with a state for each stage, also for others' stages (zeros of the right sizes).
         spec: read for host memory and `window="auto"` (then the forward notes decays).
-        width: of the tensors between stages, (batch, tokens, width); needed with a transport alone.
-        gradients: where parameters' gradients are summed.
-        connections: this worker's.
+        width: last dimension of the tensors between stages, (batch, tokens, width); only used with a
+            transport.
+        gradients: sums of parameters' gradients, to which this worker adds.
+        connections: the worker's links to other processes; by default none.
 
     Raises:
         UserError: a state of complex numbers.
 
     Attributes:
-        accumulate_dtype: of sums and messages: float64 in a float64 model, else float32.
-        narrow: the narrowest precision of parameters and computations.
-        total, losses: the summed loss of all chunks whose head this worker has, and of each by its number.
+        accumulate_dtype: dtype of sums and messages: float64 in a float64 model, else float32.
+        lowest_precision: the least precise dtype of parameters and computations.
+        total, losses: the summed loss of all chunks whose head this worker has, and that of each chunk.
         final, d_initial: final states, and cotangents of the initial states, one tuple per stage.
         d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
         gradients: sums of parameters' gradients.
@@ -156,19 +157,24 @@ class Executor:
         gradients: Gradients | None = None,
         connections: Connections | None = None,
     ) -> None:
-        mine = [stage for stage in stages if stage is not None]
-        own = {p.dtype for stage in mine for p in stage.parameters()}
-        of_states = {s.dtype for state in batch.states for s in state}  # where all parameters are frozen
-        if any(dtype.is_complex for dtype in of_states):
+        local_stages = [stage for stage in stages if stage is not None]
+        parameter_dtypes = {p.dtype for stage in local_stages for p in stage.parameters()}
+        state_dtypes = {s.dtype for state in batch.states for s in state}  # where all parameters are frozen
+        if any(dtype.is_complex for dtype in state_dtypes):
             raise UserError("a layer's state of complex numbers: let it be of real ones (torch.view_as_real)")
-        self.accumulate_dtype = torch.float64 if torch.float64 in own | of_states else torch.float32
-        used = own.union(*(getattr(stage, "precisions", ()) for stage in mine)) & RECOMPUTE_RTOL.keys()
+        self.accumulate_dtype = (
+            torch.float64 if torch.float64 in parameter_dtypes | state_dtypes else torch.float32
+        )
+        used = (
+            parameter_dtypes.union(*(getattr(stage, "precisions", ()) for stage in local_stages))
+            & RECOMPUTE_RTOL.keys()
+        )
         self.lowest_precision = max(used, key=RECOMPUTE_RTOL.__getitem__, default=self.accumulate_dtype)
         self.stages, self.grid, self.batch = stages, grid, batch
         self.connections = connections or Connections()
         self.transport = transport = self.connections.transport
         self.width, self.device, initial = width, batch.ids.device, batch.states
-        self.host = lies_on_host(spec, self.device)
+        self.host = stores_on_host(spec, self.device)
         self.waits = transport is not None and transport.on_device
         self.chunks = [
             batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
@@ -176,7 +182,7 @@ class Executor:
         self.documents = Documents(batch.seq_idx)
         self.total: Tensor | None = None
         self.losses = PerChunk(grid.chunks)
-        self.again = PerChunk(grid.chunks)  # the same, of recomputed chunks
+        self.recomputed_losses = PerChunk(grid.chunks)  # the same of recomputed chunks, to be compared
         self.final: list[State] = list(initial)
         self.d_final, self.d_initial = list[Cotangents](), list[Cotangents]()
         self.d_ids: Tensor | None = None
@@ -207,48 +213,51 @@ class Executor:
                     self.slabs.setdefault(k, []).append(self.slab(s, dim))
 
     def slab(self, initial: Tensor, dim: int) -> Slab:
-        """Where an append-only tensor of a state is stored."""
+        """Make the storage of an append-only tensor of a state."""
         return Slab(initial, dim, self.grid.cuts[-1], self.host)
 
     def kept_bytes(self) -> int:
-        """Bytes on the device stored for the whole sequence, besides tapes: states at chunk edges, and
-        append-only states with their cotangents."""
+        """Return the bytes on the device stored for the whole sequence, tapes excluded.
+
+        These are states at chunk edges, and append-only states with their cotangents."""
         if self.host:
             return 0
         at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.accumulate_dtype.itemsize
-        return at_edges + sum(slab.most_bytes() for mine in self.slabs.values() for slab in mine)
+        return at_edges + sum(slab.most_bytes() for slabs in self.slabs.values() for slab in slabs)
 
     def begin_forward(self, return_final_kv: bool) -> None:
-        """Says whether append-only final states are asked for; else they are empty in `final`."""
+        """Set whether append-only final states are returned; else they are empty in `final`."""
         self.return_final_kv = return_final_kv
 
     def begin_backward(
         self, scale: Tensor | None, d_final: Sequence[Cotangents] | None = None, grid: Grid | None = None
     ) -> None:
-        """Gives what a backward begins from; where actions of both are mixed, before the forward's.
+        """Set the cotangents and the grid with which the backward begins.
+
+        If its actions are mixed with the forward's, call this before both.
 
         Args:
-            scale: the cotangent of the summed loss, that is the mean's over the divisor.
-            d_final: the cotangents of the final states, one tuple per stage; None of none.
-            grid: the one that the backward's program was made for, where it is another: with the windows that
-                were picked after the forward.
+            scale: cotangent of the summed loss: the mean loss's cotangent divided by the divisor.
+            d_final: cotangents of the final states, one tuple per stage; None if no final state has one.
+            grid: grid of the backward's program, if it differs from the forward's: its windows may be picked
+                after the forward.
         """
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
         self.scale, self.grid = scale, grid or self.grid
         self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)
 
     def results(self) -> tuple[Tensor | None, list[State]]:
-        """The summed loss, if any, and the final states, which it then has no more: a backward needs none."""
+        """Return the summed loss, if any, and the final states, which are dropped: no backward needs them."""
         final, self.final = self.final, []
         return self.total, final
 
     def begin_again(self, store: dict[Key, Any]) -> None:
-        """Forgets what a backward has summed, for another one that begins from what is in `store`."""
-        self.gradients, self.d_ids, self.store = Gradients(self.gradients.outside), None, store
+        """Forget the sums of a backward, so that another one can begin from the values in `store`."""
+        self.gradients, self.d_ids, self.store = Gradients(self.gradients.unlisted_leaves), None, store
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[Gradients]:
-        """Sums the gradients of what runs inside by themselves."""
+    def separate_gradients(self) -> Iterator[Gradients]:
+        """Sum the gradients of the tiles that run inside separately from the worker's."""
         before, self.gradients = self.gradients, Gradients()
         try:
             yield self.gradients
@@ -256,12 +265,13 @@ class Executor:
             self.gradients = before
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Runs actions in order; receives are posted a few actions ahead, so that messages travel during
-        computation.
+        """Run actions in order.
+
+        Receives are posted a few actions ahead, so that messages travel during computation.
 
         Raises:
             ValueError: an append-only state would have to be received.
-            Changed: a chunk had another loss when it was recomputed.
+            ChunkChangedError: a chunk had another loss when it was recomputed.
         """
         if self.device.type == "cpu":
             sleep_while_waiting()
@@ -278,8 +288,8 @@ class Executor:
                     while receives and len(posted) < BUFFERS and receives[0][0] <= soon:
                         assert self.transport is not None
                         _, recv = receives.popleft()
-                        held, out = self.destination(recv.key)
-                        posted.append((held, self.transport.post(recv.source, out)))
+                        slot, out = self.destination(recv.key)
+                        posted.append((slot, self.transport.post(recv.source, out)))
                     if isinstance(action, Run):
                         self.tile(action.tile)
                     elif isinstance(action, Send):
@@ -292,52 +302,56 @@ class Executor:
                         assert self.connections.share is not None
                         self.connections.share(self, action)
                 self.free(action)
-        self._check_again()
+        self._check_recomputed_losses()
 
-    def _check_again(self) -> None:
-        """Raises `Changed` if a recomputed chunk's loss is not the forward's: nor would its gradients be."""
-        recomputed, self.again = self.again, PerChunk(self.grid.chunks)
-        again = sorted(recomputed.known)
-        if not again or type(self.total) is not Tensor:  # a fake tensor has no values to compare
+    def _check_recomputed_losses(self) -> None:
+        """Raise ChunkChangedError if a recomputed chunk's loss is not the forward's."""
+        recomputed, self.recomputed_losses = self.recomputed_losses, PerChunk(self.grid.chunks)
+        chunks = sorted(recomputed.written)
+        if not chunks or type(self.total) is not Tensor:  # a fake tensor has no values to compare
             return
-        first, second = (numbers.of(again).double() for numbers in (self.losses, recomputed))
+        first, second = (losses.select(chunks).double() for losses in (self.losses, recomputed))
         enabled, dtype = self.autocast
         limit = RECOMPUTE_RTOL[dtype if enabled else self.lowest_precision] * (
             RECOMPUTE_RTOL_CUDA_FACTOR if first.is_cuda else 1
         )
         # the loss of a sequence learnt by heart is mostly rounding itself
-        least = [MIN_LOSS_PER_TOKEN * self.batch.rows * self.grid.tokens(c) for c in again]
-        size = torch.maximum(first.abs(), first.new_tensor(least))
-        off = ((second - first).abs() > limit * size).tolist()  # False for nan
-        for c, was, now, differs in zip(again, first.tolist(), second.tolist(), off, strict=True):
+        floors = [MIN_LOSS_PER_TOKEN * self.batch.rows * self.grid.tokens(c) for c in chunks]
+        scale = torch.maximum(first.abs(), first.new_tensor(floors))
+        exceeds = ((second - first).abs() > limit * scale).tolist()  # False for nan
+        for c, forward_loss, recomputed_loss, differs in zip(
+            chunks, first.tolist(), second.tolist(), exceeds, strict=True
+        ):
             if differs:
                 start, stop = self.grid.cuts[c : c + 2]
-                raise Changed(
-                    f"tokens {start} to {stop - 1} had the loss {was:.6g} in the forward and {now:.6g} when "
-                    "they were computed again for the backward: something that the model depends on has "
-                    "changed in between, or it draws random numbers from a generator that is not found"
+                raise ChunkChangedError(
+                    f"tokens {start} to {stop - 1} had the loss {forward_loss:.6g} in the forward and "
+                    f"{recomputed_loss:.6g} when they were computed again for the backward: "
+                    "something that the model depends on has changed in between, or it draws random "
+                    "numbers from a generator that is not found"
                 )
 
     def free(self, action: Action) -> None:
-        """Drops the values that no later action of this worker reads."""
+        """Drop the values that no later action of this worker reads."""
         for key in action.frees:
             self.store.pop(key, None)
 
     def tile(self, t: Tile) -> None:
-        """Computes one tile."""
+        """Compute one tile."""
         run = {"recompute": self.recompute, "backward": self.backward, "windowed": self.windowed}
         run.get(t.kind, self.forward)(t)
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
-        """The autocast of the forward's caller, also for the backward. Its weight cache is off: casts made
-        without gradients must not be reused with them."""
+        """Enter the autocast of the forward's caller, also for the backward.
+
+        Its weight cache is off: casts made without gradients must not be reused with them."""
         enabled, dtype = self.autocast
         with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
             yield
 
     def count_edges(self, actions: Sequence[Action]) -> None:
-        """Sets the number of rows of each stage's `Edges`: states that this worker's own tiles read."""
+        """Set the number of rows of each stage's `Edges`: the states that this worker's own tiles read."""
         self.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
         rows: collections.Counter[int] = collections.Counter()
         for action in actions:
@@ -358,13 +372,15 @@ class Executor:
     # ------------------------------------------------------------------------------------------- messages
 
     def value(self, key: Key) -> Any:
-        """A value of the store; of a state that it has as a row of `Edges`, the row."""
+        """Return a value of the store; for a state stored as a row's number, that row of `Edges`."""
         value = self.store[key]
         return self.edges[key[1]].at(value) if isinstance(value, int) else value
 
     def destination(self, key: Key) -> tuple[int | Tensor, Tensor]:
-        """What the store has of a value that will be written, and the tensor to write to: the same, but for a
-        state that stays, of which the store has the row of `Edges`."""
+        """Return the store's entry for a value that will be written, and the tensor to write to.
+
+        They are the same tensor, except for a state that stays here: its entry is the number of a row of
+        `Edges`."""
         name, k = key[:2]
         if name != "S" or key in self.passed_on:
             out = self.room(key)
@@ -373,7 +389,7 @@ class Executor:
         return row, self.edges[k].at(row)
 
     def room(self, key: Key) -> Tensor:
-        """An empty tensor for a message."""
+        """Return an empty tensor for a message."""
         name, k, c = key[:3]
         if name in ("S", "dS"):
             return self.packing[k].empty()
@@ -384,7 +400,7 @@ class Executor:
         return torch.empty(shape, dtype=self.accumulate_dtype, device=self.device)
 
     def message(self, key: Key) -> Tensor:
-        """A value of the store as it travels."""
+        """Return a value of the store as one tensor, as a message carries it."""
         value = self.value(key)
         if isinstance(value, tuple):
             return self.packing[key[1]].pack(value, self.room(key))
@@ -395,39 +411,41 @@ class Executor:
     # ---------------------------------------------------------------------------------------------- tiles
 
     def _input(self, name: str, k: int, c: int) -> Tensor:
-        """Stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
+        """Return stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
         return self.store[name, k - 1, c].to(self.device, non_blocking=True) if k else self.chunks[c].ids
 
     def state(self, k: int, c: int) -> Any:
-        """Stage k's state before chunk c; append-only entries are a `Past` each."""
+        """Return stage k's state before chunk c; each append-only entry is a `Past`."""
         initial, grows = self.batch.states[k], self.grows[k]
         if not initial:
             return ()
-        here = recurrent(initial, grows)
+        recurrent_state = recurrent(initial, grows)
         if c in self.grid.document_starts:
-            here = tuple(torch.zeros_like(s) for s in here)
-        elif c and here:
-            here = self.packing[k].unpack(self.value(("S", k, c - 1)).to(self.device, non_blocking=True))
+            recurrent_state = tuple(torch.zeros_like(s) for s in recurrent_state)
+        elif c and recurrent_state:
+            recurrent_state = self.packing[k].unpack(
+                self.value(("S", k, c - 1)).to(self.device, non_blocking=True)
+            )
         if k not in self.slabs:
-            return here
-        return joined(here, (self.past(slab, c) for slab in self.slabs[k]), grows)
+            return recurrent_state
+        return joined(recurrent_state, (self.past(slab, c) for slab in self.slabs[k]), grows)
 
     def past(self, slab: Slab, c: int) -> Any:
-        """What a stage gets of a slab before chunk c."""
+        """Return the `Past` of a slab before chunk c, which a stage gets in the tensor's place."""
         chunk = self.chunks[c]
         begin = chunk.document or -slab.before  # what was there before belongs to the first document
         first_grad_token = begin if not self.grid.dropped else self.grid.first_grad_token(c)
         return Past(slab, chunk.start, begin, first_grad_token, *self.documents(chunk, slab.before))
 
     def forward(self, t: Tile) -> None:
-        """Computes a stage's output and state; linearize keeps the tape."""
+        """Compute a stage's output and state; linearize keeps the tape."""
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
         assert stage is not None
         x, state, chunk = self._input("y", k, c), self.state(k, c), self.chunks[c]
-        outside, y = self.gradients.outside, None
-        if t.kind == "linearize" or (outside.open and c + 1 == self.grid.chunks):
-            given = x, state, chunk, self.gradients
-            y, after, tape = outside.run_tile(lambda: stage.linearize(*given))
+        unlisted, y = self.gradients.unlisted_leaves, None
+        if t.kind == "linearize" or (unlisted.open and c + 1 == self.grid.chunks):
+            inputs = x, state, chunk, self.gradients
+            y, after, tape = unlisted.run_tile(lambda: stage.linearize(*inputs))
             if t.kind == "linearize":
                 self.store["tape", k, c] = tape
             del tape
@@ -447,53 +465,54 @@ class Executor:
             self.keep_state(k, c, after)
 
     def add_loss(self, c: int, loss: Tensor) -> None:
-        """Adds the summed loss of chunk c."""
+        """Add the summed loss of chunk c."""
         self.total = loss if self.total is None else self.total + loss
         self.losses[c] = loss
 
     def keep_state(self, k: int, c: int, state: State) -> None:
-        here = recurrent(state, self.grows[k])
+        recurrent_state = recurrent(state, self.grows[k])
         if c + 1 < self.grid.chunks:
             if not self.grid.reads_state(c + 1):
                 return
             self.store["S", k, c], out = self.destination(("S", k, c))
-            self.packing[k].pack(here, out)
+            self.packing[k].pack(recurrent_state, out)
             return
         slabs = self.slabs.get(k, ())
         past = (slab.final() if self.return_final_kv else slab.between(0, 0) for slab in slabs)
-        self.final[k] = joined(map(by_itself, here), past, self.grows[k])
+        self.final[k] = joined(map(by_itself, recurrent_state), past, self.grows[k])
 
     def recompute(self, t: Tile) -> None:
-        """Makes a tape again."""
+        """Make a tape that the forward has not kept."""
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
         assert stage is not None
         x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
-        given = x, self.state(k, c), self.chunks[c], self.gradients
-        y, _, tape = self.gradients.outside.run_tile(lambda: stage.linearize(*given))
+        inputs = x, self.state(k, c), self.chunks[c], self.gradients
+        y, _, tape = self.gradients.unlisted_leaves.run_tile(lambda: stage.linearize(*inputs))
         self.store["tape", k, c] = tape
-        if k == self.grid.stages - 1 and c in self.losses.known:
-            self.again[c] = y
+        if k == self.grid.stages - 1 and c in self.losses.written:
+            self.recomputed_losses[c] = y
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
 
     def _cotangent(self, k: int, start: int, stop: int) -> Tensor | None:
-        """The cotangent of stage k's outputs on the tokens [start, stop), (batch, stop - start, width); the
-        head's is `scale`; None if there is none."""
+        """Return the cotangent of stage k's outputs on the tokens [start, stop), or None if there is none.
+
+        Its shape is (batch, stop - start, width); the head's is `scale`, a scalar."""
         if k == self.grid.stages - 1:
             return self.scale
-        parts: list[Tensor] = []
+        pieces: list[Tensor] = []
         for key in self.grid.cotangents(k, start, stop):
-            part = self.store[key]
-            if part is None:
+            piece = self.store[key]
+            if piece is None:
                 continue
-            if key[0] == "spill":  # belongs to the last tokens of the part before
-                parts[-1] = parts[-1].clone()
-                parts[-1][:, -part.shape[1] :] += part
+            if key[0] == "spill":  # belongs to the last tokens of the piece before
+                pieces[-1] = pieces[-1].clone()
+                pieces[-1][:, -piece.shape[1] :] += piece
             else:
-                parts.append(part)
-        if not parts:
+                pieces.append(piece)
+        if not pieces:
             return None
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, : stop - start]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, : stop - start]
 
     def backward(self, t: Tile) -> None:
         """Pulls a tape back."""
@@ -513,15 +532,16 @@ class Executor:
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
         self._add_to_ids(k, start, dx)
-        here = tuple(by_itself(d) for d in recurrent(d_state, grows))
-        if here and self.grid.carries(c):
-            self.store["dS", k, c - 1] = self._passed(k, c, here)
+        d_recurrent = tuple(by_itself(d) for d in recurrent(d_state, grows))
+        if d_recurrent and self.grid.carries(c):
+            self.store["dS", k, c - 1] = self._passed(k, c, d_recurrent)
         elif c == 0:
-            self.d_initial[k] = joined(here, (slab.initial() for slab in slabs), grows)
+            self.d_initial[k] = joined(d_recurrent, (slab.initial() for slab in slabs), grows)
 
     def _passed(self, k: int, c: int, d_state: Cotangents) -> Cotangents:
-        """The adjoint state as it leaves chunk c, multiplied by `Grid.passes`; the conv tail's, before it in
-        the tuple, is not: the convolution's short paths are not cut."""
+        """Return the adjoint state as it leaves chunk c, multiplied by `Grid.passes`.
+
+        The conv tail's, before it in the tuple, is not: the convolution's short paths are not cut."""
         if not self.grid.adjoint_scale:
             return d_state
         *tail, d = d_state
@@ -529,13 +549,13 @@ class Executor:
         return (*tail, None if d is None or multiplier == 0 else d * multiplier)
 
     def windowed(self, t: Tile) -> None:
-        """A vjp cut to a window."""
+        """Compute a vjp cut to a window."""
         grid, k, stage = self.grid, t.stage, self.stages[t.stage]
         left, start, stop, halo_stop = grid.extent(t)
-        around, window = grid.covering(left, halo_stop), grid.window(k)
+        chunks_read, window = grid.covering(left, halo_stop), grid.window(k)
         assert stage is not None and window is not None
-        pieces = [self._input("y", k, j) for j in around]
-        first = grid.cuts[around[0]]
+        pieces = [self._input("y", k, j) for j in chunks_read]
+        first = grid.cuts[chunks_read[0]]
         x = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, left - first : halo_stop - first]
         dy = self._cotangent(k, start, halo_stop)
         if dy is None:
@@ -544,9 +564,9 @@ class Executor:
         d_final = self.d_final[k] if at_end else (None,) * len(self.d_final[k])
         seq_idx = self.batch.chunk(left, halo_stop).seq_idx
         begins = self.chunks[t.chunk].starts_document
-        given = Windowed(left, start, stop, window, x, self.state(k, t.chunk), dy, d_final, seq_idx, begins)
+        inputs = Windowed(left, start, stop, window, x, self.state(k, t.chunk), dy, d_final, seq_idx, begins)
         vjp = stage.windowed_vjp  # type: ignore[attr-defined]
-        dx, d_state = self.gradients.outside.run_tile(lambda: vjp(given, self.gradients))
+        dx, d_state = self.gradients.unlisted_leaves.run_tile(lambda: vjp(inputs, self.gradients))
         for key in grid.writes(t):
             a, b = grid.cuts[key[2]], grid.cuts[key[2] + 1]
             piece = dx[:, max(a, left) - left : min(b, stop) - left]
@@ -555,15 +575,17 @@ class Executor:
         self._add_to_ids(k, left, dx)
 
     def _add_to_ids(self, k: int, start: int, dx: Tensor | None) -> None:
-        """Adds the first stage's input cotangent from token `start` on to `d_ids`, if it has one."""
+        """Add the first stage's input cotangent from token `start` on to `d_ids`, if it has one."""
         if k or dx is None:
             return
         self.d_ids = torch.zeros_like(self.batch.ids) if self.d_ids is None else self.d_ids
         self.d_ids[:, start : start + dx.shape[1]] += dx
 
     def _add_initial(self, k: int, start: int, d_state: Cotangents) -> None:
-        """Adds a windowed tile's part of the initial state's cotangent. The first tile has all of it; others
-        that reach before the sequence have the conv tail's, moved by `start` tokens."""
+        """Add a windowed tile's part of the initial state's cotangent.
+
+        The first tile has all of it; others that reach before the sequence have the conv tail's, moved by
+        `start` tokens."""
         if start:
             d_tail = d_state[0] if len(d_state) > 1 else None
             if d_tail is None or start >= d_tail.shape[2]:

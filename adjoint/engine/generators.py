@@ -27,8 +27,9 @@ KINDS = tuple(ACCESS)
 
 
 def torch_states() -> dict[str, Any]:
-    """PyTorch's states: "torch", and "cuda", a list, empty if no GPU is in use or a CUDA graph is
-    recorded."""
+    """Return PyTorch's states: "torch", and a list "cuda".
+
+    The list is empty if no GPU is in use or a CUDA graph is recorded."""
     cuda: list[Tensor] = []
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         cuda = torch.cuda.get_rng_state_all()
@@ -43,19 +44,19 @@ def set_torch_states(states: dict[str, Any]) -> None:
 
 
 class Generators:
-    """The global generators of PyTorch, NumPy and Python, and others.
+    """The global random number generators of PyTorch, NumPy and Python, and some others.
 
     Args:
-        own: the others, objects of `KINDS`, such as those that a model keeps.
+        others: objects of `KINDS`, such as those that a model keeps.
     """
 
-    def __init__(self, own: Sequence[Any] = ()) -> None:
-        self.own = own
+    def __init__(self, others: Sequence[Any] = ()) -> None:
+        self.others = others
 
     def states(self) -> list[Any]:
         with _disable_current_modes():  # under a fake tensor mode the states would be fake, too
             common = [torch_states(), random.getstate(), np.random.get_state()]  # noqa: NPY002
-            return [*common, *(_access(generator)[0](generator) for generator in self.own)]
+            return [*common, *(_access(generator)[0](generator) for generator in self.others)]
 
     def set(self, states: Sequence[Any]) -> None:
         of_torch, python, numpy, *rest = states
@@ -63,7 +64,7 @@ class Generators:
             set_torch_states(of_torch)
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
-            for generator, state in zip(self.own, rest, strict=True):
+            for generator, state in zip(self.others, rest, strict=True):
                 _access(generator)[1](generator, state)
 
     @contextlib.contextmanager
@@ -84,9 +85,9 @@ class Generators:
 
     def have_drawn(self, since: Sequence[Any]) -> bool:
         """Whether the generators' states differ from `since`, that is whether one has drawn."""
-        now = self.states()
+        current = self.states()
         with _disable_current_modes():
-            return not _same(since, now)
+            return not _same(since, current)
 
 
 def _access(generator: Any) -> tuple[Any, Any]:

@@ -37,7 +37,7 @@ TileKind = Literal["forward", "linearize", "recompute", "backward", "windowed"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """A stage on `count` chunks from `chunk` on; only a windowed vjp has more than one."""
+    """A stage on `count` chunks, the first of which is `chunk`; only a windowed vjp has more than one."""
 
     kind: TileKind
     stage: int
@@ -46,7 +46,7 @@ class Tile:
 
     @property
     def is_forward(self) -> bool:
-        """Whether it is the first to compute its stage's output, with its tape kept or not."""
+        """Whether the tile is the first to compute its stage's output, with its tape kept or not."""
         return self.kind in ("forward", "linearize")
 
     def __str__(self) -> str:
@@ -55,11 +55,10 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardSpec:
-    """Which arrows between tiles the backward has.
+    """The arrows between tiles that the backward has.
 
     Attributes:
-        dy_from: where a layer's cotangent comes from: "above", the layer above; "head", dL/dy_K for every
-            layer.
+        dy_from: source of a layer's cotangent: "above", the layer above; "head", dL/dy_K for every layer.
         window: tokens that an output's gradient reaches back through each layer's recurrence; "auto" picks a
             window per layer by `tolerance` after the forward; None: no limit, the adjoint state is carried.
         drop_probability: with which the adjoint state is dropped at a chunk's edge; otherwise it is divided
@@ -77,17 +76,19 @@ class BackwardSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """What the forward stores for the backward, and where.
+    """Storage of the forward's results for the backward: which ones, and in which memory.
 
     Attributes:
         keep: "edges", the states at chunk edges; "inputs", also each layer's inputs; "offload", the same in
             host memory.
-        tapes: number of chunks, counted from the last, whose tapes the forward keeps (L): no R for them.
-        recompute: what of a tape is left out and computed again in the backward (see `methods.Exact`).
+        tapes: number of chunks, counted from the last, whose tapes the forward keeps (linearize in place
+            of forward): these are not recomputed.
+        recompute: which part of a tape is left out and computed again in the backward (see `methods.Exact`).
         offload: whether stored states, keys and values, and inputs are in host memory, if the device is a
             GPU.
         memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process with keep="edges".
-        whole: whether the sequence becomes one chunk, the fastest way, if its tape fits in `memory`.
+        prefer_single_chunk: whether the sequence becomes one chunk, the fastest way, if its tape fits in
+            `memory`.
     """
 
     keep: str = "edges"
@@ -95,20 +96,20 @@ class Storage:
     recompute: str = "none"
     offload: bool = False
     memory: float | Literal["auto"] | None = None
-    whole: bool = False
+    prefer_single_chunk: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
-    """What a method asks of the engine: which arrows the backward has, what the forward stores, and how the
-    sequence is cut into chunks.
+    """A method's instructions to the engine: the backward's arrows, the forward's storage, the chunks.
 
     Attributes:
         chunk_size: tokens per chunk; it need not divide the sequence.
         documents: the documents' first tokens, rising: chunks end there, the next state is zero, and no
             cotangent crosses. Windowed tiles do not support it yet.
         cut_at: further tokens at which chunks end.
-        least: fewest tokens of a chunk that continues a document; a shorter rest joins the chunk before it.
+        least: the fewest tokens of a chunk that continues a document; a shorter rest joins the chunk
+            before it.
     """
 
     chunk_size: int
@@ -119,16 +120,16 @@ class EngineSpec:
     least: int = 1
 
     def cuts(self, seqlen: int) -> tuple[int, ...]:
-        """Chunk c is the tokens [cuts[c], cuts[c + 1])."""
-        found: list[int] = []
+        """Return the cuts of a sequence: chunk c is the tokens [cuts[c], cuts[c + 1])."""
+        all_cuts: list[int] = []
         for start, stop in itertools.pairwise((*self.documents, seqlen)):
-            mine = list(range(start, stop, self.chunk_size))
+            document_cuts = list(range(start, stop, self.chunk_size))
             if self.cut_at:
-                mine = sorted({*mine, *(cut for cut in self.cut_at if start < cut < stop)})
-            if len(mine) > 1 and stop - mine[-1] < self.least:
-                mine.pop()
-            found += mine
-        return (*found, seqlen)
+                document_cuts = sorted({*document_cuts, *(cut for cut in self.cut_at if start < cut < stop)})
+            if len(document_cuts) > 1 and stop - document_cuts[-1] < self.least:
+                document_cuts.pop()
+            all_cuts += document_cuts
+        return (*all_cuts, seqlen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +146,10 @@ class Grid:
         costs: per stage, the relative time of its forward per token; only the order depends on it.
         document_starts: chunks, other than the first, that begin a document and read no state.
         dropped: chunks that read the state before them but hand no cotangent back to it.
-        passing: per stateful stage and chunk, the factor on the adjoint state as it leaves the chunk; empty
-            for 1.
-        inside: whether states and their cotangents cross chunk edges while tiles run, and not between them.
+        adjoint_scale: per stateful stage and chunk, the factor on the adjoint state as it leaves the chunk;
+            empty if all are 1.
+        exchanges_within_tiles: whether states and their cotangents cross chunk edges while tiles run, instead
+            of between them.
     """
 
     cuts: tuple[int, ...]
@@ -160,7 +162,7 @@ class Grid:
     document_starts: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
     adjoint_scale: tuple[tuple[float, ...], ...] = ()
-    inside: bool = False
+    exchanges_within_tiles: bool = False
 
     @property
     def stages(self) -> int:
@@ -171,13 +173,13 @@ class Grid:
         return len(self.cuts) - 1
 
     def tokens(self, chunk: int, count: int = 1) -> int:
-        """Number of tokens in `count` chunks from `chunk` on."""
+        """Return the number of tokens in `count` chunks from `chunk` on."""
         return self.cuts[chunk + count] - self.cuts[chunk]
 
     def window(self, k: int) -> int | None:
-        """Stage k's window in tokens; None if it cuts nothing off, being as long as the sequence."""
-        found = self.windows[k] if self.windows else None
-        return found if found is not None and found < self.cuts[-1] else None
+        """Return stage k's window in tokens; None if it cuts nothing off, being as long as the sequence."""
+        window_tokens = self.windows[k] if self.windows else None
+        return window_tokens if window_tokens is not None and window_tokens < self.cuts[-1] else None
 
     @functools.cached_property
     def carried(self) -> bool:
@@ -185,14 +187,16 @@ class Grid:
         return any(stateful and self.window(k) is None for k, stateful in enumerate(self.stateful))
 
     def per_task(self, k: int) -> int:
-        """Number of chunks in a windowed tile of stage k: as long as the window, so that halos at most double
-        the work."""
+        """Return the number of chunks in a windowed tile of stage k.
+
+        The tile is as long as the window, so that halos at most double the work."""
         return -(-(self.window(k) or 1) // (self.cuts[1] - self.cuts[0]))
 
     def extent(self, t: Tile) -> tuple[int, int, int, int]:
-        """left, start, stop and halo_stop of a windowed tile: it owns the tokens [start, stop), reads the
-        inputs of [left, halo_stop) and the cotangents of [start, halo_stop), and writes those of [left,
-        stop)."""
+        """Return (left, start, stop, halo_stop) of a windowed tile.
+
+        It owns the tokens [start, stop), reads the inputs of [left, halo_stop) and the cotangents of [start,
+        halo_stop), and writes the cotangents of [left, stop)."""
         start, stop = self.cuts[t.chunk], self.cuts[t.chunk + t.count]
         return (
             max(0, start - self.reach),
@@ -202,7 +206,7 @@ class Grid:
         )
 
     def covering(self, start: int, stop: int) -> range:
-        """The chunks that hold the tokens [start, stop)."""
+        """Return the chunks that hold the tokens [start, stop)."""
         return range(bisect.bisect_right(self.cuts, start) - 1, bisect.bisect_left(self.cuts, stop))
 
     # ------------------------------------------------------------------------------------------------ tiles
@@ -212,7 +216,7 @@ class Grid:
             yield from (Tile("forward", k, c) for k in range(self.stages))
 
     def backward_tiles(self) -> Iterator[Tile]:
-        """Those of the backward of all stages, from the top; chunks from last to first if `carried`."""
+        """Yield the backward's tiles of all stages, from the top; chunks from last to first if `carried`."""
         for k in reversed(range(self.stages)):
             if self.window(k) is None:
                 order = range(self.chunks)[:: -1 if self.carried else 1]
@@ -232,16 +236,17 @@ class Grid:
         return self.reads_state(c) and c not in self.dropped
 
     def passes(self, k: int, c: int) -> float:
-        """The factor on stage k's adjoint state as it leaves chunk c."""
+        """Return the factor on stage k's adjoint state as it leaves chunk c."""
         return self.adjoint_scale[sum(self.stateful[:k])][c] if self.adjoint_scale else 1.0
 
     def document(self, c: int) -> int:
-        """The first token of the document that chunk c belongs to."""
+        """Return the first token of the document that chunk c belongs to."""
         return self.cuts[_last(self._starts, c)]
 
     def first_grad_token(self, c: int) -> int:
-        """The first token that can get a state's cotangent from chunk c: its document's, or the one after the
-        last edge at which cotangents are dropped."""
+        """Return the first token that can get a state's cotangent from chunk c.
+
+        It is the document's first, or the one after the last edge at which cotangents are dropped."""
         return self.cuts[max(_last(self._starts, c), _last(self._dropped, c))]
 
     @functools.cached_property
@@ -258,10 +263,11 @@ class Grid:
     # ----------------------------------------------------------------------------------------------- arrows
 
     def reads(self, t: Tile) -> list[Key]:
-        """Keys of what a tile waits for. Token ids and initial states, which every worker has, are not
-        listed."""
+        """Return the keys of the values that a tile waits for.
+
+        Token ids and initial states, which every worker has, are not listed."""
         k, c = t.stage, t.chunk
-        crosses = self.stateful[k] and not self.inside
+        crosses = self.stateful[k] and not self.exchanges_within_tiles
         state: list[Key] = [("S", k, c - 1)] if crosses and self.reads_state(c) else []
         if t.kind == "backward":
             carried = [("dS", k, c)] if crosses and self.carries(c + 1) else []
@@ -274,35 +280,36 @@ class Grid:
         return ([(name, k - 1, c)] if k else []) + state
 
     def cotangents(self, k: int, start: int, stop: int) -> list[Key]:
-        """Keys of the parts of stage k's output cotangents on the tokens [start, stop), in the order in which
-        they are summed; none for the head, whose output is the loss."""
+        """Return the keys of the parts of stage k's output cotangents on the tokens [start, stop).
+
+        They are in the order in which they are summed; the head, whose output is the loss, has none."""
         top = self.stages - 1
         if k == top:
             return []
         if self.dy_from == "head" and k:
             return [("dy", top - 1, j) for j in self.covering(start, stop)]
-        found: list[Key] = []
+        keys: list[Key] = []
         for j in self.covering(start, stop):
-            found.append(("dy", k, j))
+            keys.append(("dy", k, j))
             if self.window(k + 1) is not None and self.stateful[k + 1]:
                 # tiles of the stage above that read to the left far enough
                 last = bisect.bisect_left(self.cuts, min(stop, self.cuts[j + 1]) + self.reach)
                 starts = range(j + 1, min(last, self.chunks))
-                found += [("spill", k, j, i) for i in starts if i % self.per_task(k + 1) == 0]
-        return found
+                keys += [("spill", k, j, i) for i in starts if i % self.per_task(k + 1) == 0]
+        return keys
 
     def writes(self, t: Tile) -> list[Key]:
-        """Keys of what a tile leaves for other tiles."""
+        """Return the keys of the values that a tile leaves for other tiles."""
         k, c, top = t.stage, t.chunk, self.stages - 1
-        crosses = self.stateful[k] and not self.inside
+        crosses = self.stateful[k] and not self.exchanges_within_tiles
         if t.kind in ("backward", "windowed"):
             down = k > 0 and (self.dy_from == "above" or k in (1, top))
             if t.kind == "backward":
                 carried = [("dS", k, c - 1)] if crosses and self.carries(c) else []
                 return ([("dy", k - 1, c)] if down else []) + carried
             left, start, stop, _ = self.extent(t)
-            own: list[Key] = [("dy", k - 1, j) for j in self.covering(start, stop)]
-            return own + [("spill", k - 1, j, c) for j in self.covering(left, start)] if down else []
+            owned: list[Key] = [("dy", k - 1, j) for j in self.covering(start, stop)]
+            return owned + [("spill", k - 1, j, c) for j in self.covering(left, start)] if down else []
         out: list[Key] = []
         if t.is_forward:
             out += [("y", k, c)] if k < top else []
@@ -317,34 +324,36 @@ class Grid:
     # ------------------------------------------------------------------------------------------------ order
 
     def order(self, stream: bool = False) -> list[Tile]:
-        """All tiles in one order that respects all arrows. Forward tiles go chunk by chunk. A backward tile
-        comes as soon as the head has done the last chunk that it depends on; of several the top one comes
-        first, and a segment's stages stay together.
+        """Return all tiles in one order that respects all arrows.
+
+        Forward tiles go chunk by chunk. A backward tile comes as soon as the head has done the last chunk
+        that it depends on; of several the top one comes first, and a segment's stages stay together.
 
         Args:
             stream: backward tiles begin before the forward ends, where the arrows allow it.
         """
         C, top, size = self.chunks, self.stages - 1, self.cuts[1] - self.cuts[0]
-        at: dict[Key, int] = {}  # when a key is written, counted in chunks that the head has done by then
-        when: dict[Tile, int] = {}  # when a backward tile may run, in the same count
+        # when a key is written, and when a backward tile may run: chunks that the head has done by then
+        written_at: dict[Key, int] = {}
+        runs_at: dict[Tile, int] = {}
         for t in self.backward_tiles():
             if t.kind == "recompute":
                 continue
             head = C - 1 - t.chunk if self.carried else t.chunk
-            found = [head + (0 if stream and not self.carried else C)] if t.stage == top else []
-            found += [at[key] for key in self.reads(t) if key in at]
+            times = [head + (0 if stream and not self.carried else C)] if t.stage == top else []
+            times += [written_at[key] for key in self.reads(t) if key in written_at]
             # as if the sequence continued: else the top stages' last tiles would all go before any below
             if t.kind == "windowed":
                 above = self.stateful[t.stage + 1] and self.dy_from == "above"
                 ahead = (self.window(t.stage) or 1) - 1 + (self.reach if above else 0)
                 first = self.cotangents(t.stage, *self.extent(t)[1:3])[0]
-                found.append(at[first] + t.count - 1 - -ahead // size)
-            when[t] = max(found)
-            at.update(dict.fromkeys(self.writes(t), when[t]))
+                times.append(written_at[first] + t.count - 1 - -ahead // size)
+            runs_at[t] = max(times)
+            written_at.update(dict.fromkeys(self.writes(t), runs_at[t]))
         column: dict[tuple[int, int], int] = collections.defaultdict(int)  # when all of a segment may
-        for t, now in when.items():
+        for t, time in runs_at.items():
             name = self.segments[t.stage], t.chunk
-            column[name] = max(column[name], now)
+            column[name] = max(column[name], time)
 
         def place(t: Tile) -> tuple[int, ...]:
             if t.kind == "forward":
@@ -358,8 +367,8 @@ class Grid:
 
 
 def _last(rising: list[int], c: int) -> int:
-    """The largest number that is not above c, or 0; by bisection, as there may be thousands of documents."""
-    i = bisect.bisect_right(rising, c)
+    """Return the largest number that is not above c, or 0."""
+    i = bisect.bisect_right(rising, c)  # there may be thousands of documents
     return rising[i - 1] if i else 0
 
 
@@ -372,7 +381,7 @@ def make_grid(
     windows: Sequence[int] | None = None,
     costs: Sequence[float] = (),
 ) -> Grid:
-    """The grid of a spec on `seqlen` tokens.
+    """Return the grid of a spec on `seqlen` tokens.
 
     Args:
         stateful, reach, costs: as in `Grid`.
@@ -383,14 +392,23 @@ def make_grid(
     window = spec.backward.window
     if window == "auto":
         picked = iter(windows) if windows is not None else None
-        each = tuple(next(picked) if picked is not None and s else None for s in stateful)
+        windows_by_stage = tuple(next(picked) if picked is not None and s else None for s in stateful)
     else:
-        each = tuple(window if s else None for s in stateful)
-    together = spec.storage.keep == "edges" and window is None
-    segments = tuple(shards if shards is not None else [0] * n) if together else tuple(range(n))
+        windows_by_stage = tuple(window if s else None for s in stateful)
+    one_segment = spec.storage.keep == "edges" and window is None
+    segments = tuple(shards if shards is not None else [0] * n) if one_segment else tuple(range(n))
     cuts, starts = spec.cuts(seqlen), set(spec.documents)
-    begins = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
-    grid = Grid(cuts, tuple(stateful), segments, spec.backward.dy_from, each, reach, tuple(costs), begins)
+    document_starts = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
+    grid = Grid(
+        cuts,
+        tuple(stateful),
+        segments,
+        spec.backward.dy_from,
+        windows_by_stage,
+        reach,
+        tuple(costs),
+        document_starts,
+    )
     if spec.backward.drop_every is None:
         return grid
     dropped = (c for c in range(grid.chunks) if (cuts[c] - grid.document(c)) % spec.backward.drop_every == 0)

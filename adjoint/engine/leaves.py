@@ -1,5 +1,7 @@
-"""Where a tile's graph begins. Stages list their parameters, but users' code reaches other tensors: a hook's
-own parameter, modules in a plain list, an attribute that another network has made. The graph shows them."""
+"""Leaves of a tile's graph that no stage lists.
+
+Stages list their parameters, but users' code reaches other tensors: a hook's own parameter, modules in a
+plain list, an attribute that another network has made. The graph of the tile shows them."""
 
 from __future__ import annotations
 
@@ -18,15 +20,16 @@ T = TypeVar("T")
 OF_A_TILE = "_adjoint_leaf"  # the attribute of leaves that belong to one tile
 
 
-class Changed(RuntimeError):
-    """A chunk depends on more than its input and its state: computed again for the backward, it is not what
-    it was, or its graph goes on into another chunk's."""
+class ChunkChangedError(RuntimeError):
+    """A chunk that depends on more than its input and its state.
+
+    Recomputed for the backward it has another loss, or its graph goes on into another chunk's."""
 
 
 class UnlistedLeaves:
     """Trainable tensors that reach the tiles of one call without being listed by a stage.
 
-    Those of the forward's last chunk, whose tape is kept, are found in its graph; they become inputs of the
+    They are found in the graph of the forward's last chunk, whose tape is kept, and become inputs of the
     call's autograd function like parameters. Every later tile's graph must begin at these or at listed ones.
     A leaf that a tile makes itself, such as an embedding's output under `enable_input_require_grads`, is no
     input: its gradient goes nowhere, as in plain autograd. It shows by being another tensor when the same
@@ -34,54 +37,57 @@ class UnlistedLeaves:
 
     Args:
         listed: tensors whose gradients are asked for anyway.
-        own: leaves to whose `.grad` autograd may add, as nobody asks for their gradients.
-        open: whether tensors may still be found; otherwise they are refused.
+        left_to_autograd: leaves that are no concern here: autograd itself adds to their `.grad`.
+        open: whether unlisted tensors are still accepted; otherwise they are refused.
 
     Attributes:
-        leaves: found leaves. Their gradients are asked for directly.
-        made: found tensors with a graph of their own, made before the call. Tiles see leaves in their place,
-            as a graph can be walked back once only.
-        nodes: the graph nodes that made these tensors, by which they are recognised.
+        leaves: unlisted leaves. Their gradients are asked for directly.
+        precomputed: unlisted tensors that have a graph of their own, made before the call. Tiles see leaves
+            in their place, because a graph can be walked back only once.
+        nodes: the graph nodes that made the precomputed tensors, by which these are recognised.
         first_run: while `run_tile` runs a tile again, the leaves of its first run; None during the first.
     """
 
     def __init__(
-        self, listed: Iterable[Tensor] = (), own: Collection[Tensor] = (), open: bool = False
+        self, listed: Iterable[Tensor] = (), left_to_autograd: Collection[Tensor] = (), open: bool = False
     ) -> None:
-        self.listed, self.own, self.open = set(listed), own, open
+        self.listed, self.left_to_autograd, self.open = set(listed), left_to_autograd, open
         self.leaves: dict[Tensor, None] = {}
-        self.made: dict[Tensor, None] = {}
+        self.precomputed: dict[Tensor, None] = {}
         self.nodes: set[Any] = set()
         self.first_run: Collection[Tensor] | None = None
 
     def close(self) -> list[Tensor]:
-        """No more may be found; gives those that were found and are not listed."""
+        """Accept no more tensors, and return those that were found and are not listed."""
         self.open = False
         self.nodes.clear()
-        return [t for t in (*self.leaves, *self.made) if t not in self.listed]
+        return [t for t in (*self.leaves, *self.precomputed) if t not in self.listed]
 
-    def standing_in(self) -> StandIns | None:
-        """What puts leaves in the places of `made`, to be entered around a tile's forward; None without."""
-        return StandIns(self) if self.nodes or self.made else None
+    def make_stand_ins(self) -> StandIns | None:
+        """Return the mode for a tile's forward that replaces `precomputed` by leaves; None if it is empty."""
+        return StandIns(self) if self.nodes or self.precomputed else None
 
-    def of(self, outputs: Sequence[Tensor], known: Collection[Tensor], begin: int) -> list[Tensor]:
-        """The leaves of a tile's outputs that are not `known`, and whose gradients must be asked for, too.
+    def collect(self, outputs: Sequence[Tensor], tile_inputs: Collection[Tensor], begin: int) -> list[Tensor]:
+        """Return the leaves of a tile's graph, other than its inputs, whose gradients must be asked for too.
 
         Args:
+            outputs: the tile's outputs. tile_inputs: leaves whose gradients are asked for anyway.
             begin: the number of the tile's first node (`next_node`).
 
         Raises:
             RunAgain: the tile must run again before this can be told; `run_tile` does it.
-            Changed: of another tile's leaf.
-            UserError: a tensor is found when it is too late, or where none may be found.
+            ChunkChangedError: the graph begins at another tile's leaf.
+            UserError: a tensor is found too late, or in a call that may have none.
         """
-        found = [t for t in leaves_of(outputs) if t not in known and t not in self.own]
-        if not found:
-            return found
-        if any(OF_A_TILE in vars(t) for t in found):
-            raise Changed("a chunk's graph goes on into another chunk's: its tensors are kept on a module")
+        leaves = [t for t in leaves_of(outputs) if t not in tile_inputs and t not in self.left_to_autograd]
+        if not leaves:
+            return leaves
+        if any(OF_A_TILE in vars(t) for t in leaves):
+            raise ChunkChangedError(
+                "a chunk's graph goes on into another chunk's: its tensors are kept on a module"
+            )
         if self.open:
-            nodes = made_before(outputs, begin)
+            nodes = nodes_made_before(outputs, begin)
             if nodes and nodes <= self.nodes:
                 names = ", ".join(sorted(node.name() for node in nodes))
                 raise UserError(
@@ -90,9 +96,9 @@ class UnlistedLeaves:
                 )
             if nodes:
                 raise RunAgain(nodes=nodes)
-        unlisted = [t for t in found if t not in self.listed and t not in self.leaves]
+        unlisted = [t for t in leaves if t not in self.listed and t not in self.leaves]
         if not unlisted:
-            return found
+            return leaves
         if self.first_run is None:
             raise RunAgain(leaves=unlisted)
         inputs = [t for t in unlisted if t in self.first_run]
@@ -103,10 +109,10 @@ class UnlistedLeaves:
                 "reads it: register it as a parameter"
             )
         self.leaves |= dict.fromkeys(inputs)
-        return [t for t in found if t in self.listed or t in self.leaves]
+        return [t for t in leaves if t in self.listed or t in self.leaves]
 
     def run_tile(self, run: Callable[[], T]) -> T:
-        """Return run(), which is called again where its leaves cannot be told apart by one run."""
+        """Return run(), which is called again if one run does not show which leaves the tile makes."""
         try:
             while True:
                 try:
@@ -119,8 +125,10 @@ class UnlistedLeaves:
 
 
 class RunAgain(Exception):
-    """A tile has to run again: its graph goes on beyond the tile into `nodes`, or begins at `leaves` of which
-    it is not known whether the tile has made them."""
+    """Request to run a tile again.
+
+    Its graph goes on beyond the tile into `nodes`, or begins at `leaves` that the tile itself may have
+    made."""
 
     def __init__(self, nodes: Collection[Any] = (), leaves: Collection[Tensor] = ()) -> None:
         super().__init__("a tile outside of UnlistedLeaves.run_tile reads tensors that no stage lists")
@@ -128,41 +136,43 @@ class RunAgain(Exception):
 
 
 class StandIns(TorchFunctionMode):
-    """Puts leaves that share their memory in the places of tensors that have a graph of their own.
+    """Mode that puts leaves, which share their memory, in the places of tensors with a graph of their own.
 
     Attributes:
-        leaves: for each tensor that was met, the leaf.
+        leaves: the leaf of each tensor replaced so far.
     """
 
-    def __init__(self, outside: UnlistedLeaves) -> None:
+    def __init__(self, unlisted: UnlistedLeaves) -> None:
         super().__init__()
-        self.outside, self.leaves = outside, dict[Tensor, Tensor]()
+        self.unlisted, self.leaves = unlisted, dict[Tensor, Tensor]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Tensor, self._instead, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _instead(self, t: Tensor) -> Tensor:
-        outside = self.outside
-        if t not in outside.made:
-            if not (outside.nodes and t.grad_fn in outside.nodes):
+    def _stand_in(self, t: Tensor) -> Tensor:
+        unlisted = self.unlisted
+        if t not in unlisted.precomputed:
+            if not (unlisted.nodes and t.grad_fn in unlisted.nodes):
                 return t
-            outside.made[t] = None
+            unlisted.precomputed[t] = None
         if t not in self.leaves:
             self.leaves[t] = alias(t)
         return self.leaves[t]
 
 
 def alias(t: Tensor, trained: bool = True) -> Tensor:
-    """A leaf of one tile that shares the tensor's memory. Autograd runs users' hooks on a tensor whenever it
-    computes its gradient; with leaves, the hooks see the whole gradient once, not each tile's part."""
+    """Return a leaf of one tile that shares the tensor's memory.
+
+    Autograd runs users' hooks on a tensor whenever it computes its gradient; with a leaf per tile, the hooks
+    see the complete gradient once, not each tile's part."""
     leaf = t.detach().requires_grad_(trained)
     vars(leaf)[OF_A_TILE] = True
     return leaf
 
 
 def next_node() -> int:
-    """The number that this thread's next node of a graph will have."""
+    """Return the number that this thread's next node of a graph will have."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -171,37 +181,38 @@ with torch.inference_mode(False), torch.enable_grad():  # the package may be imp
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that these tensors' gradients would reach."""
+    """Return the leaves that these tensors' gradients would reach."""
     nodes: list[Any] = list(dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None))
-    seen = set(nodes)
-    for node in nodes:  # which grows meanwhile
-        for further, _ in node.next_functions:
-            if further is not None and further not in seen:
-                seen.add(further)
-                nodes.append(further)
+    visited = set(nodes)
+    for node in nodes:  # the list grows while it is walked
+        for input_node, _ in node.next_functions:
+            if input_node is not None and input_node not in visited:
+                visited.add(input_node)
+                nodes.append(input_node)
     return [node.variable for node in nodes if type(node) is _AccumulateGrad]
 
 
-def made_before(outputs: Iterable[Tensor], begin: int) -> set[Any]:
-    """The nodes older than number `begin` that newer ones lead to directly, leaves apart."""
+def nodes_made_before(outputs: Iterable[Tensor], begin: int) -> set[Any]:
+    """Return the nodes older than number `begin` that newer ones lead to directly, without leaves."""
     nodes: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen, before = set(nodes), set[Any]()
+    visited, older_nodes = set(nodes), set[Any]()
     for node in nodes:
-        for further, _ in node.next_functions:
-            if further is None or further in seen or type(further) is _AccumulateGrad:
+        for input_node, _ in node.next_functions:
+            if input_node is None or input_node in visited or type(input_node) is _AccumulateGrad:
                 continue
-            if further._sequence_nr() < begin:
-                before.add(further)
+            if input_node._sequence_nr() < begin:
+                older_nodes.add(input_node)
             else:
-                seen.add(further)
-                nodes.append(further)
-    return before
+                visited.add(input_node)
+                nodes.append(input_node)
+    return older_nodes
 
 
 @contextlib.contextmanager
-def unseen(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, a tile's part of these leaves' gradients calls none of their hooks, which get the whole
-    gradient, and may be added to `.grad`, which is afterwards as it was."""
+def suspend_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Suspend the hooks of these leaves, and restore their `.grad` at the end.
+
+    A tile computes a part of their gradients; the hooks must get the complete gradient once."""
     before: list[tuple[Any, Any, Any, dict[Any, Any]]] = []
     try:
         for t in leaves:

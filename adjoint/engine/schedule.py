@@ -46,7 +46,7 @@ class Send:
     frees: tuple[Key, ...] = ()
 
     def __str__(self) -> str:
-        return f"send {named(self.key)} to {self.to}"
+        return f"send {format_key(self.key)} to {self.to}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,14 +58,15 @@ class Recv:
     frees: tuple[Key, ...] = ()
 
     def __str__(self) -> str:
-        return f"receive {named(self.key)} from {self.source}"
+        return f"receive {format_key(self.key)} from {self.source}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HelperTasks:
-    """Compute `units` together with helpers: whoever is free takes the next one. A unit is some tiles of one
-    layer with gradient sums of its own; these are added in the units' order, so that results do not depend on
-    who computed them."""
+    """Compute `units` together with helpers: whoever is free takes the next one.
+
+    A unit is some tiles of one layer with gradient sums of its own; these are added in the units' order, so
+    that results do not depend on who computed them."""
 
     units: tuple[tuple[Tile, ...], ...]
     frees: tuple[Key, ...] = ()
@@ -77,8 +78,8 @@ class HelperTasks:
 Action = Run | Send | Recv | HelperTasks
 
 
-def named(key: Key) -> str:
-    """The key as text, such as y[3,7]."""
+def format_key(key: Key) -> str:
+    """Return the key as text, such as y[3,7]."""
     return f"{key[0]}[{','.join(map(str, key[1:]))}]"
 
 
@@ -104,17 +105,22 @@ class Owners:
         return self.shards[stage] * self.in_turn + (chunk + self.first) % self.in_turn
 
     def peer(self, worker: int, chunk: int) -> int:
-        """The worker that has a chunk, of those with the same stages as `worker`."""
+        """Return the worker that has a chunk, of those with the same stages as `worker`."""
         return worker - worker % self.in_turn + (chunk + self.first) % self.in_turn
 
     def in_rounds(self, grid: Grid) -> Owners:
-        """Where states cross inside of tiles, workers go through the chunks in rounds, of which the last is
-        whole; else these."""
-        return dataclasses.replace(self, first=-grid.chunks % self.in_turn) if grid.inside else self
+        """Return these owners; if states cross inside of tiles, so shifted that the last round is complete.
+
+        A round is one chunk for each worker: in the last one no worker may be without a chunk."""
+        if not grid.exchanges_within_tiles:
+            return self
+        return dataclasses.replace(self, first=-grid.chunks % self.in_turn)
 
     @staticmethod
-    def of(spans: Sequence[range], in_turn: int = 1) -> Owners:
-        """Owners for layer shards with the layers `spans`: the first has the embedding, the last the head."""
+    def from_spans(spans: Sequence[range], in_turn: int = 1) -> Owners:
+        """Return owners for layer shards with the layers `spans`.
+
+        The first shard has the embedding, the last one the head."""
         layers = [shard for shard, span in enumerate(spans) for _ in span]
         return Owners((0, *layers, len(spans) - 1), in_turn)
 
@@ -138,7 +144,7 @@ class Schedule:
         return "\n".join(lines)
 
     def channels(self) -> list[tuple[int, int]]:
-        """(sender, receiver) of all channels, sorted, so that all workers open them in the same order."""
+        """Return (sender, receiver) of all channels, sorted: all workers open them in this order."""
         return sorted(
             {(w, a.to) for w, program in enumerate(self.programs) for a in program if isinstance(a, Send)}
         )
@@ -155,7 +161,7 @@ def make_schedule(
     stream: bool = False,
     buffers: int = BUFFERS,
 ) -> Schedule:
-    """The workers' programs for a grid. It takes about 0.1 ms per action; plans are cached.
+    """Return the workers' programs for a grid. It takes about 0.1 ms per action; schedules are cached.
 
     Args:
         forward, backward: which tiles to include. Without the forward, its results count as there already.
@@ -167,32 +173,34 @@ def make_schedule(
     order = [t for t in grid.order(stream) if (forward if t.kind == "forward" else backward)]
     columns = _columns(grid, order, owners)
     if forward and backward:
-        early = {name for mine in columns.values() for name in mine[:tapes]}
+        taped = {name for worker_columns in columns.values() for name in worker_columns[:tapes]}
         if stream and not grid.carried:  # the head is pulled back as soon as it has run
-            early |= {(grid.segments[-1], c) for c in range(grid.chunks)}
-        order = [_linearized(grid, t, early) for t in order if not _among(grid, t, "recompute", early)]
+            taped |= {(grid.segments[-1], c) for c in range(grid.chunks)}
+        order = [
+            _linearized(grid, t, taped) for t in order if not _is_in_columns(grid, t, "recompute", taped)
+        ]
     if owners.workers > 1:
         order = _list_schedule(grid, order, columns, owners, max(tapes, 1))
-    before = [] if forward else list(grid.forward_tiles())
-    return Schedule(grid, _with_messages(grid, order, owners, buffers, before), buffers)
+    tiles_run = [] if forward else list(grid.forward_tiles())
+    return Schedule(grid, _with_messages(grid, order, owners, buffers, tiles_run), buffers)
 
 
-def _among(grid: Grid, t: Tile, kind: str, columns: set[tuple[int, int]]) -> bool:
+def _is_in_columns(grid: Grid, t: Tile, kind: str, columns: set[tuple[int, int]]) -> bool:
     """Whether a tile is of `kind` and in one of `columns`, (segment, chunk) pairs; never if windowed."""
     return t.kind == kind and (grid.segments[t.stage], t.chunk) in columns and grid.window(t.stage) is None
 
 
-def _linearized(grid: Grid, t: Tile, early: set[tuple[int, int]]) -> Tile:
-    return dataclasses.replace(t, kind="linearize") if _among(grid, t, "forward", early) else t
+def _linearized(grid: Grid, t: Tile, taped: set[tuple[int, int]]) -> Tile:
+    return dataclasses.replace(t, kind="linearize") if _is_in_columns(grid, t, "forward", taped) else t
 
 
 def _columns(grid: Grid, order: Iterable[Tile], owners: Owners) -> dict[int, list[tuple[int, int]]]:
-    """Each worker's columns in the order in which it recomputes them."""
+    """Return each worker's columns, (segment, chunk) pairs, in the order in which it recomputes them."""
     columns: dict[int, dict[tuple[int, int], None]] = collections.defaultdict(dict)
     for t in order:
         if t.kind == "recompute":
             columns[owners(t.stage, t.chunk)][grid.segments[t.stage], t.chunk] = None
-    return {worker: list(mine) for worker, mine in columns.items()}
+    return {worker: list(worker_columns) for worker, worker_columns in columns.items()}
 
 
 def _seconds(grid: Grid, t: Tile) -> float:
@@ -206,82 +214,90 @@ def _seconds(grid: Grid, t: Tile) -> float:
 def _list_schedule(
     grid: Grid, order: Sequence[Tile], columns: dict[int, list[tuple[int, int]]], owners: Owners, tapes: int
 ) -> list[Tile]:
-    """All tiles in the order in which a list schedule starts them. A worker holds the tapes of at most
-    `tapes` of its columns at a time, and recomputes them in the order of `columns`."""
-    at = {t: owners(t.stage, t.chunk) for t in order}
+    """Return all tiles in the order in which a list schedule starts them.
+
+    A worker holds the tapes of at most `tapes` of its columns at a time, and recomputes them in the order of
+    `columns`."""
+    worker_of = {t: owners(t.stage, t.chunk) for t in order}
     written = {key for t in order for key in grid.writes(t)}
     missing = {t: sum(key in written for key in grid.reads(t)) for t in order}  # keys it waits for
     readers: dict[Key, list[Tile]] = collections.defaultdict(list)
     for t in order:
         for key in grid.reads(t):
             readers[key].append(t)
-    place = {(w, *name): i for w, mine in columns.items() for i, name in enumerate(mine)}
-    left: dict[tuple[int, int], int] = collections.Counter()  # per worker and column: backward tiles left
+    column_index = {
+        (w, *name): i for w, worker_columns in columns.items() for i, name in enumerate(worker_columns)
+    }
+    # per (worker, column)
+    backward_tiles_left: dict[tuple[int, int], int] = collections.Counter()
     for t in order:
-        i = place.get((at[t], grid.segments[t.stage], t.chunk), 0)
+        i = column_index.get((worker_of[t], grid.segments[t.stage], t.chunk), 0)
         if t.kind == "recompute" and i >= tapes:
             missing[t] += 1
-            readers["open", at[t], i].append(t)  # a key of our own: the worker may recompute its column i
-        left[at[t], i] += t.kind == "backward"
+            # a key that no tile writes: the worker may recompute its column i
+            readers["open", worker_of[t], i].append(t)
+        backward_tiles_left[worker_of[t], i] += t.kind == "backward"
     rank = {t: i for i, t in enumerate(order)}
     ready: list[list[tuple[int, Tile]]] = [[] for _ in range(owners.workers)]  # heaps by rank
-    through, busy = [0] * owners.workers, [False] * owners.workers  # through: number of finished columns
+    finished_columns, busy = [0] * owners.workers, [False] * owners.workers
     events: list[tuple[float, int, Tile]] = []
     started: list[Tile] = []
 
-    def begin(w: int, now: float) -> None:
+    def begin(w: int, time: float) -> None:
         if ready[w] and not busy[w]:
             i, t = heapq.heappop(ready[w])
             started.append(t)
             busy[w] = True
-            heapq.heappush(events, (now + _seconds(grid, t), i, t))
+            heapq.heappush(events, (time + _seconds(grid, t), i, t))
 
     for t in order:
         if not missing[t]:
-            heapq.heappush(ready[at[t]], (rank[t], t))
+            heapq.heappush(ready[worker_of[t]], (rank[t], t))
     for w in range(owners.workers):
         begin(w, 0.0)
     while events:
-        now, _, t = heapq.heappop(events)
-        w, keys = at[t], grid.writes(t)
+        time, _, t = heapq.heappop(events)
+        w, keys = worker_of[t], grid.writes(t)
         busy[w] = False
         if t.kind == "backward":
-            left[w, place.get((w, grid.segments[t.stage], t.chunk), 0)] -= 1
-            while through[w] < len(columns[w]) and not left[w, through[w]]:
-                through[w] += 1
-                keys.append(("open", w, through[w] + tapes - 1))
+            backward_tiles_left[w, column_index.get((w, grid.segments[t.stage], t.chunk), 0)] -= 1
+            while finished_columns[w] < len(columns[w]) and not backward_tiles_left[w, finished_columns[w]]:
+                finished_columns[w] += 1
+                keys.append(("open", w, finished_columns[w] + tapes - 1))
         woken = {w}
         for key in keys:
             for reader in readers[key]:
                 missing[reader] -= 1
                 if not missing[reader]:
-                    heapq.heappush(ready[at[reader]], (rank[reader], reader))
-                    woken.add(at[reader])
+                    heapq.heappush(ready[worker_of[reader]], (rank[reader], reader))
+                    woken.add(worker_of[reader])
         for w in sorted(woken):
-            begin(w, now)
+            begin(w, time)
     if len(started) < len(order):
         raise AssertionError("an arrow goes round in a circle")
     return started
 
 
 def _with_messages(
-    grid: Grid, order: Sequence[Tile], owners: Owners, buffers: int, before: Sequence[Tile] = ()
+    grid: Grid, order: Sequence[Tile], owners: Owners, buffers: int, tiles_run: Sequence[Tile] = ()
 ) -> tuple[tuple[Action, ...], ...]:
-    """Each worker's program: its tiles of `order`, with the messages they need. Where a send meets a full
-    channel, the receiver's program gets a receive before its next tile, so that the send cannot block it.
+    """Return each worker's program: its tiles of `order`, with the messages they need.
+
+    If a send meets a full channel, the receiver's program gets a receive before its next tile, so that the
+    send cannot block it.
 
     Args:
-        before: tiles that have run already; their owners still hold what these read and wrote.
+        tiles_run: tiles that have run already; their owners still store the values these read and wrote.
     """
-    producer = {key: owners(t.stage, t.chunk) for t in (*before, *order) for key in grid.writes(t)}
-    held: list[set[Key]] = [set() for _ in range(owners.workers)]
-    for t in before:
-        held[owners(t.stage, t.chunk)].update(grid.reads(t), grid.writes(t))
+    producer = {key: owners(t.stage, t.chunk) for t in (*tiles_run, *order) for key in grid.writes(t)}
+    stored_keys: list[set[Key]] = [set() for _ in range(owners.workers)]
+    for t in tiles_run:
+        stored_keys[owners(t.stage, t.chunk)].update(grid.reads(t), grid.writes(t))
     readers: dict[Key, list[int]] = collections.defaultdict(list)
     for t in order:
         worker = owners(t.stage, t.chunk)
         for key in grid.reads(t):
-            if worker != producer[key] and worker not in readers[key] and key not in held[worker]:
+            if worker != producer[key] and worker not in readers[key] and key not in stored_keys[worker]:
                 readers[key].append(worker)
     source, onward = dict[tuple[Key, int], int](), dict[tuple[Key, int], int]()
     for key, chain in readers.items():
@@ -301,26 +317,26 @@ def _with_messages(
     def take_in(sender: int, worker: int) -> None:
         key = channels[sender, worker].popleft()
         programs[worker].append(Recv(key, sender))
-        held[worker].add(key)
+        stored_keys[worker].add(key)
         hand_on(key, worker)
 
-    for t in before:
+    for t in tiles_run:
         for key in grid.writes(t):
             hand_on(key, owners(t.stage, t.chunk))
     for t in order:
         worker = owners(t.stage, t.chunk)
         for key in grid.reads(t):
-            while key not in held[worker]:
+            while key not in stored_keys[worker]:
                 take_in(source[key, worker], worker)
         programs[worker].append(Run(t))
         for key in grid.writes(t):
-            held[worker].add(key)
+            stored_keys[worker].add(key)
             hand_on(key, worker)
     return tuple(_with_frees(grid, program) for program in programs)
 
 
 def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
-    """The keys that an action reads and those that it writes in its worker's store."""
+    """Return the keys that an action reads, and those that it writes, in its worker's store."""
     if isinstance(action, Send):
         return [action.key], []
     if isinstance(action, Recv):
@@ -330,14 +346,14 @@ def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
 
 
 def _with_frees(grid: Grid, program: Sequence[Action]) -> tuple[Action, ...]:
-    """The program with each action's `frees`: the keys that no later action of this worker uses."""
-    seen: set[Key] = set()
+    """Return the program with each action's `frees`: the keys that no later action of this worker uses."""
+    used_later: set[Key] = set()
     out = []
     for action in reversed(program):
         reads, writes = keys_of(grid, action)
         used = dict.fromkeys([*reads, *writes])
-        out.append(dataclasses.replace(action, frees=tuple(key for key in used if key not in seen)))
-        seen.update(used)
+        out.append(dataclasses.replace(action, frees=tuple(key for key in used if key not in used_later)))
+        used_later.update(used)
     return tuple(reversed(out))
 
 
@@ -346,33 +362,39 @@ def _with_frees(grid: Grid, program: Sequence[Action]) -> tuple[Action, ...]:
 UNITS_EACH = 4  # units per worker that shares them: more balance slow workers better, but send more sums
 
 
-def shared(made: Schedule, shards: Sequence[int], helpers: Sequence[int]) -> Schedule:
-    """The plan in which each shard with helpers ends with a `HelperTasks` of its layers' backward tiles.
+def add_helper_tasks(schedule: Schedule, shards: Sequence[int], helpers: Sequence[int]) -> Schedule:
+    """Return the schedule in which each shard with helpers ends with a `HelperTasks` of its backward tiles.
 
     It is for `LayerLocal`: every layer's cotangent is dL/dy_K, so no layer's backward waits for another's,
-        and
-    these tiles can go last. The first layer's stay where they are: the embedding waits for their cotangents.
+    and these tiles can go last. The first layer's stay where they are: the embedding waits for their
+    cotangents.
 
     Args:
         shards: per stage, the number of its shard.
         helpers: per helper, the shard that it helps.
     """
-    grid, top = made.grid, made.grid.stages - 1
-    programs = list(made.programs)
+    grid, top = schedule.grid, schedule.grid.stages - 1
+    programs = list(schedule.programs)
     for shard in set(helpers):
         workers, program = 1 + list(helpers).count(shard), programs[shard]
         layers = [k for k in range(2, top) if shards[k] == shard]
-        of = {k: [a.tile for a in program if isinstance(a, Run) and _in_backward(a.tile, k)] for k in layers}
+        backward_tiles = {
+            k: [a.tile for a in program if isinstance(a, Run) and _in_backward(a.tile, k)] for k in layers
+        }
         units = [
-            unit for k in layers for unit in _units(grid, k, of[k], -(-UNITS_EACH * workers // len(layers)))
+            unit
+            for k in layers
+            for unit in _units(grid, k, backward_tiles[k], -(-UNITS_EACH * workers // len(layers)))
         ]
-        kept = [
+        remaining = [
             a
             for a in program
-            if not (isinstance(a, Run) and _in_backward(a.tile, a.tile.stage) and a.tile.stage in of)
+            if not (
+                isinstance(a, Run) and _in_backward(a.tile, a.tile.stage) and a.tile.stage in backward_tiles
+            )
         ]
-        programs[shard] = _with_frees(grid, [*kept, HelperTasks(tuple(units))] if units else kept)
-    return dataclasses.replace(made, programs=tuple(programs))
+        programs[shard] = _with_frees(grid, [*remaining, HelperTasks(tuple(units))] if units else remaining)
+    return dataclasses.replace(schedule, programs=tuple(programs))
 
 
 def _in_backward(t: Tile, k: int) -> bool:
@@ -380,7 +402,7 @@ def _in_backward(t: Tile, k: int) -> bool:
 
 
 def _units(grid: Grid, k: int, tiles: list[Tile], groups: int) -> list[tuple[Tile, ...]]:
-    """A layer's tiles as units: `groups` of them if windowed; else one, as the adjoint state is carried."""
+    """Return a layer's tiles as units: `groups` of them if windowed, else one."""
     if grid.window(k) is None:
         return [tuple(tiles)]
     groups = min(groups, len(tiles))

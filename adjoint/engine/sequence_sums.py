@@ -13,10 +13,10 @@ from torch import Tensor
 class Sum:
     """A tensor that a stage sums over chunks, and the loss made of the total.
 
-    The total's cotangent is known after the whole forward; each chunk's backward then hands it to its part.
+    The total's cotangent is known after the whole forward; each chunk's backward then passes it to its part.
 
     Args:
-        factor: of `loss` in the whole loss.
+        factor: weight of `loss` in the model's loss.
 
     Attributes:
         parts: each chunk's part, by its first token.
@@ -28,30 +28,31 @@ class Sum:
         self.cotangent: Tensor | None = None
         self.all: Tensor | None = None
 
-    def add(self, part: Tensor, start: int) -> Tensor:
-        """Adds the part of the chunk that begins at token `start`. Gives a 0 to be added to the chunk's loss:
-        its backward hands the total's cotangent to `part`."""
-        self.parts[start] = part.detach()
-        return _Zero.apply(part, self)
+    def add(self, chunk_part: Tensor, start: int) -> Tensor:
+        """Add the part of the chunk that begins at token `start`; return a 0 to be added to the chunk's loss.
+
+        The backward of this 0 passes the total's cotangent to the chunk's part."""
+        self.parts[start] = chunk_part.detach()
+        return _Zero.apply(chunk_part, self)
 
     @property
     def total(self) -> Tensor:
         return torch.stack(list(self.parts.values())).sum(0) if self.all is None else self.all
 
     def empty(self) -> Tensor:
-        """The sum of no parts; a subclass defines it."""
+        """Return the sum of no parts; a subclass defines it."""
         raise NotImplementedError
 
     def share(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Makes the total that of several processes, by what sums a tensor over them."""
+        """Sum the total over several processes; `reduce` sums a tensor over them."""
         self.all = reduce(self.total if self.parts else self.empty())
 
     def loss(self, total: Tensor) -> Tensor:
-        """The loss made of the total; a subclass defines it."""
+        """Return the loss made of the total; a subclass defines it."""
         raise NotImplementedError
 
     def cotangent_of(self, total: Tensor) -> Tensor:
-        """The total's cotangent if that of the whole loss is 1."""
+        """Return the total's cotangent if the model's loss has the cotangent 1."""
         total = total.detach().requires_grad_()
         with torch.enable_grad():
             loss = self.factor * self.loss(total)
@@ -59,13 +60,13 @@ class Sum:
 
 
 class _Zero(torch.autograd.Function):
-    """(part, sum) → 0, whose backward gives `part` the sum's cotangent."""
+    """(a chunk's part, its `Sum`) → 0, whose backward gives the part the total's cotangent."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, whole: Sum) -> Tensor:
-        ctx.whole = whole
-        return part.new_zeros(())
+    def forward(ctx: Any, chunk_part: Tensor, sequence_sum: Sum) -> Tensor:
+        ctx.sequence_sum = sequence_sum
+        return chunk_part.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        return ctx.whole.cotangent, None
+        return ctx.sequence_sum.cotangent, None

@@ -45,21 +45,21 @@ class Stage(Protocol):
     def reach(self) -> int: ...
 
     def parameters(self) -> Iterable[Tensor]:
-        """The parameters whose gradients `linearize` adds."""
+        """Return the parameters whose gradients `linearize` adds."""
         ...
 
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        """By name, the modules whose forwards may write to tensors of theirs."""
+        """Return (name, module) pairs: the modules whose forwards may write to their tensors."""
         ...
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        """Output and new state. The engine calls it with gradients off."""
+        """Return the output and the new state. The engine calls it with gradients off."""
         ...
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        """Output, new state and the pullback: see `tile.linearize`."""
+        """Return the output, the new state and the pullback: see `tile.linearize`."""
         ...
 
 
@@ -114,10 +114,11 @@ class Layer:
 
     Args:
         reach, grows: as in `Stage`.
-        recompute: what a tape leaves out: "none", "selective" or "full" (see `methods.Exact`).
+        recompute: activations that a tape leaves out: "none", "selective" or "full" (see `methods.Exact`).
 
     Attributes:
-        lazy: whether its module takes a `crossing.StateHandoff` in the place of each recurrent tensor.
+        takes_state_handoff: whether its module takes a `handoff.StateHandoff` in the place of each recurrent
+            tensor.
     """
 
     def __init__(
@@ -130,7 +131,9 @@ class Layer:
         self.block, self.reach, self.grows, self.recompute = block, reach, grows, recompute
         self.stateful = bool(grows)
         mixer: Any = getattr(block, "mixer", None)
-        self.lazy = _class_of(block) is Block and _class_of(mixer) in MIXERS.values() and mixer.lazy
+        self.takes_state_handoff = (
+            _class_of(block) is Block and _class_of(mixer) in MIXERS.values() and mixer.takes_state_handoff
+        )
         self.casts, self.tensors = Casts(), Tensors(block, buffers=False)
         self.all: list[Tensor] = list(block.parameters())
 
@@ -141,7 +144,9 @@ class Layer:
         return self.block.named_modules()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self._run(x, state, chunk, self.casts.of(self.block, x.device), contextlib.nullcontext())
+        return self._run(
+            x, state, chunk, self.casts.cast_weights(self.block, x.device), contextlib.nullcontext()
+        )
 
     def _run(
         self,
@@ -149,18 +154,18 @@ class Layer:
         state: State,
         chunk: Batch,
         weights: dict[Tensor, Tensor],
-        around: contextlib.AbstractContextManager[Any],
+        context: contextlib.AbstractContextManager[Any],
     ) -> Any:
         state = tile.reset_rows(state, chunk.starts_document)
-        given = (x, state) if chunk.seq_idx is None else (x, state, chunk.seq_idx)
+        inputs = (x, state) if chunk.seq_idx is None else (x, state, chunk.seq_idx)
 
-        def run(*given: Any) -> Any:
-            with around, self.tensors.replaced(weights) if weights else contextlib.nullcontext():
-                return self.block(*given)
+        def run(*inputs: Any) -> Any:
+            with context, self.tensors.replaced(weights) if weights else contextlib.nullcontext():
+                return self.block(*inputs)
 
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return run(*given)
-        return tile.recomputed(run, given, self.recompute)
+            return run(*inputs)
+        return tile.recomputed(run, inputs, self.recompute)
 
     def forward_noting_decay(
         self, x: Tensor, state: State, chunk: Batch, decays: Decays
@@ -172,24 +177,27 @@ class Layer:
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        trained, casts = [p for p in self.all if p.requires_grad], self.casts.of(self.block, x.device)
+        trained, casts = (
+            [p for p in self.all if p.requires_grad],
+            self.casts.cast_weights(self.block, x.device),
+        )
 
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
             weights = dict(zip(trained, leaves, strict=True))
             summed = {weights[p]: p for p in casts if p in weights}
-            around = SummedProducts(summed, gradients) if summed else contextlib.nullcontext()
-            return self._run(x, state, chunk, {**casts, **weights}, around)
+            context = SummedProducts(summed, gradients) if summed else contextlib.nullcontext()
+            return self._run(x, state, chunk, {**casts, **weights}, context)
 
         return tile.linearize(call, trained, x, state, gradients, [casts.get(p, p) for p in trained])
 
-    def windowed_vjp(self, given: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
-        """See `tile.windowed_vjp`."""
+    def windowed_vjp(self, inputs: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
+        """Compute the vjp cut to a window: see `tile.windowed_vjp`."""
         assert isinstance(self.block, Block)
-        return tile.windowed_vjp(self.block, self.tensors.replaced, given, gradients)
+        return tile.windowed_vjp(self.block, self.tensors.replaced, inputs, gradients)
 
 
 def _class_of(module: Any) -> type:
-    """A module's class; where `fully_shard` has derived one from it, that one's base."""
+    """Return a module's class; if `fully_shard` has derived a class from it, the class before that."""
     *derived, cls = type(module).__bases__
     return cls if any(base.__name__ == "FSDPModule" for base in derived) else type(module)
 
@@ -200,8 +208,7 @@ class Head:
     stateful, grows, reach = False, (), 0
 
     def __init__(self, model: Any) -> None:
-        """`model` is a `Stack`, or has `head_parameters()` and `head_loss(y, targets, parameters)` like
-        it."""
+        """Take a `Stack`, or a model with its `head_parameters` and `head_loss`."""
         self.model = model
 
     def parameters(self) -> Iterable[Tensor]:
@@ -223,7 +230,7 @@ class Head:
 
 
 def check_windows(config: StackConfig, spec: EngineSpec) -> None:
-    """Raises a UserError if a spec needs windows and a layer's mixer has none."""
+    """Raise a UserError if a spec needs windows and a layer's mixer has none."""
     others = [kind for kind in dict.fromkeys(config.mixers) if kind not in WINDOWED]
     if others and (spec.backward.window is not None or spec.backward.drop_probability):
         raise UserError(
@@ -233,7 +240,7 @@ def check_windows(config: StackConfig, spec: EngineSpec) -> None:
 
 
 def costs_of(stages: Iterable[Stage]) -> tuple[float, ...]:
-    """Multiply-adds per token of each stage's forward, an estimate of its time where nothing is measured.
+    """Return the multiply-adds per token of each stage's forward, as an estimate of its time.
 
     It counts each weight of a matrix once; the embedding, a look-up, counts 0. The scan's own work is left
     out: O(d_inner d_state), it is small beside the projections at real widths."""

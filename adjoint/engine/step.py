@@ -26,14 +26,16 @@ from adjoint.kernels.checks import differentiable_once
 from adjoint.layers import State
 
 T = TypeVar("T")
-Around = Callable[[], contextlib.AbstractContextManager[Any]]
-# (cotangents of the results) → (gradients of what is asked, cotangents of the initial states and embeddings)
+ContextFactory = Callable[[], contextlib.AbstractContextManager[Any]]
+# (cotangents of the results) → (gradients of `grad_inputs`, cotangents of the initial states and embeddings)
 Backward = Callable[..., tuple[Gradients, Sequence[Tensor | None]]]
 
 
 def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
-    """The function, left uncompiled inside a compiled model: compiled, a program would be a graph per tile.
-    Not `torch.compiler.disable` alone, as that imports the compiler, also where nothing is compiled."""
+    """Return the function, left uncompiled inside a compiled model.
+
+    Compiled, a program would be a graph per tile. This is not `torch.compiler.disable` alone, which imports
+    the compiler even if nothing is compiled."""
     disabled = functools.cache(lambda: torch.compiler.disable(function))
 
     @functools.wraps(function)
@@ -46,8 +48,13 @@ def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class Result(NamedTuple):
-    """The mean loss; the final states, one tuple per stage; each layer's window if the method picked them;
-    the totals of the steps' `sums`."""
+    """Results of a `ChunkedStep`, differentiable.
+
+    Attributes:
+        loss: the mean loss. states: the final states, one tuple per stage.
+        windows: each layer's window if the method picked them.
+        sums: the totals of the step's `sums`.
+    """
 
     loss: Tensor
     states: list[State]
@@ -56,36 +63,38 @@ class Result(NamedTuple):
 
 
 class _Chunked(torch.autograd.Function):
-    """Results of a `ChunkedStep`, which have been computed, and the tensors that they were computed from."""
+    """The autograd node between the results of a `ChunkedStep`, computed before, and its inputs."""
 
     @staticmethod
     def forward(ctx: Any, steps: ChunkedStep, back: Backward, results: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.back, ctx.asked = back, steps.asked
+        ctx.back, ctx.grad_inputs = back, steps.grad_inputs
         # saved so that autograd refuses a backward after a change in place
         ctx.save_for_backward(*inputs, *steps.batch.tensors)
         ctx.set_materialize_grads(False)
-        found = tuple(results)
+        outputs = tuple(results)
         results.clear()  # a function that held its own results would hold itself
-        return found
+        return outputs
 
     @staticmethod
     @differentiable_once("a result by chunks")
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         _ = ctx.saved_tensors  # the check happens on access
         gradients, d_initial = ctx.back(*cotangents)
-        return None, None, None, *handed_over(ctx.asked, gradients), *d_initial
+        return None, None, None, *input_gradients(ctx.grad_inputs, gradients), *d_initial
 
 
-def handed_over(inputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
-    """Each input's gradient, or None, for autograd. Users' hooks are made to skip None, as if the tensor had
-    no part in the loss; by itself autograd would call them with None. A function cannot leave an input out
-    once it has run, and it is the backward that shows which inputs had a part."""
-    found = [gradients.of(t) for t in inputs]
-    for tensor, gradient in zip(inputs, found, strict=True):
+def input_gradients(inputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
+    """Return each input's gradient, or None, for autograd.
+
+    Users' hooks are made to skip None, as if the tensor had no part in the loss; by itself autograd would
+    call them with None. A function cannot leave an input out once it has run, and it is the backward that
+    shows which inputs had a part."""
+    grads = [gradients.get(t) for t in inputs]
+    for tensor, gradient in zip(inputs, grads, strict=True):
         if gradient is None and tensor.is_leaf:
             hooks = tensor._backward_hooks or {}
             hooks |= {key: _SkipNone(hook) for key, hook in hooks.items() if not isinstance(hook, _SkipNone)}
-    return found
+    return grads
 
 
 class _SkipNone:
@@ -99,26 +108,28 @@ class _SkipNone:
 
 
 class ChunkedStep:
-    """A single worker's program, cut into autograd's forward and its backward. It holds what it is given;
-    `loss()` and `forward()` make what it runs with.
+    """A batch's forward and backward in one process: the program of one worker, cut into two.
+
+    Making it computes nothing; `loss()` and `forward()` make its executor and its program.
 
     Args:
-        stages: all of a model's.
+        stages: all stages of a model.
         batch: with a differentiable state for each stage.
-        width: of the tensors between stages.
-        around: makes a context, entered around the backward, that puts the model back as it was in the
-            forward: a caller may have replaced its tensors for the forward alone.
+        width: last dimension of the tensors between stages.
+        backward_context: makes the context in which the backward runs, which puts the model back as it was in
+            the forward: a caller may have replaced its tensors for the forward alone.
         sums: the sums, besides the loss, that stages add to.
 
     Attributes:
-        parameters: those of all stages, each once.
-        asked: the tensors whose gradients a backward gives: `parameters` and, after the forward, those that
-            its last chunk has reached besides (`leaves.UnlistedLeaves`).
+        parameters: the parameters of all stages, each once.
+        grad_inputs: the tensors whose gradients a backward returns: `parameters` and, after the forward, the
+            unlisted ones that its last chunk has reached (`leaves.UnlistedLeaves`).
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
-        follows: whether a backward may follow. Where all parameters are frozen it may: see `asked`.
-        windows: of each layer, once they are picked.
-        worker, tapes, grid: what runs, how many tapes stay, and the program's grid as far as it is known;
-            from `_begin` on, as are `later`, the backward's actions.
+        has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
+        windows: each layer's window, once they are picked.
+        worker, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's grid
+            as far as it is known; set by `_begin`.
+        backward_actions: the backward's part of the program; set by the forward.
         constants: tensors that are not trained, as the forward has left them.
     """
 
@@ -129,7 +140,7 @@ class ChunkedStep:
     worker: Executor
     grid: Grid
     tapes: int
-    later: Sequence[Action] = ()
+    backward_actions: Sequence[Action] = ()
 
     def __init__(
         self,
@@ -137,23 +148,29 @@ class ChunkedStep:
         batch: Batch,
         spec: EngineSpec,
         width: int,
-        around: Around = contextlib.nullcontext,
+        backward_context: ContextFactory = contextlib.nullcontext,
         sums: Sequence[Sum] = (),
     ) -> None:
         assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
-        self.stages, self.batch, self.spec, self.width, self.around = stages, batch, spec, width, around
+        self.stages, self.batch, self.spec, self.width, self.backward_context = (
+            stages,
+            batch,
+            spec,
+            width,
+            backward_context,
+        )
         self.sums = sums
         self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
         self.initial = [s for state in batch.states for s in state]
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
-        self.asked, self.has_backward = self.parameters, torch.is_grad_enabled()
+        self.grad_inputs, self.has_backward = self.parameters, torch.is_grad_enabled()
         self.windows: list[int] | None = None
         self.stateful = [stage.stateful for stage in stages]
         self.reach = max(stage.reach for stage in stages)
         self.owners = Owners((0,) * len(stages), self.workers)
 
     def _begin(self) -> None:
-        """Makes the worker, with room for what stays of the whole batch, and finds how many tapes fit."""
+        """Make the worker, with room for the states of all chunks, and count the tapes that fit in memory."""
         spec = self.spec
         self.worker = self._worker(spec)
         self.tapes = 0 if spec.backward.window == "auto" else spec.storage.tapes
@@ -161,10 +178,12 @@ class ChunkedStep:
             grid, device = self.worker.grid, self.batch.ids.device
             sizes = [grid.tokens(c) for c in range(grid.chunks)]
             room = budget.room_for_tapes(spec.storage.memory, self.worker.kept_bytes(), device)
-            measured = self._measured()
+            measured = self._measure_first_chunk()
             self.tapes = budget.tapes_within(room, measured, sizes)
-            whole = (measured.tape + measured.beside) * self.batch.seqlen / sizes[0] <= room
-            if spec.storage.whole and whole:
+            fits_in_one_chunk = (measured.tape + measured.backward_peak) * self.batch.seqlen / sizes[
+                0
+            ] <= room
+            if spec.storage.prefer_single_chunk and fits_in_one_chunk:
                 self.spec = dataclasses.replace(spec, chunk_size=self.batch.seqlen)
                 self.worker = self._worker(self.spec)
         self.grid = self.worker.grid
@@ -177,12 +196,12 @@ class ChunkedStep:
         return Executor(self.stages, grid, batch, spec, self.width, self._new_gradients(), connections)
 
     def _new_gradients(self) -> Gradients:
-        # in a group the tensors that one process finds would have to be those of every other
-        outside = UnlistedLeaves(self.parameters, open=self.has_backward and self.transport is None)
-        return Gradients(outside, self.parameters if self.has_backward else ())
+        # in a group every process would have to find the same tensors
+        unlisted = UnlistedLeaves(self.parameters, open=self.has_backward and self.transport is None)
+        return Gradients(unlisted, self.parameters if self.has_backward else ())
 
     def _worker(self, spec: EngineSpec, adjoint_scale: tuple[tuple[float, ...], ...] = ()) -> Executor:
-        """A worker of the batch; without `adjoint_scale` it is drawn, if the spec drops by chance."""
+        """Make a worker of the batch; without `adjoint_scale` it is drawn, if the spec drops by chance."""
         grid = self._grid(spec)
         if spec.backward.drop_probability and self.has_backward:
             drawn = adjoint_scale or draw_adjoint_scale(
@@ -193,37 +212,38 @@ class ChunkedStep:
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
         return self._make_worker(grid, batch, spec)
 
-    def _measured(self) -> budget.Measured:
-        """The first chunk's memory, measured by running it alone; remembered per model and kind of batch. A
-        stage that draws random numbers draws those of this run again for the first chunk."""
+    def _measure_first_chunk(self) -> budget.ChunkMemory:
+        """Return the first chunk's memory, measured by running it alone, once per model and kind of batch.
+
+        A stage that draws random numbers draws those of this run again for the first chunk."""
         worker, ids = self.worker, self.batch.ids
         size = worker.grid.tokens(0)
-        known = budget.of_model(self.parameters)
+        measurements = budget.measurements_of(self.parameters)
         trained = tuple(p.requires_grad for p in self.parameters)
         recompute = self.spec.storage.recompute
         kind = len(ids), size, ids.device, worker.lowest_precision, worker.autocast, recompute, trained
-        if kind not in known:
+        if kind not in measurements:
             with budget.LiveBytes() as live:
                 spec = EngineSpec(size, least=self.spec.least, storage=Storage(keep=self.spec.storage.keep))
                 first = dataclasses.replace(self.batch.chunk(0, size), states=worker.batch.states)
                 with torch.enable_grad():
-                    one = ChunkedStep(self.stages, first, spec, self.width)
+                    first_step = ChunkedStep(self.stages, first, spec, self.width)
                 with torch.no_grad():
                     before = live.begin()
-                    one._begin()
-                    begun = live.live
-                    loss, final = one._forward()
-                    tape = live.live - begun
-                    one.backward(torch.ones_like(loss), [None] * len(final))
-                    known[kind] = budget.Measured(tape, live.peak - before - tape)
-        return known[kind]
+                    first_step._begin()
+                    live_at_begin = live.live
+                    loss, final = first_step._forward()
+                    tape = live.live - live_at_begin
+                    first_step.backward(torch.ones_like(loss), [None] * len(final))
+                    measurements[kind] = budget.ChunkMemory(tape, live.peak - before - tape)
+        return measurements[kind]
 
     def loss(self, states: bool = False) -> Result:
-        """Runs the forward: the loss divided by the batch's divisor, and the final states, differentiable.
+        """Run the forward; return the mean loss and the final states, differentiable.
 
         Args:
-            states: whether append-only final states are asked for; else they are empty, as on the device they
-                would take as much memory as those that are offloaded leave there.
+            states: whether append-only final states are returned; else they are empty: on the device they
+                would take the memory that offloading them has saved.
         """
         loss, final = self.forward(return_final_kv=states)
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
@@ -231,15 +251,15 @@ class ChunkedStep:
         return Result(loss, grouped(self.batch.states, final), self.windows, sums)
 
     def differentiable(self, results: list[Tensor], back: Backward) -> tuple[Tensor, ...]:
-        """The results of `forward`, differentiable by `back`; the list is emptied."""
-        return _Chunked.apply(self, back, results, *self.asked, *self.initial)
+        """Return the results of `forward`, differentiable by `back`; empty the list."""
+        return _Chunked.apply(self, back, results, *self.grad_inputs, *self.initial)
 
     @torch.no_grad()
     def forward(self, return_final_kv: bool = True) -> tuple[Tensor, list[Tensor]]:
-        """The mean loss, and the final states and totals of the sums, none of them differentiable yet.
+        """Return the mean loss, and the final states and totals of the sums, not yet differentiable.
 
         Args:
-            ends: as `states` of `loss`.
+            return_final_kv: as `states` of `loss`.
         """
         self._begin()
         self.worker.begin_forward(return_final_kv)
@@ -247,11 +267,11 @@ class ChunkedStep:
 
     def _forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker
-        now, self.later = self._programs()
+        forward_actions, self.backward_actions = self._programs()
         # A second backward finds its tapes used and recomputes them: what that reads must stay.
         stays = self._read_by_backward() if self.has_backward else set()
-        self._run([_keeping(a, stays) for a in now])
-        self.asked = [*self.parameters, *worker.gradients.outside.close()]
+        self._run([_without_frees(a, stays) for a in forward_actions])
+        self.grad_inputs = [*self.parameters, *worker.gradients.unlisted_leaves.close()]
         if self.has_backward:
             modules = [named for stage in self.stages for named in stage.modules()]
             self.constants = Constants(modules, self.frozen_too)
@@ -261,36 +281,36 @@ class ChunkedStep:
             self.grid = make_grid(
                 self.spec, self.batch.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
             )
-            self.later = self._backward_program()
+            self.backward_actions = self._backward_program()
         total, states = self._results()
         # not the worker's own tensors: an autograd function that held its outputs would never be freed
         final = [s.detach() for state in states for s in state]
         return total / self.batch.divisor, final + [s.total for s in self.sums]
 
     def chunk_losses(self) -> list[Tensor]:
-        """Runs the forward alone: the summed loss of each chunk."""
+        """Run the forward alone; return the summed loss of each chunk."""
         self.forward()
         losses = self.worker.losses
-        return list(losses.of(sorted(losses.known)).unbind())
+        return list(losses.select(sorted(losses.written)).unbind())
 
     def _programs(self) -> tuple[Sequence[Action], Sequence[Action]]:
-        """This process's actions of the forward, and of the backward that follows it."""
-        made = self._planned(backward=self.has_backward, tapes=self.tapes)
-        first = next((i for i, a in enumerate(made) if not _is_forward(a)), len(made))
-        return made[:first], made[first:]
+        """Return this process's actions of the forward, and of the backward that follows it."""
+        actions = self._make_actions(backward=self.has_backward, tapes=self.tapes)
+        split = next((i for i, a in enumerate(actions) if not _is_forward(a)), len(actions))
+        return actions[:split], actions[split:]
 
     def _backward_program(self) -> Sequence[Action]:
-        return self._planned(forward=False, tapes=0)
+        return self._make_actions(forward=False, tapes=0)
 
-    def _planned(self, **which: Any) -> Sequence[Action]:
-        """This process's part of a `make_schedule`."""
-        return make_schedule(self.grid, self.owners, **which).programs[self.place]
+    def _make_actions(self, **options: Any) -> Sequence[Action]:
+        """Return this process's program; `options` are those of `make_schedule`."""
+        return make_schedule(self.grid, self.owners, **options).programs[self.place]
 
     def _run(self, actions: Sequence[Action]) -> None:
         self.worker.run(actions)
 
     def _results(self) -> tuple[Tensor, list[State]]:
-        """The summed loss and the final states, of all processes; the worker has neither any more."""
+        """Return the summed loss and the final states, of all processes, and drop the worker's."""
         total, final = self.worker.results()
         assert total is not None
         return total, final
@@ -305,42 +325,43 @@ class ChunkedStep:
         self, d_loss: Tensor | None, d_final: Sequence[Any]
     ) -> tuple[Gradients, list[Tensor | None]]:
         worker = self.worker
-        for one, d in zip(reversed(self.sums), reversed(d_final), strict=False):
-            one.cotangent = d
+        for sequence_sum, d in zip(reversed(self.sums), reversed(d_final), strict=False):
+            sequence_sum.cotangent = d
             if d_loss is None and d is not None:  # a sum's cotangent reaches stages by the loss's backward
                 d_loss = d.new_zeros(())
         scale = None if d_loss is None else d_loss / self.batch.divisor
         worker.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
-        kept = {key: value for key, value in worker.store.items() if key[0] != "tape"}
+        stored_values = {key: value for key, value in worker.store.items() if key[0] != "tape"}
         try:
-            with self.around(), self.constants.restored():
-                self._run(self.later)
+            with self.backward_context(), self.constants.restored():
+                self._run(self.backward_actions)
             d_initial = [d for state in worker.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()
             return worker.gradients, d_initial + ([worker.d_ids] if embedded else [])
         finally:  # ready for a second backward, also after an interrupt
-            worker.begin_again(kept)
-            self.later = self._backward_program()
+            worker.begin_again(stored_values)
+            self.backward_actions = self._backward_program()
 
 
 def _is_forward(action: Action) -> bool:
     return isinstance(action, Run) and action.tile.is_forward
 
 
-def _keeping(action: Action, stays: set[Key]) -> Action:
-    """The action, which frees no key in `stays`."""
+def _without_frees(action: Action, stays: set[Key]) -> Action:
+    """Return the action, freeing no key in `stays`."""
     return dataclasses.replace(action, frees=tuple(key for key in action.frees if key not in stays))
 
 
 def grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
-    """The flat list as tuples, one per state and of its length."""
+    """Return the flat list as tuples, one per state and of its length."""
     rest = iter(flat)
     return [tuple(next(rest) for _ in state) for state in states]
 
 
 def draw_adjoint_scale(stateful: int, chunks: int, drop: float) -> tuple[tuple[float, ...], ...]:
-    """`Grid.passing`: 0 with probability `drop`, else 1 / (1 - drop), from PyTorch's CPU generator; none
-    where nothing is dropped."""
+    """Draw `Grid.adjoint_scale`: 0 with probability `drop`, else 1 / (1 - drop); () if nothing is dropped.
+
+    The numbers come from PyTorch's CPU generator."""
     if not drop:
         return ()
     drawn = (torch.rand(stateful, chunks) >= drop).double() / (1 - drop)

@@ -14,7 +14,7 @@ _parked: threading.Thread | None = None
 
 
 def sleep_while_waiting() -> None:
-    """Lets PyTorch's OpenMP threads sleep while they wait for work, as OMP_WAIT_POLICY=passive does.
+    """Let PyTorch's OpenMP threads sleep while they wait for work, as OMP_WAIT_POLICY=passive does.
 
     By itself libgomp lets them spin for a while. A chunk is many short parallel regions, and on cores that
     other programs use too a spinning thread holds up the very one that it waits for: a step takes several

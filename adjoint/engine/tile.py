@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
-from adjoint.engine.leaves import UnlistedLeaves, alias, next_node, unseen
+from adjoint.engine.leaves import UnlistedLeaves, alias, next_node, suspend_hooks
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import products_kept
@@ -23,7 +23,7 @@ from adjoint.kernels.operation import operators_saved_under_recompute
 from adjoint.layers import Block, State
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-WAITING = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
+MAX_PENDING_BYTES = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
 MANY_TERMS = 256  # a product that sums fewer terms per element is cheaper to recompute than to store
 
 Cotangents = tuple[Tensor | None, ...]
@@ -32,18 +32,21 @@ Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents
 
 
 class Gradients:
-    """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose
-    the small ones.
+    """Sums of parameters' gradients over tiles, in float32 at least.
+
+    A bfloat16 sum over many chunks would lose the small ones.
 
     Args:
-        outside: tensors that tiles may reach without listing them, by default none.
+        unlisted_leaves: tensors that tiles may reach without listing them, by default none.
         parameters: those whose sums get their memory now. On a CPU what stays is allocated before what comes
             and goes: sums between a chunk's tensors would leave holes in the heap.
     """
 
-    def __init__(self, outside: UnlistedLeaves | None = None, parameters: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, unlisted_leaves: UnlistedLeaves | None = None, parameters: Iterable[Tensor] = ()
+    ) -> None:
         self.sums: dict[Tensor, Tensor] = {}
-        self.outside = outside or UnlistedLeaves()
+        self.unlisted_leaves = unlisted_leaves or UnlistedLeaves()
         self.room = {
             p: torch.empty_like(p, dtype=accumulate_dtype(p.dtype))
             for p in parameters
@@ -51,7 +54,7 @@ class Gradients:
         }
 
     def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Adds a parameter's gradient."""
+        """Add a parameter's gradient."""
         if gradient is None:
             return
         total = self.sums.get(parameter)
@@ -63,8 +66,7 @@ class Gradients:
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
 
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Adds several parameters' gradients, given as (parameter, gradient): to existing sums by one launch
-        for all, instead of one per parameter."""
+        """Add several (parameter, gradient) pairs, to existing sums by one launch for all."""
         sums, terms = [], []
         for parameter, gradient in gradients:
             if gradient is not None and parameter in self.sums:
@@ -76,20 +78,19 @@ class Gradients:
             torch._foreach_add_(sums, terms)
 
     def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        """Adds gradient (n, d) to the rows (n,) of an embedding table's sum; a chunk then needs no table of
-        its own."""
-        total = self._begun(parameter)
+        """Add gradient (n, d) to the rows (n,) of an embedding table's sum, without a table for the chunk."""
+        total = self._sum_of(parameter)
         if total.is_cuda:  # sorts the rows, where index_add_ adds in whatever order threads come
             total.index_put_((rows,), gradient.to(total.dtype), accumulate=True)
         else:
             total.index_add_(0, rows, gradient.to(total.dtype))
 
     def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
-        """Adds a @ b, the factors in half precision, to a float32 parameter's gradient."""
-        add_product(self._begun(parameter), a, b)
+        """Add a @ b, the factors in half precision, to a float32 parameter's gradient."""
+        add_product(self._sum_of(parameter), a, b)
 
-    def _begun(self, parameter: Tensor) -> Tensor:
-        """A parameter's sum, of zeros if there is none yet."""
+    def _sum_of(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's sum, which is begun with zeros if there is none yet."""
         if parameter not in self.sums:
             room = self.room.pop(parameter, None)
             dtype = accumulate_dtype(parameter.dtype)
@@ -97,39 +98,43 @@ class Gradients:
         return self.sums[parameter]
 
     def vjp(self, pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Cotangents:
-        """The function `vjp`; a subclass may compute it in another way."""
+        """Call the function `vjp`; a subclass may compute it in another way."""
         return vjp(pairs, inputs)
 
-    def of(self, parameter: Tensor) -> Tensor | None:
-        """A parameter's summed gradient in its own dtype; None if it has none."""
+    def get(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's summed gradient in its own dtype; None if it has none."""
         total = self.sums.get(parameter)
         return None if total is None else total.to(parameter.dtype)
 
 
 class StreamingAccumulator:
-    """Adds gradients to the sums while a tile's backward runs, so that they never all exist at once: together
-    they may be as large as the model. On a GPU it adds some at a time, by one launch for all."""
+    """Adder of gradients to the sums while a tile's backward runs.
+
+    So they never all exist at once: together they may be as large as the model. On a GPU it adds some at a
+    time, by one launch for all."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients, self.bytes = gradients, 0
-        self.waiting: list[tuple[Tensor, Tensor | None]] = []
+        self.pending: list[tuple[Tensor, Tensor | None]] = []
 
     def take(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """The hook of the leaf that stands for `parameter`; gives autograd a stand-in without memory."""
+        """Add the gradient of the leaf that stands for `parameter`; return a stand-in without memory.
+
+        This is the leaf's hook: autograd takes the stand-in for the gradient."""
         if gradient is None:
             return None
         if gradient.is_cuda:
-            self.waiting.append((parameter, gradient))
+            self.pending.append((parameter, gradient))
             self.bytes += gradient.nbytes
-            if self.bytes > WAITING:
-                self.add()
+            if self.bytes > MAX_PENDING_BYTES:
+                self.flush()
         else:
             self.gradients.add(parameter, gradient)
         return gradient.new_empty(()).expand_as(gradient)
 
-    def add(self) -> None:
-        self.gradients.add_all(self.waiting)
-        self.waiting, self.bytes = [], 0
+    def flush(self) -> None:
+        self.gradients.add_all(self.pending)
+        self.pending, self.bytes = [], 0
 
 
 def linearize(
@@ -140,15 +145,15 @@ def linearize(
     gradients: Gradients,
     used: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, State, Pullback]:
-    """Outputs of `call(parameters, x, state)`, and a pullback that adds parameters' gradients to `gradients`.
+    """Return `call(parameters, x, state)` and a pullback that adds parameters' gradients to `gradients`.
 
     Args:
-        call: gets leaves that share the parameters' memory (`aliases`), in the same order. What else its
-            graph begins at has a gradient like parameters, or is refused: see `leaves.UnlistedLeaves`.
+        call: gets leaves that share the parameters' memory (`aliases`), in the same order. Other leaves of
+            its graph get a gradient like parameters, or are refused: see `leaves.UnlistedLeaves`.
         x: gets a cotangent if it is of floating point; token ids get none.
-        state: entries that are no tensors, such as a `Past`, are handed on as they are, without a cotangent;
+        state: entries that are no tensors, such as a `Past`, are passed on as they are, without a cotangent;
             the graph may lead to their `anchor`, if they have one.
-        used: tensors to take in place of the parameters, such as casts of them.
+        used: tensors to use in place of the parameters, such as casts of them.
 
     Returns:
         y, the new state, and the pullback (dy, dstate) → (dx, dstate), where None stands for no cotangent.
@@ -156,51 +161,56 @@ def linearize(
     """
     x = alias(x, x.is_floating_point())
     state = tuple(alias(s, s.is_floating_point()) if isinstance(s, Tensor) else s for s in state)
-    followed = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
-    followed += [s.anchor for s in state if hasattr(s, "anchor")]
+    differentiable = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
+    differentiable += [s.anchor for s in state if hasattr(s, "anchor")]
     pairs = zip(parameters, parameters if used is None else used, strict=True)
     leaves = [alias(t, parameter.requires_grad) for parameter, t in pairs]
-    begin, instead = next_node(), gradients.outside.standing_in()
-    with torch.enable_grad(), instead or contextlib.nullcontext():
+    begin, stand_ins = next_node(), gradients.unlisted_leaves.make_stand_ins()
+    with torch.enable_grad(), stand_ins or contextlib.nullcontext():
         y, after = call(leaves, x, state)
     outputs: list[Tensor] = [y, *after]
     trained = [(p, leaf) for p, leaf in zip(parameters, leaves, strict=True) if leaf.requires_grad]
-    trained += instead.leaves.items() if instead else ()
-    others = gradients.outside.of(outputs, {*followed, *(leaf for _, leaf in trained)}, begin)
+    trained += stand_ins.leaves.items() if stand_ins else ()
+    unlisted = gradients.unlisted_leaves.collect(
+        outputs, {*differentiable, *(leaf for _, leaf in trained)}, begin
+    )
 
     def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
         pairs = zip(outputs, (dy, *dstate), strict=True)
-        given = [(out, d) for out, d in pairs if d is not None and out.requires_grad]
+        seeds = [(out, d) for out, d in pairs if d is not None and out.requires_grad]
         outputs.clear()
-        if not given:
+        if not seeds:
             return None, (None,) * len(state)
-        arriving = StreamingAccumulator(gradients)
+        accumulator = StreamingAccumulator(gradients)
         for parameter, leaf in trained:
-            leaf.register_hook(functools.partial(arriving.take, parameter))
-        inputs = [*followed, *(leaf for _, leaf in trained), *others]
-        with unseen(others) if others else contextlib.nullcontext():
-            grads = gradients.vjp(given, inputs)
-        arriving.add()
-        gradients.add_all(zip(others, grads[len(inputs) - len(others) :], strict=True))
-        of = dict(zip(map(id, followed), grads, strict=False))
-        return of.get(id(x)), tuple(of.get(id(s)) for s in state)
+            leaf.register_hook(functools.partial(accumulator.take, parameter))
+        inputs = [*differentiable, *(leaf for _, leaf in trained), *unlisted]
+        with suspend_hooks(unlisted) if unlisted else contextlib.nullcontext():
+            grads = gradients.vjp(seeds, inputs)
+        accumulator.flush()
+        gradients.add_all(zip(unlisted, grads[len(inputs) - len(unlisted) :], strict=True))
+        grad_by_id = dict(zip(map(id, differentiable), grads, strict=False))
+        return grad_by_id.get(id(x)), tuple(grad_by_id.get(id(s)) for s in state)
 
     return y.detach(), tuple(s.detach() for s in after), pullback
 
 
-def recomputed(call: Callable[..., Any], given: tuple, how: str, random: bool = False) -> Any:
-    """call(*given), leaving parts of its tape out: the backward recomputes them (torch.utils.checkpoint).
+def recomputed(call: Callable[..., Any], inputs: tuple, mode: str, random: bool = False) -> Any:
+    """Return call(*inputs), leaving out parts of its tape, which the backward recomputes.
+
+    It uses torch.utils.checkpoint.
 
     Args:
-        how: what is left out: "full", everything; "selective", all but what is costly for its size
-            (Korthikanti et al. 2022, section 5): results of scans and of matrix products, other than products
-            of few terms (dt_proj's) or into the residual stream (given[0]'s width), which no backward reads.
+        mode: the part left out: "full", everything; "selective", everything but the tensors that are costly
+            for their size (Korthikanti et al. 2022, section 5): results of scans and of matrix products,
+            other than products of few terms (dt_proj's) or into the residual stream (inputs[0]'s width):
+            no backward reads those.
         random: whether `call` draws random numbers, which must then be drawn again.
     """
     call = products_kept()(call)
-    if how == "full":
-        return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=random)
-    width, saved = given[0].shape[-1], operators_saved_under_recompute()
+    if mode == "full":
+        return checkpointed(call, *inputs, use_reentrant=False, preserve_rng_state=random)
+    width, saved = inputs[0].shape[-1], operators_saved_under_recompute()
 
     def policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
         if op in PRODUCTS:
@@ -211,13 +221,15 @@ def recomputed(call: Callable[..., Any], given: tuple, how: str, random: bool = 
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
+    return checkpointed(call, *inputs, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
 
 
 def reset_rows(state: State, rows: Tensor | None) -> State:
-    """The state with zeros in `rows` (batch,) bool, which begin a document: nothing crosses, forward or back.
-    Append-only entries stay: a `Past` says itself which of its tokens are visible. What has yet to arrive is
-    told of it."""
+    """Return the state with zeros in `rows` (batch,) bool, which begin a document.
+
+    Neither state nor cotangent crosses there. Append-only entries stay: a `Past` knows which of its tokens
+    are visible. An entry that is still on its way from another rank (`StateHandoff`) is reset when it
+    arrives."""
     if rows is None:
         return state
     for s in state:
@@ -231,12 +243,12 @@ def _without(s: Tensor, rows: Tensor) -> Tensor:
 
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters' `leaves.alias`es."""
+    """Return the parameters' `leaves.alias`es."""
     return [alias(p, p.requires_grad) for p in parameters]
 
 
 class _Seed(torch.autograd.Function):
-    """Gives the outputs passed to it their cotangents, whatever its own cotangent is."""
+    """A scalar whose backward gives each of `outputs` its cotangent, whatever its own cotangent is."""
 
     @staticmethod
     def forward(ctx: Any, cotangents: list[Tensor], *outputs: Tensor) -> Tensor:
@@ -249,15 +261,15 @@ class _Seed(torch.autograd.Function):
 
 
 def vjp(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The cotangents of `inputs` from (output, cotangent) pairs; None for an input without influence.
+    """Return the cotangents of `inputs` from (output, cotangent) pairs; None for an input without influence.
 
-    As `torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)`, which would import SymPy to
-    compare shapes: a second of time and 40 MB of memory."""
+    It is `torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)` without its import of SymPy,
+    which only compares shapes and takes a second and 40 MB of memory."""
     return torch.autograd.grad(seeded(pairs), inputs, allow_unused=True)
 
 
 def seeded(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A scalar whose backward gives each output of the (output, cotangent) pairs its cotangent."""
+    """Return a scalar whose backward gives each output of the (output, cotangent) pairs its cotangent."""
     outputs, cotangents = zip(*pairs, strict=True)
     with torch.enable_grad():
         return _Seed.apply(list(cotangents), *outputs)
@@ -269,7 +281,7 @@ def seeded(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def forward_noting_decay(
     block: Block, y: Tensor, state: State, decays: Decays, seq_idx: Tensor | None = None
 ) -> tuple[Tensor, State]:
-    """A block's forward, which adds its recurrence's decays to `decays` on the way."""
+    """Run a block's forward, adding its recurrence's decays to `decays`."""
     mixer, tail = block.mixer, state[0] if len(state) > 1 else None
     inputs, new_tail = mixer.scan_inputs(block.norm(y), tail, seq_idx)
     decays.add(mixer.log_decay(inputs))
@@ -287,7 +299,7 @@ class Windowed:
     short paths are not cut, so a tile computes its own copy of them instead of waiting for its neighbour.
 
     Attributes:
-        left, start, stop: token positions (see `Grid.span`); the halo ends where x ends, at halo_stop.
+        left, start, stop: token positions (see `Grid.extent`); the halo ends where x ends, at halo_stop.
         window: W.
         x: (batch, halo_stop - left, d_model), the block's inputs.
         state: the state before `start`; its conv tail is used at the start of the sequence only.
@@ -310,27 +322,27 @@ class Windowed:
 
 
 def windowed_vjp(
-    block: Block, replaced: Replaced, given: Windowed, gradients: Gradients
+    block: Block, replaced: Replaced, inputs: Windowed, gradients: Gradients
 ) -> tuple[Tensor, Cotangents]:
-    """The vjp of a block on the tokens that a tile owns; it adds parameters' gradients to `gradients`.
+    """Compute the vjp of a block on the tokens that a tile owns; add parameters' gradients to `gradients`.
 
     Args:
-        replaced: of the block's `weights.Tensors`.
+        replaced: the method of that name of the block's `weights.Tensors`.
 
     Returns:
         The tile's part of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and the
         cotangents of the state before `start`.
     """
-    left, start, stop, x, dy = given.left, given.start, given.stop, given.x, given.dy
-    own, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]
-    state = tuple(s.detach().requires_grad_() for s in given.state)
+    left, start, stop, x, dy = inputs.left, inputs.start, inputs.stop, inputs.x, inputs.dy
+    x_read, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]
+    state = tuple(s.detach().requires_grad_() for s in inputs.state)
     parameters: list[Tensor] = [p for p in block.parameters() if p.requires_grad]
     leaves = aliases(parameters)
-    begin, instead = next_node(), gradients.outside.standing_in()
-    there = replaced(dict(zip(parameters, leaves, strict=True)))
-    with torch.enable_grad(), instead or contextlib.nullcontext(), there:
-        x_left, x_own = own.split([start - left, stop - start], dim=1)
-        y, scan_halo, ahead, after = _windowed(block, x_left, x_own, x_halo, state, given)
+    begin, stand_ins = next_node(), gradients.unlisted_leaves.make_stand_ins()
+    leaves_in_place = replaced(dict(zip(parameters, leaves, strict=True)))
+    with torch.enable_grad(), stand_ins or contextlib.nullcontext(), leaves_in_place:
+        x_left, x_own = x_read.split([start - left, stop - start], dim=1)
+        y, scan_halo, ahead, after = _windowed(block, x_left, x_own, x_halo, state, inputs)
     pairs = [(y, dy[:, : stop - start])]
     if x_halo.shape[1]:
         # what the halo's outputs add to the states' cotangents; other tiles own these tokens' gradients
@@ -340,46 +352,46 @@ def windowed_vjp(
         (d_ahead,) = vjp([(y_ahead, dy[:, stop - start :])], [scan_ahead])
         assert d_ahead is not None
         pairs.append((scan_halo, d_ahead))
-    ends = zip(after, given.d_final, strict=True)
+    ends = zip(after, inputs.d_final, strict=True)
     pairs += [(end, d) for end, d in ends if end is not None and d is not None]
-    if instead:
-        parameters, leaves = [*parameters, *instead.leaves], [*leaves, *instead.leaves.values()]
+    if stand_ins:
+        parameters, leaves = [*parameters, *stand_ins.leaves], [*leaves, *stand_ins.leaves.values()]
     outputs = [t for t in (y, scan_halo, *after) if t is not None]
-    others = gradients.outside.of(outputs, {own, *state, *leaves}, begin)
-    with unseen(others):
-        grads = vjp(pairs, [own, *state, *leaves, *others])
-    gradients.add_all(zip([*parameters, *others], grads[1 + len(state) :], strict=True))
+    unlisted = gradients.unlisted_leaves.collect(outputs, {x_read, *state, *leaves}, begin)
+    with suspend_hooks(unlisted):
+        grads = vjp(pairs, [x_read, *state, *leaves, *unlisted])
+    gradients.add_all(zip([*parameters, *unlisted], grads[1 + len(state) :], strict=True))
     assert grads[0] is not None
     return grads[0], grads[1 : 1 + len(state)]
 
 
 def _windowed(
-    block: Block, x_left: Tensor, x_own: Tensor, x_halo: Tensor, state: State, given: Windowed
+    block: Block, x_left: Tensor, x_own: Tensor, x_halo: Tensor, state: State, inputs: Windowed
 ) -> Any:
-    """A block on the tokens that a tile owns, with its recurrence continued through the halo."""
+    """Run a block on the tokens that a tile owns, with its recurrence continued through the halo."""
     mixer, left, halo = block.mixer, x_left.shape[1], x_halo.shape[1]
-    (h,), conv, seq_idx = reset_rows(state[-1:], given.starts_document), state[:-1], given.seq_idx
-    own = joined_idx = ahead_idx = None
+    (h,), conv, seq_idx = reset_rows(state[-1:], inputs.starts_document), state[:-1], inputs.seq_idx
+    own_idx = joined_idx = ahead_idx = None
     if seq_idx is not None:
-        _, own, ahead_idx = seq_idx.split([left, x_own.shape[1], halo], dim=1)
+        _, own_idx, ahead_idx = seq_idx.split([left, x_own.shape[1], halo], dim=1)
         joined_idx = seq_idx[:, left:]
     conv_state = conv[0] if conv else None
     if conv_state is not None and left:
         tail = mixer.conv_tail(block.norm(x_left))
         missing = conv_state.shape[2] - tail.shape[2]  # tokens from before the sequence
         conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
-        if seq_idx is not None and own is not None:
+        if seq_idx is not None and own_idx is not None:
             numbers = torch.nn.functional.pad(seq_idx[:, :left], (missing, 0), value=0)
-            conv_state = conv_state.masked_fill((numbers != own[:, :1]).unsqueeze(1), 0)
-    scanned, tail = mixer.scan_inputs(block.norm(x_own), conv_state, own)
+            conv_state = conv_state.masked_fill((numbers != own_idx[:, :1]).unsqueeze(1), 0)
+    scanned, tail = mixer.scan_inputs(block.norm(x_own), conv_state, own_idx)
     joined, ahead = scanned, None
     if halo:
         with torch.no_grad():
-            begins = None if own is None or ahead_idx is None else own[:, -1] != ahead_idx[:, 0]
+            begins = None if own_idx is None or ahead_idx is None else own_idx[:, -1] != ahead_idx[:, 0]
             before = None if tail is None else reset_rows((tail,), begins)[0]
             ahead, _ = mixer.scan_inputs(block.norm(x_halo), before, ahead_idx)
         joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
-    y_scan, h_final = mixer.scan(joined, h, window=given.window, halo=halo, seq_idx=joined_idx)
+    y_scan, h_final = mixer.scan(joined, h, window=inputs.window, halo=halo, seq_idx=joined_idx)
     scan_own, scan_halo = y_scan.split([x_own.shape[1], halo], dim=1)
     y = block.feed_forward(mixer.scan_outputs(scan_own, scanned), residual=x_own)
     return y, scan_halo, ahead, (None if halo else tail, h_final) if conv else (h_final,)

@@ -12,8 +12,10 @@ from adjoint.engine.schedule import Action, HelperTasks, Run, Send
 
 
 def kinds_of(worker: Any, actions: Iterable[Action]) -> dict[Hashable, Action]:
-    """For each kind of work in a program, its first action. What is compiled, tried or tuned on first use has
-    been for all of a kind once one of it has run.
+    """Map each kind of work in a program to its first action.
+
+    A kernel that is compiled, tried or tuned on first use is ready for all actions of a kind once one has
+    run.
 
     Lengths count by their size and by what kernels are specialised for, multiples of 16, so that documents,
     which cut chunks anywhere, do not make a kind each."""
@@ -24,43 +26,43 @@ def kinds_of(worker: Any, actions: Iterable[Action]) -> dict[Hashable, Action]:
         worker.lowest_precision,
         torch.is_grad_enabled(),
     )
-    noting, seen = worker.decays is not None, dict[Hashable, Action]()
+    noting, first_actions = worker.decays is not None, dict[Hashable, Action]()
     for action in actions:
         if isinstance(action, Send):
-            seen.setdefault((settings, "send", action.key[0], action.key[1]), action)
+            first_actions.setdefault((settings, "send", action.key[0], action.key[1]), action)
         for t in tiles_of(action):
             left, _, _, right = worker.grid.extent(t) if t.kind == "windowed" else (0, 0, 0, 0)
             tokens = right - left or worker.grid.tokens(t.chunk)
             begins = t.chunk == 0, worker.grid.reads_state(t.chunk), worker.batch.seq_idx is not None
             size = tokens.bit_length(), tokens % 16 == 0, tokens == 1
-            seen.setdefault((settings, noting, t.kind, t.stage, size, begins), Run(t))
-    return seen
+            first_actions.setdefault((settings, noting, t.kind, t.stage, size, begins), Run(t))
+    return first_actions
 
 
 def tiles_of(action: Action) -> Sequence[Tile]:
-    """The tiles that an action computes."""
+    """Return the tiles that an action computes."""
     if isinstance(action, HelperTasks):
         return [t for unit in action.units for t in unit]
     return [action.tile] if isinstance(action, Run) else []
 
 
-def warm_up(worker: Any, actions: Sequence[Action], known: set[Hashable]) -> None:
-    """Runs the first action of each kind on zeros, without a message.
+def warm_up(worker: Any, actions: Sequence[Action], warmed_up: set[Hashable]) -> None:
+    """Run the first action of each kind on zeros, without a message.
 
     A message between GPUs is a kernel that waits on the device until the other end has come to it. Whatever
     waits for the whole device meanwhile waits for that other end, too, and the other end perhaps for us:
     kernels that are tuned or loaded when they are first used, as Triton's are. So all are used before.
 
     Args:
-        worker: made for this, with the batch, the grid and the stages of the one that will run the program;
-            what it computes is worth nothing.
-        known: the kinds that have run in this process; adds to them.
+        worker: an executor made for this, with the batch, the grid and the stages of the one that will run
+            the program; its results are worth nothing.
+        warmed_up: the kinds that have run in this process; the function adds to them.
     """
     worker.begin_backward(torch.ones((), dtype=worker.accumulate_dtype, device=worker.device))
     worker.count_edges(actions)
     with worker.precision():
         for kind, action in kinds_of(worker, actions).items():
-            if kind in known:
+            if kind in warmed_up:
                 continue
             if isinstance(action, Send):
                 _fill(worker, [action.key])
@@ -68,7 +70,7 @@ def warm_up(worker: Any, actions: Sequence[Action], known: set[Hashable]) -> Non
             elif isinstance(action, Run):
                 _run(worker, action.tile)
             worker.store.clear()
-            known.add(kind)
+            warmed_up.add(kind)
 
 
 def _run(worker: Any, t: Tile) -> None:
@@ -84,6 +86,6 @@ def _run(worker: Any, t: Tile) -> None:
 
 
 def _fill(worker: Any, keys: Iterable[Key]) -> None:
-    """Zeros in the places of values that others would have written."""
+    """Store zeros for values that other workers would have written."""
     for key in keys:
         worker.store[key] = worker.room(key).zero_()

@@ -1,6 +1,8 @@
-"""Weights of linear layers under autocast: cast once per step (`Casts`), their gradients added to float32
-sums by the products that make them (`SummedProducts`). `Tensors` puts a model's tensors back in their places,
-`Constants` what computing chunks again has written to.
+"""Weights of linear layers under autocast, and a model's tensors put back in their places.
+
+Weights are cast once per step (`Casts`), and their gradients are added to float32 sums by the products that
+make them (`SummedProducts`). `Tensors` puts a model's tensors back in their places, `Constants` undoes what
+recomputing chunks has written.
 
 By itself autocast causes more memory traffic than the products: it casts every weight in every tile, and each
 gradient is written in half precision, cast to float32 and then added."""
@@ -26,34 +28,36 @@ class Casts:
     """Casts of a module's linear layers' weights to autocast's dtype, made again when the weight has changed.
 
     Attributes:
-        allowed: False for weights that are not there when they would be cast (under `fully_shard`).
+        allowed: False for weights that are not gathered yet when they would be cast (under `fully_shard`).
+        casts: each weight's version when it was cast, and the cast.
     """
 
     def __init__(self) -> None:
         self.allowed = True
-        self.made: dict[Tensor, tuple[int, Tensor]] = {}  # each with the version it was made from
+        self.casts: dict[Tensor, tuple[int, Tensor]] = {}
 
-    def of(self, module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
-        """The casts, by the weights; empty without autocast."""
+    def cast_weights(self, module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
+        """Return the casts by their weights, remade if out of date; none without autocast."""
         dtype = dispatch.autocast_dtype(device)
         if dtype is None or not self.allowed:
             return {}
-        for part in module.modules():
-            if isinstance(part, nn.Linear) and part.weight.dtype == torch.float32:
-                weight = part.weight
-                version, cast = self.made.get(weight, (-1, None))
+        for submodule in module.modules():
+            if isinstance(submodule, nn.Linear) and submodule.weight.dtype == torch.float32:
+                weight = submodule.weight
+                version, cast = self.casts.get(weight, (-1, None))
                 if version != weight._version or cast is None or cast.dtype != dtype:
-                    self.made[weight] = weight._version, weight.detach().to(dtype)
-        return {weight: cast for weight, (_, cast) in self.made.items()}
+                    self.casts[weight] = weight._version, weight.detach().to(dtype)
+        return {weight: cast for weight, (_, cast) in self.casts.items()}
 
     @property
     def nbytes(self) -> int:
-        return sum(cast.nbytes for _, cast in self.made.values())
+        return sum(cast.nbytes for _, cast in self.casts.values())
 
 
 class SummedProducts(TorchFunctionMode):
-    """While it is on, F.linear with one of these casts adds its weight's gradient to the parameter's sum, and
-    gives autograd none for the cast.
+    """Mode in which F.linear with a cast weight adds the weight's gradient to the parameter's sum.
+
+    Autograd gets no gradient for the cast.
 
     Args:
         parameters: for each cast, the parameter that it was made from.
@@ -95,11 +99,12 @@ class _Linear(torch.autograd.Function):
 
 
 class Tensors:
-    """The places (module and name) of a model's parameters and buffers, and the tensors that are there when
-    this is made. A tensor may have several places.
+    """The places (module and name) of a model's parameters and buffers, and the tensors in them at the start.
+
+    A tensor may have several places.
 
     Args:
-        buffers: whether their places are among them.
+        buffers: whether to include the buffers' places.
     """
 
     def __init__(self, model: nn.Module, buffers: bool = True) -> None:
@@ -113,19 +118,19 @@ class Tensors:
 
     @contextlib.contextmanager
     def replaced(self, others: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Inside, each tensor, or what `others` maps it to, is in its places; afterwards all is as before."""
+        """Put each tensor, or the one that `others` maps it to, in its places; at the end undo it."""
         before = []
         try:
             for tensors, name, tensor in self.places:
-                wanted, there = others.get(tensor, tensor), tensors.get(name)
-                if there is not wanted:
-                    before.append((tensors, name, there, wanted))
-                    tensors[name] = wanted
+                replacement, current = others.get(tensor, tensor), tensors.get(name)
+                if current is not replacement:
+                    before.append((tensors, name, current, replacement))
+                    tensors[name] = replacement
             yield
         finally:
-            for tensors, name, was, wanted in before:
-                if tensors.get(name) is wanted:  # else the model has replaced it meanwhile
-                    tensors[name] = was
+            for tensors, name, previous, replacement in before:
+                if tensors.get(name) is replacement:  # else the model has replaced it meanwhile
+                    tensors[name] = previous
 
 
 BETWEEN = "between forward and backward, which computes chunks again: call backward before the change"
@@ -143,72 +148,77 @@ class _Constant(NamedTuple):
 
 
 class Constants:
-    """Modules' tensors that are not trained, as they are now: frozen parameters, buffers, and tensors that
-    are plain attributes. A backward that computes chunks again must find them so, and leave them so: a module
-    that counts tokens in its forward would count those twice.
+    """Snapshot of modules' tensors that are not trained: frozen parameters, buffers, and plain attributes.
+
+    A backward that recomputes chunks must find them as they were, and leave them so: a module that counts
+    tokens in its forward would count them twice.
 
     Args:
-        modules: by name. frozen: whether parameters are among them.
+        modules: (name, module) pairs. frozen: whether to include frozen parameters.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], frozen: bool = True) -> None:
-        self.all: list[_Constant] = []
+        self.constants: list[_Constant] = []
         for prefix, module in modules:
             for places in (module._parameters, module._buffers, vars(module)):
-                own = places is module._parameters
-                for key, t in places.items() if frozen or not own else ():
-                    if isinstance(t, Tensor) and not (own and t.requires_grad):
-                        values = t.detach().clone() if not own and t.numel() <= SMALL else None
-                        self.all.append(_Constant(f"{prefix}.{key}".lstrip("."), places, key, t, values))
+                is_parameters = places is module._parameters
+                for key, t in places.items() if frozen or not is_parameters else ():
+                    if isinstance(t, Tensor) and not (is_parameters and t.requires_grad):
+                        values = t.detach().clone() if not is_parameters and t.numel() <= SMALL else None
+                        self.constants.append(
+                            _Constant(f"{prefix}.{key}".lstrip("."), places, key, t, values)
+                        )
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        return [version(one.tensor) for one in self.all]
+        return [version(constant.tensor) for constant in self.constants]
 
     def written(self) -> Iterator[_Constant]:
-        """Those that have been written to since, by whatever."""
-        for one, before in zip(self.all, self.versions, strict=True):
-            if version(one.tensor) != before:
-                yield one
+        """Yield the tensors that were modified in place since the snapshot."""
+        for constant, before in zip(self.constants, self.versions, strict=True):
+            if version(constant.tensor) != before:
+                yield constant
 
     def check(self) -> None:
-        """Makes sure that they are still the same.
+        """Check that the tensors still have their values.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: one was modified in place.
         """
-        for one in self.written():
-            if one.values is None or not torch.equal(one.tensor, one.values):
-                raise RuntimeError(f"{one.name} was changed in place {BETWEEN}")
+        for constant in self.written():
+            if constant.values is None or not torch.equal(constant.tensor, constant.values):
+                raise RuntimeError(f"{constant.name} was changed in place {BETWEEN}")
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, they are in their places; what is written to them there is undone. Frozen parameters may be
-        written to as PEFT does, which parametrizes them for the time of a forward.
+        """Put the tensors in their places, and undo at the end what was written to them inside.
+
+        Frozen parameters may be written to: PEFT parametrizes them for the time of a forward.
 
         Raises:
-            RuntimeError: they are not the same, or one that is too large to be put back was written to.
+            RuntimeError: one was modified before, or one that is too large to be restored was written to.
         """
         self.check()
-        before = [one.places.get(one.key, self) for one in self.all]  # self: it has been removed
-        for one in self.all:
-            one.places[one.key] = one.tensor
+        # self stands for a tensor that has been removed
+        before = [constant.places.get(constant.key, self) for constant in self.constants]
+        for constant in self.constants:
+            constant.places[constant.key] = constant.tensor
         self.versions = self._versions()
         try:
             yield
         finally:
             lost = []
-            for one in self.written():
-                if one.values is not None:
+            for constant in self.written():
+                if constant.values is not None:
                     with torch.no_grad():
-                        one.tensor.copy_(one.values)
-                elif not isinstance(one.tensor, nn.Parameter):
-                    lost.append(one.name)
-            for one, was in zip(self.all, before, strict=True):
-                if was is self:
-                    del one.places[one.key]
+                        constant.tensor.copy_(constant.values)
+                elif not isinstance(constant.tensor, nn.Parameter):
+                    lost.append(constant.name)
+            for constant, previous in zip(self.constants, before, strict=True):
+                if previous is self:
+                    del constant.places[constant.key]
                 else:
-                    one.places[one.key] = was
+                    constant.places[constant.key] = previous
             self.versions = self._versions()
         if lost:
             raise RuntimeError(
@@ -218,5 +228,5 @@ class Constants:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not count."""
+    """Return the number of writes to a tensor; 0 for inference tensors, which do not count them."""
     return 0 if tensor.is_inference() else tensor._version

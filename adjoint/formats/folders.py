@@ -1,4 +1,4 @@
-"""A model's folder, whatever its format, as a stack's sizes and weights."""
+"""Readers of a model's folder, whatever its format, into a stack's sizes and weights."""
 
 import json
 import pickle
@@ -10,20 +10,23 @@ import torch
 from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
 from adjoint.formats import FORMATS
-from adjoint.formats.names import Weights, by_our_names, tied
+from adjoint.formats.names import Weights, with_stack_names, with_tied_table
 from adjoint.layers import StackConfig
 
 
 def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfig, Weights]:
-    """The configuration and the weights, on the CPU in the dtypes they are stored in, of a model in a folder.
+    """Return the configuration and the weights of a model in a folder.
+
+    The weights are on the CPU, in the dtypes they are stored in.
 
     Args:
-        folder: of a format of `FORMATS`; of a run, whose newest good checkpoint is read; or a checkpoint of
-            one.
-        layout: the one of `FORMATS` that it must be of.
+        folder: a model in one of `FORMATS`; a run, whose newest good checkpoint is read; or a checkpoint of a
+            run.
+        layout: the only one of `FORMATS` that is accepted; None accepts all, and runs.
 
     Raises:
-        UserError: it is none of these, a file is missing or damaged, or the model has what a stack has not.
+        UserError: it is none of these, a file is missing or damaged, or the model has parts that a stack
+            lacks.
     """
     if not folder.is_dir():
         raise UserError(
@@ -37,19 +40,21 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         raise UserError(
             f"{folder}: neither a model (it has no config.json) nor a run; name the folder of one"
         )
-    given = _read_json(folder / "config.json")
-    found = "transformers" if "model_type" in given else "mamba-ssm"
-    if found == "transformers":
-        _check_layout(folder, f"a model of transformers, of type {given['model_type']!r}", found, layout)
+    config_json = _read_json(folder / "config.json")
+    format_name = "transformers" if "model_type" in config_json else "mamba-ssm"
+    if format_name == "transformers":
+        _check_layout(
+            folder, f"a model of transformers, of type {config_json['model_type']!r}", format_name, layout
+        )
     try:
-        config = FORMATS[found].read_config(given)
+        config = FORMATS[format_name].read_config(config_json)
     except KeyError as error:
         raise UserError(f"{folder}: its config.json has no {error.args[0]}; take the model's own") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: {error}") from None
     weights = _read_weights(folder)
     try:
-        return by_our_names(weights, config)
+        return with_stack_names(weights, config)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from None
 
@@ -74,30 +79,30 @@ def refuse_adapter(folder: Path, called: str) -> None:
     )
 
 
-def _check_layout(folder: Path, what: str, found: str | None, layout: str | None) -> None:
-    if layout not in (None, found):
-        raise UserError(f"{folder}: is {what}, not a model of {layout}; use Stack.from_pretrained")
+def _check_layout(folder: Path, description: str, format_name: str | None, layout: str | None) -> None:
+    if layout not in (None, format_name):
+        raise UserError(f"{folder}: is {description}, not a model of {layout}; use Stack.from_pretrained")
 
 
 def from_checkpoint(checkpoint: Path) -> tuple[StackConfig, Weights]:
-    """The configuration and the weights of a run's checkpoint, which the caller has verified."""
+    """Return the configuration and the weights of a run's checkpoint, which the caller has verified."""
     config, stored = checkpoint_config(checkpoint), StoredTensors(checkpoint, "model")
-    return tied({name: stored[name].clone() for name in stored.where}, config)
+    return with_tied_table({name: stored[name].clone() for name in stored.files_by_name}, config)
 
 
 def checkpoint_config(checkpoint: Path) -> StackConfig:
-    """The model of a run's checkpoint.
+    """Return the configuration of the model in a run's checkpoint.
 
     Raises:
-        UserError: its trainer.json describes none that this version knows.
+        UserError: its trainer.json describes no model that this version knows.
     """
     try:
-        given = dict(read_trainer(checkpoint)["config"]["model"])
-        if given.pop("from_pretrained", None) is not None:
+        model_settings = dict(read_trainer(checkpoint)["config"]["model"])
+        if model_settings.pop("from_pretrained", None) is not None:
             raise ValueError("it is of a Hugging Face model")
         for key in ("lora", "trust_remote_code"):
-            given.pop(key, None)
-        return StackConfig(**given)
+            model_settings.pop(key, None)
+        return StackConfig(**model_settings)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{checkpoint}: its trainer.json describes no model that this version knows ({error!r})"
@@ -105,7 +110,7 @@ def checkpoint_config(checkpoint: Path) -> StackConfig:
 
 
 def _read_weights(folder: Path) -> Weights:
-    """All tensors of a model's folder, in one file or in the shards of an index."""
+    """Return all tensors of a model's folder, in one file or in the shards of an index."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         files, index = [folder / name], folder / f"{name}.index.json"
         if index.is_file() and not files[0].is_file():
@@ -132,11 +137,11 @@ def _read_tensors(file: Path) -> Weights:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    def special(value: dict[str, Any]) -> Any:  # transformers 5 writes {"__float__": "Infinity"}
+    def decode_special(value: dict[str, Any]) -> Any:  # transformers 5 writes {"__float__": "Infinity"}
         return float(value["__float__"]) if set(value) == {"__float__"} else value
 
     try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_hook=special)
+        content = json.loads(file.read_text(encoding="utf-8"), object_hook=decode_special)
     except ValueError as error:
         raise UserError(f"{file}: is not JSON ({error}); download it again") from None
     if not isinstance(content, dict):

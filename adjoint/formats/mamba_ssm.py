@@ -3,12 +3,12 @@
 import math
 from typing import Any
 
-from adjoint.formats.names import HEAD, Weights, as_given, halves_swapped, sizes
+from adjoint.formats.names import HEAD, Weights, as_config_values, sizes, swap_halves
 from adjoint.layers import StackConfig
 
-# Of each of mamba-ssm's recurrent layers, our mixer, and the keys of ssm_cfg that a stack has too, by the
-# same names; then what others must be, since a stack has nothing else; and those that say how weights begin
-# or how fast things go, not what is computed.
+# _LAYERS: our mixer for each of mamba-ssm's recurrent layers. _SHARED: keys of ssm_cfg that a stack has too,
+# by the same names. _FIXED: keys whose only value in a stack is this one. _FREE: keys that change initial
+# weights or speed, not the computation.
 _LAYERS = {"Mamba1": "mamba", "Mamba2": "mamba2", "Mamba3": "mamba3"}
 _COMMON = ("d_state", "expand", "dt_min", "dt_max", "dt_init_floor")
 _CONVOLVED = (*_COMMON, "d_conv", "bias", "conv_bias")
@@ -27,8 +27,8 @@ _FIXED: dict[str, Any] = {
 }
 _FREE: tuple[str, ...] = ("conv_init", "A_init_range", "dt_init", "dt_scale", "chunk_size", "use_fast_path")
 _FREE += ("use_mem_eff_path", "sequence_parallel", "fuse_pregate_headwise_norm", "dropout")
-# Keys of mamba-ssm's attn_cfg, what it takes for those that are left out, and the names that a stack has for
-# them; None where it has but one value, below.
+# Keys of mamba-ssm's attn_cfg: their defaults, and a stack's names for them; None if a stack has only the
+# value in _ATTN_FIXED.
 _ATTN: dict[str, tuple[Any, str | None]] = {
     "num_heads": (None, "num_attention_heads"),
     "num_heads_kv": (None, "num_key_value_heads"),
@@ -46,50 +46,55 @@ _ATTN: dict[str, tuple[Any, str | None]] = {
 _ATTN_FIXED = {"causal": True, "mlp_dim": 0, "softmax_scale": None, "rotary_emb_interleaved": False}
 
 
-def read_config(given: dict[str, Any]) -> StackConfig:
-    """The sizes of a config.json.
+def read_config(config_json: dict[str, Any]) -> StackConfig:
+    """Return the configuration of a stack with the sizes of a config.json.
 
     Raises:
-        ValueError: the model has what a stack does not have. KeyError: a key is missing.
+        ValueError: the model has parts that a stack lacks.
+        KeyError: a key is missing.
     """
-    ssm_cfg = dict(given.get("ssm_cfg") or {})
+    ssm_cfg = dict(config_json.get("ssm_cfg") or {})
     layer = ssm_cfg.pop("layer", "Mamba1")
     if layer not in _LAYERS:
         raise ValueError(f"ssm_cfg.layer is {layer!r}; {', '.join(_LAYERS)} are read into a Stack")
     kind = _LAYERS[layer]
-    if not given.get("rms_norm", True):
+    if not config_json.get("rms_norm", True):
         raise ValueError("rms_norm is false: the model has LayerNorms, a Stack has RMS norms")
     for name, value in ssm_cfg.items():
         if name in _FIXED and value != _FIXED[name]:
             raise ValueError(f"ssm_cfg.{name} is {value!r}, a Stack has {_FIXED[name]!r} alone")
         if name not in (*_FIXED, *_SHARED[kind], *_FREE):
             raise ValueError(f"ssm_cfg.{name} is an option that a Stack does not know of {layer}")
-    own = as_given({"expand": 2, **{n: v for n, v in ssm_cfg.items() if n in _SHARED[kind]}})
-    width = given.get("d_intermediate", 0)
-    if width and own.get("bias"):
+    layer_settings = as_config_values(
+        {"expand": 2, **{n: v for n, v in ssm_cfg.items() if n in _SHARED[kind]}}
+    )
+    width = config_json.get("d_intermediate", 0)
+    if width and layer_settings.get("bias"):
         raise ValueError("ssm_cfg.bias is true and the MLPs have no biases, a Stack has both or neither")
-    at = set(given.get("attn_layer_idx") or ())
+    attention_layers = set(config_json.get("attn_layer_idx") or ())
     return StackConfig(
-        mixer=["attention" if k in at else kind for k in range(given["n_layer"])] if at else kind,
-        vocab_size=_rounded_up(given["vocab_size"], given.get("pad_vocab_size_multiple", 8)),
-        d_model=given["d_model"],
-        n_layer=given["n_layer"],
+        mixer=["attention" if k in attention_layers else kind for k in range(config_json["n_layer"])]
+        if attention_layers
+        else kind,
+        vocab_size=_rounded_up(config_json["vocab_size"], config_json.get("pad_vocab_size_multiple", 8)),
+        d_model=config_json["d_model"],
+        n_layer=config_json["n_layer"],
         d_intermediate=_rounded_up(width, 128),
-        tie_embeddings=given.get("tie_embeddings", True),
-        **own,
-        **(_attention_sizes(given) if at else {}),
+        tie_embeddings=config_json.get("tie_embeddings", True),
+        **layer_settings,
+        **(_attention_sizes(config_json) if attention_layers else {}),
     )
 
 
-def _attention_sizes(given: dict[str, Any]) -> dict[str, Any]:
-    attn_cfg = dict(given.get("attn_cfg") or {})
+def _attention_sizes(config_json: dict[str, Any]) -> dict[str, Any]:
+    attn_cfg = dict(config_json.get("attn_cfg") or {})
     for name in attn_cfg:
         if name not in _ATTN:
             raise ValueError(f"attn_cfg.{name} is an option that a Stack does not know")
     heads = attn_cfg["num_heads"]
     attn_cfg = {name: attn_cfg.get(name, default) for name, (default, _) in _ATTN.items()}
     if attn_cfg["head_dim"] is None:
-        attn_cfg["head_dim"] = given["d_model"] // heads
+        attn_cfg["head_dim"] = config_json["d_model"] // heads
     if attn_cfg["softmax_scale"] == attn_cfg["head_dim"] ** -0.5:
         attn_cfg["softmax_scale"] = None
     for name, value in _ATTN_FIXED.items():
@@ -101,7 +106,7 @@ def _attention_sizes(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def why_not(config: StackConfig) -> str | None:
-    """Why a stack of this configuration is no model of mamba-ssm; None if it is one."""
+    """Return why a stack of this configuration is no model of mamba-ssm; None if it is one."""
     kinds, width = dict.fromkeys(config.mixers), config.d_intermediate
     recurrent = set(kinds) - {"attention"}
     if len(recurrent) != 1 or not recurrent <= set(_SHARED):
@@ -123,20 +128,22 @@ def why_not(config: StackConfig) -> str | None:
 
 
 def convert(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weights]:
-    """config.json and weights of the model that a stack is, where `why_not` has no reason against it."""
+    """Return config.json and weights of a stack in mamba-ssm's form, if `why_not` has no objection."""
     (kind,) = set(config.mixers) - {"attention"}
     (layer,) = (name for name, ours in _LAYERS.items() if ours == kind)
-    own = sizes(config, kind)
-    at = [k for k, mixer in enumerate(config.mixers) if mixer == "attention"]
-    attn_cfg = {name: _ATTN_FIXED[name] if ours is None else own[ours] for name, (_, ours) in _ATTN.items()}
-    given = {
+    settings = sizes(config, kind)
+    attention_layers = [k for k, mixer in enumerate(config.mixers) if mixer == "attention"]
+    attn_cfg = {
+        name: _ATTN_FIXED[name] if ours is None else settings[ours] for name, (_, ours) in _ATTN.items()
+    }
+    config_json = {
         "d_model": config.d_model,
         "d_intermediate": config.d_intermediate,
         "n_layer": config.n_layer,
         "vocab_size": config.vocab_size,
-        "ssm_cfg": {"layer": layer, **{name: own[name] for name in _SHARED[kind]}},
-        "attn_layer_idx": at,
-        "attn_cfg": attn_cfg if at else {},
+        "ssm_cfg": {"layer": layer, **{name: settings[name] for name in _SHARED[kind]}},
+        "attn_layer_idx": attention_layers,
+        "attn_cfg": attn_cfg if attention_layers else {},
         "rms_norm": True,
         "residual_in_fp32": True,
         "fused_add_norm": True,
@@ -146,10 +153,10 @@ def convert(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weig
     renamed: Weights = {}
     for name, tensor in weights.items():
         if ".mlp.in_proj." in name:
-            tensor = halves_swapped(tensor)
+            tensor = swap_halves(tensor)
         name = name.replace(".mlp.in_proj.", ".mlp.fc1.").replace(".mlp.out_proj.", ".mlp.fc2.")
         renamed[name if name == HEAD else f"backbone.{name}"] = tensor
-    return given, renamed
+    return config_json, renamed
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""A stack's side of every format: its sizes with defaults filled in, and its weights by their names."""
+"""Sizes and weight names of a stack, which all formats share."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ EMBEDDING, HEAD = "embedding.weight", "lm_head.weight"
 
 
 def sizes(config: StackConfig, kind: str) -> dict[str, Any]:
-    """A configuration's fields, with the defaults of a mixer of that kind and of attention filled in."""
+    """Return a configuration's fields, with the defaults of this kind of mixer and of attention."""
     heads, kv_heads, dim, rotary_dim, bias = AttentionMixer.sizes_of(config)
     return dataclasses.asdict(config) | {
         "d_state": MIXERS[kind].state_size(config),
@@ -29,16 +29,17 @@ def sizes(config: StackConfig, kind: str) -> dict[str, Any]:
     }
 
 
-def as_given(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Other libraries' values as a StackConfig takes them: 2.0 as 2, and "auto" as None. What is no whole
-    number is left for it to refuse."""
+def as_config_values(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return other libraries' values as a StackConfig takes them: 2.0 as 2, and "auto" as None.
+
+    A number that is not integral stays, for StackConfig to refuse."""
     expand, rank = sizes["expand"], sizes.get("dt_rank")
-    whole = int(expand) if isinstance(expand, float) and expand.is_integer() else expand
-    return sizes | {"expand": whole, "dt_rank": None if rank == "auto" else rank}
+    integral = int(expand) if isinstance(expand, float) and expand.is_integer() else expand
+    return sizes | {"expand": integral, "dt_rank": None if rank == "auto" else rank}
 
 
-def by_our_names(tensors: Weights, config: StackConfig) -> tuple[StackConfig, Weights]:
-    """Weights of transformers or mamba-ssm, whose names are a stack's but for the embedding and the MLP.
+def with_stack_names(tensors: Weights, config: StackConfig) -> tuple[StackConfig, Weights]:
+    """Rename weights of transformers or mamba-ssm to a stack's names: only embedding and MLP differ.
 
     Raises:
         ValueError: two tensors stand for one of a stack.
@@ -47,17 +48,19 @@ def by_our_names(tensors: Weights, config: StackConfig) -> tuple[StackConfig, We
     for name, tensor in tensors.items():
         ours = name.removeprefix("backbone.").replace("embeddings.weight", EMBEDDING)
         if ".mlp.fc1." in ours:
-            tensor = halves_swapped(tensor)
+            tensor = swap_halves(tensor)
         ours = ours.replace(".mlp.fc1.", ".mlp.in_proj.").replace(".mlp.fc2.", ".mlp.out_proj.")
         if ours in weights:
             raise ValueError(f"{name}: the model has another tensor for {ours}, and a stack has one")
         weights[ours] = tensor
-    return tied(weights, config)
+    return with_tied_table(weights, config)
 
 
-def tied(weights: Weights, config: StackConfig) -> tuple[StackConfig, Weights]:
-    """With a tied table under both of its names; either may be all that is stored. Two tables that differ are
-    not tied, whatever the configuration says: a head was replaced, or trained by itself."""
+def with_tied_table(weights: Weights, config: StackConfig) -> tuple[StackConfig, Weights]:
+    """Return configuration and weights with a tied table under both of its names; either name may be missing.
+
+    Two tables that differ are not tied, whatever the configuration says: a head was replaced, or trained
+    alone."""
     stored = [weights[name] for name in (EMBEDDING, HEAD) if name in weights]
     if not stored or not config.tie_embeddings:
         return config, weights
@@ -67,22 +70,25 @@ def tied(weights: Weights, config: StackConfig) -> tuple[StackConfig, Weights]:
     return config, {**weights, EMBEDDING: first, HEAD: first}
 
 
-def halves_swapped(weight: Tensor) -> Tensor:
-    """mamba-ssm's MLP computes (value, gate) where a stack's computes (gate, value)."""
+def swap_halves(weight: Tensor) -> Tensor:
+    """Swap the halves of an MLP's input weight: mamba-ssm has (value, gate), a stack (gate, value)."""
     first, second = weight.chunk(2)
     return torch.cat([second, first])
 
 
 def assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Makes these tensors the module's own; none is copied.
+    """Make these tensors the module's parameters and buffers, without a copy.
 
     Raises:
-        ValueError: the module has others, or others in shape.
+        ValueError: the module's names or shapes differ.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in [*own, *given]:
-        if own.get(name) != given.get(name):
-            shapes = [f"shape {shapes[name]}" if name in shapes else "none" for shapes in (own, given)]
+    module_shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    weight_shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in [*module_shapes, *weight_shapes]:
+        if module_shapes.get(name) != weight_shapes.get(name):
+            shapes = [
+                f"shape {shapes[name]}" if name in shapes else "none"
+                for shapes in (module_shapes, weight_shapes)
+            ]
             raise ValueError(f"{name}: its configuration asks for {shapes[0]}, its weights have {shapes[1]}")
     module.load_state_dict(weights, assign=True)

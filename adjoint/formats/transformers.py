@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from adjoint.formats.names import EMBEDDING, HEAD, Weights, as_given, by_our_names, sizes
+from adjoint.formats.names import EMBEDDING, HEAD, Weights, as_config_values, sizes, with_stack_names
 from adjoint.layers import StackConfig
 
 # A stack's sizes, and transformers' keys for them; then those of one of the mixers.
@@ -29,7 +29,7 @@ _KEYS_OF = {
     "mamba": _KEYS | {"dt_rank": "time_step_rank"},
     "mamba2": _KEYS | {"headdim": "head_dim", "ngroups": "n_groups"},
 }
-# What transformers takes for keys that a config.json leaves out.
+# Defaults of transformers for keys that a config.json leaves out.
 _DEFAULTS: dict[str, Any] = {
     "expand": 2,
     "conv_kernel": 4,
@@ -47,30 +47,31 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def from_model(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
-    """The configuration and copies of the weights of a MambaForCausalLM or Mamba2ForCausalLM.
+    """Return the configuration and copies of the weights of a MambaForCausalLM or Mamba2ForCausalLM.
 
     Raises:
         ValueError: the model is neither, or uses an option a stack does not have.
     """
     hf: Any = getattr(hf_model, "config", None)
     kind = getattr(hf, "model_type", None)
-    known = kind in ("mamba", "mamba2", "falcon_mamba")
-    if not known or not hasattr(hf_model, "backbone") or not hasattr(hf_model, "lm_head"):
+    is_mamba = kind in ("mamba", "mamba2", "falcon_mamba")
+    if not is_mamba or not hasattr(hf_model, "backbone") or not hasattr(hf_model, "lm_head"):
         name = type(hf_model).__name__
         raise ValueError(
             f"only MambaForCausalLM and Mamba2ForCausalLM can be copied, this is a {name} of type {kind!r}"
         )
     config = read_config(hf.to_dict())
-    return by_our_names({name: t.clone() for name, t in hf_model.state_dict().items()}, config)
+    return with_stack_names({name: t.clone() for name, t in hf_model.state_dict().items()}, config)
 
 
-def read_config(given: dict[str, Any]) -> StackConfig:
-    """The sizes of a config.json.
+def read_config(config_json: dict[str, Any]) -> StackConfig:
+    """Return the configuration of a stack with the sizes of a config.json.
 
     Raises:
-        ValueError: the model has what a stack does not have. KeyError: a key is missing.
+        ValueError: the model has parts that a stack lacks.
+        KeyError: a key is missing.
     """
-    kind = given["model_type"]
+    kind = config_json["model_type"]
     if kind == "falcon_mamba":
         raise ValueError(
             "Falcon-Mamba's mixer normalises dt, B and C (RMS norms), which a Stack does not have; "
@@ -81,7 +82,7 @@ def read_config(given: dict[str, Any]) -> StackConfig:
             f"a Stack can be a mamba or a mamba2 model of transformers, not one of type {kind!r}; "
             "adjoint.wrap trains recurrent models of other types as they are"
         )
-    hf = {**_DEFAULTS, "tie_word_embeddings": kind == "mamba", **given}
+    hf = {**_DEFAULTS, "tie_word_embeddings": kind == "mamba", **config_json}
     if hf["hidden_act"] not in ("silu", "swish"):
         raise ValueError(f"hidden_act must be silu, the model has {hf['hidden_act']!r}")
     if kind == "mamba2" and list(hf["time_step_limit"]) != [0.0, math.inf]:
@@ -89,17 +90,17 @@ def read_config(given: dict[str, Any]) -> StackConfig:
             f"time_step_limit must be (0, inf): step sizes are not clamped here, the model has "
             f"{hf['time_step_limit']}"
         )
-    own = {ours: hf[theirs] for ours, theirs in _KEYS_OF[kind].items()}
-    d_inner = own["expand"] * own["d_model"]
+    settings = {ours: hf[theirs] for ours, theirs in _KEYS_OF[kind].items()}
+    d_inner = settings["expand"] * settings["d_model"]
     if kind == "mamba" and hf.get("intermediate_size", d_inner) != d_inner:
         raise ValueError(
             f"intermediate_size {hf['intermediate_size']} must be expand * hidden_size = {d_inner}"
         )
-    return StackConfig(mixer=kind, **as_given(own))
+    return StackConfig(mixer=kind, **as_config_values(settings))
 
 
 def why_not(config: StackConfig) -> str | None:
-    """Why a stack of this configuration is no model of transformers; None if it is one."""
+    """Return why a stack of this configuration is no model of transformers; None if it is one."""
     kinds = dict.fromkeys(config.mixers)
     if len(kinds) > 1 or not set(kinds) <= set(_KEYS_OF):
         return "a transformers model's mixers are all mamba or all mamba2, this model's are " + ", ".join(
@@ -113,13 +114,13 @@ def why_not(config: StackConfig) -> str | None:
 
 
 def convert(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weights]:
-    """config.json and weights of the model that a stack is, where `why_not` has no reason against it."""
+    """Return config.json and weights of a stack in transformers' form, if `why_not` has no objection."""
     kind = config.mixers[0]
-    own = sizes(config, kind)
+    settings = sizes(config, kind)
     hf: dict[str, Any] = {
         "architectures": ["MambaForCausalLM" if kind == "mamba" else "Mamba2ForCausalLM"],
         "model_type": kind,
-        **{theirs: own[ours] for ours, theirs in _KEYS_OF[kind].items()},
+        **{theirs: settings[ours] for ours, theirs in _KEYS_OF[kind].items()},
         **({"intermediate_size": config.d_inner} if kind == "mamba" else {"num_heads": config.nheads}),
         "hidden_act": "silu",
         # A stack knows no special tokens, and transformers' defaults would be some of its own.

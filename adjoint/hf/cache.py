@@ -145,7 +145,7 @@ class _Recurrent(_Layer):
     def set(self, name: str, index: int, value: Tensor) -> None:
         self._put(name, index, value, value.shape[-1])
         if (crossing := self.crossings.get((name, index))) is not None:
-            self.left[name, index] = crossing.leave(value)
+            self.left[name, index] = crossing.send(value)
 
     def begin(self, slot: Slot, value: Any) -> None:
         """Puts the state before the chunk there, or what waits for it when it is read."""
@@ -154,7 +154,7 @@ class _Recurrent(_Layer):
         held = f"{slot.name}_states"
         if not isinstance(getattr(self, held), _Awaited):
             setattr(self, held, _Awaited(getattr(self, held)))
-        self._put(slot.name, slot.index, lambda: value.arrive().to(slot.dtype), slot.shape[-1])
+        self._put(slot.name, slot.index, lambda: value.receive().to(slot.dtype), slot.shape[-1])
 
     def _put(self, name: str, index: int, value: Any, taps: int) -> None:
         getattr(self, f"{name}_states")[index] = value
@@ -291,7 +291,7 @@ class ChunkCache(DynamicCache):
             layer, key = self.layers[slot.layer], (slot.name, slot.index)
             value = found[slot.layer][key]
             waits = key in getattr(layer, "crossings", ()) and key not in layer.left
-            out.append(layer.crossings[key].leave(value) if waits else value)
+            out.append(layer.crossings[key].send(value) if waits else value)
         return tuple(out)
 
     def slots(self) -> list[Slot]:

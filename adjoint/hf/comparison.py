@@ -19,7 +19,7 @@ from adjoint.engine.compare import (
     COARSE,
     TOKENS,
     Results,
-    Weighted,
+    WeightedSum,
     alike,
     difference,
     differences_table,
@@ -27,7 +27,7 @@ from adjoint.engine.compare import (
     tolerance,
 )
 from adjoint.engine.grid import EngineSpec, Storage
-from adjoint.engine.leaves import Changed
+from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.errors import LOGGER, VERBOSITY, is_heard
@@ -146,7 +146,7 @@ def _results(model: Any, way: Way, followed: Sequence[str] = ()) -> tuple[Result
             named[name].requires_grad_(name in followed)
         with noise.undone(), noise.of(0), constants.restored():
             loss, gradients = way(model, *some_tokens(model), [named[name] for name in followed])
-            counted = {one.name: one.tensor.clone() for one in constants.all if one.values is not None}
+            counted = {one.name: one.tensor.clone() for one in constants.constants if one.values is not None}
     finally:
         for name, trained in before.items():
             named[name].requires_grad_(trained)
@@ -160,7 +160,7 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
     with as_refusal(model):
         try:
             got, _ = _results(model, by_chunks, list(wanted.gradients))
-        except Changed:
+        except ChunkChangedError:
             refuse(model, f"{what}: {why}")
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     if uses_fsdp(model):
@@ -292,7 +292,7 @@ def by_engine(steps: Callable[[Any, Tensor, Tensor], ChunkedStep]) -> Way:
                     cotangents[-1] = balance.cotangent_of(final[-1])
                     loss = loss + balance.loss(final[-1])
                 gradients, _ = made.backward(torch.ones_like(loss), cotangents)
-        return float(loss), [gradients.of(p) for p in followed]
+        return float(loss), [gradients.get(p) for p in followed]
 
     return way
 
@@ -305,7 +305,7 @@ def ways(method: Any, kind: CallKind, fetches: bool = False) -> tuple[Way, Way]:
         call = Call(model, example_inputs(model, ids, labels, kind))
         found = call.by_transformers(use_cache=False, return_dict=True)
         if not kind.loss:
-            return Weighted.sum(found[0])
+            return WeightedSum.sum(found[0])
         if not kind.routed:
             return found["loss"]
         return found["loss"] + (1 - coefficient(model)) * found["aux_loss"]
@@ -321,7 +321,7 @@ def ways(method: Any, kind: CallKind, fetches: bool = False) -> tuple[Way, Way]:
         if not kind.loss:
             backbone = Backbone(model, slots, recompute=recompute_of(method))
             backbone.padding = call.padding
-            return step_of([backbone, Weighted()], batch, cut)
+            return step_of([backbone, WeightedSum()], batch, cut)
         stage = CausalLM.of(call, slots, method, fetches)
         return step_of([stage], batch, cut, group=SINGLE_RANK if kind.shared else None)
 

@@ -252,7 +252,7 @@ def _compare(model: Any, found: Pretrained) -> None:
     def by_spans(model: Any, ids: Tensor, labels: Tensor) -> ChunkedStep:
         stages = [found.stage(found.part(model, span), span) for span in spans]
         initial = [stage.initial_state(1, ids.device) for stage in stages]
-        batch = Batch.of(ids, labels, states=initial)
+        batch = Batch.from_labels(ids, labels, states=initial)
         return ChunkedStep(stages, batch, comparison.SPEC, found.d_model)
 
     whole, _ = comparison.ways(None, CallKind())

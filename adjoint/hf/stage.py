@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.step import Around, ChunkedStep
+from adjoint.engine.step import ChunkedStep, ContextFactory
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
@@ -32,7 +32,7 @@ from adjoint.hf.router_loss import COUNTED, Balance, Logits
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.parallel.context import ContextParallelStep
-from adjoint.parallel.fsdp import Whole, fsdp_step, trained, uses_fsdp, why_not_shared
+from adjoint.parallel.fsdp import ShardedModelStage, fsdp_step, trained, uses_fsdp, why_not_shared
 
 
 class Backbone:
@@ -47,11 +47,11 @@ class Backbone:
             or "full" (see `Exact`).
 
     Attributes:
-        fetches: whether keys and values of other ranks are fetched for attention (`spread.DistributedPast`).
+        fetches: whether keys and values of other ranks are fetched for attention (`kv.DistributedPast`).
         padding: where hidden states of padding at the right are asked for; its chunks get the model's mask.
     """
 
-    stateful, lazy, reach = True, True, 0
+    stateful, takes_state_handoff, reach = True, True, 0
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ def step_of(
     stages: Sequence[Any],
     batch: Batch,
     spec: EngineSpec,
-    around: Around = contextlib.nullcontext,
+    around: ContextFactory = contextlib.nullcontext,
     group: Any = None,
 ) -> ChunkedStep:
     """A batch's program for a model that is one stage, or has one above it; states begin as zeros.
@@ -298,7 +298,7 @@ def step_of(
         if stages[0].noise.expected:
             check.refuse(model, check.DRAWS)
     if sharded:
-        whole = Whole(stages[0], root_of(model))
+        whole = ShardedModelStage(stages[0], root_of(model))
         return fsdp_step([whole, *stages[1:]], batch, spec, width, sums, group)
     if group is not None:
         return ContextParallelStep(group, stages, batch, spec, width, around, sums)

@@ -23,7 +23,7 @@ from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.compare import TOKENS
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.step import Around, uncompiled
+from adjoint.engine.step import ContextFactory, uncompiled
 from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, comparison, mini_sequence, verification
@@ -393,7 +393,7 @@ def _kernels(model: nn.Module) -> str:
     return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"
 
 
-def _as_it_is(known: Verification) -> Around:
+def _as_it_is(known: Verification) -> ContextFactory:
     """Around a backward: the model as it is now, and no other thread's meanwhile."""
     if not torch.is_grad_enabled() or known.sharded:  # whose backward is part of its forward
         return contextlib.nullcontext

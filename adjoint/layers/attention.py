@@ -38,7 +38,7 @@ class AttentionMixer(Mixer):
     (batch, num_key_value_heads, tokens so far, head_dim) each; before them the conv tail, (batch, channels,
     attention_d_conv - 1), if there is a convolution."""
 
-    projected, lazy = True, True
+    projected, takes_state_handoff = True, True
 
     def __init__(self, config: StackConfig) -> None:
         sizes, taps = self.sizes_of(config), config.attention_d_conv
@@ -95,22 +95,25 @@ class AttentionMixer(Mixer):
     def forward(
         self, x: Tensor, state: tuple[Any, ...], seq_idx: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The output, and a state whose keys and values have the new tokens' appended; or, if the state's
-        are each a `kernels.attention.Past`, to which the forward appends them itself, the new ones alone."""
+        """Return the output and the new state.
+
+        The new state's keys and values are the old ones followed by the new tokens'; or the new tokens'
+        alone, if the old ones are each a `kernels.attention.Past`, to which the forward appends them
+        itself."""
         *tail, _, _ = state
         state, qkv = state[-2:], self.in_proj(x)
         if self.conv1d is not None:
             qkv, *tail = self.conv1d(qkv, tail[0], seq_idx=seq_idx)
         heads, kv_heads, dim, rotary_dim, _ = self.sizes
-        each = [n * dim for n in (heads, kv_heads, kv_heads)]
-        q, k, v = (t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in qkv.split(each, dim=-1))
+        widths = [n * dim for n in (heads, kv_heads, kv_heads)]
+        q, k, v = (t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in qkv.split(widths, dim=-1))
         before, window = state[0], self.config.sliding_window
-        seen = before.shape[2] if isinstance(before, Tensor) else len(before)
-        turns = rotary(seen, x.shape[1], rotary_dim, self.config.rope_theta, q)
+        past_tokens = before.shape[2] if isinstance(before, Tensor) else len(before)
+        turns = rotary(past_tokens, x.shape[1], rotary_dim, self.config.rope_theta, q)
         q, k = rotate(q, *turns), rotate(k, *turns)
         if isinstance(before, Tensor):
             for t in state:
-                checks.shape("initial_state", t, x.shape[0], kv_heads, seen, dim)
+                checks.shape("initial_state", t, x.shape[0], kv_heads, past_tokens, dim)
             keys, values = (torch.cat([s, t.to(s.dtype)], dim=2) for s, t in zip(state, (k, v), strict=True))
             after = keys, values
         else:

@@ -33,8 +33,10 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws all weights again. Projections into the residual stream are divided by the square root of
-        their number in the stack, as in GPT-2, so that the stream's variance does not grow with depth."""
+        """Draw all weights again.
+
+        Projections into the residual stream are divided by the square root of their number in the stack, as
+        in GPT-2, so that the stream's variance does not grow with depth."""
         for module in self.children():
             module.reset_parameters()  # type: ignore[operator]
         residuals = self.config.n_layer * (1 if self.mlp is None else 2)
@@ -49,8 +51,10 @@ class Block(nn.Module):
         return self.feed_forward(mixed, residual=y), state
 
     def feed_forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The part of the block after the mixer. `y` is the residual sum; or, with `residual` (the block's
-        input), the mixer's output: the two are then summed and normalised in one pass."""
+        """Run the part of the block after the mixer.
+
+        `y` is the residual sum; or, with `residual` (the block's input), the mixer's output: the two are then
+        summed and normalised in one pass."""
         if self.mlp is None or self.norm2 is None:
             return y if residual is None else residual + y
         if residual is None:

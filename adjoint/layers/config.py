@@ -108,15 +108,15 @@ class StackConfig:
             if kind in MIXERS:
                 MIXERS[kind].check(self)
             elif ":" not in kind:
-                meant = difflib.get_close_matches(kind, MIXERS, n=1)
+                suggestions = difflib.get_close_matches(kind, MIXERS, n=1)
                 raise ValueError(
                     f"mixer must be one of {', '.join(MIXERS)}, module:Class, or a list of them; got {kind!r}"
-                    + "".join(f": did you mean {name}?" for name in meant)
+                    + "".join(f": did you mean {name}?" for name in suggestions)
                 )
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """The kind of each layer's mixer."""
+        """Kinds of the layers' mixers, one per layer."""
         return (self.mixer,) * self.n_layer if isinstance(self.mixer, str) else tuple(self.mixer)
 
     @property

@@ -22,7 +22,7 @@ class GatedDeltaNetMixer(Mixer):
     out_proj. State: (conv tail (batch, channels, d_conv - 1), S (batch, nheads, d_state, headdim))."""
 
     default_d_state = 64
-    projected, lazy = True, True
+    projected, takes_state_handoff = True, True
 
     def __init__(self, config: StackConfig) -> None:
         n, key_heads = self.state_size(config), self.count_key_heads(config)
@@ -40,7 +40,7 @@ class GatedDeltaNetMixer(Mixer):
         self.reset_parameters()
 
     def _add_gates(self, config: StackConfig) -> None:
-        """Makes the weights that a subclass has besides."""
+        """Make the further weights of a subclass."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -50,17 +50,17 @@ class GatedDeltaNetMixer(Mixer):
 
     @classmethod
     def gate_sizes(cls, config: StackConfig) -> tuple[int, int, int]:
-        """Of in_proj's outputs for the output gate, beta and the decay."""
+        """Return the sizes of in_proj's outputs for the output gate, beta and the decay."""
         return config.d_inner, config.nheads, config.nheads
 
     @classmethod
     def count_decays(cls, config: StackConfig) -> int:
-        """Number of decays per head."""
+        """Return the number of decays per head."""
         return 1
 
     @classmethod
     def count_key_heads(cls, config: StackConfig) -> int:
-        """Number of query heads, and of key heads."""
+        """Return the number of query heads, which is also that of key heads."""
         return config.linear_num_key_heads or config.nheads
 
     @classmethod
@@ -102,15 +102,15 @@ class GatedDeltaNetMixer(Mixer):
         return self.out_proj(y.flatten(-2)), (tail, S)
 
     def log_decay(self, a: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rule's g, from in_proj's output for it."""
+        """Return the rule's g, from in_proj's output for it."""
         return rates(self.A_log) * F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
 
     def gate(self, z: Tensor) -> Tensor:
-        """The output's factor, (…, d_inner)."""
+        """Return the output's factor, (…, d_inner)."""
         return F.silu(z)
 
     def _key_heads(self, t: Tensor) -> Tensor:
-        """Keys or queries as unit vectors, repeated for heads that share them: (…, nheads, d_state)."""
+        """Return keys or queries as unit vectors (…, nheads, d_state), repeated for heads that share them."""
         t = t.unflatten(-1, (self.key_heads, self.d_state))
         t = t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
         shared = self.config.nheads // self.key_heads
@@ -118,9 +118,11 @@ class GatedDeltaNetMixer(Mixer):
 
 
 class KDAMixer(GatedDeltaNetMixer):
-    """Gated DeltaNet with a decay for each channel of a head's keys. Decays and the output gate, a sigmoid,
-    come from headdim channels each, which f_b_proj and g_b_proj widen: in_proj is what fla's layer has as
-    q_proj, k_proj, v_proj, b_proj and the first halves of f_proj and g_proj."""
+    """Gated DeltaNet with a decay for each channel of a head's keys.
+
+    Decays and the output gate, a sigmoid, come from headdim channels each, which f_b_proj and g_b_proj widen:
+    in_proj is what fla's layer has as q_proj, k_proj, v_proj, b_proj and the first halves of f_proj and
+    g_proj."""
 
     def _add_gates(self, config: StackConfig) -> None:
         self.f_b_proj = nn.Linear(config.headdim, len(self.dt_bias), bias=False)
@@ -145,10 +147,10 @@ class KDAMixer(GatedDeltaNetMixer):
         """Counts besides the decays of each head's channels, before and after softplus and as they enter the
         rule, and what makes them and the gate."""
         decays, low = config.nheads * cls.count_decays(config), 2 * config.headdim
-        kept = super().kept_bytes(config, element, selective) + low * element
+        stored = super().kept_bytes(config, element, selective) + low * element
         if selective:
-            return kept - config.d_inner * element
-        return kept + 3 * decays * max(element, 4)
+            return stored - config.d_inner * element
+        return stored + 3 * decays * max(element, 4)
 
     def log_decay(self, a: Tensor, dtype: torch.dtype) -> Tensor:
         steps = F.softplus(self.f_b_proj(a).to(dtype) + self.dt_bias.to(dtype))

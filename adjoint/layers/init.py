@@ -13,20 +13,21 @@ from adjoint.layers.config import StackConfig
 
 
 def draw_seed() -> int:
-    """A seed for weights, drawn from PyTorch's generator, so that `torch.manual_seed` decides it."""
+    """Return a seed for weights, drawn from PyTorch's generator, so that `torch.manual_seed` decides it."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
 def seed_of(seed: int, *piece: int) -> int:
-    """The seed of one piece, such as a layer, from the seed of the whole and the piece's number(s)."""
+    """Return the seed of one piece, such as a layer, from the model's seed and the piece's number(s)."""
     # a Python int, as NumPy 1 cannot shift a uint64 by an int
     return int(np.random.SeedSequence([seed, *piece]).generate_state(1, np.uint64)[0]) >> 1
 
 
 @contextlib.contextmanager
 def drawn_from(seed: int, *piece: int) -> Iterator[None]:
-    """Draws inside come from a generator seeded by (seed, *piece); afterwards PyTorch's generators continue
-    as if nothing had been drawn."""
+    """Let draws inside come from a generator seeded by (seed, *piece).
+
+    Afterwards PyTorch's generators continue as if nothing had been drawn."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed_of(seed, *piece))
@@ -34,15 +35,16 @@ def drawn_from(seed: int, *piece: int) -> Iterator[None]:
 
 
 def inverse_softplus_steps(config: StackConfig, like: Tensor) -> Tensor:
-    """Biases whose softplus, the initial step size, is log-uniform in [dt_min, dt_max], so that the channels
-    start with short and long memories; of the shape of `like`."""
+    """Return biases whose softplus, the initial step size, is log-uniform in [dt_min, dt_max].
+
+    They have the shape of `like`; so channels start with short and long memories."""
     low, high = math.log(config.dt_min), math.log(config.dt_max)
     steps = torch.exp(torch.rand_like(like) * (high - low) + low).clamp(min=config.dt_init_floor)
     return steps + torch.log(-torch.expm1(-steps))
 
 
 def reset(*modules: Any) -> None:
-    """Draws the modules' weights again, in this order, with zero biases in linear layers; skips None."""
+    """Draw the modules' weights again, in this order, with zero biases in linear layers; skip None."""
     for module in modules:
         if module is not None:
             module.reset_parameters()

@@ -78,14 +78,14 @@ class MambaMixer(ScanMixer):
         delta, B, C = self.x_proj(u).split([self.dt_proj.in_features, d_state, d_state], dim=-1)
         return MambaScanInputs(u, F.linear(delta, self.dt_proj.weight), B, C, z), conv_tail
 
-    def scan(self, inputs: MambaScanInputs, h: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-        """Gated outputs (batch, seqlen, d_inner) and the final h."""
+    def scan(self, inputs: MambaScanInputs, h: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return gated outputs (batch, seqlen, d_inner) and the final h."""
         u, delta, B, C, z = inputs
         A, bias = rates(self.A_log), self.dt_proj.bias
-        return selective_scan(u, delta, A, B, C, self.D, z, bias, True, initial_state=h, **where)
+        return selective_scan(u, delta, A, B, C, self.D, z, bias, True, initial_state=h, **options)
 
     def log_decay(self, inputs: MambaScanInputs) -> Tensor:
-        """(batch, seqlen, d_inner): the slowest decay of each channel's states."""
+        """Return the slowest log decay of each channel's states, (batch, seqlen, d_inner)."""
         slowest = rates(self.A_log).amin(1)
         step = F.softplus(inputs.delta.to(slowest.dtype) + self.dt_proj.bias.to(slowest.dtype))
         return step * slowest

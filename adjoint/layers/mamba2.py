@@ -78,14 +78,14 @@ class Mamba2Mixer(ScanMixer):
         B, C = (v.unflatten(-1, (c.ngroups, self.d_state)) for v in (B, C))
         return SSDScanInputs(x.unflatten(-1, (c.nheads, c.headdim)), dt, B, C, z), conv_tail
 
-    def scan(self, inputs: SSDScanInputs, h: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-        """Outputs (batch, seqlen, nheads, headdim) and the final h."""
+    def scan(self, inputs: SSDScanInputs, h: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return outputs (batch, seqlen, nheads, headdim) and the final h."""
         x, dt, B, C, _ = inputs
         A, D, bias = rates(self.A_log), self.D, self.dt_bias
-        return ssd_scan(x, dt, A, B, C, D, None, bias, True, initial_state=h, **where)
+        return ssd_scan(x, dt, A, B, C, D, None, bias, True, initial_state=h, **options)
 
     def log_decay(self, inputs: SSDScanInputs) -> Tensor:
-        """(batch, seqlen, nheads)."""
+        """Return the log decays, (batch, seqlen, nheads)."""
         A = rates(self.A_log)
         return F.softplus(inputs.dt.to(A.dtype) + self.dt_bias.to(A.dtype)) * A
 

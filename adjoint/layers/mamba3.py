@@ -74,7 +74,7 @@ class Mamba3Mixer(Mixer):
 
     @classmethod
     def count_angles(cls, config: StackConfig) -> int:
-        """Number of rotated pairs of channels."""
+        """Return the number of rotated pairs of channels."""
         return int(cls.state_size(config) * config.rope_fraction) // 2
 
     @classmethod
@@ -129,17 +129,18 @@ class Mamba3Mixer(Mixer):
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
         v_last = v[:, -1].clone()  # a view would keep the memory of all tokens
         v, v_before = (_spread(t.to(dtype), self.mimo_x) for t in (v, v_before))
-        # v ⊗ k of a token enters h twice: `own` of it with the token, `due` of it with the next token. The
-        # chunk's last token leaves its second part to the next chunk; v_before brings the last chunk's.
-        shares, own = (1 - trap) * dt, trap * dt
-        due = F.pad(shares[:, 1:], (0, 0, 0, 1))
+        # v ⊗ k of a token enters h twice: `own_share` of it with the token, `due_share` with the next one.
+        # A chunk's last token leaves its second part to the next chunk; v_before brings the last chunk's.
+        shares, own_share = (1 - trap) * dt, trap * dt
+        due_share = F.pad(shares[:, 1:], (0, 0, 0, 1))
         if reset_at is not None:  # nothing is due across a document's beginning
-            due = due.masked_fill(F.pad(reset_at[:, 1:], (0, 1))[..., None], 0)
+            due_share = due_share.masked_fill(F.pad(reset_at[:, 1:], (0, 1))[..., None], 0)
         v_before = shares[:, 0, :, None, None] * v_before
         h = h.to(dtype) + (v_before[..., None] * k_before.to(dtype)[..., None, :]).sum(2)
-        # The scan adds both parts with the token itself; `_within` subtracts `due` from the token's output.
-        y, h = _scan(own + due, decay, v, k_turned.to(z.dtype), q_turned.to(z.dtype), h, seq_idx)
-        y = y + _within(own, due, self.D.to(dtype), v, k, q).transpose(2, 3)
+        # The scan adds both parts with the token itself; `_within` subtracts `due_share` from the
+        # token's output.
+        y, h = _scan(own_share + due_share, decay, v, k_turned.to(z.dtype), q_turned.to(z.dtype), h, seq_idx)
+        y = y + _within(own_share, due_share, self.D.to(dtype), v, k, q).transpose(2, 3)
         y = y.to(z.dtype)
         if self.norm is not None:
             y = self.norm(y.flatten(-2)).unflatten(-1, (c.nheads, -1))
@@ -149,8 +150,9 @@ class Mamba3Mixer(Mixer):
         return self.out_proj(y.flatten(-2)), state
 
     def _heads(self, t: Tensor, norm: RMSNorm, bias: Tensor) -> Tensor:
-        """Keys or queries, (batch, seqlen, nheads, rank, d_state): each group's normalised vectors plus the
-        bias of each of its heads."""
+        """Return keys or queries, (batch, seqlen, nheads, rank, d_state).
+
+        They are each group's normalised vectors plus the bias of each of its heads."""
         c = self.config
         t = norm(t.unflatten(-1, (self.rank, c.ngroups, self.d_state))).transpose(2, 3)[:, :, :, None]
         return (bias.unflatten(0, (c.ngroups, -1)) + t).flatten(2, 3)  # bias first: the sum takes its layout
@@ -171,8 +173,10 @@ def _scan(
     h: Tensor,
     seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs y_r = h_r q_r, and the final h. h_r has decayed by the token's decay and contains share v ⊗ k
-    of the token's inputs up to r. It is one SSD scan, in k's dtype, whose entries are tokens' single inputs.
+    """Return the outputs y_r = h_r q_r, and the final h.
+
+    h_r has decayed by the token's decay and contains share v ⊗ k of the token's inputs up to r. It is one SSD
+    scan, in k's dtype, whose entries are tokens' single inputs.
 
     An entry's input is divided by its decay, so no decay may be 0: a token's first entry gets its decay less
     (rank - 1) ε, the others ε each. Input r is then written, and output r read, too early by (rank - 1 - r)
@@ -203,14 +207,16 @@ def _scan(
     return (y if early is None else y / early[..., None]), h
 
 
-def _within(own: Tensor, due: Tensor, D: Tensor, v: Tensor, k: Tensor, q: Tensor) -> Tensor:
-    """What to add to `_scan`'s outputs for inputs of the same token, in v's shape: D v; minus the `due` part
-    of the inputs up to the output's own, which `_scan` added too early; plus the `own` part of the inputs
-    after it, which `_scan` added too late. k and q are not rotated here: the token's own angles cancel."""
+def _within(own_share: Tensor, due_share: Tensor, D: Tensor, v: Tensor, k: Tensor, q: Tensor) -> Tensor:
+    """Return the correction of `_scan`'s outputs for inputs of the same token, in v's shape.
+
+    It is D v; minus the `due_share` of the inputs up to the output's own, which `_scan` added too early; plus
+    the `own_share` of the inputs after it, which `_scan` added too late. k and q are not rotated here: the
+    token's own angles cancel."""
     if v.shape[3] == 1:
-        return (D[:, None] - due[..., None] * (k * q).sum(-1))[..., None] * v
+        return (D[:, None] - due_share[..., None] * (k * q).sum(-1))[..., None] * v
     later = torch.ones(2 * v.shape[3:4], dtype=torch.bool, device=v.device).triu(1)
-    weights = torch.where(later, own[..., None, None], -due[..., None, None]) * (q @ k.mT)
+    weights = torch.where(later, own_share[..., None, None], -due_share[..., None, None]) * (q @ k.mT)
     return weights @ v + D[:, None, None] * v
 
 
@@ -248,7 +254,7 @@ class _Turned(torch.autograd.Function):
 
 
 def _pairs(t: Tensor, n: int, halves: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second channels of the first n pairs."""
+    """Return the first and the second channels of the first n pairs."""
     if halves:
         first, second = t.chunk(2, dim=-1)
         return first[..., :n], second[..., :n]
@@ -257,7 +263,7 @@ def _pairs(t: Tensor, n: int, halves: bool) -> tuple[Tensor, Tensor]:
 
 
 def _complex(t: Tensor, n: int, halves: bool) -> Tensor:
-    """The first n pairs of channels as complex numbers: a view of t if each pair is adjacent in memory."""
+    """Return the first n pairs of channels as complex numbers, a view of t if pairs are adjacent."""
     if halves or t.shape[-1] % 2:
         return torch.complex(*_pairs(t, n, halves))
     return torch.view_as_complex(t[..., : 2 * n].unflatten(-1, (-1, 2)))
@@ -268,6 +274,8 @@ def _turn(t: Tensor, turn: Tensor, halves: bool) -> Tensor:
     pairs = _complex(turned, turn.shape[-1], halves)
     pairs *= turn
     if not pairs._is_view():
-        for part, made in zip(_pairs(turned, turn.shape[-1], halves), (pairs.real, pairs.imag), strict=True):
-            part.copy_(made)
+        for channels, rotated in zip(
+            _pairs(turned, turn.shape[-1], halves), (pairs.real, pairs.imag), strict=True
+        ):
+            channels.copy_(rotated)
     return turned

@@ -13,18 +13,26 @@ from adjoint.layers.config import MIXERS, StackConfig
 
 
 def arrived(before: Any) -> Tensor:
-    """A tensor of the state before the chunk, as a `lazy` mixer reads it: it may still be on its way from
-    another process (`adjoint.parallel.handoff`)."""
-    return before if isinstance(before, Tensor) else before.arrive()
+    """Return a tensor of the state before the chunk, waiting for it if it is on its way from another process.
+
+    A mixer with `takes_state_handoff` reads its state by this (`adjoint.parallel.handoff`).
+
+    Args:
+        before: the tensor, or the `StateHandoff` in its place.
+    """
+    return before if isinstance(before, Tensor) else before.receive()
 
 
 def handed_on(before: Any, after: Tensor) -> Tensor:
-    """A tensor of the state after the chunk, as a `lazy` mixer returns it: another process may wait for it.
+    """Return a tensor of the state after the chunk, sending it on if another process waits for it.
+
+    A mixer with `takes_state_handoff` passes its new state through this as soon as it has it.
 
     Args:
-        before: the same one of the state before the chunk, as the mixer was given it.
+        before: the corresponding entry of the state that the mixer got.
+        after: the new tensor.
     """
-    return after if isinstance(before, Tensor) else before.leave(after)
+    return after if isinstance(before, Tensor) else before.send(after)
 
 
 class Mixer(nn.Module):
@@ -42,8 +50,8 @@ class Mixer(nn.Module):
         default_d_state: `d_state` where the configuration gives none.
         projected: whether the input goes into in_proj alone, so that the norm may write autocast's dtype.
         windowed: whether its recurrence can be cut to a window, as a `ScanMixer`'s can.
-        lazy: whether it takes recurrent tensors of the state by `arrived`, no sooner than it reads them, and
-            returns them by `handed_on`, as soon as it has them.
+        takes_state_handoff: whether it takes recurrent tensors of the state by `arrived`, no sooner than it
+            reads them, and returns them by `handed_on`, as soon as it has them.
         grows: for each tensor of the state, the dimension that each chunk's tokens lengthen; None for one of
             fixed size.
     """
@@ -51,7 +59,7 @@ class Mixer(nn.Module):
     default_d_state: ClassVar[int] = 16
     projected: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
-    lazy: ClassVar[bool] = False
+    takes_state_handoff: ClassVar[bool] = False
 
     def __init__(self, config: StackConfig, *state_shapes: tuple[int | None, ...]) -> None:
         super().__init__()
@@ -60,32 +68,33 @@ class Mixer(nn.Module):
 
     @classmethod
     def check(cls, config: StackConfig) -> None:
-        """Raises a ValueError if the configuration's sizes do not fit together in this mixer."""
+        """Raise a ValueError if the configuration's sizes do not fit together in this mixer."""
 
     @classmethod
     def state_size(cls, config: StackConfig) -> int:
-        """d_state, or its default."""
+        """Return d_state, or its default."""
         return cls.default_d_state if config.d_state is None else config.d_state
 
     @classmethod
     def reach(cls, config: StackConfig) -> int:
-        """Number of tokens before a piece of the sequence whose inputs its windowed vjp reads, for the
-        convolution."""
+        """Return the number of earlier tokens whose inputs the convolution of a windowed vjp reads."""
         return 0
 
     @classmethod
     def inputs_per_token(cls, config: StackConfig) -> int:
-        """Number of inputs, and of outputs, per token that share the state."""
+        """Return the number of inputs, and of outputs, per token that share the state."""
         return 1
 
     @classmethod
     def attended_channels(cls, config: StackConfig) -> int:
-        """Channels of all heads in which attention compares two tokens; 0 for a recurrence."""
+        """Return the channels of all heads in which attention compares two tokens; 0 for a recurrence."""
         return 0
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """Bytes per token kept for its backward, besides the residual stream; within a fifth of autograd's.
+        """Return the bytes per token kept for the mixer's backward, without the residual stream.
+
+        The number is within a fifth of autograd's.
 
         Args:
             element: bytes of an activation's element.
@@ -94,14 +103,16 @@ class Mixer(nn.Module):
         return 8 * config.d_model * element  # a guess, for a user's layer
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
-        """The zero state, a tensor of (batch, *shape) for each of `state_shapes`; what grows has length 0."""
+        """Return the zero state: a tensor (batch, *shape) per shape, growing dimensions being 0."""
         shapes = [[batch, *(n or 0 for n in shape)] for shape in self.state_shapes]
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 
 
 class ScanMixer(Mixer):
-    """A mixer whose recurrence is a scan that can be cut to a window. State: (conv tail, h), or (h,) without
-    a convolution; the conv tail is the convolution's last d_conv - 1 inputs.
+    """A mixer whose recurrence is a scan that can be cut to a window.
+
+    State: (conv tail, h), or (h,) without a convolution; the conv tail is the convolution's last d_conv - 1
+    inputs.
 
     A subclass has these functions of x (batch, seqlen, d_model):
 
@@ -113,7 +124,7 @@ class ScanMixer(Mixer):
         conv_tail(x)   → the conv tail after the d_conv - 1 tokens x
     """
 
-    windowed, lazy = True, True
+    windowed, takes_state_handoff = True, True
     scan_inputs: Any
     scan: Any
     scan_outputs: Any
@@ -126,7 +137,7 @@ class ScanMixer(Mixer):
 
 
 def make_mixer(config: StackConfig, layer: int) -> nn.Module:
-    """The mixer of layer number `layer`, its parameters initialised.
+    """Return the mixer of layer number `layer`, its parameters initialised.
 
     Raises:
         UserError: a class "module:Class" does not exist or is no mixer.
@@ -141,7 +152,7 @@ def make_mixer(config: StackConfig, layer: int) -> nn.Module:
         raise UserError(
             f"mixer {kind!r}: {error}; name a class as module:Class, the module importable"
         ) from None
-    missing = [what for what in ("initial_state", "reset_parameters") if not hasattr(mixer, what)]
+    missing = [method for method in ("initial_state", "reset_parameters") if not hasattr(mixer, method)]
     is_module = isinstance(mixer, nn.Module)
     if missing or not is_module:
         raise UserError(f"mixer {kind!r} must be a torch module with {' and '.join(missing) or 'a forward'}")
@@ -151,12 +162,12 @@ def make_mixer(config: StackConfig, layer: int) -> nn.Module:
 
 
 def reach_of(config: StackConfig) -> int:
-    """The largest `Mixer.reach` of a stack's layers."""
+    """Return the largest `Mixer.reach` of a stack's layers."""
     return max(MIXERS.get(kind, Mixer).reach(config) for kind in config.mixers)
 
 
 def check_heads(config: StackConfig, ngroups: int = 1) -> None:
-    """Raises a ValueError if headdim does not divide d_inner, or ngroups the number of heads."""
+    """Raise a ValueError if headdim does not divide d_inner, or ngroups the number of heads."""
     if config.d_inner % config.headdim:
         raise ValueError(
             f"headdim {config.headdim} must divide d_inner = expand * d_model = {config.d_inner}"
@@ -166,5 +177,5 @@ def check_heads(config: StackConfig, ngroups: int = 1) -> None:
 
 
 def rates(A_log: Tensor) -> Tensor:
-    """A = -exp(A_log), in float32 (float64 in a float64 model)."""
+    """Return A = -exp(A_log), in float32 (float64 in a float64 model)."""
     return -A_log.to(accumulate_dtype(A_log.dtype)).exp()

@@ -67,7 +67,7 @@ class SelectiveMixer(ScanMixer):
         return (2 * n * config.d_model + (3 * n * n if cls.structure == "dense" else 0)) * element
 
     def transition(self, x: Tensor) -> Tensor:
-        """A_t for inputs (…, d_model): (…, 1), (…, d_state) or (…, d_state, d_state)."""
+        """Return A_t for inputs (…, d_model): (…, 1), (…, d_state) or (…, d_state, d_state)."""
         raw = self.A_proj(x)
         if self.structure != "dense":
             return torch.exp(-F.softplus(raw))
@@ -77,11 +77,11 @@ class SelectiveMixer(ScanMixer):
         return (decay / (matrix.abs().sum(-1) + 1e-6)).unsqueeze(-1) * matrix
 
     def input_matrix(self, x: Tensor) -> Tensor:
-        """B_t (…, d_state, d_model)."""
+        """Return B_t (…, d_state, d_model)."""
         return self.B_proj(x).unflatten(-1, (self.d_state, self.config.d_model))
 
     def output_matrix(self, x: Tensor) -> Tensor:
-        """C_t (…, d_model, d_state)."""
+        """Return C_t (…, d_model, d_state)."""
         return self.C_proj(x).unflatten(-1, (self.config.d_model, self.d_state))
 
     def scan_inputs(
@@ -90,17 +90,20 @@ class SelectiveMixer(ScanMixer):
         b = (self.input_matrix(x) @ x.unsqueeze(-1)).squeeze(-1)
         return SelectiveScanInputs(self.transition(x), b, self.output_matrix(x)), None
 
-    def scan(self, inputs: SelectiveScanInputs, h: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-        """All states (batch, seqlen, d_state), and the last one, from which the next chunk continues: it is
-        not rounded to 16 bits."""
+    def scan(self, inputs: SelectiveScanInputs, h: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return all states (batch, seqlen, d_state), and the last one, from which the next chunk continues.
+
+        The last one is not rounded to 16 bits."""
         a, b, _ = inputs
-        states = linear_scan(a, b.to(accumulate_dtype(b.dtype)), initial_state=h, **where)
+        states = linear_scan(a, b.to(accumulate_dtype(b.dtype)), initial_state=h, **options)
         last = states[:, -1].clone()  # a view would keep the memory of all states
         return states.to(b.dtype), last
 
     def log_decay(self, inputs: SelectiveScanInputs) -> Tensor:
-        """Each channel's log decay, (batch, seqlen, 1 | d_state); for a dense A the log of its maximum norm,
-        which bounds how the adjoint state's sum norm shrinks."""
+        """Return each channel's log decay, (batch, seqlen, 1 | d_state).
+
+        For a dense A it is the log of its maximum norm, which bounds how the adjoint state's sum norm
+        shrinks."""
         a = inputs.a.abs().sum(-1).amax(-1, keepdim=True) if self.structure == "dense" else inputs.a
         return torch.log(a.to(accumulate_dtype(a.dtype)))
 

@@ -1,6 +1,12 @@
-"""Recurrent states that cross chunk edges, from rank to rank, while chunks run: a layer waits for its state
-when it reads it, and hands the new one on as soon as it is there, so that the layers of a model that is one
-stage follow one another over the ranks like a wave."""
+"""Recurrent states that move between context-parallel ranks while their chunks run.
+
+Each rank runs every n-th chunk. A layer needs the state that the chunk before left, which is on another rank:
+
+    forward   rank r-1 --- state --->  rank r  (before the layer's first token)
+    backward  rank r-1 <-- cotangent - rank r  (when autograd reaches the state)
+
+The layer itself decides when it reads and writes its state. So the layers of a model that is a single stage
+overlap across ranks like a pipeline."""
 
 from __future__ import annotations
 
@@ -15,145 +21,165 @@ from adjoint.parallel.transport import Messages
 
 
 class StateHandoff:
-    """A recurrent tensor of a state at both edges of a chunk that runs: the one before it arrives, the one
-    after it leaves. A stage that is `lazy` gets it in the tensor's place.
+    """A recurrent tensor of a stage's state, at both edges of a running chunk.
+
+    A stage with `takes_state_handoff` gets this object in the tensor's place. It reads the state before the
+    chunk with `receive`, and publishes the state after it with `send`.
+
+    Each run of a tile has its own; one that recomputes a tape has no `next_rank`. Calls come in this order:
+    `post_receive` if the state is on another rank, `receive`, `send`, `end_forward`, `begin_backward`,
+    `end_backward`, `wait`. Activation checkpointing inside the tile calls `receive` and `send` again in the
+    backward, when they exchange nothing.
 
     Args:
-        transport, tag: of its messages.
-        value: the state before the chunk, or where it will be.
-        pending: waits for it; None where it is there.
-        onward: the rank that has the next chunk, and reads this state; None of none, or where it has it.
-        back: the rank that gets the cotangent of the state before the chunk; None of none.
-        ahead: the rank that gives the cotangent of the state after the chunk; None of none.
-        dtype: of messages.
+        messages: transport to the other ranks.
+        tag: distinguishes this tensor's messages from those of others.
+        initial_state: the state before the chunk, or the buffer that it will be received into.
+        message_dtype: dtype of the messages.
+        next_rank: the rank that reads the state after the chunk; None if there is none, or if it has got the
+            state already.
+        previous_rank: the rank that waits for the cotangent of the state before the chunk, or None.
+        gradient_source: the rank that sends the cotangent of the state after the chunk, or None.
 
     Attributes:
-        anchor: a tensor that requires a gradient, to which the arrived state's graph leads.
-        left: the state after the chunk, once it has left.
-        d: the cotangent of the state before the chunk.
+        anchor: gives the received state a place in autograd's graph, although it is no parameter.
+        grad_initial_state: cotangent of the state before the chunk, if no other rank waits for it.
     """
 
     def __init__(
         self,
-        transport: Messages,
+        messages: Messages,
         tag: int,
-        value: Tensor,
-        dtype: torch.dtype,
-        onward: int | None,
-        back: int | None,
-        ahead: int | None,
+        initial_state: Tensor,
+        message_dtype: torch.dtype,
+        next_rank: int | None,
+        previous_rank: int | None,
+        gradient_source: int | None,
     ) -> None:
-        self.transport, self.tag, self.value, self.dtype = transport, tag, value, dtype
-        self.onward, self.back, self.ahead = onward, back, ahead
-        self.pending: Pending | None = None
+        self.messages, self.tag, self.initial_state, self.message_dtype = (
+            messages,
+            tag,
+            initial_state,
+            message_dtype,
+        )
+        self.next_rank, self.previous_rank, self.gradient_source = next_rank, previous_rank, gradient_source
+        self._wait_for_state: Pending | None = None
         self.anchor = torch.zeros((), requires_grad=True)
-        self.given: Tensor | None = None
-        self.rows: Tensor | None = None
-        self.left: Tensor | None = None
-        self.d: Tensor | None = None
-        self.awaited: Pending | None = None
-        self.sends: list[Any] = []
-        self.closed = False
+        self._received: Tensor | None = None
+        self.rows_to_reset: Tensor | None = None
+        self._sent: Tensor | None = None
+        self.grad_initial_state: Tensor | None = None
+        self._wait_for_gradient: Pending | None = None
+        self._unfinished_sends: list[Any] = []
+        self._forward_ended = False
 
-    def expect(self, source: int) -> None:
-        """Gets ready for the state before the chunk."""
-        self.pending = self.transport.post(source, self.value, self.tag)
+    def post_receive(self, source: int) -> None:
+        """Start to receive the state before the chunk from rank `source`."""
+        self._wait_for_state = self.messages.post(source, self.initial_state, self.tag)
 
-    def arrive(self) -> Tensor:
-        """The state before the chunk, for which it waits. Once closed it is computed again: as the first
-        time, and without a message."""
-        if self.pending is not None:
-            self.pending()
-            self.pending = None
-        if self.given is not None:
-            return self.given
-        given = _Arrived.apply(self.anchor, self) if torch.is_grad_enabled() else self.value.clone()
-        if self.rows is not None:
-            given = given.masked_fill(self.rows.view(-1, *[1] * (given.dim() - 1)), 0)
-        if not self.closed:  # kept any longer, it would hold this through its graph
-            self.given = given
-        return given
+    def receive(self) -> Tensor:
+        """Return the state before the chunk, waiting for its message if necessary.
+
+        When activation checkpointing runs the layer again, the state is there already."""
+        if self._wait_for_state is not None:
+            self._wait_for_state()
+            self._wait_for_state = None
+        if self._received is not None:
+            return self._received
+        state = _Receive.apply(self.anchor, self) if torch.is_grad_enabled() else self.initial_state.clone()
+        if self.rows_to_reset is not None:
+            state = state.masked_fill(self.rows_to_reset.view(-1, *[1] * (state.dim() - 1)), 0)
+        if not self._forward_ended:  # storing a recomputed state would keep its whole graph alive
+            self._received = state
+        return state
 
     def reset(self, rows: Tensor) -> None:
-        """Lets the state arrive with zeros in `rows` (batch,) bool."""
-        self.rows = rows
+        """Zero the state in `rows` (batch,) bool when it is read: a document begins there."""
+        self.rows_to_reset = rows
 
-    def leave(self, state: Tensor) -> Tensor:
-        """Hands on the state after the chunk; gives what the stage returns in its place."""
-        if self.closed:
+    def send(self, state: Tensor) -> Tensor:
+        """Send the state after the chunk; return the tensor that the stage returns in its place.
+
+        Raises:
+            UserError: the layer writes this state for the second time in a chunk.
+        """
+        if self._forward_ended:
             return state
-        if self.left is not None:
+        if self._sent is not None:
             raise UserError(
                 "sequence_group: a layer writes its state more than once in a chunk, which has left for the "
                 "next rank by then: leave sequence_group out"
             )
-        if self.onward is not None:
-            self._send(self.onward, state.detach())
-        followed = self.ahead is not None and torch.is_grad_enabled()
-        self.left = _Left.apply(state, self) if followed else state
-        return self.left
+        if self.next_rank is not None:
+            self._send(self.next_rank, state.detach())
+        followed = self.gradient_source is not None and torch.is_grad_enabled()
+        self._sent = _Send.apply(state, self) if followed else state
+        return self._sent
 
-    def close(self) -> None:
-        """At the end of the chunk: from now on it is computed again at most."""
-        assert self.left is not None, "a lazy stage hands on all of its state"
-        self.closed, self.left, self.given = True, None, None
+    def end_forward(self) -> None:
+        """Note the end of the forward: what activation checkpointing runs from now on exchanges nothing."""
+        assert self._sent is not None, "a stage that takes StateHandoffs sends all of its state"
+        self._forward_ended, self._sent, self._received = True, None, None
 
     def begin_backward(self) -> None:
-        """Gets ready for the cotangent of the state after the chunk."""
-        if self.ahead is not None:
-            room = torch.empty(self.value.shape, dtype=self.dtype, device=self.value.device)
-            self.awaited = self.transport.post(self.ahead, room, self.tag)
+        """Start to receive the cotangent of the state after the chunk."""
+        if self.gradient_source is not None:
+            room = torch.empty(
+                self.initial_state.shape, dtype=self.message_dtype, device=self.initial_state.device
+            )
+            self._wait_for_gradient = self.messages.post(self.gradient_source, room, self.tag)
 
-    def cotangent(self) -> Tensor | None:
-        """That of the state after the chunk, for which it waits; None if there is none."""
-        if self.awaited is None:
+    def receive_cotangent(self) -> Tensor | None:
+        """Wait for and return the cotangent of the state after the chunk; None if no rank sends one."""
+        if self._wait_for_gradient is None:
             return None
-        wait, self.awaited = self.awaited, None
+        wait, self._wait_for_gradient = self._wait_for_gradient, None
         return wait()
 
-    def hand_back(self, d: Tensor | None) -> None:
-        """Hands on the cotangent of the state before the chunk."""
-        if self.back is not None:
-            self._send(self.back, torch.zeros_like(self.value) if d is None else d)
-            self.back = None
+    def send_cotangent(self, d: Tensor | None) -> None:
+        """Send the cotangent of the state before the chunk, or store it if no rank waits for it."""
+        if self.previous_rank is not None:
+            self._send(self.previous_rank, torch.zeros_like(self.initial_state) if d is None else d)
+            self.previous_rank = None
         else:
-            self.d = d
+            self.grad_initial_state = d
 
     def end_backward(self) -> None:
-        """Receives and sends what the chunk's graph has had no use for."""
-        self.cotangent()
-        if self.back is not None:
-            self.hand_back(None)
+        """Exchange the cotangents that autograd has not reached, for which other ranks wait."""
+        self.receive_cotangent()
+        if self.previous_rank is not None:
+            self.send_cotangent(None)
 
     def wait(self) -> None:
-        """Waits until what was sent has left."""
-        while self.sends:
-            self.sends.pop()()
+        """Wait until everything sent has left."""
+        while self._unfinished_sends:
+            self._unfinished_sends.pop()()
 
     def _send(self, to: int, t: Tensor) -> None:
-        own = torch.empty(t.shape, dtype=self.dtype, device=t.device).copy_(t)  # of no chunk's memory
-        self.sends.append(self.transport.start(to, own, self.tag))
+        # a copy: a view would keep the chunk's memory
+        message = torch.empty(t.shape, dtype=self.message_dtype, device=t.device).copy_(t)
+        self._unfinished_sends.append(self.messages.start(to, message, self.tag))
 
 
-class _Arrived(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, crossing: StateHandoff) -> Tensor:
-        ctx.crossing = crossing
-        return crossing.value.clone()  # which the layer may write to
+    def forward(ctx: Any, anchor: Tensor, handoff: StateHandoff) -> Tensor:
+        ctx.handoff = handoff
+        return handoff.initial_state.clone()  # the layer may write to it in place
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
-        ctx.crossing.hand_back(d)
+        ctx.handoff.send_cotangent(d)
         return None, None
 
 
-class _Left(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, state: Tensor, crossing: StateHandoff) -> Tensor:
-        ctx.crossing, ctx.dtype = crossing, state.dtype
+    def forward(ctx: Any, state: Tensor, handoff: StateHandoff) -> Tensor:
+        ctx.handoff, ctx.dtype = handoff, state.dtype
         return state.view_as(state)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        d = ctx.crossing.cotangent()
+        d = ctx.handoff.receive_cotangent()
         return None if d is None else d.to(ctx.dtype), None

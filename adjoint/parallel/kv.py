@@ -1,5 +1,6 @@
-"""Keys and values spread over the ranks that share a sequence: each stays, with its cotangent, on the rank
-that made it.
+"""Keys and values distributed over the ranks that share a sequence.
+
+Each stays, with its cotangent, on the rank that made it.
 
 Where a query sees everything before it, queries travel: a chunk's go to the ranks that hold keys before them,
 each gives back the output and log-sum-exp for its own keys, and these are merged (as in ring attention, Liu
@@ -34,10 +35,10 @@ from adjoint.kernels.attention import Joined
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.parallel.transport import Messages
 
-ALL = 1 << 62  # tokens: as far as a sequence goes
+ALL_TOKENS = 1 << 62  # a reach, in tokens, that no sequence exceeds
 TokenRange = Callable[[int, int | None], tuple[int, int]]
 # Tags of messages: what is sent between two ranks under one tag arrives in the order sent.
-QUERIES, ANSWERS, LOGS, KEYS, STATES = 1, 2, 3, 4, 16
+QUERIES, ANSWERS, LOG_SUMS, KEYS, STATES = 1, 2, 3, 4, 16
 QUERIES_AHEAD = 2  # turns whose queries are under way while an earlier one's are answered
 
 
@@ -46,7 +47,7 @@ class NotAttended(UserError):
 
 
 class DistributedKV:
-    """Which rank has which tokens, and the exchange of queries, keys and values.
+    """The distribution of tokens over ranks, and the exchange of queries, keys and values.
 
     A rank's own tokens are numbered from 0, in the order of its chunks; the tokens before the sequence are
     those of the rank that has the first chunk, and negative.
@@ -54,8 +55,8 @@ class DistributedKV:
     Args:
         owners: of chunks, dealt in turn so that the last round is whole (`Owners.in_rounds`).
         place: this rank.
-        token_range: (chunk, row) → of the chunk's first document in the row, how many tokens are in the chunk
-            and the first token that they see; row None for all rows together.
+        token_range: (chunk, row) → (number of tokens in the chunk of its first document in the row, first
+            token that they see); row None for all rows together.
     """
 
     def __init__(
@@ -65,27 +66,27 @@ class DistributedKV:
         self.token_range = token_range
         base = place - place % owners.in_turn  # the first worker with the same stages
         self.ranks = range(base, base + owners.in_turn)
-        self.offsets = {rank: [0] for rank in self.ranks}  # of each rank, its tokens before each chunk
+        self.offsets = {rank: [0] for rank in self.ranks}  # each rank's number of tokens before each chunk
         for c in range(grid.chunks):
-            for rank, mine in self.offsets.items():
-                mine.append(mine[-1] + (grid.tokens(c) if self.owner(c) == rank else 0))
-        self.open: set[int] = set()  # slabs joined to, of which no attention has been computed yet
+            for rank, rank_offsets in self.offsets.items():
+                rank_offsets.append(rank_offsets[-1] + (grid.tokens(c) if self.owner(c) == rank else 0))
+        self.unattended: set[int] = set()  # ids of slabs whose keys were joined and not yet used by `attend`
 
     def owner(self, c: int) -> int:
-        """The rank that has chunk c."""
+        """Return the rank that has chunk c."""
         return self.owners.peer(self.place, c)
 
     def turns(self) -> list[tuple[int, int]]:
-        """(whom this rank asks, who asks it), turn by turn: in each every rank has one of both."""
+        """Return (rank that this rank asks, rank that asks it) for each turn."""
         n, at = len(self.ranks), self.place - self.ranks.start
         return [(self.ranks[(at + i) % n], self.ranks[(at - i) % n]) for i in range(1, n)]
 
     def own_tokens(self, c: int) -> int:
-        """The number of this rank's tokens before chunk c."""
+        """Return the number of this rank's tokens before chunk c."""
         return self.offsets[self.place][c]
 
-    def beside(self, c: int) -> list[int]:
-        """The chunks that other ranks run meanwhile."""
+    def other_chunks_of_round(self, c: int) -> list[int]:
+        """Return the chunks that other ranks run in the same round as chunk c."""
         first = c - (c + self.owners.first) % len(self.ranks)
         return [
             other
@@ -93,8 +94,8 @@ class DistributedKV:
             if other != c
         ]
 
-    def held(self, rank: int, c: int, begin: int) -> tuple[int, int]:
-        """The rank's own tokens that are before chunk c, and from token `begin` of the sequence on."""
+    def stored_range(self, rank: int, c: int, begin: int) -> tuple[int, int]:
+        """Return (start, stop) of the rank's own tokens from token `begin` of the sequence up to chunk c."""
         offsets, stop = self.offsets[rank], self.offsets[rank][c]
         if begin < 0:
             start = begin if self.owner(0) == rank else 0
@@ -104,14 +105,14 @@ class DistributedKV:
         return min(start, stop), stop
 
     def post(self, source: int, like: Tensor, shape: Sequence[int], tag: int) -> Pending:
-        """Starts to receive a tensor of a dtype and device."""
+        """Start to receive a tensor of this shape, with the dtype and device of `like`."""
         return self.transport.post(source, like.new_empty(shape), tag)
 
     def gather(self, slab: Slab, c: int, d: Tensor, start: int, rows: slice) -> None:
-        """Adds chunk c's cotangent of this rank's tokens from `start` on, leaving out those that get none."""
+        """Add chunk c's cotangent of this rank's tokens from `start` on, except for tokens that get none."""
         first = start
         if self.grid.dropped:
-            first = max(start, self.held(self.place, c, self.grid.first_grad_token(c))[0])
+            first = max(start, self.stored_range(self.place, c, self.grid.first_grad_token(c))[0])
         skipped = first - start
         if skipped < d.shape[slab.dim]:
             slab.gather(d.narrow(slab.dim, skipped, d.shape[slab.dim] - skipped), first, rows)
@@ -119,17 +120,17 @@ class DistributedKV:
 
 @dataclasses.dataclass(frozen=True)
 class DistributedPast:
-    """What a stage gets for keys or values before its chunk, as a `storage.Past`; they are on several ranks.
+    """The keys or values before a chunk, on several ranks: a stage gets it in the place of a `storage.Past`.
 
     Attributes:
         chunk: its number. start: its first token. begin: the first visible token.
-        anchor: a tensor that requires a gradient, so that the backward comes here on all ranks or on none.
+        anchor: a tensor that requires a gradient, so that the backward reaches this on all ranks or on none.
         fetches: whether all tokens before the chunk are joined to its own, for attention that is a model's
             own code; they are stored where they were made all the same.
-        visible, starts: as in `Past`. row: of the batch, alone; None for all.
+        visible, starts: as in `Past`. row: the only row of the batch that this is about; None for all rows.
     """
 
-    spread: DistributedKV
+    kv: DistributedKV
     slab: Slab
     chunk: int
     start: int
@@ -148,38 +149,43 @@ class DistributedPast:
         return slice(None) if self.row is None else slice(self.row, self.row + 1)
 
     def of_row(self, row: int) -> DistributedPast:
-        """That of one row of the batch."""
+        """Return the past of one row of the batch."""
         return dataclasses.replace(self, row=row)
 
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
-        """The last `reach` tokens followed by the chunk's own piece; without `reach` all of them, or, where
-        none are fetched, the piece alone, which `attend` knows to be joined."""
-        self.slab.write(piece.detach(), self.spread.own_tokens(self.chunk))
+        """Return the last `reach` tokens followed by the chunk's own piece.
+
+        Without `reach` it is all tokens, or, if they are not fetched, the piece alone: `attend` then adds the
+        others."""
+        self.slab.write(piece.detach(), self.kv.own_tokens(self.chunk))
         if reach is None and not self.fetches:
-            self.spread.open.add(id(self.slab))
-            return _Kept.apply(piece, self)
-        return _Fetched.apply(piece, self.anchor, self, ALL if reach is None else reach)
+            self.kv.unattended.add(id(self.slab))
+            return _StoredPiece.apply(piece, self)
+        return _FetchedPast.apply(piece, self.anchor, self, ALL_TOKENS if reach is None else reach)
 
     def attend(self, q: Tensor, keys: Joined, values: Joined, scale: float | None) -> Tensor:
-        """Attention of the chunk's queries (batch, heads, tokens, dim), to all tokens that its past and piece
-        have, each up to its own place; computed in q's dtype."""
+        """Compute causal attention of the chunk's queries to the tokens of its past and its own piece.
+
+        Args:
+            q: (batch, heads, tokens, dim); its dtype is that of the computation.
+        """
         pasts: Any = (keys.past, values.past)
         for past in pasts:
-            self.spread.open.discard(id(past.slab))
-        own = keys.piece.to(q.dtype), values.piece.to(q.dtype)
-        return _Attended.apply(q, *own, self.anchor, pasts, scale)
+            self.kv.unattended.discard(id(past.slab))
+        own_pieces = keys.piece.to(q.dtype), values.piece.to(q.dtype)
+        return _DistributedAttention.apply(q, *own_pieces, self.anchor, pasts, scale)
 
     def gather(self, d: Tensor, start: int) -> None:
-        """Adds this chunk's cotangent of the rank's own tokens from `start` on."""
-        self.spread.gather(self.slab, self.chunk, d, start, self.rows)
+        """Add this chunk's cotangent of the rank's own tokens from `start` on."""
+        self.kv.gather(self.slab, self.chunk, d, start, self.rows)
 
-    def of_own(self, start: int, stop: int) -> Tensor:
-        """The rank's own tokens [start, stop)."""
+    def stored_tokens(self, start: int, stop: int) -> Tensor:
+        """Return the rank's own tokens [start, stop)."""
         return self.slab.between(start, stop)[self.rows]
 
-    def collected(self, tokens: int) -> Tensor:
-        """What was gathered for the chunk's own first tokens."""
-        start = self.spread.own_tokens(self.chunk)
+    def gathered_cotangent(self, tokens: int) -> Tensor:
+        """Return the cotangent gathered from other chunks for the first `tokens` tokens of this chunk."""
+        start = self.kv.own_tokens(self.chunk)
         return self.slab.gathered(start, start + tokens)[self.rows]
 
 
@@ -194,7 +200,7 @@ class _Sends:
         self.under_way.append(self.transport.start(to, tensor, tag))
 
     def wait(self) -> None:
-        """Waits until they have left: whoever they are for has come to the same exchange, or will."""
+        """Wait until all have left: their receivers have come to the same exchange, or will."""
         for wait in self.under_way:
             wait()
         self.under_way.clear()
@@ -202,10 +208,12 @@ class _Sends:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteQuery:
-    """Another rank's chunk of the round that sees tokens of this rank.
+    """Queries of another rank's chunk of the round, which see tokens of this rank.
 
     Attributes:
-        tokens: of its queries. start, stop: of this rank's own tokens, those that it sees.
+        chunk, rank: the chunk and the rank that has it.
+        tokens: the number of queries.
+        start, stop: the range of this rank's own tokens that they see.
     """
 
     chunk: int
@@ -215,41 +223,42 @@ class RemoteQuery:
     stop: int
 
 
-def _asking(past: DistributedPast) -> dict[int, RemoteQuery]:
-    """By the ranks that have them."""
-    spread, found = past.spread, {}
-    for c in spread.beside(past.chunk):
-        tokens, begin = spread.token_range(c, past.row)
-        start, stop = spread.held(spread.place, c, begin)
+def _remote_queries(past: DistributedPast) -> dict[int, RemoteQuery]:
+    """Map each other rank to the queries of its chunk of this round that see tokens of this rank."""
+    kv, queries = past.kv, {}
+    for c in kv.other_chunks_of_round(past.chunk):
+        tokens, begin = kv.token_range(c, past.row)
+        start, stop = kv.stored_range(kv.place, c, begin)
         if start < stop:
-            found[spread.owner(c)] = RemoteQuery(c, spread.owner(c), tokens, start, stop)
-    return found
+            queries[kv.owner(c)] = RemoteQuery(c, kv.owner(c), tokens, start, stop)
+    return queries
 
 
-def _in_turn(spread: DistributedKV, ask: Callable[[int, int], Any]) -> Iterator[tuple[int, int, Any]]:
-    """(whom to ask, who asks, what `ask(…)` of the two has given), turn by turn; the first are asked at once.
-    A turn's answers are made by all ranks in the same turn of theirs, and need nothing of a later one: so
-    none waits for ever."""
-    turns = spread.turns()
-    asked = collections.deque(ask(*turn) for turn in turns[:QUERIES_AHEAD])
+def _exchange_in_turn(kv: DistributedKV, ask: Callable[[int, int], Any]) -> Iterator[tuple[int, int, Any]]:
+    """Yield (rank to ask, rank that asks, result of `ask` for these two) for each turn.
+
+    The first `QUERIES_AHEAD` are asked before anything is yielded. All ranks answer a turn in the same turn
+    of theirs, and an answer needs nothing of a later turn: so no rank waits for ever."""
+    turns = kv.turns()
+    exchanges = collections.deque(ask(*turn) for turn in turns[:QUERIES_AHEAD])
 
     def each() -> Iterator[tuple[int, int, Any]]:
         for i, turn in enumerate(turns):
-            yield *turn, asked.popleft()
-            asked.extend(ask(*later) for later in turns[i + QUERIES_AHEAD : i + QUERIES_AHEAD + 1])
+            yield *turn, exchanges.popleft()
+            exchanges.extend(ask(*later) for later in turns[i + QUERIES_AHEAD : i + QUERIES_AHEAD + 1])
 
     return each()
 
 
-def _asked(past: DistributedPast, begin: int) -> list[int]:
-    """The other ranks that hold tokens before the chunk, from token `begin` on."""
-    spread = past.spread
-    held = {rank: spread.held(rank, past.chunk, begin) for rank in spread.ranks if rank != spread.place}
-    return [rank for rank, (start, stop) in held.items() if start < stop]
+def _ranks_to_ask(past: DistributedPast, begin: int) -> list[int]:
+    """Return the other ranks that store tokens from token `begin` up to the chunk."""
+    kv = past.kv
+    ranges = {rank: kv.stored_range(rank, past.chunk, begin) for rank in kv.ranks if rank != kv.place}
+    return [rank for rank, (start, stop) in ranges.items() if start < stop]
 
 
-class _Attended(torch.autograd.Function):
-    """The output of a chunk's queries: queries travel, keys and values stay."""
+class _DistributedAttention(torch.autograd.Function):
+    """Attention output of a chunk's queries: queries travel, keys and values stay."""
 
     @staticmethod
     def forward(
@@ -262,33 +271,37 @@ class _Attended(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         past, width = pasts[0], v.shape[3]
-        spread, sends = past.spread, _Sends(past.spread.transport)
+        kv, sends = past.kv, _Sends(past.kv.transport)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         q = attention.padded(q, attention.kernel_width(q, v)).contiguous()
         log_dtype = accumulate_dtype(q.dtype)
-        begin = spread.token_range(past.chunk, past.row)[1]
-        asking, asked = _asking(past), _asked(past, begin)
+        begin = kv.token_range(past.chunk, past.row)[1]
+        remote_queries, ranks_to_ask = _remote_queries(past), _ranks_to_ask(past, begin)
 
         def ask(to: int, source: int) -> tuple[Pending | None, list[Pending]]:
             query, answer = None, []
-            if source in asking:
-                query = spread.post(source, q, (*q.shape[:2], asking[source].tokens, q.shape[3]), QUERIES)
-            if to in asked:
-                logs = spread.post(to, q.new_empty(0, dtype=log_dtype), q.shape[:3], LOGS)
-                answer = [spread.post(to, q, q.shape, ANSWERS), logs]
+            if source in remote_queries:
+                query = kv.post(source, q, (*q.shape[:2], remote_queries[source].tokens, q.shape[3]), QUERIES)
+            if to in ranks_to_ask:
+                logs = kv.post(to, q.new_empty(0, dtype=log_dtype), q.shape[:3], LOG_SUMS)
+                answer = [kv.post(to, q, q.shape, ANSWERS), logs]
                 sends.start(to, q, QUERIES)
             return query, answer
 
-        start, stop = spread.held(spread.place, past.chunk, begin)
-        turns = _in_turn(spread, ask)
-        out, log = torch.ops.adjoint.past_attention(q, k, v, *(p.of_own(start, stop) for p in pasts), scale)
-        for _, source, (query, answer) in turns:  # always in this order: the same bits in every run
+        start, stop = kv.stored_range(kv.place, past.chunk, begin)
+        turns = _exchange_in_turn(kv, ask)
+        out, log = torch.ops.adjoint.past_attention(
+            q, k, v, *(p.stored_tokens(start, stop) for p in pasts), scale
+        )
+        for _, source, (query, answer) in turns:  # always in this order, so that every run has the same bits
             if query is not None:
-                seen = [p.of_own(asking[source].start, asking[source].stop) for p in pasts]
-                theirs, logs = attention.attention_to_all(query(), seen, scale)
+                past_tokens = [
+                    p.stored_tokens(remote_queries[source].start, remote_queries[source].stop) for p in pasts
+                ]
+                theirs, logs = attention.attention_to_all(query(), past_tokens, scale)
                 sends.wait()  # of the turn before
                 sends.start(source, theirs.contiguous(), ANSWERS)
-                sends.start(source, logs.contiguous(), LOGS)
+                sends.start(source, logs.contiguous(), LOG_SUMS)
                 del theirs, logs
             if answer:
                 out, log = attention.merged([(out, log), (answer[0](), answer[1]())])
@@ -303,41 +316,41 @@ class _Attended(torch.autograd.Function):
         q, k, v, out, log = ctx.saved_tensors
         pasts, scale = ctx.pasts, ctx.scale
         past = pasts[0]
-        spread, sends = past.spread, _Sends(past.spread.transport)
+        kv, sends = past.kv, _Sends(past.kv.transport)
         d = attention.padded(d, q.shape[3]).contiguous()
-        log, given = log.contiguous(), torch.stack([d, q, out])
-        asking, asked = _asking(past), _asked(past, ctx.begin)
+        log, query_message = log.contiguous(), torch.stack([d, q, out])
+        remote_queries, ranks_to_ask = _remote_queries(past), _ranks_to_ask(past, ctx.begin)
 
         def ask(to: int, source: int) -> tuple[list[Pending], Pending | None]:
             queries, answer = [], None
-            if source in asking:
-                shape = 3, *q.shape[:2], asking[source].tokens, q.shape[3]
-                logs = spread.post(source, log, shape[1:4], LOGS)
-                queries = [spread.post(source, q, shape, QUERIES), logs]
-            if to in asked:
-                answer = spread.post(to, q, q.shape, ANSWERS)
-                sends.start(to, given, QUERIES)
-                sends.start(to, log, LOGS)
+            if source in remote_queries:
+                shape = 3, *q.shape[:2], remote_queries[source].tokens, q.shape[3]
+                logs = kv.post(source, log, shape[1:4], LOG_SUMS)
+                queries = [kv.post(source, q, shape, QUERIES), logs]
+            if to in ranks_to_ask:
+                answer = kv.post(to, q, q.shape, ANSWERS)
+                sends.start(to, query_message, QUERIES)
+                sends.start(to, log, LOG_SUMS)
             return queries, answer
 
-        turns = _in_turn(spread, ask)
+        turns = _exchange_in_turn(kv, ask)
         dq, dk, dv = attention.own_backward(d, q, k, v, out, log, scale)
         dq = dq.to(log.dtype)  # in which the ranks' parts are summed
 
-        def part(chunk: int, start: int, stop: int, given: Sequence[Tensor], log: Tensor) -> Tensor:
-            def gather(at: int, *d: Tensor) -> None:
+        def d_queries(chunk: int, start: int, stop: int, tensors: Sequence[Tensor], log: Tensor) -> Tensor:
+            def gather(offset: int, *d: Tensor) -> None:
                 for p, piece in zip(pasts, d, strict=True):
-                    spread.gather(p.slab, chunk, piece, start + at, p.rows)
+                    kv.gather(p.slab, chunk, piece, start + offset, p.rows)
 
-            (d, q, out), seen = given, [p.of_own(start, stop) for p in pasts]
-            return attention.past_backward(d, q, seen, out, log, scale, gather)
+            (d, q, out), past_tokens = tensors, [p.stored_tokens(start, stop) for p in pasts]
+            return attention.past_backward(d, q, past_tokens, out, log, scale, gather)
 
-        start, stop = spread.held(spread.place, past.chunk, ctx.begin)
-        dq += part(past.chunk, start, stop, (d, q, out), log)
+        start, stop = kv.stored_range(kv.place, past.chunk, ctx.begin)
+        dq += d_queries(past.chunk, start, stop, (d, q, out), log)
         for _, source, (queries, answer) in turns:
             if queries:
-                a = asking[source]
-                theirs = part(a.chunk, a.start, a.stop, queries[0](), queries[1]())
+                a = remote_queries[source]
+                theirs = d_queries(a.chunk, a.start, a.stop, queries[0](), queries[1]())
                 sends.wait()  # of the turn before
                 sends.start(source, theirs.to(q.dtype).contiguous(), ANSWERS)
                 del theirs
@@ -347,9 +360,11 @@ class _Attended(torch.autograd.Function):
         return dq[..., : k.shape[3]].to(q.dtype), dk, dv, None, None, None
 
 
-class _Kept(torch.autograd.Function):
-    """A chunk's own piece, which queries of later chunks see where it is kept. Its cotangent is complete
-    after the chunk's own attention: later rounds' queries have been here before, this round's with it."""
+class _StoredPiece(torch.autograd.Function):
+    """A chunk's own piece of keys or values, which stays on its rank.
+
+    Its cotangent is complete after the backward of the chunk's own attention: the queries of later rounds
+    have added to it before, those of this round together with it."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, past: DistributedPast) -> Tensor:
@@ -358,82 +373,82 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
-        return d + ctx.past.collected(d.shape[ctx.past.slab.dim]), None
+        return d + ctx.past.gathered_cotangent(d.shape[ctx.past.slab.dim]), None
 
 
-class _Fetched(torch.autograd.Function):
-    """A piece with the tokens before it that are in reach of a window; cotangents travel back."""
+class _FetchedPast(torch.autograd.Function):
+    """A piece joined to the tokens before it that are in reach of a window; cotangents travel back."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, anchor: Tensor, past: DistributedPast, reach: int) -> Tensor:
-        spread, sends, dim = past.spread, _Sends(past.spread.transport), past.slab.dim
+        kv, sends, dim = past.kv, _Sends(past.kv.transport), past.slab.dim
         ctx.past, ctx.reach = past, reach
         begin = max(past.begin, past.start - reach)
         shapes = {}
-        for rank in _asked(past, begin):
-            start, stop = spread.held(rank, past.chunk, begin)
+        for rank in _ranks_to_ask(past, begin):
+            start, stop = kv.stored_range(rank, past.chunk, begin)
             shapes[rank] = [*piece.shape]
             shapes[rank][dim] = stop - start
         like = past.slab.values
-        pending = {rank: spread.post(rank, like, shape, KEYS) for rank, shape in shapes.items()}
-        for a in _reaching(past, reach):
-            sends.start(a.rank, past.of_own(a.start, a.stop).contiguous(), KEYS)
+        pending = {rank: kv.post(rank, like, shape, KEYS) for rank, shape in shapes.items()}
+        for a in _queries_in_reach(past, reach):
+            sends.start(a.rank, past.stored_tokens(a.start, a.stop).contiguous(), KEYS)
         parts = {rank: wait() for rank, wait in pending.items()}
-        parts[spread.place] = past.of_own(*spread.held(spread.place, past.chunk, begin))
+        parts[kv.place] = past.stored_tokens(*kv.stored_range(kv.place, past.chunk, begin))
         sends.wait()
-        taken = dict.fromkeys(parts, 0)
+        tokens_taken = dict.fromkeys(parts, 0)
         pieces = []
         for rank, tokens in _runs(past, begin):
-            pieces.append(parts[rank].narrow(dim, taken[rank], tokens))
-            taken[rank] += tokens
+            pieces.append(parts[rank].narrow(dim, tokens_taken[rank], tokens))
+            tokens_taken[rank] += tokens
         return torch.cat([*pieces, piece.to(like.dtype)], dim=dim)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         past, dim = ctx.past, ctx.past.slab.dim
-        spread, sends = past.spread, _Sends(past.spread.transport)
+        kv, sends = past.kv, _Sends(past.kv.transport)
         begin = max(past.begin, past.start - ctx.reach)
-        d_past, own = d.split([past.start - begin, d.shape[dim] - (past.start - begin)], dim=dim)
-        reaching = _reaching(past, ctx.reach)
+        d_past, d_own = d.split([past.start - begin, d.shape[dim] - (past.start - begin)], dim=dim)
+        queries_in_reach = _queries_in_reach(past, ctx.reach)
         pending = []
-        for a in reaching:
+        for a in queries_in_reach:
             shape = [*d.shape]
             shape[dim] = a.stop - a.start
-            pending.append(spread.post(a.rank, d, shape, KEYS))
+            pending.append(kv.post(a.rank, d, shape, KEYS))
         parts: dict[int, list[Tensor]] = {}
         at = 0
         for rank, tokens in _runs(past, begin):
             parts.setdefault(rank, []).append(d_past.narrow(dim, at, tokens))
             at += tokens
         for rank, pieces in parts.items():
-            part = torch.cat(pieces, dim=dim)
-            if rank == spread.place:
-                past.gather(part, spread.held(rank, past.chunk, begin)[0])
+            d_part = torch.cat(pieces, dim=dim)
+            if rank == kv.place:
+                past.gather(d_part, kv.stored_range(rank, past.chunk, begin)[0])
             else:
-                sends.start(rank, part, KEYS)
-        for a, wait in zip(reaching, pending, strict=True):
-            spread.gather(past.slab, a.chunk, wait(), a.start, past.rows)
+                sends.start(rank, d_part, KEYS)
+        for a, wait in zip(queries_in_reach, pending, strict=True):
+            kv.gather(past.slab, a.chunk, wait(), a.start, past.rows)
         sends.wait()
-        return own + past.collected(own.shape[dim]), None, None, None
+        return d_own + past.gathered_cotangent(d_own.shape[dim]), None, None, None
 
 
-def _reaching(past: DistributedPast, reach: int) -> list[RemoteQuery]:
-    """The other ranks' chunks of the round in whose window tokens of this rank are."""
-    spread, found = past.spread, []
-    for c in spread.beside(past.chunk):
-        tokens, begin = spread.token_range(c, None)
-        start, stop = spread.held(spread.place, c, max(begin, spread.grid.cuts[c] - reach))
+def _queries_in_reach(past: DistributedPast, reach: int) -> list[RemoteQuery]:
+    """Return the other ranks' queries of this round in whose window tokens of this rank are."""
+    kv, queries = past.kv, []
+    for c in kv.other_chunks_of_round(past.chunk):
+        tokens, begin = kv.token_range(c, None)
+        start, stop = kv.stored_range(kv.place, c, max(begin, kv.grid.cuts[c] - reach))
         if start < stop:
-            found.append(RemoteQuery(c, spread.owner(c), tokens, start, stop))
-    return found
+            queries.append(RemoteQuery(c, kv.owner(c), tokens, start, stop))
+    return queries
 
 
 def _runs(past: DistributedPast, begin: int) -> list[tuple[int, int]]:
-    """The tokens [begin, start) in their order: (rank, how many)."""
-    spread, cuts = past.spread, past.spread.grid.cuts
-    found = [(spread.owner(0), -begin)] if begin < 0 else []
+    """Return the tokens [begin, start) in their order, as runs: (rank, number of tokens)."""
+    kv, cuts = past.kv, past.kv.grid.cuts
+    runs = [(kv.owner(0), -begin)] if begin < 0 else []
     for b in range(past.chunk):
         tokens = cuts[b + 1] - max(begin, cuts[b])
         if tokens > 0:
-            found.append((spread.owner(b), tokens))
-    return found
+            runs.append((kv.owner(b), tokens))
+    return runs

@@ -1,4 +1,4 @@
-"""Messages between workers, and sums over them: tensors, never pickled.
+"""Transport between workers: messages, and sums over them. Tensors are never pickled.
 
 The messages of a channel, a sender and a receiver, arrive in the order they were sent; at most `buffers` of
 them are under way at a time, so that one can be filled while another travels."""
@@ -25,8 +25,9 @@ BUCKET = 1 << 20  # elements: small gradients travel together
 
 
 class Messages:
-    """Point-to-point messages and collectives of `torch.distributed`: gloo wherever an end is a CPU or a MIG
-    slice, NCCL between whole GPUs.
+    """Point-to-point messages and collectives of `torch.distributed`.
+
+    They use gloo if an end is a CPU or a MIG slice, and NCCL between whole GPUs.
 
     gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL runs the messages of
     a pair one after the other, so that a receive posted early would block the sends behind it: messages to
@@ -40,12 +41,13 @@ class Messages:
     Attributes:
         first: the rank of the first worker: programs number workers from 0.
         buffers: messages of a channel that may be under way.
-        on_device: see `run.Transport`.
+        on_device: see `executor.Transport`.
 
     Args:
-        rank: of this process among all.
-        nccl: whether messages go by NCCL. up, down: the groups of messages to higher and to lower ranks.
-        among: the groups of collectives, by their ranks.
+        rank: this process's rank among all.
+        nccl: whether messages go by NCCL.
+        up, down: the groups for messages to higher and to lower ranks.
+        among: the groups for collectives, by their ranks.
         reduces_on_gpu: whether collectives go by NCCL; None: as messages.
     """
 
@@ -70,14 +72,14 @@ class Messages:
         self.connected: set[Channel] = set()
 
     def _rank_of(self, worker: int) -> int:
-        """A worker's rank among all processes."""
+        """Return a worker's rank among all processes."""
         return self.first + worker
 
     def _group(self, sender: int, receiver: int) -> Any:
         return self.up if sender < receiver else self.down
 
     def connect(self, channels: Sequence[Channel], buffers: int) -> None:
-        """Gets ready for a program, whose channels are given in one order to all workers of the replica."""
+        """Get ready for a program. All workers of the replica pass its channels in the same order."""
         self.buffers = buffers
         # The first channel that is not connected has both its ends waiting.
         for a, b in channels if self.nccl else ():
@@ -91,10 +93,10 @@ class Messages:
                     self.dist.recv(note, sender, group)
 
     def post(self, source: int, out: Tensor, tag: int = 0) -> Pending:
-        """Gets ready to receive into `out`; messages of other tags, which gloo has, may overtake its own."""
+        """Start to receive into `out`; with gloo, messages of other tags may overtake this one."""
         source = self._rank_of(source)
         staged = out.is_cuda != self.nccl  # a GPU's over gloo; over NCCL an edge in host memory
-        room = _room(out, self.nccl) if staged else out
+        room = _buffer_like(out, self.nccl) if staged else out
         work = self.dist.irecv(room, source, self._group(source, self.rank), tag)
 
         def wait() -> Tensor:
@@ -105,62 +107,65 @@ class Messages:
         return wait
 
     def send(self, to: int, tensor: Tensor) -> None:
-        """Starts sending; waits while the channel is full. The tensor stays as it is until `flush`."""
+        """Start to send; wait while the channel is full. The tensor must not change until `flush`."""
         under_way = self.under_way[to]
-        # what has left is let go: a message may be a whole chunk
+        # sent messages are freed at once: one may be as large as a chunk
         while under_way and (len(under_way) >= self.buffers or under_way[0][0].is_completed()):
             under_way.popleft()[0].wait()
         under_way.append(self._started(to, tensor))
 
     def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[Any, Tensor]:
-        """A message under way, and what must live until it has left."""
+        """Start a message; return its handle, and the tensor that must live until it has left."""
         to = self._rank_of(to)
         if tensor.is_cuda != self.nccl:
-            tensor = _room(tensor, self.nccl).copy_(tensor, non_blocking=True)
+            tensor = _buffer_like(tensor, self.nccl).copy_(tensor, non_blocking=True)
             torch.cuda.current_stream().synchronize()
         return self.dist.isend(tensor, to, self._group(self.rank, to), tag), tensor
 
     def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
-        """Starts to send a contiguous tensor, whatever else is under way; gives what waits until it has left,
-        and must be called."""
-        work, held = self._started(to, tensor, tag)
+        """Start to send a contiguous tensor, whatever else is under way.
 
-        def wait(_: Tensor = held) -> None:
+        Returns:
+            A function that waits until it has left, which must be called.
+        """
+        work, message = self._started(to, tensor, tag)
+
+        def wait(_: Tensor = message) -> None:
             work.wait()
 
         return wait
 
     def flush(self) -> None:
-        """Waits until everything sent has left."""
+        """Wait until everything sent has left."""
         for under_way in self.under_way.values():
             while under_way:
                 under_way.popleft()[0].wait()
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
-        """The sum over `ranks` of a contiguous tensor, in place: the same bits on each and in every run."""
+        """Sum a contiguous tensor over `ranks`, in place: the same bits on each rank and in every run."""
         if len(ranks) == 1:
             return tensor
-        # Either backend reduces each element in one place and hands the result on: no two ranks can differ.
-        own = tensor.detach()
-        host = self._staged(own)
+        # Either backend reduces each element on one rank and distributes the result: no two ranks can differ.
+        values = tensor.detach()
+        host = self._staged(values)
         self.dist.all_reduce(host, group=self.among[tuple(ranks)])
-        if host is not own:
-            own.copy_(host)
+        if host is not values:
+            values.copy_(host)
         return tensor
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Copies of the tensors of all of `ranks`, in their order."""
+        """Return copies of the tensors of all of `ranks`, in their order."""
         if len(ranks) == 1:
             return [tensor.clone()]
         host = self._staged(tensor.detach())
-        found = [torch.empty_like(host) for _ in ranks]
-        self.dist.all_gather(found, host, group=self.among[tuple(ranks)])
-        return [part.to(tensor.device) for part in found]
+        copies = [torch.empty_like(host) for _ in ranks]
+        self.dist.all_gather(copies, host, group=self.among[tuple(ranks)])
+        return [copy.to(tensor.device) for copy in copies]
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        """The tensor where the backend of collectives can read it."""
+        """Return the tensor in memory that the backend of collectives can read."""
         nccl = self.reduces_on_gpu
-        return tensor if tensor.is_cuda == nccl else _room(tensor, nccl).copy_(tensor)
+        return tensor if tensor.is_cuda == nccl else _buffer_like(tensor, nccl).copy_(tensor)
 
 
 class GroupTransport(Messages):
@@ -186,51 +191,51 @@ class GroupTransport(Messages):
                 'it with backend "gloo", or "nccl" for GPUs'
             )
         self.group, self.ranks = group, tuple(range(dist.get_world_size(group)))
-        messages = group if by_gloo else _gloo_beside(group)
+        messages = group if by_gloo else _gloo_group_of(group)
         super().__init__(dist.get_rank(), False, messages, messages, {self.ranks: group}, by_nccl)
 
     def _rank_of(self, worker: int) -> int:
         return self.dist.get_global_rank(self.group, worker)
 
     def post(self, source: int, out: Tensor, tag: int = 0) -> Pending:
-        with self._told(f"rank {source} of the group"):
+        with self._naming_peer(f"rank {source} of the group"):
             wait = super().post(source, out, tag)
 
-        def told() -> Tensor:
-            with self._told(f"rank {source} of the group"):
+        def wait_naming_peer() -> Tensor:
+            with self._naming_peer(f"rank {source} of the group"):
                 return wait()
 
-        return told
+        return wait_naming_peer
 
     def send(self, to: int, tensor: Tensor) -> None:
-        with self._told(f"rank {to} of the group"):
+        with self._naming_peer(f"rank {to} of the group"):
             super().send(to, tensor)
 
     def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
-        with self._told(f"rank {to} of the group"):
-            left = super().start(to, tensor, tag)
+        with self._naming_peer(f"rank {to} of the group"):
+            wait_until_sent = super().start(to, tensor, tag)
 
         def wait() -> None:
-            with self._told(f"rank {to} of the group"):
-                left()
+            with self._naming_peer(f"rank {to} of the group"):
+                wait_until_sent()
 
         return wait
 
     def flush(self) -> None:
-        with self._told("a rank of the group"):
+        with self._naming_peer("a rank of the group"):
             super().flush()
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
-        with self._told("a rank of the group"):
+        with self._naming_peer("a rank of the group"):
             return super().all_reduce(tensor, ranks)
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        with self._told("a rank of the group"):
+        with self._naming_peer("a rank of the group"):
             return super().all_gather(tensor, ranks)
 
     @contextlib.contextmanager
-    def _told(self, who: str) -> Iterator[None]:
-        """Says who did not answer, where torch.distributed says only that nobody did."""
+    def _naming_peer(self, who: str) -> Iterator[None]:
+        """Name the rank that did not answer in errors of torch.distributed, which do not."""
         try:
             yield
         except RuntimeError as error:
@@ -256,39 +261,40 @@ class Alone(GroupTransport):
         return lambda: None
 
 
-_BESIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_GLOO_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def _gloo_beside(group: Any) -> Any:
-    """A gloo group of the same processes, which must all call this; made once."""
-    if group not in _BESIDE:
+def _gloo_group_of(group: Any) -> Any:
+    """Return a gloo group of the same processes, which must all call this; it is made once."""
+    if group not in _GLOO_GROUPS:
         import torch.distributed as dist
 
         timeout = group._get_backend(torch.device("cuda")).options._timeout
         ranks = dist.get_process_group_ranks(group)
         store = dist.distributed_c10d._get_default_store()
         bind(named_store(store, f"adjoint/{group.group_name}"), dist.get_rank(group), len(ranks))
-        _BESIDE[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-    return _BESIDE[group]
+        _GLOO_GROUPS[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    return _GLOO_GROUPS[group]
 
 
-def _room(like: Tensor, nccl: bool) -> Tensor:
-    """Room where the backend can write it."""
-    where: dict[str, Any] = {"device": "cuda"} if nccl else {"pin_memory": True}
-    return torch.empty(like.shape, dtype=like.dtype, **where)
+def _buffer_like(like: Tensor, nccl: bool) -> Tensor:
+    """Return an empty tensor of this shape and dtype in memory that the backend can write."""
+    memory: dict[str, Any] = {"device": "cuda"} if nccl else {"pin_memory": True}
+    return torch.empty(like.shape, dtype=like.dtype, **memory)
 
 
 @torch.no_grad()
 def sum_gradients(parameters: Sequence[Tensor], transport: Messages, ranks: Sequence[int]) -> None:
-    """Sums gradients over `ranks` in place, once per optimizer step: with chunks, a gradient is complete only
-    when the backward has come to the first of them, and there is nothing to overlap the sum with. A parameter
-    that has a gradient on no rank is left without, as in one process.
+    """Sum gradients over `ranks` in place, once per optimizer step.
+
+    With chunks, a gradient is complete only when the backward has reached the first of them: there is nothing
+    to overlap the sum with. A parameter that has a gradient on no rank stays without one, as in one process.
 
     Args:
         parameters: the same on every rank, in the same order.
     """
-    found = summed([p.grad for p in parameters], lambda i: torch.zeros_like(parameters[i]), transport, ranks)
-    for parameter, gradient in zip(parameters, found, strict=True):
+    totals = summed([p.grad for p in parameters], lambda i: torch.zeros_like(parameters[i]), transport, ranks)
+    for parameter, gradient in zip(parameters, totals, strict=True):
         parameter.grad = gradient
 
 
@@ -299,11 +305,11 @@ def summed(
     transport: Messages,
     ranks: Sequence[int],
 ) -> list[Tensor | None]:
-    """Sums over `ranks` of several tensors, in place; None for those that no rank has.
+    """Sum several tensors over `ranks`, in place; return None for those that no rank has.
 
     Args:
-        terms: as many on every rank, in the same order; None for what this rank has not.
-        zeros: makes what this rank adds to term i if it has none, but another has.
+        terms: as many on every rank, in the same order; None for those that this rank does not have.
+        zeros: makes zeros for term i, which this rank adds if it has none but another rank does.
     """
     has = torch.tensor([term is not None for term in terms], dtype=torch.int32)
     sums = list(terms)
@@ -317,9 +323,9 @@ def summed(
             sums[i] = transport.all_reduce(term.contiguous(), ranks)
         else:
             small[term.dtype].append(term)
-    for mine in small.values():
-        ends = itertools.accumulate(term.numel() for term in mine)
-        for _, pairs in itertools.groupby(zip(ends, mine, strict=True), lambda pair: pair[0] // BUCKET):
+    for tensors in small.values():
+        ends = itertools.accumulate(term.numel() for term in tensors)
+        for _, pairs in itertools.groupby(zip(ends, tensors, strict=True), lambda pair: pair[0] // BUCKET):
             bucket = [term for _, term in pairs]
             total = transport.all_reduce(torch.cat([term.reshape(-1) for term in bucket]), ranks)
             for term, piece in zip(bucket, total.split([t.numel() for t in bucket]), strict=True):

@@ -1,1 +1,1 @@
-"""What fits where, how long it takes, how layers are cut: known before a run."""
+"""Planning before a run: which layouts fit in memory, how long they take, how layers are cut."""

@@ -1,9 +1,9 @@
-"""How much memory a run takes, part by part and shard by shard, before it runs.
+"""Predict the memory of a run, part by part and shard by shard, before it runs.
 
-What a tile takes is counted on the code that will run (`stage_memory`); what is held between tiles follows
-from the programs that will run. They are gone through action by action, for a few chunks where the sequence
-has many: then memory grows by the same amount with every chunk. That is what tensors hold. A process takes
-more: `RESERVED` says by how much.
+The memory of a tile is counted on the code that will run (`stage_memory`); values stored between tiles follow
+from the programs that will run. These are followed action by action, for a few chunks if the sequence has
+many: memory grows by the same amount with every further chunk. That is the memory of tensors. A process takes
+more: see `RESERVED`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import moment_bytes
 
-# Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. Those
-# of a CPU are counted above what a process takes for a model of almost no size (docs/plan.md; a test
-# measures it). Those of a GPU are assumptions: what its context and cuBLAS's workspaces commonly take, and a
-# margin for fragments.
+# Memory besides tensors: bytes that libraries take, and the share that the allocator leaves unused. Those of
+# a CPU come on top of the memory of a process with a model of almost no size (docs/plan.md; a test measures
+# it). Those of a GPU are assumptions: the usual size of its context and cuBLAS's workspaces, and a margin for
+# fragments.
 RESERVED = {"cpu": RESERVED_CPU, "cuda": (0.75e9, 0.05)}
 PARTS = {
     "weights": "parameters",
@@ -47,17 +47,17 @@ PARTS = {
     "messages": "chunks that come and go",
     "reserved": "libraries and the allocator",
 }
-COUNTED_TILES = 2000  # of a longer sequence's programs fewer chunks are gone through
+COUNTED_TILES = 2000  # programs with more tiles are followed for fewer chunks
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a worker computes on.
+    """The device of a worker.
 
     Attributes:
         kind: cpu or cuda. memory: bytes of the smallest device, by which a GPU's default chunk is chosen.
         precision: float32, bfloat16 (autocast) or float64.
-        reserve: whether what libraries and the allocator take counts.
+        reserve: whether the memory of libraries and the allocator counts.
     """
 
     kind: str = "cpu"
@@ -67,19 +67,19 @@ class Machine:
 
     @property
     def element(self) -> int:
-        """Bytes of a weight, and of an element of the residual stream between tiles."""
+        """Bytes of a weight, which are those of an element of the residual stream between tiles."""
         return 8 if self.precision == "float64" else 4
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What memory and time depend on.
+    """A run to be planned: all that its memory and time depend on.
 
     Attributes:
         model: `model_of` a StackConfig or a `Pretrained`.
         method: how the gradient is computed.
-        batch, seqlen: of the token ids of a replica.
-        layout: all workers. machine: of each.
+        batch, seqlen: shape of the token ids of a replica.
+        layout: all workers. machine: the device of each.
         training: the optimizer, and the batches of its step.
     """
 
@@ -93,7 +93,7 @@ class Setup:
 
     @functools.cached_property
     def spec(self) -> EngineSpec:
-        """What the engine is asked for."""
+        """The method's instructions to the engine."""
         size = self.batch, self.seqlen
         return self.model.engine_spec(self.method, size, self.layout, self.machine)
 
@@ -107,41 +107,44 @@ class Setup:
         return self.layout.workers == 1
 
     @property
-    def whole(self) -> bool:
+    def plain_autograd(self) -> bool:
         """Whether autograd goes through the whole sequence by itself."""
         return self.alone and isinstance(self.method, Backprop)
 
     @functools.cached_property
     def window(self) -> tuple[int | None, int]:
-        """The window, None where nothing is cut off, and the tokens of a windowed vjp. A window that is
-        picked once the data is seen counts as a chunk."""
+        """The window, or None if nothing is cut off, and the tokens of a windowed vjp.
+
+        A window that is picked during the step counts as long as a chunk."""
         spec = self.spec
         window = spec.chunk_size if spec.backward.window == "auto" else spec.backward.window
         layer = Grid((0, spec.chunk_size, self.seqlen), (True,), (0,), windows=(window,))
         return layer.window(0), min(self.seqlen, layer.per_task(0) * spec.chunk_size)
 
     def y(self, tokens: int) -> int:
-        """Bytes of the residual stream on so many tokens of every sequence."""
+        """Return the bytes of the residual stream on so many tokens of every sequence."""
         return self.batch * tokens * self.model.d_model * self.machine.element
 
     def state(self, k: int) -> int:
-        """Bytes of layer k's state at a chunk's edge."""
+        """Return the bytes of layer k's state at a chunk's edge."""
         return self.batch * self.model.layers[k].state * self.machine.element
 
     def stage_states(self, spans: Sequence[range]) -> list[int]:
-        """Of each stage the bytes of its state at a chunk's edge."""
+        """Return the bytes of each stage's state at a chunk's edge."""
         stages = self.model.stages(spans)
         return [sum(self.state(piece) for piece in pieces if piece >= 0) for pieces in stages]
 
     @functools.cached_property
     def context_parallel(self) -> bool:
         """Whether ranks go through a sequence in rounds (`plan.rounds`): they meet inside of tiles."""
-        return exchanges_within_tiles(self.model.given, self.layout.sequence)
+        return exchanges_within_tiles(self.model.source, self.layout.sequence)
 
     @functools.cached_property
     def per_rank(self) -> Setup:
-        """The setup of one rank: where ranks share a sequence in rounds, its own chunks stand for a shorter
-        sequence of their own; else the setup itself."""
+        """The setup of one rank.
+
+        If ranks share a sequence in rounds, a rank's chunks are treated as a shorter sequence; else it is the
+        setup itself."""
         if not self.context_parallel:
             return self
         size = self.spec.chunk_size
@@ -153,68 +156,85 @@ class Setup:
         )
 
     def query(self, k: int) -> tuple[int, int]:
-        """Bytes per token of attention layer k's queries, and of their log-sum-exp."""
+        """Return the bytes per token of attention layer k's queries, and of their log-sum-exp."""
         layer, machine = self.model.layers[k], self.machine
         half = 2 if machine.precision == "bfloat16" else machine.element
         return self.batch * int(layer.pairs / 4) * half, self.batch * layer.heads * machine.element
 
     def grown(self, k: int) -> int:
-        """Bytes per token of what grows with the sequence in layer k, without its cotangents."""
+        """Return the bytes per token of layer k's growing state, without its cotangents."""
         layer, element = self.model.layers[k], self.machine.element
         half = 2 if self.machine.precision == "bfloat16" else element
         return self.batch * (element * (layer.grown - layer.narrow) + half * layer.narrow)
 
     def piece(self, piece: int) -> Counted:
-        """What a piece takes on the last chunk, which has the longest past."""
+        """Return the memory of a piece on the last chunk, which has the longest past."""
         tokens = min(self.spec.chunk_size, self.seqlen)
-        given = self.batch, tokens, max(0, self.seqlen - tokens), self.machine.precision, self.machine.kind
-        return self.model.piece(piece, Conditions(*given, self.spec.storage.recompute, self.whole))
+        conditions = (
+            self.batch,
+            tokens,
+            max(0, self.seqlen - tokens),
+            self.machine.precision,
+            self.machine.kind,
+        )
+        return self.model.piece(
+            piece, Conditions(*conditions, self.spec.storage.recompute, self.plain_autograd)
+        )
 
     def task(self, k: int) -> int:
-        """The peak of a windowed vjp of layer k."""
+        """Return the peak of a windowed vjp of layer k."""
         window, tokens = self.window
         assert window is not None
         on = Conditions(self.batch, self.spec.chunk_size, 0, self.machine.precision, self.machine.kind)
         return self.model.task(k, on, tokens, min(window - 1, self.seqlen - tokens), window)
 
     def stages(self, spans: Sequence[range]) -> tuple[StageBytes, ...]:
-        """What the tiles of each stage take."""
-        y, found = self.y(min(self.spec.chunk_size, self.seqlen)), []
+        """Return the memory of each stage's tiles."""
+        y, stage_bytes = self.y(min(self.spec.chunk_size, self.seqlen)), []
         for pieces in self.model.stages(spans):
             layers, counted = [k for k in pieces if k >= 0], [*map(self.piece, pieces)]
             without = counted[:-1] if pieces[-1] == HEAD else counted
             task = 0 if self.window[0] is None else max(map(self.task, layers), default=0)
-            both = composed(without, y), composed(counted, y)
-            found.append(StageBytes(*both, sum(map(self.state, layers)), task))
-        return tuple(found)
+            without_and_with_head = composed(without, y), composed(counted, y)
+            stage_bytes.append(StageBytes(*without_and_with_head, sum(map(self.state, layers)), task))
+        return tuple(stage_bytes)
 
     def pipeline(self, spans: Sequence[range], chunks: int) -> Pipeline:
-        """What workers go through on a batch of so many chunks."""
+        """Return the programs of all workers on a batch of so many chunks."""
         model, spec, helpers = self.model, self.spec, self.layout.helped
         seqlen = min(self.seqlen, chunks * spec.chunk_size)
-        owners = owners_of(model.given, spans, self.layout.sequence)
+        owners = owners_of(model.source, spans, self.layout.sequence)
         windows = None if spec.backward.window != "auto" else [self.window[0] or seqlen] * model.n_layer
-        grid = grid_of(model.given, spec, seqlen, owners, helpers, model.stage_costs(spans), windows)
-        if self.whole and spec.storage.tapes == 0:  # the head's backward comes right after its forward
+        grid = grid_of(model.source, spec, seqlen, owners, helpers, model.stage_costs(spans), windows)
+        # the head's backward comes right after its forward
+        if self.plain_autograd and spec.storage.tapes == 0:
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, tapes=1))
         return Pipeline(grid, owners, spec, helpers)
 
     def counted_chunks(self, spans: Sequence[range], tiles: int, ends: int = 2) -> list[int]:
-        """Numbers of chunks from which all of them are extrapolated, all of them alone where programs have
-        no more tiles than given. Whole rounds of the workers that share a sequence, and of tasks."""
+        """Return numbers of chunks from which the whole sequence is extrapolated.
+
+        If programs have no more than `tiles` tiles, it is the number of all chunks alone. The numbers are
+        multiples of the workers that share a sequence, and of a task's chunks.
+
+        Args:
+            ends: how many numbers to return.
+        """
         stages = len(self.model.stages(spans))
         least, step = 2 * self.layout.shards + 2, self.layout.sequence
         if self.window[0] is not None:
             task, ahead = (-(-n // self.spec.chunk_size) for n in (self.window[1], self.window[0]))
             deep = stages if self.alone and self.spec.backward.dy_from == "above" else 2
             step, least = math.lcm(step, task), least + (task + ahead) * deep
-        parts = [-(-max(least, tiles // (3 * stages * 2**i)) // step) * step for i in range(ends)]
-        parts = sorted({part + (ends - 1 - i) * step * (part == parts[-1]) for i, part in enumerate(parts)})
-        return [self.chunks] if self.chunks <= parts[-1] else parts
+        counts = [-(-max(least, tiles // (3 * stages * 2**i)) // step) * step for i in range(ends)]
+        counts = sorted(
+            {count + (ends - 1 - i) * step * (count == counts[-1]) for i, count in enumerate(counts)}
+        )
+        return [self.chunks] if self.chunks <= counts[-1] else counts
 
 
 class Pipeline(NamedTuple):
-    """What says which programs run."""
+    """The grid, owners, spec and helpers from which programs are made."""
 
     grid: Grid
     owners: Owners
@@ -222,17 +242,17 @@ class Pipeline(NamedTuple):
     helpers: tuple[int, ...]
 
     def plans(self) -> list[Schedule]:
-        """One after the other: where windows are picked after the forward, the forward's is apart."""
+        """Return the schedules that run one after the other: two if windows are picked after the forward."""
         first = [forward_plan(self.grid, self.owners)] if self.spec.backward.window == "auto" else []
         return [*first, step_plan(self.spec, self.grid, self.owners, self.helpers)]
 
 
 class StageBytes(NamedTuple):
-    """What tiles of a stage take, in bytes.
+    """Memory of a stage's tiles, in bytes.
 
     Attributes:
-        layers: on a chunk, the head left out. all: with it.
-        state: at a chunk's edge. task: the peak of a windowed vjp.
+        layers: on a chunk, without the head. all: with the head.
+        state: the state at a chunk's edge. task: the peak of a windowed vjp.
     """
 
     layers: Counted
@@ -241,40 +261,42 @@ class StageBytes(NamedTuple):
     task: int = 0
 
     def work(self, kind: str) -> tuple[int, int]:
-        """The peak of a tile above what is there before it, its tape too: without and with the head."""
+        """Return the peak of a tile above the memory before it and its tape: (without head, with head)."""
         if kind == "windowed":
             return self.task, self.task
-        both, tape = (self.layers, self.all), self.all.saved
+        variants, tape = (self.layers, self.all), self.all.saved
         first, second = (
-            {"forward": c.forward, "backward": c.pulled - tape}.get(kind, c.linearized) for c in both
+            {"forward": c.forward, "backward": c.pulled - tape}.get(kind, c.linearized) for c in variants
         )
         return first, second
 
 
-class Held(NamedTuple):
-    """Bytes that a worker's program holds at its peak.
+class ProgramBytes(NamedTuple):
+    """Bytes of a worker's program at its peak.
 
     Attributes:
-        kept: of them, outputs and cotangents that the tile at work neither reads nor writes.
-        chunk: the others. head: what the head adds to both. messages: under way.
+        stored: outputs and cotangents that the running tile neither reads nor writes.
+        chunk: the rest. head: what the head adds to both. messages: messages under way.
     """
 
-    kept: float
+    stored: float
     chunk: float
     head: float
     messages: float
 
 
 @functools.lru_cache(256)
-def _held(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, alone: bool) -> list[Held]:
-    """What each worker's programs hold beside states, weights and sums.
+def _program_bytes(
+    pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, alone: bool
+) -> list[ProgramBytes]:
+    """Return the memory of each worker's programs, besides states, weights and sums.
 
     Args:
         y: bytes of a token between stages. alone: whether one process runs them, under autograd.
     """
     grid = pipeline.grid
     plans = pipeline.plans()
-    # autograd may go through the graph again: what tapes came from stays
+    # a second backward recomputes tapes: their inputs stay
     stays = {key for t in grid.backward_tiles() for key in grid.reads(t) if key[0] == "y"} if alone else set()
 
     def message(key: Key) -> int:
@@ -283,49 +305,53 @@ def _held(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, alone: boo
         return y * (grid.reach if key[0] == "spill" else grid.tokens(key[2]))
 
     def size(key: Key, action: Action) -> int:
-        if key[0] == "tape":  # of a unit there is one at a time
+        if key[0] == "tape":  # a unit holds one tape at a time
             return 0 if isinstance(action, HelperTasks) else stages[key[1]].all.saved
         if key[0] == "dS":
             return stages[key[1]].all.pinned
         taped = isinstance(action, Run) and action.tile.kind in ("linearize", "recompute")
         return 0 if key[0] in ("S", "z") or (key[0] == "y" and taped) else message(key)
 
-    def of_worker(w: int) -> Held:
-        held: dict[Key, int] = {}
-        now = most = beside = best = 0
-        for i, made in enumerate(plans):
-            for action in made.programs[w]:
+    def worker_bytes(w: int) -> ProgramBytes:
+        size_of: dict[Key, int] = {}
+        current = peak_with_head = stored = peak = 0
+        for i, schedule in enumerate(plans):
+            for action in schedule.programs[w]:
                 reads, writes = keys_of(grid, action)
                 tiles = [action.tile] if isinstance(action, Run) else []
                 tiles += [t for unit in action.units for t in unit] if isinstance(action, HelperTasks) else []
                 for t in tiles:
                     layers, all_ = stages[t.stage].work(t.kind)
-                    if now + layers > best:
-                        best = now + layers
+                    if current + layers > peak:
+                        peak = current + layers
                         ours = set(reads) if isinstance(action, Run) else set()
-                        beside = sum(held[key] for key in held if key[0] in ("y", "dy") and key not in ours)
-                    most = max(most, now + all_)
+                        stored = sum(
+                            size_of[key] for key in size_of if key[0] in ("y", "dy") and key not in ours
+                        )
+                    peak_with_head = max(peak_with_head, current + all_)
                 for key in writes:
-                    now += size(key, action) - held.get(key, 0)
-                    held[key] = size(key, action)
+                    current += size(key, action) - size_of.get(key, 0)
+                    size_of[key] = size(key, action)
                 for key in action.frees if i + 1 == len(plans) else ():
-                    now -= 0 if key in stays else held.pop(key, 0)
+                    current -= 0 if key in stays else size_of.pop(key, 0)
         sent, received = collections.defaultdict[int, list[int]](list), []
-        for made in plans:
-            for action in made.programs[w]:
+        for schedule in plans:
+            for action in schedule.programs[w]:
                 if isinstance(action, Send):
                     sent[action.to].append(message(action.key))
                 elif isinstance(action, Recv):
                     received.append(message(action.key))
-        under_way = sum(min(BUFFERS, len(each)) * max(each) for each in [*sent.values(), received] if each)
-        return Held(beside, best - beside, max(0, most - best), under_way)
+        under_way = sum(
+            min(BUFFERS, len(sizes)) * max(sizes) for sizes in [*sent.values(), received] if sizes
+        )
+        return ProgramBytes(stored, peak - stored, max(0, peak_with_head - peak), under_way)
 
-    return [of_worker(w) for w in range(len(plans[-1].programs))]
+    return [worker_bytes(w) for w in range(len(plans[-1].programs))]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one shard at its peak, by the names in `PARTS`, and what it pins of the host's memory."""
+    """Bytes of one shard at its peak, by the names in `PARTS`, and the bytes of host memory that it pins."""
 
     parts: dict[str, int]
     host: int = 0
@@ -336,40 +362,43 @@ class Memory:
 
 
 def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
-    """What each worker of each shard takes, of those that share a sequence the one that takes most.
+    """Return the memory of each shard: of its workers that share a sequence, the one with most.
 
     Args:
         spans: every shard's layers, bottom up.
     """
     if setup.context_parallel:
-        each = zip(needs(setup.per_rank, spans), spans, strict=True)
-        return [_meeting(setup, memory, span) for memory, span in each]
+        rank_memories = zip(needs(setup.per_rank, spans), spans, strict=True)
+        return [_with_exchange(setup, memory, span) for memory, span in rank_memories]
     counts, turns = setup.counted_chunks(spans, COUNTED_TILES), setup.layout.sequence
     stages = setup.stages(spans)
     pipelines = [setup.pipeline(spans, n) for n in counts]
-    found = [_held(each, stages, setup.y(1), setup.alone and not setup.whole) for each in pipelines]
+    counted = [
+        _program_bytes(pipeline, stages, setup.y(1), setup.alone and not setup.plain_autograd)
+        for pipeline in pipelines
+    ]
 
     more = (setup.chunks - counts[-1]) / (counts[-1] - counts[0] or 1)
 
-    def of(w: int) -> Held:
-        first, last = found[0][w], found[-1][w]
-        return last._replace(kept=max(0.0, last.kept + more * (last.kept - first.kept)))
+    def extrapolated(w: int) -> ProgramBytes:
+        first, last = counted[0][w], counted[-1][w]
+        return last._replace(stored=max(0.0, last.stored + more * (last.stored - first.stored)))
 
     memories = []
     for s, span in enumerate(spans):
-        most = max((of(s * turns + turn) for turn in range(turns)), key=sum)
+        most = max((extrapolated(s * turns + turn) for turn in range(turns)), key=sum)
         memories.append(_memory(setup, span, most, s == 0, s + 1 == len(spans)))
     return memories
 
 
-def _meeting(setup: Setup, memory: Memory, span: Sequence[int]) -> Memory:
-    """A rank's memory by itself, and what it holds to share a sequence with others."""
+def _with_exchange(setup: Setup, memory: Memory, span: Sequence[int]) -> Memory:
+    """Add to the memory of a rank by itself what it exchanges to share a sequence with others."""
     most, turns = 0, min(setup.layout.sequence - 1, QUERIES_AHEAD + 1)
     tokens = min(setup.spec.chunk_size, setup.seqlen)
     for k in span:
         if setup.model.layers[k].grown and setup.model.layers[k].window is None:
             query, log = setup.query(k)
-            # what it asks and what others ask it: queries, outputs and their cotangents, with the answers
+            # its own queries and those of others: queries, outputs and their cotangents, and the answers
             most = max(most, tokens * (5 * query + turns * (4 * query + log)))
     parts = dict(memory.parts)
     share = RESERVED[setup.machine.kind][1] * setup.machine.reserve
@@ -379,14 +408,14 @@ def _meeting(setup: Setup, memory: Memory, span: Sequence[int]) -> Memory:
 
 
 def weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> dict[str, int]:
-    """What a shard's parameters take, whatever the sequence."""
+    """Return the bytes that a shard's parameters cause, whatever the sequence, by the names in `PARTS`."""
     model, machine = setup.model, setup.machine
     owned = model.others + sum(model.layers[k].weights for k in span)
     owned += model.first * first + (model.last - model.table * (model.tie_embeddings and first)) * last
     copied = model.table if first and model.tie_embeddings and not last else 0  # the head's shard owns it
-    accumulates = setup.training.grad_accumulation > 1 and not setup.whole
+    accumulates = setup.training.grad_accumulation > 1 and not setup.plain_autograd
     gradients = owned * (1 + accumulates)
-    if setup.training.optimizer_in_backward and setup.whole:  # one at a time
+    if setup.training.optimizer_in_backward and setup.plain_autograd:  # one at a time
         largest = [model.layers[k].largest for k in span]
         gradients = max(model.table * (first or last), *largest)
     in_8bit = model.in_8bit if setup.training.optimizer == "adamw8bit" else 0.0
@@ -400,12 +429,13 @@ def weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> dict[
 
 
 def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
-    """Bytes that the layers of a span keep for the whole sequence: `states` at chunk edges, and `past`, the
-    keys and values of every token with their cotangents."""
+    """Return the bytes that the layers of a span keep for the whole sequence.
+
+    They are `states` at chunk edges, and `past`, the keys and values of every token with their cotangents."""
     model = setup.model
     states = sum(map(setup.state, span)) * _edges(setup)
     values = sum(map(setup.grown, span))
-    if setup.whole:  # autograd's cotangents are its own, and transformers' values are in its graph
+    if setup.plain_autograd:  # autograd's cotangents are its own, and transformers' values are in its graph
         past = setup.seqlen * values * model.values_apart
     else:
         grown = setup.batch * sum(model.layers[k].grown for k in span)
@@ -414,19 +444,20 @@ def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
 
 
 def _edges(setup: Setup) -> int:
-    """States that a worker's layer holds: at every edge, besides those before and after the sequence and the
-    adjoint ones."""
+    """Return the number of states that a worker's layer stores.
+
+    They are those at every edge, before and after the sequence, and the adjoint ones."""
     return -(-setup.chunks // setup.layout.sequence) + 2
 
 
-def _in_host(setup: Setup, span: Sequence[int], kept: float) -> int:
-    """What offload takes of the host: PyTorch pins each block of memory as the next power of two."""
+def _in_host(setup: Setup, span: Sequence[int], stored: float) -> int:
+    """Return the bytes that offload pins on the host: PyTorch rounds each block up to a power of two."""
     edges, y = _edges(setup), setup.y(setup.spec.chunk_size)
     blocks = [setup.state(k) * edges for k in span]
     for k in span:
         if setup.model.layers[k].grown:  # keys, values, and the cotangents of each
             blocks += [_of_sequence(setup, [k])["past"] // 4] * 4
-    return sum(map(_pinned, blocks)) + int(kept / y * _pinned(y))
+    return sum(map(_pinned, blocks)) + int(stored / y * _pinned(y))
 
 
 def _pinned(size: int) -> int:
@@ -434,28 +465,28 @@ def _pinned(size: int) -> int:
 
 
 def layer_bytes(setup: Setup, k: int) -> float:
-    """About what a layer adds to its shard."""
+    """Return about the bytes that a layer adds to its shard."""
     setup = setup.per_rank
     spec, size = setup.spec, setup.spec.chunk_size
-    taken = sum(weights(setup, [k], False, False).values())
+    total = sum(weights(setup, [k], False, False).values())
     if not (spec.storage.offload and setup.machine.kind == "cuda"):
-        taken += sum(_of_sequence(setup, [k]).values())
+        total += sum(_of_sequence(setup, [k]).values())
     if spec.storage.keep == "edges" and setup.window[0] is None and not setup.layout.helpers:
-        taken += setup.piece(k).saved
+        total += setup.piece(k).saved
     elif not spec.storage.offload:
-        taken += setup.y(size) * -(-setup.chunks // setup.layout.sequence)
-    return taken * (1 + RESERVED[setup.machine.kind][1] * setup.machine.reserve)
+        total += setup.y(size) * -(-setup.chunks // setup.layout.sequence)
+    return total * (1 + RESERVED[setup.machine.kind][1] * setup.machine.reserve)
 
 
-def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> Memory:
+def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last: bool) -> Memory:
     model, machine, spec = setup.model, setup.machine, setup.spec
     parts = weights(setup, span, first, last) | {"ids": 2 * 8 * setup.batch * setup.seqlen}
-    parts |= _of_sequence(setup, span) | {"kept": int(held.kept), "messages": int(held.messages)}
-    host, work = 0, int(held.chunk)
-    if machine.kind == "cuda" and not setup.whole:
+    parts |= _of_sequence(setup, span) | {"kept": int(program.stored), "messages": int(program.messages)}
+    host, work = 0, int(program.chunk)
+    if machine.kind == "cuda" and not setup.plain_autograd:
         work += int(model.waiting)
     if spec.storage.offload and machine.kind == "cuda":
-        host = _in_host(setup, span, held.kept)
+        host = _in_host(setup, span, program.stored)
         # keys and values come over for the layers at work; cotangents a chunk at a time
         parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
         work += setup.y(spec.chunk_size)
@@ -463,15 +494,15 @@ def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> M
     copies = 9 if setup.training.optimizer == "adamw8bit" and machine.kind == "cpu" else 2
     largest = max(model.largest_end * (first or last), *(model.layers[k].largest for k in span))
     parts["chunk"] = max(work, copies * machine.element * largest)
-    parts["head"] = max(0, int(work + held.head) - parts["chunk"])
+    parts["head"] = max(0, int(work + program.head) - parts["chunk"])
     fixed, share = RESERVED[machine.kind]
     budget = spec.storage.memory
-    if budget == "auto":  # of what the run's own weights leave
+    if budget == "auto":  # a share of the memory that the run's own weights leave
         left = None if machine.memory is None else machine.memory - parts["weights"] - parts["optimizer"]
         budget = None if left is None else AUTO * (left - fixed * machine.reserve)
     if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes
         tapes = sum(setup.piece(k).saved for k in span) * (setup.chunks - 1)
-        taken = sum(parts[name] for name in ("gradients", "states", "past", "kept", "chunk", "head"))
-        parts["chunk"] += int(max(0, min(budget - taken, tapes)))
+        used = sum(parts[name] for name in ("gradients", "states", "past", "kept", "chunk", "head"))
+        parts["chunk"] += int(max(0, min(budget - used, tapes)))
     parts["reserved"] = int(fixed + share * sum(parts.values())) if machine.reserve else 0
     return Memory({name: parts[name] for name in PARTS}, host)

@@ -1,4 +1,4 @@
-"""What a planner has to know of a model: its sizes, and what its stages take on a chunk."""
+"""A model as the planner sees it: its sizes, and the memory of its stages on a chunk."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from adjoint.layers import StackConfig, State
 from adjoint.plan import stage_memory
 from adjoint.plan.stage_memory import Conditions, Counted
 
-EMBEDDING, HEAD = -2, -1  # pieces beside the layers, which have their numbers
+EMBEDDING, HEAD = -2, -1  # pieces of a model besides its layers, whose pieces are their numbers
 
 
 @dataclass(frozen=True)
 class LayerSize:
-    """How large a layer is, in elements and operations.
+    """Sizes of a layer, in elements and operations.
 
     Attributes:
         kind: equal for layers that are alike.
-        weights: elements of all its parameters. largest: of the largest parameter.
+        weights: elements of all its parameters. largest: elements of the largest parameter.
         casts: elements of the weights that autocast keeps in another dtype during a step.
         state: elements of the recurrent state, per row.
         grown: elements of the state that grows with the sequence (keys and values), per row and token.
-            narrow: how many of them are in half precision under autocast.
-        flops: operations of a forward pass, per token. pairs: attention's in addition, per token that is
-            looked back at. serial: those of `flops` that wait for the state before the token.
-        window: how many tokens attention looks back at most; None for all.
+        narrow: elements of `grown` that are in half precision under autocast.
+        flops: operations of a forward pass, per token. pairs: attention's in addition, per token that
+            is attended to. serial: the part of `flops` that waits for the state before the token.
+        window: the most tokens that attention looks back; None for all.
         heads: attention's query heads; 0 without attention.
     """
 
@@ -53,22 +53,24 @@ class Model:
     """A model that is planned for.
 
     Attributes:
-        given: the StackConfig or `Pretrained`.
-        layers: their sizes, bottom up. costs: their times relative to each other, the head's in the last.
+        source: the StackConfig or `Pretrained` that it was made from.
+        layers: sizes of the layers, bottom up.
+        costs: times of the layers relative to each other; the last one includes the head.
         first, last, others: numbers of parameters that come with the embedding, with the head, with any span
-            of layers; of those at either end `table` are the embedding's.
-        num_parameters, tie_embeddings: of the whole.
-        in_8bit: the share of the parameters whose moments adamw8bit has in 8 bits.
+            of layers. table: those of the embedding alone.
+        num_parameters, tie_embeddings: of the complete model.
+        in_8bit: the share of the parameters whose moments adamw8bit stores in 8 bits.
         head_flops: operations per token of the head's forward pass.
-        largest_end: of embedding and head the largest parameter, where the optimizer's step of it counts.
-        values_apart: whether plain autograd's keys and values are beside its graph.
-        waiting: bytes of gradients that a GPU has not added yet.
+        largest_end: elements of the largest parameter of embedding and head, if the optimizer's step of it
+            counts; else 0.
+        values_apart: whether plain autograd's keys and values are stored outside its graph.
+        waiting: bytes of gradients that collect on a GPU before they are added to the sums.
     """
 
     largest_end = 0
     values_apart: ClassVar[bool] = True
     waiting: ClassVar[float] = 0.0
-    given: Any
+    source: Any
     layers: tuple[LayerSize, ...]
     costs: tuple[float, ...]
     first: int
@@ -91,34 +93,34 @@ class Model:
         return len(self.layers)
 
     def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:
-        """The FakeTensorMode of a piece, its stage, and its state before a sequence."""
+        """Return the FakeTensorMode of a piece, its stage, and its state before a sequence."""
         raise NotImplementedError
 
     def engine_spec(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
-        """What the engine is asked for; size: (batch, seqlen)."""
+        """Return the method's instructions to the engine; size: (batch, seqlen)."""
         raise NotImplementedError
 
     def stages(self, spans: Sequence[range]) -> list[list[int]]:
-        """Of each stage the pieces that it is made of, bottom up; `spans`: each shard's layers."""
+        """Return each stage's pieces, bottom up; `spans`: each shard's layers."""
         raise NotImplementedError
 
     def stage_costs(self, spans: Sequence[range]) -> tuple[float, ...]:
-        """Of each stage the time of its forward per token, relative to others."""
+        """Return the time of each stage's forward per token, relative to the others."""
         head = self.head_flops / 2
-        own = {EMBEDDING: 0.0, **dict(enumerate(self.costs)), HEAD: head}
-        own[self.n_layer - 1] -= head
-        return tuple(sum(own[piece] for piece in pieces) for pieces in self.stages(spans))
+        cost_of = {EMBEDDING: 0.0, **dict(enumerate(self.costs)), HEAD: head}
+        cost_of[self.n_layer - 1] -= head
+        return tuple(sum(cost_of[piece] for piece in pieces) for pieces in self.stages(spans))
 
     def stand_in(self) -> StackConfig | None:
-        """Whose layer is timed in the place of the model's; None where its own are."""
+        """Return the model whose layer is timed in place of this model's; None to time its own."""
         return None
 
     def described(self) -> dict[str, Any]:
-        """The model in plain types."""
+        """Return the model in plain types, for JSON."""
         raise NotImplementedError
 
     def piece(self, piece: int, on: Conditions) -> Counted:
-        """What a piece takes on a chunk; pieces that are alike are counted once."""
+        """Return the memory of a piece on a chunk; pieces that are alike are counted once."""
         grows = piece >= 0 and self.layers[piece].grown > 0
         if on.start and not grows:
             on = on._replace(start=on.tokens)
@@ -140,24 +142,24 @@ class Model:
             return stage_memory.count(stage_memory.example(stage, initial, on, self.d_model, end), live)
 
     def task(self, k: int, on: Conditions, tokens: int, halo: int, window: int) -> int:
-        """The peak of a windowed vjp of layer k on `tokens`, with a halo, in chunks of `on.tokens`."""
+        """Return the peak of a windowed vjp of layer k on `tokens`, with a halo, in chunks of `on.tokens`."""
         chunk, key = on.tokens, (self.layers[k].kind, on, tokens, halo, window)
         if key not in self.tasks:
             mode, stage, initial = self.stage(k, on)
             on = on._replace(tokens=chunk + tokens + -(-halo // chunk) * chunk)
             span = chunk - stage.reach, chunk, chunk + tokens, chunk + tokens + halo
             with stage_memory.counting(on, mode) as live:
-                one = stage_memory.example(stage, initial, on, self.d_model)
-                self.tasks[key] = stage_memory.count_task(one, span, window, live)
+                layer_example = stage_memory.example(stage, initial, on, self.d_model)
+                self.tasks[key] = stage_memory.count_task(layer_example, span, window, live)
         return self.tasks[key]
 
 
 def sizes_of(parameters: Iterable[Tensor]) -> tuple[int, int]:
-    """Elements of all parameters and of the largest."""
+    """Return the elements of all parameters, and of the largest one."""
     sizes = [p.numel() for p in parameters]
     return sum(sizes), max(sizes, default=0)
 
 
 def width(shape: Sequence[int], dim: int) -> int:
-    """Elements per token of a tensor that grows along `dim`."""
+    """Return the elements per token of a tensor that grows along `dim`."""
     return math.prod(n for i, n in enumerate(shape) if i != dim)

@@ -1,4 +1,4 @@
-"""Which layers go to which shard: contiguous ranges whose largest load is as small as it can be."""
+"""Partition layers over shards: contiguous ranges whose largest load is as small as possible."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ def partition(
     memory: Sequence[float] | None = None,
     limits: Sequence[float] | None = None,
 ) -> list[range]:
-    """One range of layers a shard, in order, none empty, that minimises max_s (Σ costs of s) / capacity of s.
+    """Return a range of layers per shard that minimises max_s (Σ costs of s) / capacity of s.
+
+    Ranges are in order, and none is empty.
 
     Among those it takes the one with the smallest sum of squares, so that the shards that are not the slowest
     are balanced as well. Exact: dynamic programming over all cuts, O(shards × layers²). The order of the
-    shards is kept: which worker is next to which is for the caller to say.
+    shards is kept: the caller decides which worker is next to which.
 
     Args:
-        costs: time of each layer, measured or estimated, in any unit. What comes with the
-            first or the last layer counts there: the embedding in costs[0], norm and head in costs[-1].
-        shards: how many.
-        capacities: of each shard, relative speed; equal where None.
-        memory: bytes each layer needs where it lives, counted like `costs`.
-        limits: bytes each shard has.
+        costs: time of each layer, measured or estimated, in any unit. costs[0] includes the embedding,
+            costs[-1] norm and head.
+        shards: number of shards.
+        capacities: relative speed of each shard; None if equal.
+        memory: bytes that each layer needs, with embedding and head as in `costs`.
+        limits: bytes that each shard has.
 
     Raises:
         UserError: more shards than layers; no partition keeps to the limits.
@@ -49,8 +51,8 @@ def partition(
         return np.where(need <= room[shard], load / speed[shard], np.inf)
 
     def square(shard: int) -> np.ndarray:
-        each = time(shard)
-        return np.where(each <= slowest, each**2, np.inf)
+        times = time(shard)
+        return np.where(times <= slowest, times**2, np.inf)
 
     _, slowest = _cut(shards, time, np.maximum)
     if np.isinf(slowest):
@@ -62,20 +64,23 @@ def partition(
 
 
 def named(span: range) -> str:
-    """layer 3, or layers 0-5."""
+    """Return a span as text: layer 3, or layers 0-5."""
     return f"layer {span.start}" if len(span) == 1 else f"layers {span.start}-{span.stop - 1}"
 
 
 def _sums(values: Sequence[float]) -> np.ndarray:
-    """(layers + 1, layers + 1): at [b, a] the sum over the layers [a, b), infinite where that is empty."""
+    """Return (layers + 1, layers + 1) sums: at [b, a] that of the layers [a, b), infinite if empty."""
     ends = np.concatenate([[0.0], np.cumsum(values)])
     return np.where(np.tri(len(ends), k=-1, dtype=bool), ends[:, None] - ends[None, :], np.inf)
 
 
 def _cut(shards: int, load: Callable[[int], np.ndarray], combine: np.ufunc) -> tuple[list[int], float]:
-    """The cuts that minimise the shards' loads combined, and that minimum; `load` gives a shard's matrix, at
-    [b, a] that of the layers [a, b)."""
-    best = load(0)[:, 0]  # of the first shard alone, by its end
+    """Return the cuts that minimise the shards' combined loads, and that minimum.
+
+    Args:
+        load: gives a shard's matrix, which has at [b, a] the load of the layers [a, b).
+    """
+    best = load(0)[:, 0]  # loads of the first shard alone, by its end
     choices = []
     for shard in range(1, shards):
         through = combine(load(shard), best)

@@ -1,6 +1,7 @@
-"""A transformers model as the planner sees it: all that is needed is a configuration. The model is made of
-fake tensors, and so no weight is read; its pieces are counted one by one, embedding, a layer each and head,
-with the stages that train."""
+"""A transformers model as the planner sees it; it needs a configuration alone.
+
+The model is made of fake tensors, so no weight is read. Its pieces, embedding, single layers and head, are
+counted one by one, with the stages that train."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from transformers.integrations import moe
 from adjoint.batch import Batch
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage
-from adjoint.engine.tile import WAITING
+from adjoint.engine.tile import MAX_PENDING_BYTES
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.chunking import check_method, spec_of
@@ -36,8 +37,9 @@ WIDEST = 1024  # d_model of the layer that is timed in the place of a model's ow
 
 
 def outlined(directory: str, trust_remote_code: bool = False) -> Pretrained:
-    """What the config.json of a folder says of how its causal LM is cut. The multiplier is left at 1: memory
-    does not depend on it.
+    """Describe the causal LM of a folder's config.json: its layers, states and costs.
+
+    The multiplier is left at 1: memory does not depend on it.
 
     Raises:
         UserError: there is no causal LM that transformers knows, it cannot be cut, or its code does not run
@@ -64,19 +66,19 @@ def outlined(directory: str, trust_remote_code: bool = False) -> Pretrained:
 
 @contextlib.contextmanager
 def _countable(kind: Any) -> Iterator[None]:
-    """Errors of fake tensors in one line that names the class."""
+    """Turn errors of fake tensors into one line that names the class."""
     from torch._subclasses import fake_tensor
 
-    said = logging.getLogger(fake_tensor.__name__)
-    before = said.level
-    said.setLevel(logging.CRITICAL)
+    logger = logging.getLogger(fake_tensor.__name__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     # PyTorch's grouped product of matrices says its shape for bfloat16 alone
     other = {"_can_use_grouped_mm": lambda *_: False}
     try:
         with rebound([(vars(moe), other)]):
             yield
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        # what comes of a `Refused` is one, and of an operator's error inside the model's code
+        # a ValueError may come of a `Refused`, or of an operator's error inside the model's code
         cause = error.__cause__ or error
         if isinstance(error, ValueError) and not isinstance(cause, (RuntimeError, NotImplementedError)):
             raise
@@ -86,43 +88,47 @@ def _countable(kind: Any) -> Iterator[None]:
             "and read peak_memory_bytes in metrics.jsonl"
         ) from None
     finally:
-        said.setLevel(before)
+        logger.setLevel(level)
 
 
 class PretrainedModel(Model):
     """A causal LM of transformers.
 
     Args:
-        found: how it is cut.
+        pretrained: its description.
     """
 
     values_apart: ClassVar[bool] = False
-    waiting: ClassVar[float] = WAITING
+    waiting: ClassVar[float] = MAX_PENDING_BYTES
 
-    def __init__(self, found: Pretrained) -> None:
+    def __init__(self, pretrained: Pretrained) -> None:
         super().__init__()
-        self.given, self.d_model, self.costs = found, found.d_model, found.costs
-        self.num_parameters, self.tie_embeddings = found.num_parameters, found.tie_embeddings
-        model, n = self._whole(torch.float32)[1], found.n_layer
-        self.others = sizes_of(found.part(model, range(-1, -1)).parameters())[0]
-        self.first = sizes_of(found.part(model, range(0)).parameters())[0] - self.others
-        self.last = sizes_of(found.part(model, range(n, n)).parameters())[0] - self.others
+        self.source, self.d_model, self.costs = pretrained, pretrained.d_model, pretrained.costs
+        self.num_parameters, self.tie_embeddings = pretrained.num_parameters, pretrained.tie_embeddings
+        model, n = self._fake_model(torch.float32)[1], pretrained.n_layer
+        self.others = sizes_of(pretrained.part(model, range(-1, -1)).parameters())[0]
+        self.first = sizes_of(pretrained.part(model, range(0)).parameters())[0] - self.others
+        self.last = sizes_of(pretrained.part(model, range(n, n)).parameters())[0] - self.others
         self.table = self.largest_end = model.get_input_embeddings().weight.numel()
         self.in_8bit = share_in_8bit(model.parameters())
-        self.config = found.config.get_text_config()
-        self.head_flops = 2.0 * self.config.vocab_size * found.d_model
-        layers, caches = getattr(backbone_of(model), found.layers), ChunkCache(found.config).layers
+        self.config = pretrained.config.get_text_config()
+        self.head_flops = 2.0 * self.config.vocab_size * pretrained.d_model
+        layers, caches = getattr(backbone_of(model), pretrained.layers), ChunkCache(pretrained.config).layers
         self.layers = tuple(
             self._size(k, layer, getattr(caches[k], "window", None) if k < len(caches) else None)
             for k, layer in enumerate(layers)
         )
 
     def _size(self, k: int, layer: nn.Module, window: int | None) -> LayerSize:
-        found, slots, narrow = self.given, _of(self.given.slots, k), _of(self.given.autocast, k)
-        cost = found.costs[k] - (self.head_flops / 2 if k + 1 == found.n_layer else 0.0)
+        pretrained, slots, narrow = (
+            self.source,
+            _slots_of_layer(self.source.slots, k),
+            _slots_of_layer(self.source.autocast, k),
+        )
+        cost = pretrained.costs[k] - (self.head_flops / 2 if k + 1 == pretrained.n_layer else 0.0)
         recurrent = sum(math.prod(slot.shape) for slot in slots if slot.name == "recurrent")
         heads = getattr(self.config, "num_attention_heads", 0)
-        described = layer, [(s.name, s.index, s.shape) for s in slots], window, found.outputs[k]
+        described = layer, [(s.name, s.index, s.shape) for s in slots], window, pretrained.outputs[k]
         return LayerSize(
             "\n".join(map(str, described)),
             *sizes_of(layer.parameters()),
@@ -137,28 +143,31 @@ class PretrainedModel(Model):
             heads=heads,
         )
 
-    def _whole(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """The mode, and the model in it."""
+    def _fake_model(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        """Return a FakeTensorMode and the model made in it."""
         if dtype not in self.fakes:
-            with fake_tensors(dtype) as mode, mode, _countable(self.given.kind):
-                self.fakes[dtype] = mode, self.given.kind(copy.deepcopy(self.given.config)).train()
+            with fake_tensors(dtype) as mode, mode, _countable(self.source.kind):
+                self.fakes[dtype] = mode, self.source.kind(copy.deepcopy(self.source.config)).train()
         return self.fakes[dtype]
 
     def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:
-        found, n = self.given.in_precision(on.precision), self.n_layer
-        mode, model = self._whole(on.dtype)
+        pretrained, n = self.source.in_precision(on.precision), self.n_layer
+        mode, model = self._fake_model(on.dtype)
         span = {EMBEDDING: range(0), HEAD: range(n, n)}.get(piece, range(piece, piece + 1))
         with fake_tensors(on.dtype), mode:
-            part, slots = found.part(model, span), [] if on.plain else _of(found.slots, piece)
+            piece_model, slots = (
+                pretrained.part(model, span),
+                [] if on.plain else _slots_of_layer(pretrained.slots, piece),
+            )
             multiplier = None if piece == EMBEDDING else 1.0
             state = tuple(
                 torch.zeros(on.batch, *s.shape, dtype=on.dtype if s.grows is None else s.dtype) for s in slots
             )
             if on.plain:
-                return mode, _Plain(part, multiplier, piece == HEAD), state
+                return mode, _Plain(piece_model, multiplier, piece == HEAD), state
             if piece == HEAD:
-                return mode, CausalLM(part, [], multiplier), state
-            return mode, Backbone(part, slots, multiplier, on.recompute), state
+                return mode, CausalLM(piece_model, [], multiplier), state
+            return mode, Backbone(piece_model, slots, multiplier, on.recompute), state
 
     def stages(self, spans: Sequence[range]) -> list[list[int]]:
         last = self.n_layer
@@ -169,11 +178,11 @@ class PretrainedModel(Model):
         return StackConfig(d_model=width, d_intermediate=4 * width, n_layer=1, mixer="attention")
 
     def _count(self, piece: int, on: Conditions) -> Counted:
-        with _countable(self.given.kind):
+        with _countable(self.source.kind):
             return super()._count(piece, on)
 
     def engine_spec(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
-        """As `Model`'s.
+        """Return the method's instructions to the engine.
 
         Raises:
             UserError: the method is not for transformers models.
@@ -184,12 +193,12 @@ class PretrainedModel(Model):
             raise UserError(f"method.name: {error}") from None
         batch, seqlen = size
         element = 2 if machine.precision == "bfloat16" else machine.element
-        picked = self.given.chunk_size(batch, seqlen, element, machine.kind, machine.memory)
+        picked = self.source.chunk_size(batch, seqlen, element, machine.kind, machine.memory)
         return spec_of(method, seqlen, layout.at_most(picked, seqlen))
 
     def described(self) -> dict[str, Any]:
         return {
-            "class": self.given.kind.__name__,
+            "class": self.source.kind.__name__,
             "vocab_size": self.config.vocab_size,
             "d_model": self.d_model,
             "n_layer": self.n_layer,
@@ -198,24 +207,24 @@ class PretrainedModel(Model):
 
 
 class _Plain(Backbone):
-    """A piece by transformers' own code."""
+    """A piece that runs by transformers' own code."""
 
-    def __init__(self, part: Any, multiplier: float | None, head: bool) -> None:
-        super().__init__(part, [], multiplier)
+    def __init__(self, piece_model: Any, multiplier: float | None, head: bool) -> None:
+        super().__init__(piece_model, [], multiplier)
         self.inside: Any = contextlib.nullcontext
         self.head = head
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        given = {"inputs_embeds" if x.is_floating_point() else "input_ids": x}
+        inputs = {"inputs_embeds" if x.is_floating_point() else "input_ids": x}
         if self.head:
-            return self.model(**given, labels=chunk.targets).loss, ()
-        return self.backbone(**given)[0], ()
+            return self.model(**inputs, labels=chunk.targets).loss, ()
+        return self.backbone(**inputs)[0], ()
 
 
-def _of(slots: Any, layer: int) -> list[Slot]:
+def _slots_of_layer(slots: Any, layer: int) -> list[Slot]:
     return [slot for slot in slots if slot.layer == layer]
 
 
 def _width(slot: Slot) -> int:
-    """Elements per token of what grows, else 0."""
+    """Return the elements per token of a growing slot; 0 for a recurrent one."""
     return 0 if slot.grows is None else width(slot.shape, slot.grows - 1)

@@ -1,4 +1,4 @@
-"""The rules by which workers go about a batch: who owns which tile, which programs run.
+"""The rules by which workers run a batch: the owner of each tile, and the programs.
 
 Workers follow them, and so does everything that plans for workers."""
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from adjoint.engine.grid import EngineSpec, Grid, make_grid
-from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, make_schedule, shared
+from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, add_helper_tasks, make_schedule
 from adjoint.layers import MIXERS, StackConfig
 from adjoint.layers.mixer import make_mixer, reach_of
 
 
 def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
-    """Who has which stages."""
+    """Return the owners of a model's stages, for shards with the layers `spans`."""
     if not isinstance(model, StackConfig):  # a pretrained model's stages are its shards
         return Owners(tuple(range(len(spans))), sequence)
-    return Owners.of(spans, sequence)
+    return Owners.from_spans(spans, sequence)
 
 
 def grid_of(
@@ -32,23 +32,24 @@ def grid_of(
     costs: Sequence[float] = (),
     windows: Sequence[int] | None = None,
 ) -> Grid:
-    """Tiles and arrows of a batch; `costs` and `windows` as `make_grid`'s.
+    """Return the tiles and arrows of a batch; `costs` and `windows` as in `make_grid`.
 
-    Where helpers share tasks, each layer is recomputed from its own inputs, since a task has one layer.
+    If helpers share tasks, each layer is recomputed from its own inputs, since a task has one layer.
     """
     inside = exchanges_within_tiles(model, owners.in_turn)
     if not isinstance(model, StackConfig):
-        made = make_grid(spec, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
-        return dataclasses.replace(made, inside=inside)
+        grid = make_grid(spec, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
+        return dataclasses.replace(grid, exchanges_within_tiles=inside)
     stateful = [False, *(_has_state(model, k) for k in range(model.n_layer)), False]
     segments = range(model.n_layer + 2) if helpers else owners.shards
-    made = make_grid(spec, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
-    return dataclasses.replace(made, inside=inside)
+    grid = make_grid(spec, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
+    return dataclasses.replace(grid, exchanges_within_tiles=inside)
 
 
 def exchanges_within_tiles(model: Any, sequence: int) -> bool:
-    """Whether workers that share sequences meet inside of tiles (`Grid.inside`): where keys and values are
-    asked for, or a stage is many layers, whose states cross one after the other."""
+    """Whether workers that share sequences exchange within tiles (`Grid.exchanges_within_tiles`).
+
+    They do for keys and values, and if a stage is many layers, whose states cross one after the other."""
     if sequence == 1 or not isinstance(model, StackConfig):
         return sequence > 1
     return any(_grows(model, k) for k in range(model.n_layer))
@@ -65,7 +66,7 @@ def _grows(config: StackConfig, layer: int) -> bool:
 
 
 def _has_state(config: StackConfig, layer: int) -> bool:
-    """Whether a layer has a state: one of a user's own may have none."""
+    """Whether a layer has a state: a user's layer may have none."""
     if config.mixers[layer] in MIXERS:
         return True
     with torch.device("meta"):
@@ -73,18 +74,18 @@ def _has_state(config: StackConfig, layer: int) -> bool:
 
 
 def forward_plan(grid: Grid, owners: Owners) -> Schedule:
-    """Programs of the loss alone, and of the forward by which windows are picked."""
+    """Return the programs of the loss alone, or of the forward by which windows are picked."""
     return make_schedule(grid, owners, backward=False, tapes=0)
 
 
 def step_plan(spec: EngineSpec, grid: Grid, owners: Owners, helpers: Sequence[int] = ()) -> Schedule:
-    """Programs of forward and backward; where windows were picked after a `forward_plan`, of the backward."""
+    """Return the programs of forward and backward; if a `forward_plan` picked windows, of the backward."""
     # Windowed tiles' cotangents come in small pieces: more messages are under way.
     buffers = BUFFERS if spec.backward.window is None else CAPACITY
     if spec.backward.window == "auto":
         return make_schedule(grid, owners, forward=False, tapes=0, buffers=buffers)
     if helpers:
-        return shared(make_schedule(grid, owners, tapes=0, buffers=buffers), owners.shards, helpers)
+        return add_helper_tasks(make_schedule(grid, owners, tapes=0, buffers=buffers), owners.shards, helpers)
     # With dL/dy_K for every layer a chunk is done with soon after the head, and to begin early is to hold
     # less; else it would only make others wait.
     stream = spec.backward.window is not None and spec.backward.dy_from == "head"

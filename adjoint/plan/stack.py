@@ -25,14 +25,14 @@ class StackModel(Model):
     """A `Stack`.
 
     Args:
-        config: the whole one.
+        config: the configuration of the complete stack.
     """
 
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
         with torch.device("meta"):
             stack = Stack(config, 0)
-        self.given, self.d_model = config, config.d_model
+        self.source, self.d_model = config, config.d_model
         _, *costs, head = costs_of(stack.stages())
         self.costs = (*costs[:-1], costs[-1] + head)
         self.table, self.tie_embeddings = config.vocab_size * config.d_model, config.tie_embeddings
@@ -48,14 +48,14 @@ class StackModel(Model):
         )
 
     def _size(self, k: int, layer: Any, cost: float, state: State) -> LayerSize:
-        config, grows = self.given, layer.mixer.grows
+        config, grows = self.source, layer.mixer.grows
         kind = config.mixers[k]
         mixer = MIXERS.get(kind, Mixer)
         linear = [m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear)]
         grown = sum(width(s.shape, dim) for s, dim in zip(state, grows, strict=True) if dim is not None)
         recurrent = sum(s.numel() for s, dim in zip(state, grows, strict=True) if dim is None)
-        # eight an element of the recurrent state, and as many for each of a token's inputs and outputs that
-        # share it
+        # eight operations per element of the recurrent state, and as many for each further
+        # input and output of a token that share it
         serial = 8.0 * mixer.inputs_per_token(config) * recurrent
         return LayerSize(
             kind,
@@ -73,22 +73,22 @@ class StackModel(Model):
         )
 
     def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:
-        mode, part = self._part(piece, on.dtype)
+        mode, stack = self._one_layer_stack(piece, on.dtype)
         with fake_tensors(on.dtype), mode:
-            initial = part.initial_state(on.batch)[0] if piece >= 0 else ()
-        stage = part.stages(on.recompute)[{EMBEDDING: 0, HEAD: -1}.get(piece, 1)]
+            initial = stack.initial_state(on.batch)[0] if piece >= 0 else ()
+        stage = stack.stages(on.recompute)[{EMBEDDING: 0, HEAD: -1}.get(piece, 1)]
         assert stage is not None
         return mode, stage, initial
 
     def stages(self, spans: Sequence[range]) -> list[list[int]]:
         return [[piece] for piece in (EMBEDDING, *range(self.n_layer), HEAD)]
 
-    def _part(self, piece: int, dtype: torch.dtype) -> tuple[Any, Stack]:
-        """A stack of fake tensors, of one layer like `piece`."""
-        kind = self.given.mixers[max(piece, 0)]
+    def _one_layer_stack(self, piece: int, dtype: torch.dtype) -> tuple[Any, Stack]:
+        """Return a stack of fake tensors with one layer like `piece`, and its mode."""
+        kind = self.source.mixers[max(piece, 0)]
         if (kind, dtype) not in self.fakes:
             with fake_tensors(dtype) as mode, mode:
-                config = dataclasses.replace(self.given, mixer=kind, n_layer=1)
+                config = dataclasses.replace(self.source, mixer=kind, n_layer=1)
                 self.fakes[kind, dtype] = mode, Stack(config, 0)
         return self.fakes[kind, dtype]
 
@@ -96,18 +96,18 @@ class StackModel(Model):
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         recompute = getattr(method, "recompute", "none")
         states = sum(layer.state for layer in self.layers) * machine.element
-        sizes = Sizes(kept_bytes(self.given, element, recompute), states)
+        sizes = Sizes(kept_bytes(self.source, element, recompute), states)
         default = chunk_size_for(sizes, *size, machine.kind, machine.memory)
         spec = method.engine_spec(size[1], layout.chunk_size(method, size[1], default))
-        check_windows(self.given, spec)
+        check_windows(self.source, spec)
         return spec
 
     def described(self) -> dict[str, Any]:
-        return plain(dataclasses.asdict(self.given))
+        return plain(dataclasses.asdict(self.source))
 
 
 def model_of(model: Any) -> Model:
-    """The planner's view of a StackConfig or a `Pretrained`."""
+    """Return the planner's view of a StackConfig or a `Pretrained`."""
     if isinstance(model, Model):
         return model
     if isinstance(model, StackConfig):

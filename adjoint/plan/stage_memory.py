@@ -1,8 +1,8 @@
-"""What a stage takes of memory on one chunk: counted, not estimated.
+"""Count the memory of a stage on one chunk.
 
 The very code that trains is run on fake tensors, which have shapes and dtypes and no memory, so that a chunk
 of a million tokens of a 1.27B model is counted in a moment on a laptop. Every storage that an operator makes
-is noted while it lives. What is made and freed inside an operator is not seen.
+is counted while it lives. Memory that is made and freed inside an operator is not seen.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Uncountable(UserError):
 
 
 class Conditions(NamedTuple):
-    """Under which a stage is counted.
+    """Conditions under which a stage is counted.
 
     Attributes:
-        batch, tokens: of the chunk. start: its first token in the sequence.
-        precision: float32, bfloat16 (autocast) or float64. device: cpu or cuda; it need not be here.
-        recompute: as the method's.
-        plain: whether autograd goes through it by itself; of a pretrained model transformers' own code runs.
+        batch, tokens: size of the chunk. start: its first token in the sequence.
+        precision: float32, bfloat16 (autocast) or float64.
+        device: cpu or cuda; this machine need not have it.
+        recompute: as in the method.
+        plain: whether plain autograd runs it; a pretrained model then runs by transformers' own code.
     """
 
     batch: int
@@ -53,7 +54,7 @@ class Conditions(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, and of the residual stream between tiles."""
+        """Dtype of weights, and of the residual stream between tiles."""
         return torch.float64 if self.precision == "float64" else torch.float32
 
 
@@ -65,22 +66,22 @@ class Counted:
         forward: peak of a forward pass without gradients.
         linearized: peak of a forward pass that builds a tape. saved: the tape.
         pulled: peak of that forward pass and its backward together.
-        held: what the new state keeps alive after a forward pass without gradients; more than its own size
-            where it is a view of something larger. pinned: the same of the old state's cotangents, after a
-            backward pass.
+        new_state: memory that the new state keeps alive after a forward pass without gradients; more than its
+            own size if it is a view of a larger tensor.
+        pinned: the same for the old state's cotangents, after a backward pass.
     """
 
     forward: int = 0
     linearized: int = 0
     saved: int = 0
     pulled: int = 0
-    held: int = 0
+    new_state: int = 0
     pinned: int = 0
 
 
 @dataclass(frozen=True)
 class Example:
-    """A stage with what a chunk of it is given, to be counted or timed."""
+    """A stage with its inputs on a chunk, to be counted or timed."""
 
     stage: Stage
     x: Tensor
@@ -90,26 +91,26 @@ class Example:
     d_state: Cotangents  # of the state after the chunk
 
     def forward(self) -> tuple[Tensor, State]:
-        """F."""
+        """Run the forward without gradients."""
         with torch.no_grad():
             return self.stage.forward(self.x, self.state, self.chunk)
 
     def pull(self, gradients: Gradients) -> None:
-        """L or R, and B."""
+        """Run the forward with its tape, and the backward."""
         _, _, pullback = self.stage.linearize(self.x, self.state, self.chunk, gradients)
         pullback(self.dy, self.d_state)
 
 
 def example(stage: Stage, initial: State, on: Conditions, width: int, end: str = "") -> Example:
-    """A stage on a chunk, on the default device.
+    """Return a stage with random inputs on a chunk, on the default device.
 
     Args:
         initial: the state before the sequence.
-        width: of the tensors between stages.
-        end: "first" for a stage that is given ids, "last" for one that gives the loss.
+        width: last dimension of the tensors between stages.
+        end: "first" for a stage that reads ids, "last" for one that returns the loss.
     """
     ids = torch.zeros(on.batch, on.tokens, dtype=torch.int64)
-    y = torch.randn(on.batch, on.tokens, width, dtype=on.dtype)  # of zeros a GPU makes short work
+    y = torch.randn(on.batch, on.tokens, width, dtype=on.dtype)  # a GPU multiplies zeros faster
     state: list[Any] = []
     d_state = []
     for s, dim in zip(initial, stage.grows, strict=True):
@@ -122,56 +123,57 @@ def example(stage: Stage, initial: State, on: Conditions, width: int, end: str =
         state.append(Past(slab, on.start, 0, 0))
         d_state.append(slab.gathered(on.start, on.start + on.tokens))
     dy = torch.ones(()) if end == "last" else torch.randn_like(y)
-    given = ids if end == "first" else y
-    return Example(stage, given, tuple(state), Batch(ids, ids, start=on.start), dy, tuple(d_state))
+    stage_input = ids if end == "first" else y
+    return Example(stage, stage_input, tuple(state), Batch(ids, ids, start=on.start), dy, tuple(d_state))
 
 
-def count(one: Example, live: LiveBytes) -> Counted:
-    """What a stage takes on a chunk, inside of `counting`."""
+def count(example: Example, live: LiveBytes) -> Counted:
+    """Count the memory of a stage on a chunk; call it inside of `counting`."""
     gradients = Gradients()
-    for weight in one.stage.parameters():  # the sums of gradients are there
+    for weight in example.stage.parameters():  # the sums of gradients exist already
         gradients.add(weight, torch.zeros_like(weight))
-    if isinstance(one.stage, Layer):  # and the casts of a step
-        one.forward()
+    if isinstance(example.stage, Layer):  # and so do the casts of a step
+        example.forward()
     before = live.begin()
-    y, after = one.forward()
+    y, after = example.forward()
     forward = live.peak - before
     del y
-    held = live.live - before
+    new_state = live.live - before
     del after
     before = live.begin()
-    y, after, pullback = one.stage.linearize(one.x, one.state, one.chunk, gradients)
+    y, after, pullback = example.stage.linearize(example.x, example.state, example.chunk, gradients)
     linearized, saved = live.peak - before, live.live - before
     del y, after  # the graph keeps them
-    _, d_before = pullback(one.dy, one.d_state)
+    _, d_before = pullback(example.dy, example.d_state)
     pulled = live.peak - before
     d_before = tuple(by_itself(d) for d in d_before)
     del _, pullback
-    return Counted(forward, linearized, saved, pulled, held, live.live - before)
+    return Counted(forward, linearized, saved, pulled, new_state, live.live - before)
 
 
-def count_task(one: Example, span: tuple[int, int, int, int], window: int, live: LiveBytes) -> int:
-    """The peak of a windowed vjp beside the chunks that it joins to read, inside of `counting`.
+def count_task(example: Example, span: tuple[int, int, int, int], window: int, live: LiveBytes) -> int:
+    """Return the peak of a windowed vjp, besides the chunks that it joins; call it inside of `counting`.
 
     Args:
-        one: the layer on all chunks that it reads.
-        span: left, start, stop and halo_stop as `Grid.span`'s, counted from the example's first token.
+        example: the layer on all chunks that it reads.
+        span: left, start, stop and halo_stop as in `Grid.extent`, counted from the example's first token.
     """
     left, start, stop, halo_stop = span
-    nothing, gradients = (None,) * len(one.state), Gradients()
+    nothing, gradients = (None,) * len(example.state), Gradients()
     for _ in range(2):  # the first time the sums of gradients are made
         before = live.begin()
-        x = one.x.clone()[:, left:halo_stop]
-        dy = one.dy[:, start:].clone()[:, : halo_stop - start]
-        given = Windowed(0, start - left, stop - left, window, x, one.state, dy, nothing)
-        one.stage.windowed_vjp(given, gradients)  # type: ignore[attr-defined]
+        x = example.x.clone()[:, left:halo_stop]
+        dy = example.dy[:, start:].clone()[:, : halo_stop - start]
+        inputs = Windowed(0, start - left, stop - left, window, x, example.state, dy, nothing)
+        example.stage.windowed_vjp(inputs, gradients)  # type: ignore[attr-defined]
     return live.peak - before
 
 
 def after_past(count: Callable[[int], Counted], start: int) -> Counted:
-    """What a chunk takes that begins at token `start` and attends to all before it, counted at few lengths: a
-    peak is the largest of several sums that grow in proportion to the past, so between two lengths no more
-    than on the line through them, and after a while on a line."""
+    """Return the memory of a chunk that begins at token `start` and attends to all before it.
+
+    It is counted at few lengths. A peak is the largest of several sums that grow in proportion to the past:
+    between two lengths it is at most on the line through them, and after a while on a line."""
     low = min(1 << (start.bit_length() - 1), LONG)
     share = (start - low) / low
     ends = zip(dataclasses.astuple(count(low)), dataclasses.astuple(count(2 * low)), strict=True)
@@ -179,24 +181,29 @@ def after_past(count: Callable[[int], Counted], start: int) -> Counted:
 
 
 def composed(pieces: Sequence[Counted], y: int) -> Counted:
-    """What one autograd graph of several stages takes, bottom up; y: bytes of the tensor between two."""
-    forward = linearized = pulled = held = saved = 0
+    """Return the memory of one autograd graph of several stages.
+
+    Args:
+        pieces: the stages, bottom up. y: bytes of the tensor between two.
+    """
+    forward = linearized = pulled = new_states = saved = 0
     below = []
     for i, c in enumerate(pieces):
-        forward = max(forward, held + y * (i > 0) + c.forward)
+        forward = max(forward, new_states + y * (i > 0) + c.forward)
         linearized = max(linearized, saved + c.linearized)
         below.append(saved)
-        held, saved = held + c.held, saved + c.saved
-    for i, (c, under) in enumerate(zip(pieces, below, strict=True)):
-        pulled = max(pulled, under + y * (i + 1 < len(pieces)) + c.pulled)
+        new_states, saved = new_states + c.new_state, saved + c.saved
+    for i, (c, tape_below) in enumerate(zip(pieces, below, strict=True)):
+        pulled = max(pulled, tape_below + y * (i + 1 < len(pieces)) + c.pulled)
     pinned = sum(c.pinned for c in pieces)
-    return Counted(forward, linearized, saved, max(pulled, linearized), held, pinned)
+    return Counted(forward, linearized, saved, max(pulled, linearized), new_states, pinned)
 
 
 @contextlib.contextmanager
 def fake_tensors(dtype: torch.dtype) -> Iterator[Any]:
-    """A new FakeTensorMode, to be entered; what is made meanwhile has the given dtype by default, which fake
-    tensors cannot change later."""
+    """Yield a new FakeTensorMode, to be entered; inside, tensors have the given dtype by default.
+
+    Fake tensors cannot change their dtype later."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     before = torch.get_default_dtype()
@@ -209,11 +216,11 @@ def fake_tensors(dtype: torch.dtype) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def counting(on: Conditions, fake: Any) -> Iterator[LiveBytes]:
-    """Fake tensors, in the precision and with the kernels of a device that need not be here.
+    """Enter fake tensors with the precision and kernels of a device, which this machine need not have.
 
-    A GPU's tensors are played by the CPU's: their shapes and dtypes are the same. What differs, the states
-    that its kernels save and what they read without widening it, is asked of Triton's backend; where Triton
-    is not installed the reference's numbers stand for it, which are higher.
+    CPU tensors stand for a GPU's: their shapes and dtypes are the same. Differences, the states that its
+    kernels save and the inputs that they read without widening, come from Triton's backend; without Triton
+    the reference's numbers, which are higher, stand for them.
 
     Args:
         fake: the FakeTensorMode of tensors made before.

@@ -45,8 +45,8 @@ class Carried:
 
     def load(self, stored: StoredTensors, device: torch.device) -> None:
         """Load the states from a checkpoint's `STEM` files; they stay None if it has none."""
-        if self.how != "none" and stored.where:
-            found = [sorted(stored.of(f"layers.{k}").items()) for k in self.span]
+        if self.how != "none" and stored.files_by_name:
+            found = [sorted(stored.read_entries(f"layers.{k}").items()) for k in self.span]
             self.states = [tuple(s.to(device) for _, s in state) for state in found]
 
 

@@ -151,10 +151,12 @@ def load_checkpoint(
     if optimizer is not None:
         stored = StoredTensors(path, "optimizer")
         names = [name for name, _ in model.named_parameters()]
-        unknown = {name.rpartition("|")[0] for name in stored.where} - set(names)
+        unknown = {name.rpartition("|")[0] for name in stored.files_by_name} - set(names)
         if unknown:
             raise UserError(f"{path}: has optimizer state of {min(unknown)}, which this model has not")
-        load_optimizer(optimizer, {name: stored.of(name) for name in names}, dict(model.named_parameters()))
+        load_optimizer(
+            optimizer, {name: stored.read_entries(name) for name in names}, dict(model.named_parameters())
+        )
     rng = torch.load(path / "rng.pt", weights_only=True, map_location="cpu")
     return trainer, rng
 
@@ -257,13 +259,13 @@ def _flushed(file: Path) -> dict[str, Any]:
 def _load_weights(path: Path, model: nn.Module) -> None:
     """Fill a model. Of a tensor with several names, as a tied table has, the checkpoint needs only one."""
     stored, own = StoredTensors(path, "model"), model.state_dict(keep_vars=True)
-    given = {id(own[name]) for name in own if name in stored.where}
+    given = {id(own[name]) for name in own if name in stored.files_by_name}
     missing = {n for n, t in own.items() if id(t) not in given and not _is_the_folders(model, t)}
-    differing = sorted(missing | (stored.where.keys() - own.keys()))
+    differing = sorted(missing | (stored.files_by_name.keys() - own.keys()))
     try:
         if differing:
             raise RuntimeError(f"differing: {', '.join(differing[:3])}")
-        model.load_state_dict({name: stored[name] for name in stored.where}, strict=False)
+        model.load_state_dict({name: stored[name] for name in stored.files_by_name}, strict=False)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: its weights do not fit this model ({reason})") from None

@@ -61,7 +61,7 @@ def plan_of(run: dict[str, Any]) -> Schedule:
     seqlen, size = run["seqlen"], run["chunk_size"]
     spec = method_of(run["method"], size, run["window"]).engine_spec(seqlen, size)
     model = StackConfig(n_layer=spans[-1].stop, d_conv=run["d_conv"])
-    owners = Owners.of(spans, run.get("sequence", 1))
+    owners = Owners.from_spans(spans, run.get("sequence", 1))
     grid = grid_of(model, spec, seqlen, owners, helpers, run.get("costs", ()))
     return step_plan(spec, grid, owners, helpers)
 

@@ -228,7 +228,7 @@ def test_units_are_all_shared_tiles_once(
 ) -> None:
     """Of all layers but the first; a unit is of one layer, its tiles in order, and what it reads the forward
     and the head have left."""
-    owners, seqlen = Owners.of(split(n_layer, shards)), 8 * chunks
+    owners, seqlen = Owners.from_spans(split(n_layer, shards)), 8 * chunks
     spec = LayerLocal(window, 8).engine_spec(seqlen, 8)
     config = StackConfig(vocab_size=17, d_model=12, n_layer=n_layer)
     grid = grid_of(config, spec, seqlen, owners, owned)

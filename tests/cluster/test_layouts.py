@@ -346,7 +346,7 @@ def test_every_rank_has_one_place(numbers: tuple[int, int, int, int]) -> None:
 
 def test_a_message_does_not_grow_with_the_sequence() -> None:
     """States and their cotangents cross each edge, layer by layer, and nothing else does."""
-    owners = Owners.of((range(MIXED.n_layer),), 3)
+    owners = Owners.from_spans((range(MIXED.n_layer),), 3)
     for seqlen in (30, 300):
         spec = Exact(10).engine_spec(seqlen, 10)
         made = step_plan(spec, grid_of(MIXED, spec, seqlen, owners), owners)

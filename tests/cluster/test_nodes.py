@@ -156,8 +156,8 @@ def test_auto_goes_on_with_the_nodes_that_are_left(ask_for: Any, tmp_path: Path)
     assert "shard 2: node lost" in said[0]
     mine, theirs = (StoredTensors(r / "run/checkpoints/step-00000006", "model") for r in (tmp_path, whole))
     assert sorted(files(tmp_path / "run"))[0].endswith("of-00002.safetensors")
-    assert mine.where.keys() == theirs.where.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine.where)
+    assert mine.files_by_name.keys() == theirs.files_by_name.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine.files_by_name)
     assert told(tmp_path / "run") == told(whole / "run")
 
 

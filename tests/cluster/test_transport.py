@@ -131,7 +131,10 @@ WAYS = {
 def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In two replicas at once; twice, which connects nothing more. Upwards and downwards in groups apart."""
     method, shards, in_turn, helpers = WAYS[name]
-    owners, config = Owners.of(split(6, shards), in_turn), StackConfig(vocab_size=17, d_model=12, n_layer=6)
+    owners, config = (
+        Owners.from_spans(split(6, shards), in_turn),
+        StackConfig(vocab_size=17, d_model=12, n_layer=6),
+    )
     spec = method.engine_spec(40, 10)
     made = step_plan(spec, grid_of(config, spec, 40, owners, helpers), owners, helpers)
     zeros, workers = torch.zeros, owners.workers

@@ -90,9 +90,9 @@ def test_a_gpu_gets_chunks_that_keep_it_busy_and_fit_an_eighth() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_edge_states_and_activations_are_balanced(device: str) -> None:
-    sizes, seqlen = Sizes(kept=20e3, states=250e3), 2**20
+    sizes, seqlen = Sizes(bytes_per_token=20e3, states=250e3), 2**20
     size = chunk_size_for(sizes, 2, seqlen, device, 1e9)
-    assert seqlen / size * sizes.states == pytest.approx(size * sizes.kept, rel=0.1)
+    assert seqlen / size * sizes.states == pytest.approx(size * sizes.bytes_per_token, rel=0.1)
     assert chunk_size_for(sizes, 2, 4 * seqlen, device, 1e9) == pytest.approx(2 * size, rel=0.1)
 
 

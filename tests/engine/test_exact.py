@@ -403,12 +403,12 @@ def test_a_memory_budget_is_filled_with_tapes(monkeypatch: pytest.MonkeyPatch) -
     assert tapes_of(monkeypatch, model, ids, "8GB") == 16
     assert tapes_of(monkeypatch, model, ids, "auto") == 16
     gradients(model, ids, ids, Exact(64, memory="8GB", recompute="full"))  # measured by itself: it takes less
-    measured, less = budget.of_model(list(model.parameters())).values()
+    measured, less = budget.measurements_of(list(model.parameters())).values()
     assert less.tape < 0.5 * measured.tape
     fixed, share = budget.RESERVED_CPU
     edges = sum(s.numel() for state in model.initial_state(2) for s in state) * 8 * 16
     for tapes in (1, 5, 11):
-        room = fixed + (1 + share) * (1.15 * edges + measured.beside + (tapes + 0.5) * measured.tape)
+        room = fixed + (1 + share) * (1.15 * edges + measured.backward_peak + (tapes + 0.5) * measured.tape)
         assert abs(tapes_of(monkeypatch, model, ids, int(room)) - tapes) <= 1
 
 
@@ -447,7 +447,7 @@ def test_a_tile_that_computes_more_again_keeps_less() -> None:
         mode, stage, initial = model.stage(0, on)
         with counting(on, mode) as live:
             counted = count(example(stage, initial, on, 256), live)
-        kept[how] = counted.saved - counted.held  # its output, but no state
+        kept[how] = counted.saved - counted.new_state  # its output, but no state
     states = 1024 // 64 * config.d_inner * 16 * 4
     stream, inner = 1024 * 256 * 4, 1024 * 512 * 4
     assert kept["none"] > 1.5 * kept["selective"]
@@ -478,6 +478,6 @@ def test_under_autocast_weights_are_cast_once_a_step() -> None:
     linear = [m for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert len(made) == len(linear)
     with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr(Casts, "of", lambda self, module, device: {})
+        patch.setattr(Casts, "cast_weights", lambda self, module, device: {})
         _, expected = gradients(model, ids, ids, Exact(10))
     assert all(torch.equal(got[name], expected[name]) for name in expected)

@@ -40,7 +40,7 @@ def grid_of(n_layer: int, spec: EngineSpec, seqlen: int, owners: Owners | None =
 
 def wavefront(shards: int, chunks: int, **how: Any) -> Schedule:
     """Exact over shards of a layer each."""
-    owners = Owners.of(split(shards, shards))
+    owners = Owners.from_spans(split(shards, shards))
     return make_schedule(grid_of(shards, EngineSpec(4), 4 * chunks, owners), owners, **how)
 
 
@@ -108,7 +108,7 @@ def problems(draw: st.DrawFn) -> tuple[Grid, Owners, dict[str, Any]]:
     """Any grid that a method makes or could make, owners of its tiles, and how it is planned."""
     n_layer = draw(st.integers(1, 5))
     shards = draw(st.integers(1, min(3, n_layer)))
-    owners = Owners.of(split(n_layer, shards), draw(st.integers(1, 3)))
+    owners = Owners.from_spans(split(n_layer, shards), draw(st.integers(1, 3)))
     chunk_size, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 7))
     seqlen = max(1, chunk_size * chunks - draw(st.integers(0, chunk_size - 1)))
     cuts = EngineSpec(chunk_size).cuts(seqlen)
@@ -158,7 +158,7 @@ def test_layer_local_tasks_wait_for_the_head_alone(window: int | None) -> None:
 
 
 def test_truncated_hands_chunks_down_before_a_shard_is_through() -> None:
-    owners = Owners.of(split(4, 2))
+    owners = Owners.from_spans(split(4, 2))
     made = make_schedule(grid_of(4, EngineSpec(10, BackwardSpec(window=5)), 80, owners), owners)
     program = [str(action) for action in made.programs[1]]
     assert program.index("send dy[2,0] to 0") < program.index("windowed(3,3)"), (
@@ -221,7 +221,7 @@ def test_idle_share_of_chunks_in_turn(n_layer: int, chunks: int, workers: int) -
 
 
 def test_windowed_tasks_over_shards_start_before_the_forward_ends() -> None:
-    owners = Owners.of(split(8, 4))
+    owners = Owners.from_spans(split(8, 4))
     grid = grid_of(8, EngineSpec(8, BackwardSpec(dy_from="head", window=8)), 256, owners)
     held = {}
     for stream in (False, True):
@@ -234,7 +234,7 @@ def test_windowed_tasks_over_shards_start_before_the_forward_ends() -> None:
 @pytest.mark.parametrize("chunks", [1, 20])
 def test_the_heads_cotangent_is_relayed(chunks: int) -> None:
     """Over four shards every port carries it once, where a broadcast from one port would take 3 s a chunk."""
-    owners = Owners.of(split(4, 4))
+    owners = Owners.from_spans(split(4, 4))
     made = make_schedule(
         grid_of(4, EngineSpec(8, BackwardSpec(dy_from="head", window=4)), 8 * chunks, owners), owners
     )

@@ -86,8 +86,8 @@ def assert_same_bits(run: Path, expected: Path) -> None:
     stored, others = (
         StoredTensors(list_checkpoints(p / "checkpoints")[-1], "model") for p in (run, expected)
     )
-    assert set(stored.where) == set(others.where)
-    assert all(torch.equal(stored[name], others[name]) for name in stored.where)
+    assert set(stored.files_by_name) == set(others.where)
+    assert all(torch.equal(stored[name], others[name]) for name in stored.files_by_name)
 
 
 @pytest.fixture

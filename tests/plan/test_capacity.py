@@ -72,7 +72,7 @@ def test_a_refusal_says_why_and_each_remedy_works() -> None:
     chunk = re.search(r"--method.chunk_size (\d+)", message)
     devices = re.search(r"(\d+) such devices", message)
     assert chunk and devices
-    small.of_method(chunk_size=int(chunk[1])).assign()
+    small.with_method(chunk_size=int(chunk[1])).assign()
     more = int(devices[1])
     assert len(Fit(setup_of(more, method=setup.method), [limit] * more).assign()) == more
     assert Fit(setup_of(more - 1, method=setup.method), [limit] * (more - 1)).spans() is None
@@ -82,8 +82,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     fit = Fit(setup_of(2), [1.3 * max(totals(setup_of(2), HALVES))] * 2)
     found = fit.longest()
     assert found > 8192
-    assert fit.of(seqlen=found).spans()
-    assert fit.of(seqlen=int(found * 1.1)).spans() is None
+    assert fit.with_changes(seqlen=found).spans()
+    assert fit.with_changes(seqlen=int(found * 1.1)).spans() is None
 
 
 def test_backprop_is_told_of_exact() -> None:

@@ -71,7 +71,7 @@ def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert trainer["data"] == {"epoch": 1}
     assert torch.equal(rng["torch"], generator_state(5))
     assert other.head.weight is other.embedding.weight
-    stored = StoredTensors(path, "model").where.keys()
+    stored = StoredTensors(path, "model").files_by_name.keys()
     assert len({"head.weight", "embedding.weight"} & stored) == 1  # once
     mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
     for name, parameter in mine.items():

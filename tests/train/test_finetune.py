@@ -166,8 +166,11 @@ def test_adapters_train_resume_bitwise_and_are_merged(base: Path, tmp_path: Path
     for file in last.glob("*.safetensors"):
         assert (tmp_path / "again" / "checkpoints" / last.name / file.name).read_bytes() == file.read_bytes()
     stored = StoredTensors(last, "model")
-    assert {name.rpartition(".lora_")[2] for name in stored.where} == {"A.default.weight", "B.default.weight"}
-    assert all(stored[name].norm() > 0 for name in stored.where)
+    assert {name.rpartition(".lora_")[2] for name in stored.files_by_name} == {
+        "A.default.weight",
+        "B.default.weight",
+    }
+    assert all(stored[name].norm() > 0 for name in stored.files_by_name)
     rows = metrics(tmp_path / "run")
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
@@ -175,7 +178,7 @@ def test_adapters_train_resume_bitwise_and_are_merged(base: Path, tmp_path: Path
     for name, weight in merged.named_parameters():
         own = name.removesuffix(".weight")
         change = torch.zeros_like(weight)
-        if f"base_model.model.{own}.lora_A.default.weight" in stored.where:
+        if f"base_model.model.{own}.lora_A.default.weight" in stored.files_by_name:
             a, b = (stored[f"base_model.model.{own}.lora_{k}.default.weight"] for k in "AB")
             change = b @ a * 2
         torch.testing.assert_close(weight, before.get_parameter(name) + change)

@@ -431,7 +431,7 @@ def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:
     assert weights(tmp_path / "again", 8) == weights(tmp_path / "run", 8)
     rows = metrics(tmp_path / "run")
     assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
-    kept = set(StoredTensors(first, "optimizer").where)
+    kept = set(StoredTensors(first, "optimizer").files_by_name)
     assert "layers.0.mixer.in_proj.weight|momentum_buffer" in kept
     assert {"embedding.weight|exp_avg", "layers.0.mixer.A_log|exp_avg"} <= kept
     assert "layers.0.mixer.in_proj.weight|exp_avg" not in kept
@@ -499,7 +499,7 @@ def test_moments_in_8_bits_resume_bitwise_over_shards_too(tmp_path: Path, one_th
     stored = StoredTensors(last, "optimizer")
     assert stored["layers.0.mixer.in_proj.weight|exp_avg_sq.codes"].dtype == torch.uint8
     assert stored["layers.0.mixer.A_log|exp_avg"].dtype == torch.float32  # too small
-    kept = sum(stored[n].nbytes for n in stored.where if "|exp_avg" in n and not n.endswith(".qmap"))
+    kept = sum(stored[n].nbytes for n in stored.files_by_name if "|exp_avg" in n and not n.endswith(".qmap"))
     config = StackConfig(vocab_size=256, d_model=32, n_layer=2, tie_embeddings=False)
     setup = Setup(model_of(config), Exact(), 1, 64, training=TrainingConfig(optimizer="adamw8bit"))
     assert abs(needs(setup, [range(2)])[0].parts["optimizer"] - kept) <= 1
