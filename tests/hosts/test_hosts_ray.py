@@ -86,7 +86,7 @@ def assert_same_bits(run: Path, expected: Path) -> None:
     stored, others = (
         StoredTensors(list_checkpoints(p / "checkpoints")[-1], "model") for p in (run, expected)
     )
-    assert set(stored.files_by_name) == set(others.where)
+    assert set(stored.files_by_name) == set(others.files_by_name)
     assert all(torch.equal(stored[name], others[name]) for name in stored.files_by_name)
 
 
