@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from adjoint.hf.model_parts import put, replaced
+from adjoint.hf.model_parts import override_attribute, replaced_forwards
 from adjoint.hf.snapshot import makes_inputs_require_grad
 
 
@@ -32,12 +32,12 @@ class WithoutCheckpointing:
         with contextlib.ExitStack() as stack:
             for module in self.flagged:
                 if module.gradient_checkpointing:
-                    stack.callback(put(module, "gradient_checkpointing", False))
+                    stack.callback(override_attribute(module, "gradient_checkpointing", False))
             for module in self.hooked:
                 hooks = module._forward_hooks.items()
                 others = OrderedDict((i, hook) for i, hook in hooks if not makes_inputs_require_grad(hook))
-                stack.callback(put(module, "_forward_hooks", others))
-            stack.enter_context(replaced(self.forwards))
+                stack.callback(override_attribute(module, "_forward_hooks", others))
+            stack.enter_context(replaced_forwards(self.forwards))
             yield
 
 

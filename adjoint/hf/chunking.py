@@ -18,11 +18,11 @@ from adjoint.engine.chunk_size import Sizes
 from adjoint.engine.grid import BackwardSpec, EngineSpec
 from adjoint.hf import check
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import TYPES
-from adjoint.hf.model_parts import backbone_of, class_of
+from adjoint.hf.call import TOKEN_TYPES
+from adjoint.hf.model_parts import backbone_of, original_class
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
-BUSY = 1024  # tokens of a chunk on a CPU where nobody says; see `adjoint.engine.chunk_size`
+CPU_CHUNK_SIZE = 1024  # tokens of a chunk on a CPU where nobody says; see `adjoint.engine.chunk_size`
 
 
 def check_method(method: Any) -> None:
@@ -43,7 +43,7 @@ def check_method(method: Any) -> None:
         )
 
 
-def recompute_of(method: Any) -> str:
+def recompute_setting(method: Any) -> str:
     """How much of a layer's tape is computed again."""
     return getattr(method, "recompute", "none")
 
@@ -59,8 +59,8 @@ def spec_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] =
     if isinstance(method, Truncated):
         assert isinstance(method.window, int)
         size = max(2, min(size, method.window))
-        every = None if method.window >= seqlen else method.window // size * size
-        return EngineSpec(size, BackwardSpec(drop_every=every), documents=starts, least=2)
+        drop_every = None if method.window >= seqlen else method.window // size * size
+        return EngineSpec(size, BackwardSpec(drop_every=drop_every), documents=starts, least=2)
     return dataclasses.replace(method.engine_spec(seqlen, size), documents=starts, least=2)
 
 
@@ -90,17 +90,17 @@ def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
         features: of `kept_features`. slots: of its cache. element: bytes of an activation's element.
     """
     states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
-    return Sizes(max(features, 1) * element, sum(states), BUSY)
+    return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE)
 
 
-def blocks_of(model: Any) -> Callable[[Tensor], Tensor] | None:
+def block_function(model: Any) -> Callable[[Tensor], Tensor] | None:
     """Of token types (batch, seqlen) the blocks whose tokens see each other, numbers of this shape, -1 for
     none, by the model's own code; None where masks are made without token types.
 
     Raises:
         Refused: its blocks are no runs of tokens, which a chunk could hold whole.
     """
-    kind = class_of(backbone_of(model))
+    kind = original_class(backbone_of(model))
     if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
         return functools.partial(blocks, device=None)
     if "block_sequence_ids" in inspect.getsource(kind.forward):
@@ -108,20 +108,20 @@ def blocks_of(model: Any) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def around_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
+def move_edges_out_of_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
     """The spec whose chunks end no earlier than one of a batch's blocks does; the spec itself where there
     are none."""
-    if (types := batch.inputs.get(TYPES)) is None or (blocks_in := blocks_of(model)) is None:
+    if (types := batch.inputs.get(TOKEN_TYPES)) is None or (blocks_in := block_function(model)) is None:
         return spec
     blocks, seqlen = blocks_in(types), batch.seqlen
-    within = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
-    documents, moved = (*spec.documents, seqlen), list[int]()
+    is_within_block = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
+    documents, moved_edges = (*spec.documents, seqlen), list[int]()
     for start, stop in itertools.pairwise(documents):
-        last = start
+        last_edge = start
         for cut in spec.cuts(seqlen):
-            at = cut
-            while start < at < stop and within[at - 1]:
-                at += 1
-            if last + spec.least <= at <= stop - spec.least:
-                moved.append(last := at)
-    return dataclasses.replace(spec, chunk_size=seqlen, cut_at=tuple(moved))
+            edge = cut
+            while start < edge < stop and is_within_block[edge - 1]:
+                edge += 1
+            if last_edge + spec.least <= edge <= stop - spec.least:
+                moved_edges.append(last_edge := edge)
+    return dataclasses.replace(spec, chunk_size=seqlen, cut_at=tuple(moved_edges))

@@ -17,16 +17,23 @@ from torch import Tensor, nn
 from adjoint.engine.compare import TOKENS, alike
 from adjoint.hf import check, comparison
 from adjoint.hf.call import Call, CallKind
-from adjoint.hf.head import recomputed, refuse_own_loss, summed_loss
-from adjoint.hf.model_parts import backbone_of, layers_of, put, replaced
-from adjoint.hf.trial_copy import in_eval_mode, some_tokens
+from adjoint.hf.head import refuse_unsummable_loss, run_checkpointed, summed_loss
+from adjoint.hf.model_parts import backbone_of, layers_of, override_attribute, replaced_forwards
+from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import uses_fsdp
 
 # Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.
-HEADS_OWN = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
+HEAD_ARGUMENTS = (
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "logits_to_keep",
+    "return_dict",
+    "use_cache",
+)
 
-NOT_THE_SAME = (
+PIECES_DIFFER = (
     f"the gradient of {TOKENS} tokens by mini-sequences is not the model's own",
     "its loss is more than the labels' cross-entropy, or it computes something else each time",
 )
@@ -42,10 +49,10 @@ def total_loss(call: Call, method: MiniSequence, mlps: Sequence[str]) -> Tensor:
         Refused: the model's loss is not known to be a sum over tokens.
     """
     model, targets = call.model, call.targets
-    refuse_own_loss(model, padded=False)
-    given = {k: v for k, v in call.given.items() if v is not None and k not in HEADS_OWN}
+    refuse_unsummable_loss(model, padded=False)
+    inputs = {k: v for k, v in call.arguments.items() if v is not None and k not in HEAD_ARGUMENTS}
     with splitting(backbone_of(model), mlps, method.mlp_chunks):
-        hidden = backbone_of(model)(**given, use_cache=False)[0]
+        hidden = backbone_of(model)(**inputs, use_cache=False)[0]
     return summed_loss(model, hidden, targets.to(hidden.device), slices=method.head_chunks)
 
 
@@ -54,27 +61,29 @@ def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator
     """Meanwhile the backbone's layers are recomputed in the backward, its `mlps` run in pieces.
 
     The recomputation comes when this is over, so each layer's forward splits the MLPs inside it itself."""
-    inside = [(name, backbone.get_submodule(name)) for name in mlps]
+    named_mlps = [(name, backbone.get_submodule(name)) for name in mlps]
     layers = layers_of(backbone)
     forwards = {
-        layer: _recomputed(layer, [m for own, m in inside if own.startswith(f"{name}.")], chunks)
+        layer: _recomputed_forward(
+            layer, [mlp for mlp_name, mlp in named_mlps if mlp_name.startswith(f"{name}.")], chunks
+        )
         for name, layer in layers.items()
     }
-    with replaced(forwards):
+    with replaced_forwards(forwards):
         yield
 
 
-def _recomputed(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
+def _recomputed_forward(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
     forward = layer.forward
-    split = {mlp: in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
+    split_forwards = {mlp: in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.callback(put(layer, "gradient_checkpointing", False))  # once is enough
-            stack.enter_context(replaced(split))
+            stack.callback(override_attribute(layer, "gradient_checkpointing", False))  # once is enough
+            stack.enter_context(replaced_forwards(split_forwards))
             return forward(*args, **kwargs)
 
-    return lambda *args, **kwargs: recomputed(functools.partial(run, **kwargs), *args)
+    return lambda *args, **kwargs: run_checkpointed(functools.partial(run, **kwargs), *args)
 
 
 def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Tensor], Tensor]:
@@ -85,7 +94,7 @@ def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Ten
 
     def run(x: Tensor) -> Tensor:
         pieces = x.tensor_split(max(1, min(chunks, x.shape[1])), dim=1)
-        return torch.cat([recomputed(piece, x) for x in pieces], dim=1)
+        return torch.cat([run_checkpointed(piece, x) for x in pieces], dim=1)
 
     return run
 
@@ -93,11 +102,11 @@ def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Ten
 # ------------------------------------------------------------------------------------------------- first use
 
 
-def token_wise(backbone: Any) -> list[str]:
+def find_token_wise_mlps(backbone: Any) -> list[str]:
     """Names of what may run in pieces: children of the layers, themselves made of modules, that make of one
     tensor (batch, tokens, hidden) one of the same shape in which no token depends on another. Seen by running
     the backbone on a few tokens; a name says nothing."""
-    found: list[str] = []
+    names: list[str] = []
 
     def note(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if len(args) != 1 or kwargs or not all(isinstance(x, Tensor) for x in (args[0], output)):
@@ -105,8 +114,8 @@ def token_wise(backbone: Any) -> list[str]:
         if args[0].dim() == 3 and args[0].shape == output.shape:
             if uses_fsdp(module):
                 check.refuse(backbone, f"MiniSequence: call fully_shard for {name}, not for parts of it")
-            if _tokens_are_apart(module, args[0]):
-                found.append(name)
+            if _is_token_wise(module, args[0]):
+                names.append(name)
 
     with contextlib.ExitStack() as stack:
         for layer, module in layers_of(backbone).items():
@@ -116,14 +125,14 @@ def token_wise(backbone: Any) -> list[str]:
                     # before FSDP's own, which gives the parameters up
                     stack.callback(child.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
         with torch.inference_mode(False), torch.no_grad(), in_eval_mode(backbone):
-            backbone(input_ids=some_tokens(backbone)[0], use_cache=False)
-    return found
+            backbone(input_ids=example_tokens(backbone)[0], use_cache=False)
+    return names
 
 
-def _tokens_are_apart(module: Any, x: Tensor) -> bool:
+def _is_token_wise(module: Any, x: Tensor) -> bool:
     """Whether pieces give the whole's output, and each output no gradient at all to another token."""
-    whole, pieces = module.forward(x), in_pieces(module.forward, 3)(x)
-    if not alike(pieces, whole):
+    expected, pieces = module.forward(x), in_pieces(module.forward, 3)(x)
+    if not alike(pieces, expected):
         return False
     middle = x.shape[1] // 2
     with torch.enable_grad():
@@ -133,11 +142,11 @@ def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     return not bool(dx.any())
 
 
-def way(method: MiniSequence, kind: CallKind) -> comparison.Way:
+def gradient_function(method: MiniSequence, kind: CallKind) -> comparison.GradientFunction:
     """The loss of a causal LM and its gradient by mini-sequences, for `comparison.compare`."""
 
     def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
         call = Call(model, comparison.example_inputs(model, ids, labels, kind))
-        return total_loss(call, method, token_wise(backbone_of(model))) / call.divisor
+        return total_loss(call, method, find_token_wise_mlps(backbone_of(model))) / call.divisor
 
-    return comparison.by_autograd(by_pieces)
+    return comparison.gradients_by_autograd(by_pieces)

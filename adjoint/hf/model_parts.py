@@ -17,10 +17,10 @@ from adjoint.parallel.fsdp import Gathering, uses_fsdp
 
 MISSING = object()
 # What models' own code raises where it is given what it was not made for.
-ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+MODEL_ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def class_of(model: Any) -> Any:
+def original_class(model: Any) -> Any:
     """The class that transformers gave a model, whatever it is wrapped in."""
     return getattr(type(model), "_adjoint_original", type(model))
 
@@ -30,27 +30,27 @@ def backbone_of(model: Any) -> Any:
     `base_model`, or what stands in its place where a class says a name that it does not have."""
     if model.base_model is not model:
         return model.base_model
-    found = [child for child in model.children() if isinstance(child, PreTrainedModel)]
-    return found[0] if len(found) == 1 else model
+    inner_models = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return inner_models[0] if len(inner_models) == 1 else model
 
 
 def root_of(model: Any) -> Any:
     """What `adjoint.wrap` was given: the causal LM, or PEFT's model around it."""
-    record = vars(model).get("_adjoint")
-    outer = None if record is None or record.outer is None else record.outer()
-    return model if outer is None else outer
+    wrap_state = vars(model).get("_adjoint")
+    outer_model = None if wrap_state is None or wrap_state.outer_model is None else wrap_state.outer_model()
+    return model if outer_model is None else outer_model
 
 
 @contextlib.contextmanager
-def plainly(model: Any) -> Iterator[None]:
+def calling_original_forwards(model: Any) -> Iterator[None]:
     """Meanwhile calls of a wrapped model, and of its backbone, go to transformers' own forward."""
     with contextlib.ExitStack() as stack:
-        if (record := vars(model).get("_adjoint")) is not None:
-            stack.callback(put(record, "plain", True))
+        if (wrap_state := vars(model).get("_adjoint")) is not None:
+            stack.callback(override_attribute(wrap_state, "plain", True))
         yield
 
 
-def gathering(model: Any) -> Callable[[Callable[[], Any]], Any]:
+def gathered_runner(model: Any) -> Callable[[Callable[[], Any]], Any]:
     """Calls what runs a model's modules one by one: of a sharded model inside the forward of its root."""
     return Gathering(root_of(model)) if uses_fsdp(model) else lambda call: call()
 
@@ -62,12 +62,12 @@ def device_of(model: Any) -> torch.device:
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
     """By name, what transformers itself would recompute; of layers inside layers the outer ones."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, module in backbone.named_modules():
-        within = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, GradientCheckpointingLayer) and not within:
-            found[name] = module
-    return found
+        is_nested = any(name.startswith(f"{outer}.") for outer in layers)
+        if isinstance(module, GradientCheckpointingLayer) and not is_nested:
+            layers[name] = module
+    return layers
 
 
 class PassThrough(nn.Module):
@@ -86,11 +86,11 @@ class PassThrough(nn.Module):
         return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
 
 
-def put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
+def override_attribute(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
     """Sets an entry of `vars(holder)`, or takes it away where the value is `MISSING`; gives what undoes
     that."""
     entries = vars(holder)
-    undo = functools.partial(put, holder, attribute, entries.get(attribute, MISSING))
+    undo = functools.partial(override_attribute, holder, attribute, entries.get(attribute, MISSING))
     if value is MISSING:
         entries.pop(attribute, None)
     else:
@@ -99,16 +99,16 @@ def put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replaced_forwards(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Meanwhile modules have other forwards: on the instances, which may have such ones already."""
-    before = [(vars(module), vars(module).get("forward")) for module in forwards]
-    for (entries, _), forward in zip(before, forwards.values(), strict=True):
+    previous = [(vars(module), vars(module).get("forward")) for module in forwards]
+    for (entries, _), forward in zip(previous, forwards.values(), strict=True):
         entries["forward"] = forward
     try:
         yield
     finally:
-        for entries, own in before:
-            if own is None:
+        for entries, instance_forward in previous:
+            if instance_forward is None:
                 del entries["forward"]
             else:
-                entries["forward"] = own
+                entries["forward"] = instance_forward

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from adjoint.engine.generators import KINDS, Generators
 
 
-class Noise(Generators):
+class ChunkRandomness(Generators):
     """What a model draws, chunk by chunk: random numbers, dropout's and any others, such as a router's noise,
     from the generators of PyTorch, NumPy and Python, and those that modules have. A chunk that is computed
     again draws what it drew in the forward.
@@ -30,17 +30,17 @@ class Noise(Generators):
             vars(m.config) for m in modules if isinstance(getattr(m, "config", None), PreTrainedConfig)
         ][:1]
         rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
-        self.expected = model.training and any(rates)
-        self.before: dict[int, Any] = {}
+        self.has_dropout = model.training and any(rates)
+        self.states_by_chunk: dict[int, Any] = {}
 
     @contextlib.contextmanager
-    def of(self, start: int) -> Iterator[None]:
+    def at_chunk(self, start: int) -> Iterator[None]:
         """Around the run of the chunk that begins at token `start`."""
-        if start in self.before:
-            with self.again(self.before[start]):
+        if start in self.states_by_chunk:
+            with self.again(self.states_by_chunk[start]):
                 yield
             return
-        now = self.states()
+        states = self.states()
         yield
-        if self.have_drawn(now):
-            self.before[start] = now
+        if self.have_drawn(states):
+            self.states_by_chunk[start] = states

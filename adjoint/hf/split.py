@@ -23,9 +23,9 @@ from adjoint.hf import check, comparison
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import CallKind
 from adjoint.hf.chunking import kept_features, sizes_of
-from adjoint.hf.kernels.replacements import Inside
-from adjoint.hf.model_parts import PassThrough, backbone_of, class_of
-from adjoint.hf.stage import Backbone, CausalLM, probe
+from adjoint.hf.kernels.replacements import ChunkContext
+from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
+from adjoint.hf.stage import Backbone, CausalLM, find_slots
 from adjoint.hf.trial_copy import in_eval_mode
 from adjoint.layers import State
 
@@ -76,10 +76,10 @@ class Pretrained:
     def tie_embeddings(self) -> bool:
         return self.head not in self.names
 
-    def pieces(self) -> list[range]:
+    def trial_spans(self) -> list[range]:
         """Up to three spans of its layers, by which its parts are compared with the whole."""
-        pieces = min(3, self.n_layer)
-        cuts = [self.n_layer * i // pieces for i in range(pieces + 1)]
+        num_spans = min(3, self.n_layer)
+        cuts = [self.n_layer * i // num_spans for i in range(num_spans + 1)]
         return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
     def in_precision(self, precision: str) -> Pretrained:
@@ -95,32 +95,34 @@ class Pretrained:
         sizes = sizes_of(self.features, self.slots, element)
         return chunk_size_for(sizes, batch, seqlen, device, memory)
 
-    def states(self, span: range, batch: int, device: torch.device) -> State:
+    def initial_states(self, span: range, batch: int, device: torch.device) -> State:
         """The state of a span's layers before a sequence."""
         return zeros([slot for slot in self.slots if slot.layer in span], batch, device)
 
-    def part(self, model: Any, span: range) -> Any:
+    def make_part(self, model: Any, span: range) -> Any:
         """The model with the layers `span` alone, the embedding with the first and head and final norm with
         the last; it shares layers, parameters and buffers with `model`."""
         backbone, ends = backbone_of(model), (span.start == 0, span.stop == self.n_layer)
-        gone = [getattr(backbone, name) for name in self.last if not ends[1]]
+        removed = [getattr(backbone, name) for name in self.last if not ends[1]]
         tables = zip((self.embedding, self.head), ends, strict=True)
-        gone += [model.get_submodule(table.rpartition(".")[0]) for table, here in tables if not here]
-        memo: dict[int, Any] = {id(module): nn.Identity() for module in gone}
+        removed += [
+            model.get_submodule(table.rpartition(".")[0]) for table, is_included in tables if not is_included
+        ]
+        memo: dict[int, Any] = {id(module): nn.Identity() for module in removed}
         for k, layer in enumerate(getattr(backbone, self.layers)):
             memo[id(layer)] = layer if k in span else PassThrough(layer, self.outputs[k])
         shared = (model.config, *model.parameters(), *model.buffers())
-        return copy.deepcopy(model, {id(one): one for one in shared} | memo)
+        return copy.deepcopy(model, {id(shared_object): shared_object for shared_object in shared} | memo)
 
-    def stage(self, part: Any, span: range, recompute: str = "none") -> Backbone:
+    def make_stage(self, part_model: Any, span: range, recompute: str = "none") -> Backbone:
         """The stage of a part; `recompute` as `Backbone`'s."""
         slots = [slot for slot in self.slots if slot.layer in span]
         multiplier = None if span.start == 0 else self.multiplier
         if span.stop == self.n_layer:
-            return CausalLM(part, slots, multiplier, recompute)
-        return Backbone(part, slots, multiplier, recompute)
+            return CausalLM(part_model, slots, multiplier, recompute)
+        return Backbone(part_model, slots, multiplier, recompute)
 
-    def empty(self) -> Any:
+    def make_empty_model(self) -> Any:
         """The model without its weights: parameters that take no memory, buffers as they are made."""
         from accelerate import init_empty_weights
 
@@ -138,10 +140,10 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
     Raises:
         Refused: it cannot be cut, with the reason.
     """
-    return verified(model, describe(model, input_ids))
+    return verify_description(model, describe(model, input_ids))
 
 
-def verified(model: Any, found: Pretrained) -> Pretrained:
+def verify_description(model: Any, description: Pretrained) -> Pretrained:
     """A description with what weights alone tell; its parts' gradient is compared with the whole's.
 
     Args:
@@ -151,11 +153,11 @@ def verified(model: Any, found: Pretrained) -> Pretrained:
         Refused: see `examine`.
     """
     buffers = {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
-    found = dataclasses.replace(found, buffers=buffers)
+    description = dataclasses.replace(description, buffers=buffers)
     with check.as_refusal(model), in_eval_mode(model):
-        found = dataclasses.replace(found, multiplier=_multiplier(model, found))
-        _compare(model, found)
-    return found
+        description = dataclasses.replace(description, multiplier=_find_multiplier(model, description))
+        _compare_spans(model, description)
+    return description
 
 
 def describe(model: Any, input_ids: Tensor) -> Pretrained:
@@ -168,24 +170,26 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
         Refused: it cannot be cut, with the reason.
     """
     backbone, config = backbone_of(model), model.config.get_text_config()
-    lists = [n for n, m in backbone.named_children() if isinstance(m, nn.ModuleList)]
-    lists = [n for n in lists if len(getattr(backbone, n)) == config.num_hidden_layers]
-    if len(lists) != 1:
+    list_names = [n for n, m in backbone.named_children() if isinstance(m, nn.ModuleList)]
+    list_names = [n for n in list_names if len(getattr(backbone, n)) == config.num_hidden_layers]
+    if len(list_names) != 1:
         check.refuse(model, "its backbone has no single list of layers to be cut", check.ONE_PROCESS)
-    layers = list(getattr(backbone, lists[0]))
-    seen: dict[nn.Parameter, int] = {}
+    layers = list(getattr(backbone, list_names[0]))
+    layer_of_parameter: dict[nn.Parameter, int] = {}
     for k, layer in enumerate(layers):
         for parameter in layer.parameters():
-            if seen.setdefault(parameter, k) != k:
-                check.refuse(model, f"layers {seen[parameter]} and {k} share weights", check.ONE_PROCESS)
-    check.refuse_other_losses(model, check.routes(model))
+            if layer_of_parameter.setdefault(parameter, k) != k:
+                check.refuse(
+                    model, f"layers {layer_of_parameter[parameter]} and {k} share weights", check.ONE_PROCESS
+                )
+    check.refuse_other_losses(model, check.uses_router_loss(model))
     with check.as_refusal(model), in_eval_mode(model):
-        slots = probe(model, input_ids)
+        slots = find_slots(model, input_ids)
         with torch.autocast(input_ids.device.type, dtype=torch.bfloat16):
-            narrow = probe(model, input_ids)
-        order, outputs = _traced(model, backbone, layers, input_ids[:, :2])
-    named = {module: name for name, module in backbone.named_children()}
-    after = tuple(named[m] for m in order[order.index(layers[-1]) + 1 :] if m in named)
+            autocast_slots = find_slots(model, input_ids)
+        order, outputs = _trace_layers(model, backbone, layers, input_ids[:, :2])
+    names = {module: name for name, module in backbone.named_children()}
+    modules_after = tuple(names[m] for m in order[order.index(layers[-1]) + 1 :] if m in names)
     embedding, head = (
         next(n for n, m in model.named_modules() if m is module) + ".weight"
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -193,13 +197,13 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
     costs = [float(sum(p.numel() for p in layer.parameters() if p.dim() > 1)) for layer in layers]
     costs[-1] += float(model.get_output_embeddings().weight.numel())
     return Pretrained(
-        class_of(model),
+        original_class(model),
         model.config,
-        lists[0],
-        after,
+        list_names[0],
+        modules_after,
         tuple(outputs),
         tuple(slots),
-        tuple(narrow),
+        tuple(autocast_slots),
         tuple(costs),
         kept_features(model),
         tuple(name for name, _ in model.named_parameters()),
@@ -209,7 +213,7 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
     )
 
 
-def _traced(
+def _trace_layers(
     model: Any, backbone: Any, layers: Sequence[nn.Module], ids: Tensor
 ) -> tuple[list[nn.Module], list[int | None]]:
     """The backbone's children and layers in the order in which they run, and the lengths of the tuples that
@@ -221,20 +225,20 @@ def _traced(
         order.append(module)
         outputs[module] = len(output) if isinstance(output, tuple) else None
 
-    with torch.no_grad(), Inside(model)(), contextlib.ExitStack() as stack:
+    with torch.no_grad(), ChunkContext(model)(), contextlib.ExitStack() as stack:
         for module in (*backbone.children(), *layers):
             stack.callback(module.register_forward_hook(note).remove)
-        class_of(backbone).forward(backbone, input_ids=ids, use_cache=False)
+        original_class(backbone).forward(backbone, input_ids=ids, use_cache=False)
     return order, [outputs[layer] for layer in layers]
 
 
 @torch.no_grad()
-def _multiplier(model: Any, found: Pretrained) -> float:
+def _find_multiplier(model: Any, description: Pretrained) -> float:
     """By how much the backbone multiplies embeddings before its first layer, seen with all layers, and what
     runs after them, passed through."""
-    x = some_numbers(1, 3, found.d_model).to(next(model.parameters()))
-    stage = found.stage(found.part(model, range(1, 1)), range(1, 1))
-    with stage.inside():
+    x = some_numbers(1, 3, description.d_model).to(next(model.parameters()))
+    stage = description.make_stage(description.make_part(model, range(1, 1)), range(1, 1))
+    with stage.chunk_context():
         y = stage.backbone(inputs_embeds=x, use_cache=False)[0]
     x, y = x.double(), y.double()
     factor = ((x * y).sum() / (x * x).sum()).item()
@@ -245,19 +249,21 @@ def _multiplier(model: Any, found: Pretrained) -> float:
     return 1.0 if abs(factor - 1) < 1e-6 else factor  # but for rounding
 
 
-def _compare(model: Any, found: Pretrained) -> None:
+def _compare_spans(model: Any, description: Pretrained) -> None:
     """The gradient of up to three spans, run over a few tokens in chunks, against the whole model's."""
-    spans = found.pieces()
+    spans = description.trial_spans()
 
     def by_spans(model: Any, ids: Tensor, labels: Tensor) -> ChunkedStep:
-        stages = [found.stage(found.part(model, span), span) for span in spans]
+        stages = [description.make_stage(description.make_part(model, span), span) for span in spans]
         initial = [stage.initial_state(1, ids.device) for stage in stages]
         batch = Batch.of(ids, labels, states=initial)
-        return ChunkedStep(stages, batch, comparison.SPEC, found.d_model)
+        return ChunkedStep(stages, batch, comparison.TRIAL_SPEC, description.d_model)
 
-    whole, _ = comparison.ways(None, CallKind())
+    by_whole, _ = comparison.gradient_functions(None, CallKind())
     try:
-        comparison.compare(model, whole, comparison.by_engine(by_spans), *comparison.NOT_THE_SAME)
+        comparison.compare(
+            model, by_whole, comparison.gradients_by_engine(by_spans), *comparison.CHUNKS_DIFFER
+        )
     except check.Refused:
-        why = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
-        check.refuse(model, why, check.ONE_PROCESS)
+        reason = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
+        check.refuse(model, reason, check.ONE_PROCESS)

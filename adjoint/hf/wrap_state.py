@@ -22,10 +22,15 @@ class WrapState:
         announced: whether the first use has been told.
     """
 
-    def __init__(self, method: Any, outer: ref[Any] | None = None, group: Any = None) -> None:
+    def __init__(self, method: Any, outer_model: ref[Any] | None = None, group: Any = None) -> None:
         self.group = group
-        self.method, self.plain, self.lock, self.outer = method, False, threading.RLock(), outer
-        self.known: list[Any] = []
+        self.method, self.uses_original_forward, self.lock, self.outer_model = (
+            method,
+            False,
+            threading.RLock(),
+            outer_model,
+        )
+        self.verifications: list[Any] = []
         self.announced = False
 
     def __reduce__(self) -> Any:
@@ -34,8 +39,8 @@ class WrapState:
 
 def wrap_state_of(model: Any) -> WrapState:
     """A model made by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
-    record = model.__dict__.get("_adjoint")
-    if record is None:
-        record = WrapState(Backprop())
-        record.plain = True
-    return record
+    wrap_state = model.__dict__.get("_adjoint")
+    if wrap_state is None:
+        wrap_state = WrapState(Backprop())
+        wrap_state.uses_original_forward = True
+    return wrap_state

@@ -22,7 +22,7 @@ from adjoint.engine.tile import WAITING
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.chunking import check_method, spec_of
-from adjoint.hf.kernels.replacements import rebound
+from adjoint.hf.kernels.replacements import rebound_functions
 from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
@@ -73,7 +73,7 @@ def _countable(kind: Any) -> Iterator[None]:
     # PyTorch's grouped product of matrices says its shape for bfloat16 alone
     other = {"_can_use_grouped_mm": lambda *_: False}
     try:
-        with rebound([(vars(moe), other)]):
+        with rebound_functions([(vars(moe), other)]):
             yield
     except (RuntimeError, NotImplementedError, ValueError) as error:
         # what comes of a `Refused` is one, and of an operator's error inside the model's code
@@ -104,9 +104,9 @@ class PretrainedModel(Model):
         self.given, self.d_model, self.costs = found, found.d_model, found.costs
         self.num_parameters, self.tie_embeddings = found.num_parameters, found.tie_embeddings
         model, n = self._whole(torch.float32)[1], found.n_layer
-        self.others = sizes_of(found.part(model, range(-1, -1)).parameters())[0]
-        self.first = sizes_of(found.part(model, range(0)).parameters())[0] - self.others
-        self.last = sizes_of(found.part(model, range(n, n)).parameters())[0] - self.others
+        self.others = sizes_of(found.make_part(model, range(-1, -1)).parameters())[0]
+        self.first = sizes_of(found.make_part(model, range(0)).parameters())[0] - self.others
+        self.last = sizes_of(found.make_part(model, range(n, n)).parameters())[0] - self.others
         self.table = self.largest_end = model.get_input_embeddings().weight.numel()
         self.in_8bit = share_in_8bit(model.parameters())
         self.config = found.config.get_text_config()
@@ -149,7 +149,7 @@ class PretrainedModel(Model):
         mode, model = self._whole(on.dtype)
         span = {EMBEDDING: range(0), HEAD: range(n, n)}.get(piece, range(piece, piece + 1))
         with fake_tensors(on.dtype), mode:
-            part, slots = found.part(model, span), [] if on.plain else _of(found.slots, piece)
+            part, slots = found.make_part(model, span), [] if on.plain else _of(found.slots, piece)
             multiplier = None if piece == EMBEDDING else 1.0
             state = tuple(
                 torch.zeros(on.batch, *s.shape, dtype=on.dtype if s.grows is None else s.dtype) for s in slots
@@ -202,7 +202,7 @@ class _Plain(Backbone):
 
     def __init__(self, part: Any, multiplier: float | None, head: bool) -> None:
         super().__init__(part, [], multiplier)
-        self.inside: Any = contextlib.nullcontext
+        self.chunk_context: Any = contextlib.nullcontext
         self.head = head
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:

@@ -356,7 +356,7 @@ def one_line(message: str) -> Iterator[None]:
 
 def held(model: Any) -> str:
     """What the cache of a wrapped model holds, once it has been used."""
-    known, *_ = model.__dict__["_adjoint"].known
+    known, *_ = model.__dict__["_adjoint"].verifications
     grows = {slot.grows is not None for slot in known.slots}
     return {(True,): "keys and values", (False,): "recurrent"}.get(tuple(grows), "both")
 

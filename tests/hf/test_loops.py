@@ -261,8 +261,8 @@ def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     torch.manual_seed(0)
     getattr(transformers, name)(config).save_pretrained(tmp_path / "model")
     losses, calls = [], []
-    own_steps = wrap_module.step_of
-    monkeypatch.setattr(wrap_module, "steps_of", lambda *given: calls.append(1) or own_steps(*given))
+    make_step = wrap_module.make_step
+    monkeypatch.setattr(wrap_module, "make_step", lambda *given: calls.append(1) or make_step(*given))
     compares, own_compare = [], verification.compare
     monkeypatch.setattr(verification, "compare", lambda *given: compares.append(1) or own_compare(*given))
     for wrapped in (False, True):

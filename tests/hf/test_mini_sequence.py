@@ -109,7 +109,7 @@ ALL = [(LLAMA, "012"), (MOE, "012"), ("Gemma2ForCausalLM", "012"), (MAMBA, ""), 
 
 @pytest.mark.parametrize(("name", "found"), ALL)
 def test_what_runs_in_pieces_is_seen_not_named(name: str, found: str) -> None:
-    assert mini_sequence.token_wise(make(name).base_model) == [f"layers.{k}.mlp" for k in found]
+    assert mini_sequence.find_token_wise_mlps(make(name).base_model) == [f"layers.{k}.mlp" for k in found]
 
 
 class Smoothed(nn.Module):
@@ -126,7 +126,7 @@ class Smoothed(nn.Module):
 def test_an_mlp_whose_tokens_depend_on_each_other_is_left_whole() -> None:
     model = make(LLAMA)
     model.model.layers[1].mlp = Smoothed(model.model.layers[1].mlp, 1e-9)
-    assert mini_sequence.token_wise(model.model) == ["layers.0.mlp", "layers.2.mlp"]
+    assert mini_sequence.find_token_wise_mlps(model.model) == ["layers.0.mlp", "layers.2.mlp"]
     untouched(model, adjoint.MiniSequence(), **batch(29))
 
 

@@ -173,7 +173,9 @@ def test_modules_are_known_by_their_code() -> None:
     norm, mlp = model.model.norm, model.model.layers[0].mlp
     with torch.no_grad():
         gated.weight.copy_(torch.randn(24))
-        found = replacements.forwards(nn.ModuleList([norm, gated, mlp, nn.RMSNorm(8), nn.LayerNorm(8)]))
+        found = replacements.replacement_forwards(
+            nn.ModuleList([norm, gated, mlp, nn.RMSNorm(8), nn.LayerNorm(8)])
+        )
         assert list(found) == [norm, gated, mlp]
         for ours, given in ((norm, (x,)), (gated, (x, gate)), (mlp, (x,))):
             assert torch.allclose(found[ours](*given), ours(*given), atol=1e-6)
@@ -396,4 +398,4 @@ def test_what_is_tried_on_first_use_leaves_nothing_behind() -> None:
     model = adjoint.wrap(make("RecurrentGemmaForCausalLM"), adjoint.Exact(chunk_size=8))
     for _ in range(2):
         model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
-    assert len(model._adjoint.known) == 1
+    assert len(model._adjoint.verifications) == 1

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import adjoint
 from adjoint.engine.executor import Executor
-from adjoint.hf.model_parts import class_of
+from adjoint.hf.model_parts import original_class
 from tests.hf.hf_models import (
     REFUSED,
     VOCAB,
@@ -110,7 +110,7 @@ def smoothed(model: Any) -> None:
 
 
 def more_loss(model: Any) -> None:
-    original = class_of(model)
+    original = original_class(model)
 
     class More(original):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -456,11 +456,13 @@ def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
     layers = ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
     model = make("GraniteMoeHybridForCausalLM", dtype, num_hidden_layers=6, layer_types=layers)
     every, few = (
-        trial_copy.needed(p for name, p in model.named_parameters() if which(name))
+        trial_copy.bytes_needed(p for name, p in model.named_parameters() if which(name))
         for which in (lambda name: True, lambda name: ".layers." not in name or name.split(".")[2] in "01")
     )
-    copies, replica = [], comparison.replica
-    monkeypatch.setattr(comparison, "replica", lambda model: copies.append(replica(model)) or copies[-1])
+    copies, make_trial_copy = [], comparison.make_trial_copy
+    monkeypatch.setattr(
+        comparison, "make_trial_copy", lambda model: copies.append(make_trial_copy(model)) or copies[-1]
+    )
     for room, kept in ((every, 6), (few, 2), (few - 1, 0)):
         monkeypatch.setattr(trial_copy, "memory_left", lambda device, room=room: 2 * room)
         wrapped(model)(**BATCH)
@@ -510,7 +512,7 @@ def test_windows_longer_than_what_is_compared(monkeypatch: pytest.MonkeyPatch) -
     model = make("MistralForCausalLM", sliding_window=4096)
     wrapped(copy.deepcopy(model))(**BATCH)
     narrower = property(lambda layer: layer.sliding_window - 2 * (layer.sliding_window < 100))
-    monkeypatch.setattr(cache.OURS[DynamicSlidingWindowLayer], "window", narrower)
+    monkeypatch.setattr(cache.CHUNK_LAYER_CLASSES[DynamicSlidingWindowLayer], "window", narrower)
     with one_line("windows turned down to 5"):
         wrapped(model)(**BATCH)
     assert model.config.sliding_window == 4096  # it was a copy's that was turned down

@@ -42,10 +42,10 @@ def why_not(module: nn.Module) -> str | None:
     return None
 
 
-def keeps_apart(given: Any) -> bool:
+def ignores_other_tokens(inputs: Any) -> bool:
     """Whether its models take tokens given with these for those of rows or documents: they leave out what an
     attention_mask pads, and look at no positions."""
-    return set(given) == {"attention_mask"}
+    return set(inputs) == {"attention_mask"}
 
 
 def _delta_rule(
@@ -131,7 +131,7 @@ def _conv(
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """x (batch, seqlen, channels); states (batch, channels, taps), of which the oldest is never read."""
-    _refuse(chunk_indices=chunk_indices)
+    _refuse_arguments(chunk_indices=chunk_indices)
     seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
     before = None if initial_state is None else initial_state[..., 1:]
     y, tail = causal_conv1d(x, weight, bias, before, activation in ("silu", "swish"), seq_idx)
@@ -162,7 +162,7 @@ def _rms_norm(
     residual_in_fp32: bool = False,
 ) -> Any:
     """Of the sum of x and the residual, which is given too with `prenorm`."""
-    _refuse(bias=bias, residual_in_fp32=residual_in_fp32 or None)
+    _refuse_arguments(bias=bias, residual_in_fp32=residual_in_fp32 or None)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
     if residual is None:
         y, total = rms_norm(x, weight, eps), x
@@ -182,7 +182,7 @@ def _rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    _refuse(residual=residual, prenorm=prenorm or None)
+    _refuse_arguments(residual=residual, prenorm=prenorm or None)
     y = _rms_norm(x, weight, bias, None, eps, False, residual_in_fp32)
     return y * torch.sigmoid(g) if activation == "sigmoid" else gated(g, y)
 
@@ -196,13 +196,13 @@ def _documents(cu_seqlens: Tensor | None, initial_state: Tensor | None, final: b
     and states go with chunks."""
     if cu_seqlens is None:
         return None
-    _refuse(initial_state=initial_state, output_final_state=final or None)
+    _refuse_arguments(initial_state=initial_state, output_final_state=final or None)
     lengths = cu_seqlens.diff()
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)[None]
 
 
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse_arguments(**unsupported: Any) -> None:
+    for name, value in unsupported.items():
         if value is not None:
             raise ValueError(f"{name} is given to one of fla's functions, and ours in its place takes none")
 
