@@ -1,8 +1,8 @@
-"""The cache of a transformers model as the engine's state: recurrent tensors in and out of a chunk as values,
-keys and values joined to slabs.
+"""The cache of a transformers model as the engine's state.
 
-transformers' own cache copies new states into old ones and concatenates keys; both are right for generation,
-and neither can be differentiated from chunk to chunk in flat memory."""
+Recurrent tensors go in and out of a chunk as values; keys and values are appended to slabs. transformers'
+own cache copies new states into old ones and concatenates keys; both are right for generation, and neither
+can be differentiated from chunk to chunk in constant memory."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1}
 
 
 class _LastReadState(threading.local):
+    """The recurrent state that the cache returned last in this thread."""
+
     state: Tensor | None = None
 
 
@@ -39,12 +41,14 @@ last_read = _LastReadState()  # the recurrent state that the cache gave last
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where one tensor of the state is in the cache.
+    """The place of one tensor of the state in the cache.
 
     Attributes:
-        layer: the model's. name: "conv", "recurrent", "keys", "values" or "indexer". index: of a layer's
-            several conv or recurrent states.
-        shape: without the batch; what grows, of no token.
+        layer: index of the model's layer.
+        name: "conv", "recurrent", "keys", "values" or "indexer".
+        index: which of a layer's several conv or recurrent states.
+        shape: without the batch; the growing dimension is 0.
+        dtype: of the tensor.
     """
 
     layer: int
@@ -55,23 +59,24 @@ class Slot:
 
     @property
     def grows(self) -> int | None:
-        """The dimension along which it grows, counted with the batch."""
+        """The dimension along which the tensor grows, counting the batch as 0, or None for recurrent
+        states."""
         return GROWING_DIMS.get(self.name)
 
 
 def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
-    """The state before a sequence."""
+    """Return the state before a sequence."""
     return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
 
 
 class _StateLayer:
-    """What of a cache's layer is state: recurrent tensors, whose new ones take the place of the old, and what
-    grows.
+    """A cache layer whose recurrent tensors are replaced by new ones and whose keys and values grow.
 
     Attributes:
-        before: of what grows, by name, its past; empty at the very start. pieces: its chunk's own.
-        crossings: by (name, index), recurrent tensors that cross to another process meanwhile. left: of
-            these, the new ones.
+        pasts: keys and values before the chunk, by name; empty at the start of a document.
+        pieces: the chunk's own keys and values, by name.
+        handoffs: recurrent tensors that are sent to another process meanwhile, by (name, index).
+        handed_off: the new values of these, once they have been sent.
     """
 
     is_croppable = False
@@ -86,7 +91,7 @@ class _StateLayer:
     has_previous_state: Any
 
     def states(self) -> dict[tuple[str, int], Tensor]:
-        """(name, index) → what is there."""
+        """Map (name, index) to the tensors that the chunk has left."""
         states_by_name: dict[str, Any] = {
             name: getattr(self, f"{name}_states", {}) for name in ("conv", "recurrent")
         }
@@ -101,7 +106,7 @@ class _StateLayer:
 
 
 class _LazyStates(dict[int, Any]):
-    """A layer's states by their index; functions are called for theirs when they are read."""
+    """States of a layer by index; a function in a state's place is called when the state is read."""
 
     def __getitem__(self, index: int) -> Any:
         value = super().__getitem__(index)
@@ -122,12 +127,21 @@ class _LazyStates(dict[int, Any]):
 
 
 class _RecurrentLayer(_StateLayer):
-    """Convolution tails and recurrent states."""
+    """A cache layer with convolution tails and recurrent states."""
 
     @uncompiled
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
+        """Append a chunk's inputs to the convolution's tail and store the new tail.
+
+        Args:
+            conv_states: (batch, channels, tokens), or ids (batch, tokens).
+            conv_kernel_size: length of the tail, where the layer does not know it.
+
+        Returns:
+            The tail followed by the inputs.
+        """
         size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
         previous = self.conv_states[state_idx]
         if previous is None:
@@ -149,12 +163,13 @@ class _RecurrentLayer(_StateLayer):
         return recurrent_states
 
     def store_state(self, name: str, index: int, value: Tensor) -> None:
+        """Store a new state, and send it on at once if another process waits for it."""
         self._assign(name, index, value, value.shape[-1])
         if (handoff := self.handoffs.get((name, index))) is not None:
             self.handed_off[name, index] = handoff.leave(value)
 
     def load_state(self, slot: Slot, value: Any) -> None:
-        """Puts the state before the chunk there, or what waits for it when it is read."""
+        """Store the state before the chunk, or what receives it when it is read."""
         if isinstance(value, Tensor):
             return self._assign(slot.name, slot.index, value.to(slot.dtype), slot.shape[-1])
         attribute = f"{slot.name}_states"
@@ -171,7 +186,7 @@ class _RecurrentLayer(_StateLayer):
 
 
 class _AttentionLayer(_StateLayer):
-    """Keys and values, joined to what is before them."""
+    """A cache layer whose keys and values are joined to those before the chunk."""
 
     past_length = (
         0  # tokens before the chunk, also where the layer is another worker's and nothing is kept of it
@@ -190,7 +205,7 @@ class _AttentionLayer(_StateLayer):
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees, itself included."""
+        """Number of tokens that a query attends to, itself included, or None for all."""
         return getattr(self, "sliding_window", None)
 
     def get_seq_length(self) -> int:
@@ -202,8 +217,9 @@ class _AttentionLayer(_StateLayer):
 
 
 class _IndexedAttentionLayer(_AttentionLayer):
-    """Sparse attention, whose indexer picks some keys of the past by keys of its own; no gradient goes
-    there."""
+    """A cache layer of sparse attention, whose indexer picks keys of the past by keys of its own.
+
+    The indexer's keys get no gradient."""
 
     indexer_position_ids: Tensor | None = None  # of its past, where a model keeps keys without their rotation
 
@@ -236,11 +252,12 @@ REQUIRED_CACHE_CLASS = {
 
 
 class ChunkCache(DynamicCache):
-    """A cache that hands one chunk its state and takes the new one; `layers_with_state` and `out_of` are all
-    that the stage uses of it.
+    """A cache that gives one chunk its state and collects the new one.
+
+    The stage uses `layers_with_state` and `collect_state` only; everything else is for the model's code.
 
     Raises:
-        ValueError: the model's cache has a kind of layer that this does not know.
+        ValueError: the model's cache has a kind of layer that is not supported.
     """
 
     linear_cache: Sequence[Any] = ()  # MiniMax's, whose states are in layers here
@@ -267,12 +284,18 @@ class ChunkCache(DynamicCache):
 
     @property
     def rnn_state(self) -> list[_RecurrentStates]:
-        """As xLSTM's cache has them."""
+        """The recurrent states, in the form of xLSTM's cache."""
         return [_RecurrentStates(layer, tuple(layer.recurrent_states.values())) for layer in self.layers]
 
     def layers_with_state(self, slots: Sequence[Slot], state: State, past_length: int) -> list[Any]:
-        """Layers that hold a state, `seen` tokens after its document's start; there only what grows has
-        one."""
+        """Return new cache layers that hold a state.
+
+        Args:
+            slots: the places of the state's tensors.
+            state: before the chunk; a `StateHandoff` stands for a tensor that is still to be received.
+            past_length: tokens between the document's start and the chunk. If it is 0, recurrent states
+                are not loaded: models treat a first token differently from one after a zero state.
+        """
         layers = [_to_chunk_layer(layer) for layer in self.original_layers]
         for layer in layers:
             if isinstance(layer, _AttentionLayer):
@@ -294,7 +317,7 @@ class ChunkCache(DynamicCache):
         return layers
 
     def collect_state(self, slots: Sequence[Slot]) -> State:
-        """The new state: of what grows, the chunk's own piece."""
+        """Return the new state; of keys and values, the chunk's own piece."""
         states_by_layer = [layer.states() if hasattr(layer, "states") else {} for layer in self.layers]
         new_state = []
         for slot in slots:
@@ -305,7 +328,7 @@ class ChunkCache(DynamicCache):
         return tuple(new_state)
 
     def find_slots(self) -> list[Slot]:
-        """What the model put into an empty cache."""
+        """Return the places of all tensors that the model has put into an empty cache."""
         slots = []
         for i, layer in enumerate(self.layers):
             for (name, index), value in layer.states().items() if hasattr(layer, "states") else ():
@@ -317,7 +340,7 @@ class ChunkCache(DynamicCache):
 
 
 class _FLAInterface:
-    """flash-linear-attention's way into a `ChunkCache`: a dictionary per layer."""
+    """flash-linear-attention's methods of a cache, for a `ChunkCache`: a dictionary per layer."""
 
     layers: list[Any]
 
@@ -325,7 +348,7 @@ class _FLAInterface:
         return len(self.layers)
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
-        """A layer's states; None before the first token."""
+        """Return a layer's states, or None before the first token."""
         states = self.layers[index].recurrent_states.get(0)
         if states is None:
             return None
@@ -347,7 +370,7 @@ class _FLAInterface:
 
 
 def make_chunk_cache(config: Any) -> ChunkCache:
-    """Of the class that a model insists on."""
+    """Return a chunk cache that is also an instance of the cache class that the model requires."""
     if is_of_fla(config):
         cache = ChunkCache(config)  # made first: the two classes' constructors do not go together
         cache.__class__ = _chunk_cache_class("FLA", "fla.models.utils", "Cache", _FLAInterface)
@@ -358,14 +381,21 @@ def make_chunk_cache(config: Any) -> ChunkCache:
 
 @functools.cache  # a cache is made for every chunk
 def _chunk_cache_class(prefix: str, module: str, name: str, *mixins: type) -> Any:
-    """A `ChunkCache` that is of a class of theirs, too."""
+    """Return a subclass of `ChunkCache` and of a class that a model requires.
+
+    Args:
+        prefix: of the new class's name.
+        module, name: of the required class.
+        mixins: classes whose methods come before `ChunkCache`'s.
+    """
     required_class = getattr(importlib.import_module(module), name)
     return type(f"{prefix}ChunkCache", (*mixins, ChunkCache, required_class), {})
 
 
 @dataclasses.dataclass(frozen=True)
 class _RecurrentStates:
-    """A layer's recurrent states as a tuple, as they are now; its items take the new ones in `copy_`."""
+    """A layer's recurrent states as a tuple; its items take new values by `copy_`, as xLSTM's code assigns
+    them."""
 
     layer: Any
     values: tuple[Tensor | None, ...]
@@ -382,6 +412,8 @@ class _RecurrentStates:
 
 @dataclasses.dataclass(frozen=True)
 class _RecurrentStateEntry:
+    """Recurrent state of a layer, to be replaced by `copy_`."""
+
     layer: Any
     index: int
 
@@ -390,6 +422,11 @@ class _RecurrentStateEntry:
 
 
 def _to_chunk_layer(layer: Any) -> Any:
+    """Return our layer for one of transformers' cache layers, with the same settings and no state.
+
+    Raises:
+        ValueError: layers of this class are not supported.
+    """
     if type(layer) is getattr(cache_utils, "DummyLayer", None):  # since 5.22
         return layer
     if type(layer) not in CHUNK_LAYER_CLASSES:

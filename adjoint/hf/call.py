@@ -1,6 +1,7 @@
-"""The arguments of a call of a wrapped model, read once: they become a `Batch` and, with the method, the
-`EngineSpec` of its chunks. Whatever chunks do not know is refused by name or, where a call asks for more than
-a loss, run as if the model were not wrapped."""
+"""The arguments of a call of a wrapped model.
+
+They become a `Batch` and, with the method, the `EngineSpec` of its chunks. An argument that chunks do not
+support is refused by name; a call that asks for more than a loss runs as if the model were not wrapped."""
 
 from __future__ import annotations
 
@@ -50,9 +51,17 @@ REMEDIES = {
 
 
 class CallKind(NamedTuple):
-    """What of a call its comparison on first use depends on: whether it asks for a loss, has embeddings
-    instead of ids, `num_items_in_batch`, a loss of the routers, padding at the right beside a loss; the
-    names of what else has a value per token; and whether a group's ranks share it."""
+    """The properties of a call on which its comparison on first use depends.
+
+    Attributes:
+        loss: whether it asks for a loss.
+        embedded: whether it has embeddings instead of ids.
+        counted: whether it gives `num_items_in_batch`.
+        routed: whether it asks for the routers' loss.
+        padded: whether rows are padded, and it asks for a loss or its output of padding can be read.
+        token_inputs: names of its other inputs with a value per token.
+        shared: whether the ranks of a group share it.
+    """
 
     loss: bool = True
     embedded: bool = False
@@ -67,7 +76,7 @@ class Padding:
     """Padding at the right of a batch's rows.
 
     Args:
-        real: (rows, seqlen) bool, False for padding.
+        is_real: (rows, seqlen) bool, False for padding.
     """
 
     def __init__(self, is_real: Tensor) -> None:
@@ -75,30 +84,38 @@ class Padding:
         self.is_padded_token = (~is_real).any(0).cpu()  # read once, not chunk by chunk
 
     def mask(self, start: int, stop: int, attended: int) -> Tensor | None:
-        """The attention mask of the chunk [start, stop) and of the tokens before it that its queries attend
-        to, (rows, attended + chunk) int64; None where no row of the chunk is padded."""
+        """Return the attention mask of the chunk [start, stop), or None if no row of the chunk is padded.
+
+        Args:
+            attended: number of tokens before the chunk that its queries attend to.
+
+        Returns:
+            (rows, attended + chunk) int64.
+        """
         if not bool(self.is_padded_token[start:stop].any()):
             return None
         return self.is_real[:, start - attended : stop].long()
 
 
 class Call:
-    """A call of a wrapped causal LM or of its backbone. What it says is read when it is asked for: much of it
-    does not matter where transformers' own forward runs.
+    """A call of a wrapped causal LM or of its backbone.
+
+    Arguments are read when a property needs them: many do not matter if transformers' own forward runs.
 
     Args:
-        model: the causal LM, or the backbone. given: the call's arguments by their names.
+        model: the causal LM, or the backbone.
+        arguments: the call's arguments by name.
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
         self.model, self.arguments = model, arguments
 
     def has(self, *names: str) -> bool:
-        """Whether any of these is given."""
+        """Whether any of these arguments is given."""
         return any(self.arguments.get(name) is not None for name in names)
 
     def run_original(self, **changed: Any) -> Any:
-        """The model's own forward."""
+        """Run the model's own forward, with some arguments changed."""
         return original_class(self.model).forward(self.model, **{**self.arguments, **changed})
 
     @property
@@ -108,13 +125,13 @@ class Call:
 
     @property
     def has_labels(self) -> bool:
-        """Whether it asks for a loss."""
+        """Whether the call asks for a loss."""
         return self.has(*LABEL_INPUTS)
 
     @property
     def extra_output(self) -> str | None:
-        """The name of what it asks for beyond its loss or hidden states, by argument or by configuration;
-        None if nothing else."""
+        """Name of an output asked for beyond the loss or hidden states, by argument or configuration, or
+        None."""
         for name in EXTRA_OUTPUTS:
             value = self.arguments.get(name)
             if value is None and name in ("output_attentions", "output_hidden_states"):
@@ -125,14 +142,16 @@ class Call:
 
     @property
     def has_documents(self) -> bool:
-        """Whether it tells documents apart."""
+        """Whether position_ids or other inputs tell packed documents apart."""
         positions = self.arguments.get("position_ids")
         restarts = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
         return restarts or self.has("seq_idx", "cu_seq_lens_q")
 
     @property
     def document_arguments(self) -> tuple[str, ...]:
-        """The names of all by which a model's own code may know documents; of none where none is `TOLD`."""
+        """Names of all arguments from which the model's own code may read documents.
+
+        Empty unless one of `DOCUMENT_NUMBERS` is given."""
         return (
             tuple(filter(self.has, (*DOCUMENT_INPUTS, "attention_mask")))
             if self.has(*DOCUMENT_NUMBERS)
@@ -141,7 +160,7 @@ class Call:
 
     @property
     def returns_dict(self) -> bool:
-        """Whether the result has names, or is a tuple."""
+        """Whether the result is a ModelOutput (or a plain tuple)."""
         return_dict = self.arguments.get("return_dict")
         return bool(getattr(self.model.config, "return_dict", True) if return_dict is None else return_dict)
 
@@ -156,11 +175,12 @@ class Call:
 
     @functools.cached_property
     def logits_index(self) -> slice | Tensor | None:
-        """Index of the tokens whose logits are asked for beside the loss, by `logits_to_keep` or, for its
-        compute_metrics, by the Trainer; None with gradients, or if there are none.
+        """Index of the tokens whose logits are returned beside the loss, or None.
 
-        The Trainer says so in none of a call's arguments and in no attribute of the model, and reads whatever
-        the output has, also where it then drops it: that `prediction_step` calls is all there is to see."""
+        They are asked for by `logits_to_keep` or, for its compute_metrics, by the Trainer; never with
+        gradients. The Trainer says so in none of a call's arguments and in no attribute of the model, and
+        reads all fields of the output even if it then drops the logits: that `prediction_step` is the
+        caller is the only sign."""
         if torch.is_grad_enabled() or not self.has_labels:
             return None
         logits_to_keep = self.arguments.get("logits_to_keep")
@@ -192,8 +212,9 @@ class Call:
 
     @property
     def divisor(self) -> int | Tensor:
-        """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count; 1,
-        with a warning, where none does.
+        """Divisor of the summed loss: `num_items_in_batch`, or the number of labels that count.
+
+        It is 1, with a warning, if no label counts.
 
         Raises:
             ValueError: num_items_in_batch is 0, and labels count.
@@ -209,7 +230,11 @@ class Call:
 
     @functools.cached_property
     def tokens(self) -> Tensor:
-        """ids, (batch, seqlen) int64, or embeddings, (batch, seqlen, hidden_size)."""
+        """The ids, (batch, seqlen) int64, or embeddings, (batch, seqlen, hidden_size).
+
+        Raises:
+            ValueError: neither or both are given, or dtype or shape do not fit.
+        """
         if self.has("input_ids") == self.has("inputs_embeds"):
             raise ValueError("a call has either input_ids or inputs_embeds, one of them")
         name = "input_ids" if self.has("input_ids") else "inputs_embeds"
@@ -229,13 +254,20 @@ class Call:
 
     @property
     def ids(self) -> Tensor:
-        """(batch, seqlen): the ids, or as many numbers in their places."""
+        """The ids, (batch, seqlen), or numbers of this shape in the place of embeddings."""
         return self.tokens if self.tokens.dim() == 2 else self.tokens.detach()[..., 0]
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """Which tokens are no padding, (batch, seqlen) bool; None if all of them are. Right padding is what
-        causal models do not see, and padding at the left is cut off."""
+        """Mask of the tokens that are no padding, (batch, seqlen) bool, or None if none is padding.
+
+        Causal models do not see padding at the right, and padding at the left is cut off.
+
+        Raises:
+            Refused: attention_mask has not two dimensions.
+            ValueError: its shape is not that of input_ids, it has values other than 0 and 1, or zeros
+                between ones, or labels count padded tokens.
+        """
         mask = self.arguments.get("attention_mask")
         if mask is None:
             return None
@@ -265,12 +297,12 @@ class Call:
 
     @functools.cached_property
     def starts(self) -> Starts:
-        """Of each row the first tokens of its documents."""
+        """First tokens of the documents, for each row."""
         return document_starts(self.arguments, self.ids, self.mask)
 
     @property
     def longest_document(self) -> int:
-        """Tokens of the longest document."""
+        """Number of tokens of the longest document."""
         seqlen = self.ids.shape[1]
         return max(end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen)))
 
@@ -286,7 +318,7 @@ class Call:
 
     @property
     def padding(self) -> Padding | None:
-        """Its padding at the right; None if there is none."""
+        """The padding at the right, in the batch's rows, or None if there is none."""
         if self.mask is None or not self.is_padded_right:
             return None
         after_last = self.mask.flip(1).cumsum(1).flip(1) == 0
@@ -306,11 +338,13 @@ class Call:
         return self.has("position_ids") and any(len(row) > 1 + (start > 0) for row, start in rows)
 
     def batch(self) -> tuple[Batch, tuple[int, ...]]:
-        """What chunks are made of, and the first tokens of the documents, by which they are cut. Rows may lie
-        end to end, as documents. Of a backbone's call the targets are the ids.
+        """Return the batch that chunks are cut from, and the first tokens of its documents.
+
+        Rows whose documents differ are joined end to end, as documents of one row. The targets of a
+        backbone's call are the ids.
 
         Raises:
-            ValueError: what an input says cannot be.
+            ValueError: an input contradicts itself or another one.
         """
         tensors = {"ids": self.tokens, "targets": self.targets if self.has_labels else self.ids}
         for name in TOKEN_INPUTS:
@@ -323,10 +357,11 @@ class Call:
         return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
 
     def unknown_inputs(self, is_whole_sequence: bool = False) -> list[str]:
-        """The names of the inputs that are neither known nor left at their defaults.
+        """Return the names of inputs that are neither supported nor left at their defaults.
 
         Args:
-            whole: whether the sequence runs as a whole: then what the backbone's forward names is known too.
+            is_whole_sequence: whether the sequence runs as a whole; then all inputs that the backbone's
+                forward names are supported.
         """
         parameters = inspect.signature(original_class(self.model).forward).parameters
         backbone_parameters = inspect.signature(original_class(backbone_of(self.model)).forward).parameters

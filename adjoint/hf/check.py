@@ -1,5 +1,6 @@
-"""Refusals by name: what is known not to go by chunks. `comparison` and `trials` find out more by running a
-few tokens."""
+"""Refusals by name, for models and inputs that are known not to work by chunks.
+
+`comparison` and `trials` find out more by running a few tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ONE_PROCESS = "train it in one process: --cluster.shards 0"  # what cannot be cu
 
 
 class Refused(UserError):
-    """A model whose gradient by chunks is not, or is not known to be, its own."""
+    """Error for a model whose gradient by chunks is not, or is not known to be, its own."""
 
 
 def uses_router_loss(model: Any) -> bool:
@@ -37,7 +38,7 @@ def uses_router_loss(model: Any) -> bool:
 
 
 def refuse_transforms(model: Any) -> None:
-    """Refuses calls from inside of what does not reach into an autograd function, or keeps gradients from it.
+    """Refuse calls in places where an autograd function does not work.
 
     Raises:
         Refused: it is a call of a replica of `nn.DataParallel`, or inside a function transform.
@@ -51,18 +52,19 @@ def refuse_transforms(model: Any) -> None:
 
 
 def z_loss_coefficient(model: Any) -> float:
-    """What the configuration multiplies the z-loss by; 0 where there is none."""
+    """Return the configuration's coefficient of the z-loss, 0 if there is none."""
     return getattr(model.config.get_text_config(), Z_LOSS, 0) or 0
 
 
 def refuse_other_losses(model: Any, routed: bool, supported: tuple[str, ...] = ()) -> None:
-    """Refuses losses beside the labels' cross-entropy, but for those with `known` names.
+    """Refuse losses beside the labels' cross-entropy.
 
     Args:
-        routed: whether routers have one.
+        routed: whether the routers' loss is asked for.
+        supported: names of settings whose losses are supported.
 
     Raises:
-        Refused: there is one.
+        Refused: there is another loss.
     """
     if routed and ROUTER_LOGITS not in supported:
         refuse(
@@ -76,23 +78,23 @@ def refuse_other_losses(model: Any, routed: bool, supported: tuple[str, ...] = (
 
 
 def refuse_length(model: Any, longest_document: int) -> None:
-    """Refuses documents of more tokens than a chunk sees as the whole does.
+    """Refuse documents that are so long that a chunk sees other keys than the whole sequence does.
 
     Raises:
-        Refused: keys are picked where there are more, and equal ones by how many there are (Doge's, whose
-            first layer scores a token the same wherever it stands).
+        Refused: beyond this length keys are picked by topk, which decides between equal scores by their
+            number (Doge's first layer scores a token the same at every position).
     """
     window = getattr(model.config.get_text_config(), "keep_window_size", None)
     if window is not None and longest_document > window:
         refuse(
             model,
-            f"documents of more than keep_window_size ({window}) tokens see keys picked by topk, which decides "
-            "between equal ones by how many there are; give shorter ones",
+            f"documents of more than keep_window_size ({window}) tokens see keys picked by topk, which "
+            "decides between equal ones by how many there are; give shorter ones",
         )
 
 
 def refuse_unsupported_model(model: Any) -> None:
-    """Refuses options and modules with which a chunk is not a part of the whole.
+    """Refuse options and modules with which a chunk does not compute a part of the whole.
 
     Raises:
         Refused: one is on.
@@ -120,7 +122,7 @@ def refuse_unsupported_model(model: Any) -> None:
 
 
 def _reason_against(module: nn.Module) -> str | None:
-    """Why a module is known not to go by chunks."""
+    """Return the reason why a module is known not to work by chunks, or None."""
     if fla.is_of_fla(module) and (reason := fla.why_not(module)):
         return reason
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
@@ -144,7 +146,7 @@ def _reason_against(module: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def as_refusal(model: Any) -> Iterator[None]:
-    """An error of the model's own code, run chunk by chunk, is a refusal too."""
+    """Turn an error of the model's own code, run chunk by chunk, into a refusal."""
     try:
         yield
     except (Refused, NotAttended, torch.OutOfMemoryError):
@@ -155,7 +157,7 @@ def as_refusal(model: Any) -> Iterator[None]:
 
 
 def refuse(model: Any, why: str, otherwise: str = ALTERNATIVE, cause: Exception | None = None) -> NoReturn:
-    """Raises `Refused` with the reason and with what would work."""
+    """Raise `Refused` with the reason and with an alternative that works."""
     raise Refused(
         f"{original_class(model).__name__} cannot be trained by chunks: {why}; {otherwise}"
     ) from cause

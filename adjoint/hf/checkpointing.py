@@ -19,7 +19,8 @@ from adjoint.hf.snapshot import makes_inputs_require_grad
 
 
 class WithoutCheckpointing:
-    """A context manager to be entered as often as needed: inside, no module of a model checkpoints."""
+    """Switches the gradient checkpointing of a model off: a context manager to be entered as often as
+    needed."""
 
     def __init__(self, model: nn.Module) -> None:
         modules: list[Any] = list(model.modules())
@@ -42,7 +43,7 @@ class WithoutCheckpointing:
 
 
 def _wrapped_forwards(modules: list[Any]) -> dict[nn.Module, Callable[..., Any]]:
-    """The forward of the module inside each of PyTorch's `CheckpointWrapper`s, by wrapper."""
+    """Map each of PyTorch's `CheckpointWrapper`s to the forward of the module inside it."""
     imported = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     wrapper: Any = getattr(imported, "CheckpointWrapper", ())
     return {m: m._checkpoint_wrapped_module.__call__ for m in modules if isinstance(m, wrapper)}

@@ -1,4 +1,4 @@
-"""How long a wrapped model's chunks are and where they end."""
+"""The length of a wrapped model's chunks, and the tokens at which they end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ CPU_CHUNK_SIZE = 1024  # tokens of a chunk on a CPU where nobody says; see `adjo
 
 
 def check_method(method: Any) -> None:
-    """Raises a ValueError where a method is not for transformers models."""
+    """Check that a method works for transformers models.
+
+    Raises:
+        ValueError: it does not, or its chunk size or window is a single token.
+    """
     if isinstance(method, Truncated) and (method.window == "auto" or method.unbiased):
         raise ValueError(
             "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need layers "
@@ -44,16 +48,19 @@ def check_method(method: Any) -> None:
 
 
 def recompute_setting(method: Any) -> str:
-    """How much of a layer's tape is computed again."""
+    """Return how much of a layer's tape a method recomputes: "none", "selective" or "full"."""
     return getattr(method, "recompute", "none")
 
 
 def spec_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> EngineSpec:
-    """A method's spec, for whole models: chunks are cut at documents' starts, and a continuation has two
-    tokens at least, as transformers takes one for decoding.
+    """Return a method's spec for whole models.
+
+    Chunks are cut at documents' starts, and a continuation has two tokens at least, as transformers takes a
+    single token for decoding.
 
     Args:
-        chunk_size: tokens a chunk where the method does not say. starts: first tokens of the documents.
+        chunk_size: tokens per chunk if the method does not set it.
+        starts: first tokens of the documents.
     """
     size = max(2, min(getattr(method, "chunk_size", None) or chunk_size, seqlen))
     if isinstance(method, Truncated):
@@ -65,9 +72,10 @@ def spec_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] =
 
 
 def kept_features(model: nn.Module) -> int:
-    """About as many elements a token as a chunk of the backbone keeps for its backward: what its products and
-    convolutions read and write, of experts those of the ones that a token goes to. For models of several
-    kinds in float32 autograd keeps 0.8 to 1.3 of it."""
+    """Estimate how many elements per token a chunk of the backbone keeps for its backward.
+
+    Counted are inputs and outputs of products and convolutions; of experts, only those that a token is
+    routed to. For models of several kinds in float32 autograd keeps 0.8 to 1.3 times as much."""
     config: Any = backbone_of(model).config
     experts, total = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1, 0
     for module in backbone_of(model).modules():
@@ -84,21 +92,25 @@ def kept_features(model: nn.Module) -> int:
 
 
 def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
-    """A model's `Sizes`.
+    """Return a model's `Sizes`.
 
     Args:
-        features: of `kept_features`. slots: of its cache. element: bytes of an activation's element.
+        features: from `kept_features`.
+        slots: of its cache.
+        element: bytes of an activation's element.
     """
     states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
     return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE)
 
 
 def block_function(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """Of token types (batch, seqlen) the blocks whose tokens see each other, numbers of this shape, -1 for
-    none, by the model's own code; None where masks are made without token types.
+    """Return the model's own function from token types to blocks of tokens that attend to each other.
+
+    It takes types (batch, seqlen) and returns the number of each token's block in this shape, -1 for none.
+    None if the model's masks do not depend on token types.
 
     Raises:
-        Refused: its blocks are no runs of tokens, which a chunk could hold whole.
+        Refused: its blocks are not runs of tokens, which a chunk could hold whole.
     """
     kind = original_class(backbone_of(model))
     if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
@@ -109,8 +121,9 @@ def block_function(model: Any) -> Callable[[Tensor], Tensor] | None:
 
 
 def move_edges_out_of_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
-    """The spec whose chunks end no earlier than one of a batch's blocks does; the spec itself where there
-    are none."""
+    """Return a spec whose chunks never end inside a block of tokens that attend to each other.
+
+    An edge inside a block moves to the block's end. Without blocks the spec itself is returned."""
     if (types := batch.inputs.get(TOKEN_TYPES)) is None or (blocks_in := block_function(model)) is None:
         return spec
     blocks, seqlen = blocks_in(types), batch.seqlen

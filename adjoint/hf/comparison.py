@@ -1,4 +1,4 @@
-"""The comparison of a wrapped model's gradients on first use: a few tokens by chunks against the whole."""
+"""The comparison of a wrapped model's gradients on first use: a few tokens by chunks and as a whole."""
 
 from __future__ import annotations
 
@@ -85,18 +85,21 @@ GradientFunction = Callable[[Any, Tensor, Tensor, Sequence[Tensor]], tuple[float
 def compare(
     model: Any, by_whole: GradientFunction, by_chunks: GradientFunction, claim: str, reason: str
 ) -> float:
-    """Compares the gradient of a few tokens by chunks with that of the whole.
+    """Compare the gradient of a few tokens by chunks with that of the whole.
 
-    Where that can be had, on a copy of the model's modules: in its mode, but without dropout; without
+    If possible this runs on a copy of the model's modules: in its mode, but without dropout; without
     autocast; in float32 where parameters are half precision, else on the model's own memory; and, if there
-    are windows, once more with them turned down. A copy cannot be had where it does not fit, or does not run.
-    The parameters that are trained are followed, or, if there are none, those of one dimension.
+    are windows, once more with shorter ones. If a copy does not fit in memory or does not run, the model
+    itself is compared in its own precision. The gradients of trained parameters are compared or, if there are
+    none, of those of one dimension.
 
     Args:
-        what, why: of the refusal.
+        by_whole, by_chunks: the two ways to compute loss and gradients.
+        claim: what was compared and differs. reason: the likely cause. Both go into the message of the
+            refusal.
 
     Returns:
-        How far apart they are, relative to their norm.
+        The distance of the gradients relative to their norm.
 
     Raises:
         Refused: the gradients differ, or the model's code fails by chunks.
@@ -156,8 +159,11 @@ def _error_line(error: Exception) -> str:
 def _results(
     model: Any, gradient_function: GradientFunction, followed: Sequence[str] = ()
 ) -> tuple[Results, bool]:
-    """What comes of a few tokens for the parameters `followed`, by default those that are trained; and
-    whether the model drew random numbers."""
+    """Return loss, gradients and written constants for a few tokens, and whether random numbers were drawn.
+
+    Args:
+        followed: names of the parameters whose gradients are computed; by default those that are trained.
+    """
     parameters = dict(model.named_parameters())
     floating = [name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()]
     followed = followed or [name for name in floating if parameters[name].requires_grad]
@@ -187,6 +193,11 @@ def _results(
 def _compare_with(
     model: Any, expected: Results, by_chunks: GradientFunction, claim: str, likely_reason: str
 ) -> float:
+    """Compare the gradients by chunks with the expected ones and return their distance.
+
+    Raises:
+        Refused: they differ, or the expected loss is not finite.
+    """
     if not math.isfinite(expected.loss):
         reason = f"its own loss of {TOKENS} tokens is {expected.loss}{_name_nonfinite_parameter(model)}"
         refuse(model, reason, "look for what made it so")
@@ -206,13 +217,14 @@ def _compare_with(
             likely_reason = f"{likely_reason}: {cause}"
         refuse(
             model,
-            f"{claim} ({difference_message}): {likely_reason}. {VERBOSITY}=debug prints each gradient's difference",
+            f"{claim} ({difference_message}): {likely_reason}. "
+            f"{VERBOSITY}=debug prints each gradient's difference",
         )
     return distance(expected, got)
 
 
 def _diagnose(model: Any) -> str | None:
-    """Which of `WHY` it is, seen without gradients; None where that cannot be seen."""
+    """Return which part of `LIKELY_REASON` holds, found without gradients, or None if that cannot be seen."""
     if uses_fsdp(model):
         return None
     ids, labels = example_tokens(model)
@@ -238,7 +250,8 @@ def _diagnose(model: Any) -> str | None:
             if not alike(out.loss.double(), cross_entropy):
                 return (
                     f"hidden states are the same, the loss is {float(out.loss):.5g} and the labels' "
-                    f"cross-entropy {float(cross_entropy):.5g} (an auxiliary loss, label smoothing, several heads)"
+                    f"cross-entropy {float(cross_entropy):.5g} (an auxiliary loss, label smoothing, several "
+                    "heads)"
                 )
             return "hidden states and loss are the same, gradients take another way than the cache"
     except MODEL_ERRORS:
@@ -247,7 +260,7 @@ def _diagnose(model: Any) -> str | None:
 
 @contextlib.contextmanager
 def _layers_outputs(backbone: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect each layer's hidden states meanwhile, call by call."""
+    """Collect each layer's hidden states, call by call, for the time of the context."""
     outputs: dict[str, list[Tensor]] = {}
 
     def record_output(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,7 +277,7 @@ def _layers_outputs(backbone: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def _first_difference(whole_outputs: dict[str, list[Tensor]], chunk_outputs: dict[str, list[Tensor]]) -> str:
-    """The first layer whose hidden states differ, and the first token, in words; empty if none does."""
+    """Describe the first layer and token whose hidden states differ; empty if none does."""
     for name, outputs in whole_outputs.items():
         a, b = outputs[-1], torch.cat(chunk_outputs.get(name, outputs)[-3:], dim=1)
         if a.shape == b.shape and not alike(b, a):
@@ -274,14 +287,16 @@ def _first_difference(whole_outputs: dict[str, list[Tensor]], chunk_outputs: dic
 
 
 def _name_nonfinite_parameter(model: Any) -> str:
+    """Return the end of a message that names a parameter with infinite or missing values, if there is one."""
     named = (name for name, p in model.named_parameters() if not bool(p.isfinite().all()))
     return f" as {name} is not finite" if (name := next(named, None)) is not None else ""
 
 
 @contextlib.contextmanager
 def _without_side_effects(model: Any) -> Iterator[None]:
-    """Not seen from outside: not by the hooks on saved tensors of a checkpoint around the call, nor in
-    what is drawn after it."""
+    """Run the body without side effects: no saved-tensor hooks, and the random generators are restored.
+
+    The hooks would be those of a checkpoint around the call, which counts saved tensors."""
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
     with torch.inference_mode(False), torch.enable_grad(), hooks, ChunkRandomness(model).undone():
         yield
@@ -292,10 +307,12 @@ def _no_autocast(model: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def gradients_by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> GradientFunction:
-    """The way of a loss (model, ids, labels) → (), scans by PyTorch; followed are leaves in the places of the
-    parameters, whose hooks are nobody's. A sharded model's gradients are reduced in a backward of its own
-    parameters. The user's gradient checkpointing is off, as it is in chunks: reentrant checkpoints give no
-    gradients to leaves that are asked for."""
+    """Return a function that computes a loss (model, ids, labels) → () and its gradients by plain autograd.
+
+    Scans run in PyTorch. Leaves stand in the parameters' places, so that no hooks of the user run. The
+    gradients of a model under fully_shard are reduced in a backward of its own parameters. The user's
+    gradient checkpointing is off, as it is in chunks: reentrant checkpoints give no gradients to leaves
+    that are asked for."""
 
     def loss_and_gradients(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
         with calling_original_forwards(model), pytorch_references(model), WithoutCheckpointing(model)():
@@ -317,8 +334,9 @@ def gradients_by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Grad
 
 
 def gradients_by_engine(make_chunked_step: Callable[[Any, Tensor, Tensor], ChunkedStep]) -> GradientFunction:
-    """The way of a program that (model, ids, labels) make. A loss of routers counts in full, as their small
-    coefficient would hide what is off."""
+    """Return a function that computes the loss and gradients of a chunked step made of (model, ids, labels).
+
+    A loss of routers counts in full, as its small coefficient would hide an error."""
 
     def loss_and_gradients(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
         with calling_original_forwards(model):
@@ -338,8 +356,16 @@ def gradients_by_engine(make_chunked_step: Callable[[Any, Tensor, Tensor], Chunk
 def gradient_functions(
     method: Any, kind: CallKind, fetches: bool = False
 ) -> tuple[GradientFunction, GradientFunction]:
-    """The loss of a causal LM, or one of a backbone's hidden states, and its gradient: of the whole and by
-    chunks, as a group's ranks run them if the kind is shared; `fetches` as in `Backbone`."""
+    """Return the two ways to compute a loss and its gradients: of the whole, and by chunks.
+
+    The loss is the causal LM's or, if the kind has none, a weighted sum of the backbone's hidden states. If
+    the kind is shared, chunks run as on the ranks of a group.
+
+    Args:
+        method: the model's method.
+        kind: of the call that is compared.
+        fetches: as in `Backbone`.
+    """
 
     def loss_of_whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
         call = Call(model, example_inputs(model, ids, labels, kind))
@@ -369,7 +395,7 @@ def gradient_functions(
 
 
 def example_inputs(model: Any, ids: Tensor, labels: Tensor, kind: CallKind) -> dict[str, Any]:
-    """The arguments of a call of this kind."""
+    """Return the arguments of a call of this kind, for ids and labels (1, TOKENS)."""
     padded_tokens = PADDED_TOKENS if kind.loss else PADDED_HIDDEN_STATES
     is_real = (torch.arange(TOKENS, device=ids.device) < TOKENS - padded_tokens)[None]
     inputs: dict[str, Any] = dict.fromkeys(

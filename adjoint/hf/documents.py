@@ -1,4 +1,4 @@
-"""Packed documents, in the forms in which Hugging Face's trainers tell them."""
+"""Packed documents, in the forms in which Hugging Face's trainers describe them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ Starts = list[tuple[int, ...]]  # of each row, the first tokens of its documents
 
 
 def document_starts(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = None) -> Starts:
-    """Of each row, the first tokens of its documents, 0 being the first.
+    """Return the first tokens of each row's documents; the first of them is 0.
 
     Args:
-        kwargs: of a forward: `position_ids` (batch or 1, seqlen) that start again at each document, `seq_idx`
-            (batch or 1, seqlen), or `cu_seq_lens_q` (documents + 1,), tokens up to each document and in all.
+        kwargs: a forward's arguments: `position_ids` (batch or 1, seqlen) that start again at each document,
+            `seq_idx` (batch or 1, seqlen), or `cu_seq_lens_q` (documents + 1,), the number of tokens before
+            each document and in all.
         ids: (batch, seqlen).
-        mask: (batch, seqlen) bool, False where a row is padded, at one or both of its ends; None of no
-            padding. Where the padding at the left ends a document begins.
+        mask: (batch, seqlen) bool, False where a row is padded, at one or both of its ends; None without
+            padding. A document begins where padding at the left ends.
 
     Raises:
-        ValueError: a shape does not fit, cu_seq_lens_q does not begin with 0, falls or does not end with the
-            sequence, position_ids do not count up from 0 in each document, or two of them disagree.
+        ValueError: a shape does not fit; cu_seq_lens_q does not begin with 0, falls or does not end with
+            the sequence; position_ids do not count up from 0 in each document; or two of them disagree.
     """
     is_real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     is_row_start = _is_first_of_run(
@@ -54,7 +55,9 @@ def document_starts(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = N
 
 
 def _starts_from_positions(positions: Tensor, is_real: Tensor, is_row_start: Tensor) -> Tensor:
-    """Those of padding may be any."""
+    """Return the mask of document starts read from position_ids (batch, seqlen).
+
+    Positions must count up from 0 in each document; those of padding are ignored."""
     is_start = (positions == 0) & is_real | is_row_start
     token_index = torch.arange(positions.shape[1], device=positions.device)
     tokens_since_start = token_index - torch.where(is_start, token_index, 0).cummax(1).values
@@ -64,21 +67,24 @@ def _starts_from_positions(positions: Tensor, is_real: Tensor, is_row_start: Ten
 
 
 def _is_first_of_run(numbers: Tensor) -> Tensor:
+    """Return the mask of the tokens whose number differs from the previous token's, (batch, seqlen) bool."""
     is_first = torch.ones_like(numbers, dtype=torch.bool)
     is_first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     return is_first
 
 
 def expand_to_rows(name: str, values: Tensor, ids: Tensor) -> Tensor:
-    """What has a value per token, or one for all rows, as (batch, seqlen)."""
+    """Return values per token, given for each row or once for all rows, as (batch, seqlen)."""
     if values.shape not in (ids.shape, (1, ids.shape[1])):
         raise ValueError(f"{name} must have input_ids' shape {tuple(ids.shape)}, got {tuple(values.shape)}")
     return values.expand(ids.shape)
 
 
 def join_rows(tensors: dict[str, Tensor], starts: Starts) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """Tensors (batch, seqlen, …) and the documents' starts; rows whose documents differ are laid end to end
-    as one, for a row's beginning is a document's too."""
+    """Return tensors (batch, seqlen, …) and the starts of their documents.
+
+    Rows whose documents differ are joined end to end as a single row: the start of a row is then the start
+    of a document."""
     if len(set(starts)) == 1:
         return tensors, starts[0]
     seqlen = next(iter(tensors.values())).shape[1]

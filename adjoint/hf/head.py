@@ -1,4 +1,4 @@
-"""A causal LM's head and loss, on one slice of the tokens at a time; and the loss of its routers."""
+"""A causal LM's head and loss, on one slice of the tokens at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from adjoint.loss import linear_cross_entropy, tokens_per_slice
 
 
 class Output(MoeModelOutputWithPast):
-    """Hidden states alone: of whatever else a causal LM hands on of its backbone's output it has None."""
+    """A backbone's output that has hidden states and, if given, router logits; every other attribute is
+    None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -30,7 +31,7 @@ class Output(MoeModelOutputWithPast):
 
 
 class _BackboneStub(nn.Module):
-    """Stands where the backbone stood and gives back an output: what is left is the model's own head."""
+    """A module in the backbone's place that returns a given output, so that only the model's head runs."""
 
     def __init__(self, real: nn.Module, output: Output) -> None:
         super().__init__()
@@ -50,6 +51,7 @@ class _BackboneStub(nn.Module):
 
 @contextlib.contextmanager
 def _backbone_stubbed(model: Any, output: Output) -> Iterator[None]:
+    """Replace a model's backbone by a stub for the time of the context."""
     real = backbone_of(model)
     name = next(name for name, module in model.named_children() if module is real)
     model._modules[name] = _BackboneStub(real, output)
@@ -60,7 +62,7 @@ def _backbone_stubbed(model: Any, output: Output) -> Iterator[None]:
 
 
 def head_output(model: Any, output: Output, **inputs: Any) -> Any:
-    """What the model makes of its backbone's output, called with ids and what else is given."""
+    """Return what a model makes of its backbone's output, for ids and other inputs."""
     hidden: Any = output.last_hidden_state
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     with _backbone_stubbed(model, output):
@@ -70,12 +72,12 @@ def head_output(model: Any, output: Output, **inputs: Any) -> Any:
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """What the model makes of hidden states (batch, tokens, hidden_size): logits (batch, tokens, vocab)."""
+    """Return a model's logits (batch, tokens, vocab) of hidden states (batch, tokens, hidden_size)."""
     return head_output(model, Output(last_hidden_state=hidden)).logits
 
 
 def logits_by_slices(model: Any, hidden: Tensor) -> Tensor:
-    """The same, made slice by slice."""
+    """Return a model's logits (batch, tokens, vocab) of hidden states, computed slice by slice."""
     logits: Any = None
     tokens = tokens_per_slice(hidden.shape[1], _vocab_size(model), hidden.is_cuda, None)
     for start in range(0, hidden.shape[1], tokens):
@@ -87,16 +89,17 @@ def logits_by_slices(model: Any, hidden: Tensor) -> Tensor:
 
 
 def custom_loss_function(model: Any) -> Callable[..., Tensor] | None:
-    """The `loss_function` that a user has given a model; None where it has transformers' own. It is asked for
-    its sum over tokens by `num_items_in_batch=1`, with labels that are shifted already."""
+    """Return the `loss_function` that a user has set on a model, or None if it is transformers' own.
+
+    It is called for its sum over tokens: `num_items_in_batch=1`, and labels that are shifted already."""
     return vars(model).get("_loss_function")
 
 
 def refuse_unsummable_loss(model: Any, padded: bool) -> None:
-    """Tries a user's loss function, at each call, as it may change.
+    """Try a user's loss function, at each call, as it may change.
 
     Args:
-        padded: whether chunks have padding, of which they make other logits than the model does.
+        padded: whether chunks have padding, whose logits differ from the model's.
 
     Raises:
         Refused: it is no sum over tokens, or reads logits of padding.
@@ -151,14 +154,14 @@ def _vocab_size(model: Any) -> int:
 
 @torch.no_grad()
 def refuse_z_loss(model: Any, padded: bool) -> None:
-    """Tries the z-loss that a configuration asks for by calling the model's head with no label that counts.
+    """Try the z-loss that a configuration asks for, by calling the model's head with no label that counts.
 
     Args:
         padded: whether there is padding.
 
     Raises:
-        Refused: it is not the mean of the squared log-partition functions, times `check.z_factor`, or reads
-            padding.
+        Refused: it is not the mean of the squared log-partition functions, times
+            `check.z_loss_coefficient`, or reads padding.
     """
     coefficient, weight = check.z_loss_coefficient(model), model.get_output_embeddings().weight
     if not coefficient:
@@ -177,11 +180,11 @@ def refuse_z_loss(model: Any, padded: bool) -> None:
 
 
 def logit_scale(model: Any, hidden: Tensor) -> float | None:
-    """The number by which the model multiplies its logits, usually 1, where they are a product with the
-    head's weight and nothing else; None where they are more, such as capped, or where that is not known.
+    """Return the number by which the model multiplies its logits, usually 1.
 
-    Seen by what the model's own forward, transformers' code or fla's, calls as it makes logits of no token:
-    here and now, so that nothing is kept of it, and whatever values its tensors have."""
+    None if they are more than a product with the head's weight, for example capped, or if that is not
+    known. It is found by following the calls of the model's own forward (transformers' code or fla's) on
+    no token: so nothing has to be stored, and the values of its tensors do not matter."""
     head = model.get_output_embeddings()
     is_plain = (
         is_untouched(head, nn.Linear)
@@ -207,11 +210,13 @@ UNQUANTIZED_CLASSES = "Tensor", "Parameter", "FakeTensor"  # and none that is qu
 
 
 class _ScaleTracker(TorchFunctionMode):
-    """Follows hidden states through what is called with them.
+    """Follows hidden states through the functions that are called with them.
 
     Attributes:
-        scales: by the tensor's id, by what numbers the hidden states or the logits are multiplied in all.
-        before: of the tensors that are no logits yet. others: whether anything else was made of them.
+        scales: total factor of each tensor that is a multiple of the hidden states or the logits, by its id.
+        pre_logit_ids: ids of those tensors that are multiples of the hidden states.
+        has_other_results: whether anything else was computed from them.
+        tracked_tensors: kept alive, as another tensor might get the id of a freed one.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
@@ -234,7 +239,7 @@ class _ScaleTracker(TorchFunctionMode):
         return result
 
     def _factor(self, func: Any, first: Tensor, rest: list[Any]) -> float | None:
-        """By what a function multiplies its first argument; None of one that does more."""
+        """Return by what a function multiplies its first argument, or None if it does anything else."""
         name = getattr(func, "__name__", "")
         if name in ("mul", "div", "__mul__", "__truediv__") and type(rest[0]) in (int, float):
             return 1 / rest[0] if "div" in name else rest[0]
@@ -251,7 +256,7 @@ class _ScaleTracker(TorchFunctionMode):
 
 
 def _selects_everything(index: Any) -> bool:
-    """Whether an index takes everything."""
+    """Whether an index selects all elements."""
     items = index if isinstance(index, tuple) else (index,)
     return all(
         item is Ellipsis or (isinstance(item, slice) and item in (slice(None), slice(0, None)))
@@ -262,12 +267,13 @@ def _selects_everything(index: Any) -> bool:
 def summed_loss(
     model: Any, hidden: Tensor, targets: Tensor, z: Any = None, slices: int | None = None
 ) -> Tensor:
-    """The loss of hidden states (batch, tokens, hidden_size) against targets (batch, tokens) that are already
-    shifted, summed over those not ignored, in float32 at least.
+    """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
     Args:
-        z: what the squared log-partition function of every token is multiplied by and added, or None.
-        slices: of `tokens_per_slice`.
+        hidden: (batch, tokens, hidden_size).
+        targets: (batch, tokens), already shifted.
+        z: coefficient of the squared log-partition function of every token, or None.
+        slices: number of slices; None for `tokens_per_slice`'s choice.
     """
     custom_loss, vocab_size = custom_loss_function(model), _vocab_size(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
@@ -295,5 +301,5 @@ def summed_loss(
 
 
 def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
-    """What a call gives; a backward makes it again instead of keeping what it is made of."""
+    """Return function(*args); with gradients, the backward runs it again instead of keeping intermediates."""
     return checkpoint(function, *args, use_reentrant=False) if torch.is_grad_enabled() else function(*args)

@@ -1,8 +1,8 @@
-"""The Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892) for models of transformers: MLPs piece by
-piece, head and loss slice by slice, layers recomputed in the backward. See `adjoint.MiniSequence`.
+"""The Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892) for models of transformers.
 
-All of it is autograd's own business, over the model's own code: for the time of a call the layers and their
-MLPs get other forwards. So hooks, sharding and adapters see what they would see without it."""
+MLPs run piece by piece, head and loss slice by slice, and layers are recomputed in the backward. See
+`adjoint.MiniSequence`. All of it is plain autograd over the model's own code: for the time of a call the
+layers and their MLPs get other forwards. So hooks, sharding and adapters see the same calls as without it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ PIECES_DIFFER = (
 
 
 def total_loss(call: Call, method: MiniSequence, mlps: Sequence[str]) -> Tensor:
-    """The summed loss of a call with labels.
+    """Return the summed loss of a call with labels.
 
     Args:
-        mlps: as `token_wise` names them.
+        mlps: names from `find_token_wise_mlps`.
 
     Raises:
         Refused: the model's loss is not known to be a sum over tokens.
@@ -58,9 +58,11 @@ def total_loss(call: Call, method: MiniSequence, mlps: Sequence[str]) -> Tensor:
 
 @contextlib.contextmanager
 def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator[None]:
-    """Meanwhile the backbone's layers are recomputed in the backward, its `mlps` run in pieces.
+    """Recompute the backbone's layers in the backward and run its `mlps` in pieces, for the time of the
+    context.
 
-    The recomputation comes when this is over, so each layer's forward splits the MLPs inside it itself."""
+    The recomputation comes after this context has ended, so each layer's forward splits the MLPs inside it
+    itself."""
     named_mlps = [(name, backbone.get_submodule(name)) for name in mlps]
     layers = layers_of(backbone)
     forwards = {
@@ -87,7 +89,8 @@ def _recomputed_forward(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> C
 
 
 def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Tensor], Tensor]:
-    """(batch, tokens, hidden) → the same, `chunks` pieces of the tokens after one another."""
+    """Return a forward that runs `chunks` pieces of the tokens one after another, (batch, tokens, hidden)
+    → the same."""
 
     def piece(x: Tensor) -> Tensor:
         return forward(x.contiguous())  # made here, so that a view is all that is kept
@@ -103,9 +106,11 @@ def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Ten
 
 
 def find_token_wise_mlps(backbone: Any) -> list[str]:
-    """Names of what may run in pieces: children of the layers, themselves made of modules, that make of one
-    tensor (batch, tokens, hidden) one of the same shape in which no token depends on another. Seen by running
-    the backbone on a few tokens; a name says nothing."""
+    """Return the names of the modules that may run in pieces.
+
+    These are children of the layers, themselves made of modules, that turn one tensor (batch, tokens,
+    hidden) into one of the same shape in which no token depends on another. That is found by running the
+    backbone on a few tokens, as names say nothing."""
     names: list[str] = []
 
     def note(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -130,7 +135,8 @@ def find_token_wise_mlps(backbone: Any) -> list[str]:
 
 
 def _is_token_wise(module: Any, x: Tensor) -> bool:
-    """Whether pieces give the whole's output, and each output no gradient at all to another token."""
+    """Whether pieces give the output of the whole, and each output has no gradient at all to another
+    token."""
     expected, pieces = module.forward(x), in_pieces(module.forward, 3)(x)
     if not alike(pieces, expected):
         return False
@@ -143,7 +149,7 @@ def _is_token_wise(module: Any, x: Tensor) -> bool:
 
 
 def gradient_function(method: MiniSequence, kind: CallKind) -> comparison.GradientFunction:
-    """The loss of a causal LM and its gradient by mini-sequences, for `comparison.compare`."""
+    """Return the function that computes a causal LM's loss and gradient by mini-sequences, for `compare`."""
 
     def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
         call = Call(model, comparison.example_inputs(model, ids, labels, kind))

@@ -13,13 +13,15 @@ from adjoint.engine.generators import KINDS, Generators
 
 
 class ChunkRandomness(Generators):
-    """What a model draws, chunk by chunk: random numbers, dropout's and any others, such as a router's noise,
-    from the generators of PyTorch, NumPy and Python, and those that modules have. A chunk that is computed
-    again draws what it drew in the forward.
+    """The random generators of a model, replayed chunk by chunk.
+
+    Dropout, a router's noise and other random numbers are drawn from the generators of PyTorch, NumPy and
+    Python, and from those that modules hold. A chunk that is recomputed draws the numbers of its forward
+    again.
 
     Attributes:
-        expected: whether it has dropout that is on. before: of chunks that drew, the generators' states at
-            their starts.
+        has_dropout: whether dropout is on.
+        states_by_chunk: generators' states at the start of each chunk that has drawn, by its first token.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +37,7 @@ class ChunkRandomness(Generators):
 
     @contextlib.contextmanager
     def at_chunk(self, start: int) -> Iterator[None]:
-        """Around the run of the chunk that begins at token `start`."""
+        """Run the chunk that begins at token `start`, with the numbers of its first run if there was one."""
         if start in self.states_by_chunk:
             with self.again(self.states_by_chunk[start]):
                 yield

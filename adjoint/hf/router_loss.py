@@ -1,4 +1,4 @@
-"""The loss of a mixture's routers, summed over chunks."""
+"""The load-balancing loss of a mixture's routers, summed over chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ TOKEN_MASK = "attention_mask"  # of a chunk's inputs, (batch, tokens): the token
 
 
 class RouterLoss(Sum):
-    """What experts are given and how probable they are, (2, experts), summed over tokens and layers."""
+    """The load-balancing loss of a mixture of experts.
+
+    The total is (2, experts): how many tokens each expert is assigned, and the sum of its probabilities,
+    over all tokens and layers."""
 
     def __init__(self, model: Any, factor: float = 1.0) -> None:
         super().__init__(factor)
@@ -32,7 +35,12 @@ class RouterLoss(Sum):
         )
 
     def chunk_sums(self, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:
-        """The sums of a chunk, whose router logits are (tokens, experts) in each layer."""
+        """Return a chunk's part of the total.
+
+        Args:
+            router_logits: (tokens, experts) of each layer.
+            counted: (batch, tokens), nonzero for tokens that count; None if all do.
+        """
         sums: Any = 0
         for logits in router_logits:
             probabilities = F.softmax(logits.flatten(0, -2), dim=-1)
@@ -51,7 +59,7 @@ class RouterLoss(Sum):
         return sums
 
     def loss(self, total: Tensor) -> Tensor:
-        """What the whole's sums give."""
+        """Return the loss made of the total: experts · Σ (assigned share · mean probability)."""
         assigned_tokens, summed_probabilities = total
         tokens = assigned_tokens.sum() / self.top_k
         return (
@@ -62,33 +70,34 @@ class RouterLoss(Sum):
 
 
 class RouterLogits:
-    """The logits of a backbone's routers, for whoever makes a loss of them: they go beside its hidden states.
+    """The logits of a backbone's routers, carried beside its hidden states to a loss outside the model.
 
     Attributes:
-        parts: of the hidden states and of each router's logits, the width and the dtype.
+        layout: width and dtype of the hidden states and of each router's logits.
     """
 
     layout: Sequence[tuple[int, torch.dtype]] = ()
 
     def append_to(self, hidden: Tensor, router_logits: Sequence[Tensor], _: int) -> Tensor:
-        """One tensor (batch, tokens, width) of a chunk's hidden states and its routers' logits."""
+        """Return a chunk's hidden states and its routers' logits as one tensor (batch, tokens, width)."""
         tensors = [hidden, *(t.view(*hidden.shape[:2], -1) for t in router_logits)]
         self.layout = [(t.shape[-1], t.dtype) for t in tensors]
         return torch.cat(tensors, dim=-1)
 
     def split_from(self, combined: Tensor) -> list[Tensor]:
-        """Undoes `attached`."""
+        """Split a tensor of `append_to` into the hidden states and each router's logits."""
         pieces = combined.split([width for width, _ in self.layout], dim=-1)
         return [piece.to(dtype) for piece, (_, dtype) in zip(pieces, self.layout, strict=True)]
 
 
 @torch.no_grad()
 def router_loss_coefficient(model: Any) -> float:
-    """What a model multiplies its routers' loss by. Seen by giving its forward some logits of routers, and no
-    labels that count.
+    """Return the factor by which a model multiplies its routers' loss.
+
+    It is measured by giving the model's forward some logits of routers, and no labels that count.
 
     Raises:
-        Refused: it is another loss than this one.
+        Refused: the model has another loss than `RouterLoss`.
     """
     weight = model.get_output_embeddings().weight
     hidden, mask = some_numbers(1, 5, weight.shape[1]).to(weight), weight.new_ones(1, 5, dtype=torch.int64)

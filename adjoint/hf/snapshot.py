@@ -1,7 +1,8 @@
-"""Snapshots of a model: everything that its computation depends on besides its inputs (modules, settings,
-hooks, the configuration, tensors that are not trained). A wrapped model's chunks are computed again in the
-backward, so they must find all of this as it was in the forward; and a decision about a model holds as long
-as its snapshot does."""
+"""Snapshots of a model: everything that its computation depends on besides its inputs.
+
+This is its modules, settings, hooks, the configuration, and tensors that are not trained. A wrapped
+model's chunks are recomputed in the backward, so they must find all of this as it was in the forward; and
+a decision about a model holds as long as its snapshot does."""
 
 from __future__ import annotations
 
@@ -36,15 +37,16 @@ IGNORED_ATTRIBUTES |= {
 
 
 class Snapshot:
-    """A model as it is now, its tensors' values apart; it keeps nothing of the model alive.
+    """A model's structure and settings at one moment, without its tensors' values.
 
-    Not seen: tensors that are attributes and no buffers, and the insides of objects of other kinds.
+    It keeps nothing of the model alive. It does not see tensors that are attributes and no buffers, nor the
+    contents of objects of other classes.
 
     Attributes:
-        modules: by name, references to them and their classes.
-        holders: what has settings, by name, references to them: the modules and their configurations.
-        settings: by holder and attribute, so that they can be compared.
-        weights: by the parameter's name: whether it is trained, its dtype, device and class.
+        modules: reference to each module and its class, by name.
+        holders: references to the objects that have settings, by name: the modules and their configurations.
+        settings: comparable settings, by holder and attribute.
+        weights: whether each parameter is trained, its dtype, device and class, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +59,7 @@ class Snapshot:
         }
 
     def structure_difference(self, other: Snapshot) -> str | None:
-        """Which module of one is not the other's, in words."""
+        """Describe a module that is not the same in both snapshots, or return None."""
         if self.modules.keys() != other.modules.keys():
             name = min(self.modules.keys() ^ other.modules.keys())
             return f"module {name} was {'removed' if name in self.modules else 'added'}"
@@ -67,18 +69,19 @@ class Snapshot:
         return None
 
     def changed_settings(self, other: Snapshot) -> Iterator[tuple[str, str]]:
-        """(holder's name, attribute) of the settings that are others in `other`."""
+        """Yield (holder's name, attribute) of each setting that differs in `other`."""
         for name, before in self.settings.items():
             after = other.settings.get(name, {})
             if before != after:
                 yield from ((name, a) for a in before | after if before.get(a, a) != after.get(a, a))
 
     def difference(self, other: Snapshot) -> str | None:
-        """What is another in `other`, in words; None where a computation would be the same."""
+        """Describe a difference that could change a computation, or return None."""
         if structure := self.structure_difference(other):
             return structure
         for name, attribute in self.changed_settings(other):
-            return f"{name or 'the model'}: {'a hook' if attribute in HOOK_ATTRIBUTES else attribute} was changed"
+            changed = "a hook" if attribute in HOOK_ATTRIBUTES else attribute
+            return f"{name or 'the model'}: {changed} was changed"
         if self.weights != other.weights:
             names = self.weights.keys() | other.weights.keys()
             name = min(n for n in names if self.weights.get(n) != other.weights.get(n))
@@ -87,7 +90,7 @@ class Snapshot:
 
 
 def settings_holders(model: nn.Module) -> dict[str, Any]:
-    """By name, what has settings: a model's modules and their configurations, of these each once."""
+    """Map names to the objects that have settings: a model's modules and, once each, their configurations."""
     holders: dict[str, Any] = {}
     configs: set[int] = set()
 
@@ -104,8 +107,9 @@ def settings_holders(model: nn.Module) -> dict[str, Any]:
 
 
 def comparable_settings(holder: Any) -> dict[str, Any]:
-    """The attributes of a module or configuration that can be compared, but for empty containers, hooks of
-    which there are none above all."""
+    """Return the attributes of a module or configuration that can be compared.
+
+    Empty containers are left out, above all the hooks that most modules do not have."""
     values = {}
     for name, value in vars(holder).items():
         if name not in IGNORED_ATTRIBUTES:
@@ -119,8 +123,10 @@ def comparable_settings(holder: Any) -> dict[str, Any]:
 
 
 def _lasting_hooks(registered: Any) -> tuple[Any, ...]:
-    """Hooks, under whatever numbers, but for those of transformers and PEFT that let an embedding's output
-    require a gradient: TRL registers one more at each step."""
+    """Return hooks without their handles' numbers.
+
+    Left out are the hooks of transformers and PEFT that make an embedding's output require a gradient: TRL
+    registers one more at each step."""
     return tuple(hook for hook in registered.values() if not makes_inputs_require_grad(hook))
 
 
@@ -130,7 +136,8 @@ def makes_inputs_require_grad(hook: Any) -> bool:
 
 
 def _classify(cls: type) -> str | None:
-    """What an object of a class is to a comparison; None of no use."""
+    """Return how objects of a class are compared: "plain", "container", "function", "configuration" or
+    None."""
     if cls in PLAIN_TYPES:
         return "plain"
     if cls in CONTAINER_TYPES:
@@ -144,7 +151,10 @@ _value_kind: Callable[[Any], str | None] = functools.cache(_classify)
 
 
 def comparable_value(value: Any) -> Any:
-    """A value, a container's contents, a reference to a function, or, of another object, the class alone."""
+    """Return an object that equals another's if their values are the same to a computation.
+
+    It is the value, a container's contents, a weak reference to a function, or, for other objects, the
+    class alone."""
     kind = _value_kind(type(value))
     if kind == "plain":
         return value
@@ -161,7 +171,7 @@ def comparable_value(value: Any) -> Any:
 
 
 class ForwardState:
-    """A model during a forward, to be gone back to for its backward."""
+    """A model's state during a forward, to be restored for its backward."""
 
     def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
         self.model, self.snapshot, self.tensors = model, snapshot, Tensors(model)
@@ -177,7 +187,7 @@ class ForwardState:
         }
 
     def check(self) -> None:
-        """Makes sure that the model is still the same.
+        """Check that the model is still the same.
 
         Raises:
             RuntimeError: it is not.
@@ -186,7 +196,14 @@ class ForwardState:
             raise RuntimeError(f"{difference} {BETWEEN}")
 
     def restore_settings(self, current: Snapshot, hooks: bool = True) -> list[Callable[[], Any]]:
-        """Puts the settings back that are others in `now`, hooks, for a while, or not; what undoes it."""
+        """Restore the settings that differ in the snapshot `current`.
+
+        Args:
+            hooks: whether to restore hooks, too.
+
+        Returns:
+            Functions that undo it.
+        """
         undo = []
         for name, attribute in self.snapshot.changed_settings(current):
             if (
@@ -202,10 +219,10 @@ class ForwardState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Meanwhile the model is as it was: settings, hooks, tensors, and which of them are trained.
+        """Restore settings, hooks, tensors and `requires_grad` as they were, for the time of the context.
 
         Raises:
-            RuntimeError: it has other modules.
+            RuntimeError: the model has other modules.
         """
         with self.tensors.replaced({}), contextlib.ExitStack() as undo:
             for parameter, was_trained in self.requires_grad_flags:

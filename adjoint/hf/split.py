@@ -1,7 +1,8 @@
-"""A causal LM cut into spans of its layers, each a stage: what layer shards of a transformers model are.
+"""A causal LM cut into spans of its layers, each a stage: the layer shards of a transformers model.
 
 Nothing is taken out of the model's own code: the backbone runs as it is, with pass-through modules in the
-places of layers that others have, so that whatever it prepares for its layers is prepared in every span."""
+places of the layers that other workers have, so that whatever it prepares for its layers is prepared in
+every span."""
 
 from __future__ import annotations
 
@@ -32,18 +33,20 @@ from adjoint.layers import State
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """What a worker has to know of a transformers model to make a span of it, plain values only.
+    """Description of a transformers model from which a worker makes a span of it; plain values only.
 
     Attributes:
-        kind: the causal LM's class. config: its configuration.
-        layers: name of the backbone's list of layers. last: names of its modules that run after them, such as
-            the final norm.
-        outputs: of each layer, the length of the tuple it gives, None where it gives a tensor.
-        slots: of the state. autocast: the same under bfloat16 autocast.
-        costs: multiply-adds per token of each layer, the head's in the last.
-        features: of `kept_features`.
-        names: of all parameters, in the model's order; a tied table under the embedding's.
-        embedding, head: the names of the tables at both ends.
+        kind: the causal LM's class.
+        config: its configuration.
+        layers: name of the backbone's list of layers.
+        last: names of its modules that run after them, such as the final norm.
+        outputs: length of the tuple that each layer returns, None if it returns a tensor.
+        slots: of the state.
+        autocast: the same under bfloat16 autocast.
+        costs: multiply-adds per token of each layer; the last includes the head's.
+        features: from `kept_features`.
+        names: of all parameters, in the model's order; a tied table has the embedding's name.
+        embedding, head: names of the tables at both ends.
         multiplier: by which the backbone multiplies embeddings it is given.
         buffers: of the model that was examined, such as rotary frequencies.
     """
@@ -77,31 +80,36 @@ class Pretrained:
         return self.head not in self.names
 
     def trial_spans(self) -> list[range]:
-        """Up to three spans of its layers, by which its parts are compared with the whole."""
+        """Return up to three spans of the layers, whose parts are compared with the whole model."""
         num_spans = min(3, self.n_layer)
         cuts = [self.n_layer * i // num_spans for i in range(num_spans + 1)]
         return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
     def in_precision(self, precision: str) -> Pretrained:
-        """With the slots of "float32", "bfloat16" (autocast) or "float64"."""
+        """Return the description with the slots of "float32", "bfloat16" (autocast) or "float64"."""
         slots = self.autocast if precision == "bfloat16" else self.slots
         if precision == "float64":
             slots = tuple(dataclasses.replace(slot, dtype=torch.float64) for slot in slots)
         return dataclasses.replace(self, slots=slots)
 
     def chunk_size(self, batch: int, seqlen: int, element: int, device: str, memory: float | None) -> int:
-        """Tokens of a chunk where the method does not say; `element` and the others as in `sizes_of` and
-        `chunk_size_for`."""
+        """Return the tokens of a chunk if the method does not set them.
+
+        Args:
+            element: as in `sizes_of`; the others as in `chunk_size_for`.
+        """
         sizes = sizes_of(self.features, self.slots, element)
         return chunk_size_for(sizes, batch, seqlen, device, memory)
 
     def initial_states(self, span: range, batch: int, device: torch.device) -> State:
-        """The state of a span's layers before a sequence."""
+        """Return the state of a span's layers before a sequence."""
         return zeros([slot for slot in self.slots if slot.layer in span], batch, device)
 
     def make_part(self, model: Any, span: range) -> Any:
-        """The model with the layers `span` alone, the embedding with the first and head and final norm with
-        the last; it shares layers, parameters and buffers with `model`."""
+        """Return the model with the layers of `span` alone.
+
+        It has the embedding if the span is the first, head and final norm if it is the last, and shares
+        layers, parameters and buffers with `model`."""
         backbone, ends = backbone_of(model), (span.start == 0, span.stop == self.n_layer)
         removed = [getattr(backbone, name) for name in self.last if not ends[1]]
         tables = zip((self.embedding, self.head), ends, strict=True)
@@ -115,7 +123,7 @@ class Pretrained:
         return copy.deepcopy(model, {id(shared_object): shared_object for shared_object in shared} | memo)
 
     def make_stage(self, part_model: Any, span: range, recompute: str = "none") -> Backbone:
-        """The stage of a part; `recompute` as `Backbone`'s."""
+        """Return the stage of a part; `recompute` as in `Backbone`."""
         slots = [slot for slot in self.slots if slot.layer in span]
         multiplier = None if span.start == 0 else self.multiplier
         if span.stop == self.n_layer:
@@ -123,7 +131,7 @@ class Pretrained:
         return Backbone(part_model, slots, multiplier, recompute)
 
     def make_empty_model(self) -> Any:
-        """The model without its weights: parameters that take no memory, buffers as they are made."""
+        """Return the model without its weights: parameters take no memory, buffers are real."""
         from accelerate import init_empty_weights
 
         with init_empty_weights():
@@ -131,10 +139,10 @@ class Pretrained:
 
 
 def examine(model: Any, input_ids: Tensor) -> Pretrained:
-    """Finds out how a model is cut, and that its parts together have the whole model's gradient.
+    """Describe how a model is cut, and check that its parts together have the whole model's gradient.
 
     Args:
-        model: a causal LM of transformers, all of it here.
+        model: a complete causal LM of transformers.
         input_ids: (1, tokens), some 13 of them.
 
     Raises:
@@ -144,10 +152,10 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
 
 
 def verify_description(model: Any, description: Pretrained) -> Pretrained:
-    """A description with what weights alone tell; its parts' gradient is compared with the whole's.
+    """Add to a description what only weights tell, and compare its parts' gradient with the whole model's.
 
     Args:
-        model: as `examine`'s; pass-through modules may stand in the places of some of its layers.
+        model: as in `examine`; pass-through modules may stand in the places of some of its layers.
 
     Raises:
         Refused: see `examine`.
@@ -161,10 +169,10 @@ def verify_description(model: Any, description: Pretrained) -> Pretrained:
 
 
 def describe(model: Any, input_ids: Tensor) -> Pretrained:
-    """How a model is cut, as far as shapes alone say it: its tensors may be fake.
+    """Describe how a model is cut, as far as shapes tell it: its tensors may be fake.
 
     Args:
-        model, input_ids: as `examine`'s.
+        model, input_ids: as in `examine`.
 
     Raises:
         Refused: it cannot be cut, with the reason.
@@ -216,8 +224,8 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
 def _trace_layers(
     model: Any, backbone: Any, layers: Sequence[nn.Module], ids: Tensor
 ) -> tuple[list[nn.Module], list[int | None]]:
-    """The backbone's children and layers in the order in which they run, and the lengths of the tuples that
-    layers give."""
+    """Return the order in which the backbone's children and layers run, and the lengths of the layers'
+    output tuples."""
     order: list[nn.Module] = []
     outputs: dict[nn.Module, int | None] = {}
 
@@ -234,8 +242,9 @@ def _trace_layers(
 
 @torch.no_grad()
 def _find_multiplier(model: Any, description: Pretrained) -> float:
-    """By how much the backbone multiplies embeddings before its first layer, seen with all layers, and what
-    runs after them, passed through."""
+    """Return the factor by which the backbone multiplies embeddings before its first layer.
+
+    It is measured on a model whose layers, and the modules that run after them, pass their input through."""
     x = some_numbers(1, 3, description.d_model).to(next(model.parameters()))
     stage = description.make_stage(description.make_part(model, range(1, 1)), range(1, 1))
     with stage.chunk_context():
@@ -250,7 +259,7 @@ def _find_multiplier(model: Any, description: Pretrained) -> float:
 
 
 def _compare_spans(model: Any, description: Pretrained) -> None:
-    """The gradient of up to three spans, run over a few tokens in chunks, against the whole model's."""
+    """Compare the gradient of up to three spans, run on a few tokens in chunks, with the whole model's."""
     spans = description.trial_spans()
 
     def by_spans(model: Any, ids: Tensor, labels: Tensor) -> ChunkedStep:

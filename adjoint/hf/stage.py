@@ -43,19 +43,24 @@ from adjoint.parallel.fsdp import Whole, fsdp_step, trained_parameters, uses_fsd
 
 
 class Backbone:
-    """ids (batch, tokens) → hidden states (batch, tokens, hidden_size), the cache being the state.
+    """The backbone as a stage: ids (batch, tokens) → hidden states (batch, tokens, hidden_size).
+
+    The state is the model's cache.
 
     Args:
-        model: parameters are asked for by its names: the backbone, or the causal LM around it.
-        slots: of the state, as `probe` finds them.
-        multiplier: None where the embedding is here; else x is hidden states (batch, tokens, hidden_size),
-            which this backbone multiplies by so much before its first layer, as it does embeddings.
-        recompute: how much of a layer's tape is computed again when it is pulled back: "none", "selective"
-            or "full" (see `Exact`).
+        model: the backbone, or the causal LM around it; parameters go by its names.
+        slots: of the state, from `find_slots`.
+        multiplier: None if the embedding is in this stage; else x is hidden states (batch, tokens,
+            hidden_size), and the multiplier is what this backbone multiplies embeddings by before its first
+            layer.
+        recompute: how much of a layer's tape is recomputed in the backward: "none", "selective" or "full"
+            (see `Exact`).
 
     Attributes:
-        fetches: whether keys and values of other ranks are fetched for attention (`spread.DistributedPast`).
-        padding: where hidden states of padding at the right are asked for; its chunks get the model's mask.
+        fetches: whether keys and values of other ranks are fetched for attention (`kv.DistributedPast`).
+        padding: set if hidden states of padding at the right are asked for; its chunks get the model's mask.
+        router_loss: sums for the routers' loss, or None.
+        router_logits: set if the routers' logits are returned beside the hidden states.
     """
 
     stateful, lazy, reach = True, True, 0
@@ -83,7 +88,7 @@ class Backbone:
 
     @functools.cached_property
     def cache(self) -> ChunkCache:
-        """Of which each chunk gets a copy: making one reads all of the configuration."""
+        """An empty cache, of which each chunk gets a copy: making one reads all of the configuration."""
         return make_chunk_cache(self.model.config)
 
     def parameters(self) -> Iterable[Tensor]:
@@ -118,7 +123,7 @@ class Backbone:
         return self.router_logits.append_to(output[0], output.router_logits, chunk.start), state
 
     def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
-        """What the model's own backbone gives, and the new state."""
+        """Return the output of the model's own backbone on a chunk, and the new state."""
         cache, past_length = copy.copy(self.cache), chunk.start - chunk.document
         cache.layers = cache.layers_with_state(self.slots, state, past_length)
         layers = self.layers if torch.is_grad_enabled() else []
@@ -134,8 +139,12 @@ class Backbone:
         return output, after
 
     def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> Any:
-        """The backbone's output on a chunk, given by its ids (batch, tokens) or its embeddings (batch,
-        tokens, hidden_size), and a cache that has the state before it."""
+        """Call the backbone on a chunk.
+
+        Args:
+            x: ids (batch, tokens), or embeddings (batch, tokens, hidden_size).
+            cache: holds the state before the chunk.
+        """
         past_length = chunk.start - chunk.document
         inputs: dict[str, Any] = {name: values for name, values in chunk.inputs.items() if name != TOKEN_MASK}
         inputs["inputs_embeds" if x.is_floating_point() else "input_ids"] = x
@@ -157,8 +166,9 @@ class Backbone:
     def _recompute_layer(
         self, forward: Callable[..., Any], cache: ChunkCache, state: State, past_length: int
     ) -> Callable[..., Any]:
-        """A layer's forward, recomputed in the backward from the chunk's own state, in whose place in the
-        cache the first run leaves another."""
+        """Return a layer's forward that is recomputed in the backward from the state before the chunk.
+
+        The first run puts the new state into the cache, so the second run gets cache layers of its own."""
 
         def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
             generator_states: list[Any] = []
@@ -183,11 +193,11 @@ class Backbone:
 
 
 class CausalLM(Backbone):
-    """ids → the chunk's summed loss: the backbone and the head above it.
+    """The backbone and the head as a stage: ids → the chunk's summed loss.
 
     Attributes:
-        z: what the squared log-partition function of every token is multiplied by and added, or None.
-        kept: where hidden states are gathered too.
+        z_loss_factor: coefficient of the squared log-partition function of every token, or None.
+        hidden_states: storage for hidden states of which logits are made later, or None.
     """
 
     z_loss_factor: float | None = None
@@ -197,7 +207,12 @@ class CausalLM(Backbone):
     def from_call(
         call: Call, slots: Sequence[Slot], method: Any, fetches: bool = False, router_loss_factor: float = 1.0
     ) -> CausalLM:
-        """The stage of a call with labels; `factor` of its routers' loss.
+        """Make the stage of a call with labels.
+
+        Args:
+            method: says what is recomputed.
+            fetches: as in `Backbone`.
+            router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
             Refused: the model's loss is not known to be a sum over tokens.
@@ -231,7 +246,11 @@ class CausalLM(Backbone):
 
 
 class HiddenStates:
-    """Hidden states of the last `tokens` of a sequence, of which `first` is the first.
+    """Storage for the hidden states of a sequence's last tokens.
+
+    Args:
+        tokens: number of tokens to store.
+        first_token: index of the first of them in the sequence.
 
     Attributes:
         hidden: (batch, tokens, hidden_size) after the forward.
@@ -242,7 +261,7 @@ class HiddenStates:
         self.hidden: Tensor | None = None
 
     def add(self, hidden: Tensor, start: int) -> None:
-        """Takes what it needs of a chunk's hidden states."""
+        """Store the part of a chunk's hidden states that is among the last tokens."""
         if self.hidden is None:
             self.hidden = hidden.new_empty(hidden.shape[0], self.tokens, hidden.shape[2])
         y = hidden[:, max(0, self.first_token - start) :]
@@ -251,11 +270,12 @@ class HiddenStates:
 
 
 class CollectHiddenStates(HiddenStates):
-    """Above a backbone: gathers the hidden states instead of making a loss of them; where not all are kept no
-    backward may follow.
+    """A stage above a backbone that stores the hidden states instead of computing a loss.
+
+    If not all of them are stored, no backward may follow.
 
     Attributes:
-        cotangent: of them, to be set before the backward.
+        cotangent: gradient of the hidden states, to be set before the backward.
     """
 
     stateful, grows, reach = False, (), 0
@@ -289,7 +309,9 @@ class CollectHiddenStates(HiddenStates):
 
 
 def _hidden_norm(hidden: Tensor) -> Tensor:
-    """In the place of a chunk's loss: it tells whether the chunk, computed again, is the same."""
+    """Return the norm of the hidden states, in the place of a chunk's loss.
+
+    A recomputed chunk is compared with the first run by its loss; this chunk has none."""
     return torch.linalg.vector_norm(hidden.detach(), dtype=accumulate_dtype(hidden.dtype))
 
 
@@ -300,10 +322,15 @@ def make_step(
     backward_context: Around = contextlib.nullcontext,
     group: Any = None,
 ) -> ChunkedStep:
-    """A batch's program for a model that is one stage, or has one above it; states begin as zeros.
+    """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 
     Args:
-        group: the process group whose ranks share the batch; or `sequence.SINGLE_RANK`.
+        stages: the model's stage, and perhaps `CollectHiddenStates` or `Weighted`.
+        backward_context: around the backward.
+        group: the process group whose ranks share the batch, or `context.SINGLE_RANK`.
+
+    Raises:
+        Refused: the ranks of a group cannot share the model's sequences.
     """
     model, sharded = stages[0].model, stages[0].sharded
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
@@ -325,7 +352,8 @@ def make_step(
 
 @torch.no_grad()
 def find_slots(model: Any, input_ids: Tensor) -> list[Slot]:
-    """The tensors of a model's state, seen by running it on two tokens of one sequence."""
+    """Return the places of a model's state in its cache, found by running it on two tokens of one
+    sequence."""
     stage, cache, ids = Backbone(model, []), make_chunk_cache(model.config), input_ids[:1, :1].expand(1, 2)
     constants = Constants(model.named_modules(), frozen=False)
     with stage.chunk_context(), stage.randomness.undone(), constants.restored():

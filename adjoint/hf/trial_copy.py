@@ -1,4 +1,4 @@
-"""A copy of a model to be tried on a few tokens, and these tokens."""
+"""A copy of a model for trials on a few tokens, and these tokens."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ DROPOUT = nn.modules.dropout._DropoutNd
 
 
 def make_trial_copy(model: Any) -> Any:
-    """A copy of a model's modules over its own parameters' memory, in float32 where they are half precision;
-    without dropout. Of the whole model or, where gradients and what is cast do not fit, of one layer of each
-    kind. None where there is none."""
+    """Return a copy of a model's modules that shares its parameters' memory, or None if none can be made.
+
+    Half precision parameters are cast to float32, and dropout is off. The whole model is copied or, if
+    gradients and casts do not fit in memory, one layer of each kind."""
     memory, left_out = memory_left(device_of(model)) / 2, []
     if bytes_needed(model.parameters()) > memory:
         left_out = duplicate_layers(list(layers_of(backbone_of(model)).values()))
@@ -70,14 +71,14 @@ def make_trial_copy(model: Any) -> Any:
 
 
 def bytes_needed(parameters: Iterable[Tensor]) -> int:
-    """Bytes of casts to float32 and of two gradients."""
+    """Return the bytes that casts to float32 and two gradients of these parameters take."""
     tensors = list(parameters)
     trained_bytes = sum(p.numel() * max(4, p.itemsize) for p in tensors if p.requires_grad)
     return 2 * trained_bytes + sum(4 * p.numel() for p in tensors if p.dtype in HALF_DTYPES)
 
 
 def duplicate_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of which there is one like them before: their modules, but for their own numbers."""
+    """Return the layers that duplicate an earlier one: same modules and settings, ignoring layer indices."""
     descriptions: list[Any] = []
     duplicates = []
     for layer in layers:
@@ -102,7 +103,7 @@ def _to_float32_if_half(tensor: Tensor) -> Tensor:
 
 
 def shorten_windows(copied: Any) -> bool:
-    """Makes a copy's windows shorter than what is compared; whether there are any."""
+    """Set a copy's windows to fewer tokens than are compared; return whether there are any windows."""
     shortened = False
     for holder in settings_holders(copied).values():
         for name in WINDOW_SETTINGS:
@@ -113,7 +114,9 @@ def shorten_windows(copied: Any) -> bool:
 
 
 def example_tokens(model: Any) -> tuple[Tensor, Tensor]:
-    """ids and labels (1, TOKENS): none that the configuration has a meaning for; two labels are ignored."""
+    """Return ids and labels (1, TOKENS).
+
+    None of the ids has a special meaning in the configuration, and two labels are ignored."""
     vocab_size = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
     entries = [entry for holder in settings_holders(model).values() for entry in vars(holder).items()]
     values = [
@@ -134,7 +137,7 @@ def example_tokens(model: Any) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def in_eval_mode(model: Any) -> Iterator[None]:
-    """No dropout."""
+    """Put all modules into evaluation mode, in which there is no dropout."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             if module.training:

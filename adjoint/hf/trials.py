@@ -1,4 +1,4 @@
-"""What is tried on a few tokens besides gradients: padding, packed documents, inputs that a model ignores."""
+"""Trials on a few tokens besides gradients: padding, packed documents, inputs that a model ignores."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ TRIAL_CHUNK_SIZE = 5  # of the TOKENS that are compared
 
 
 def refuse_left_padding(model: Any) -> None:
-    """Refuses padding at the left where cutting it off is not what the model does with it.
+    """Refuse padding at the left if the model does more with it than cut it off.
 
     Raises:
-        ValueError: hidden states of padded tokens are not those of the tokens alone.
+        ValueError: the hidden states after padding are not those of the tokens alone.
     """
     if not _ignores_first_tokens(
         model, attention_mask=(torch.arange(TOKENS)[None] >= TRIAL_CHUNK_SIZE).long()
     ):
         raise ValueError(
-            f"rows are padded at the left, and {original_class(model).__name__} counts padding in its tokens' "
-            "positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at the "
-            "right (tokenizer.padding_side = 'right')"
+            f"rows are padded at the left, and {original_class(model).__name__} counts padding in its "
+            "tokens' positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at "
+            "the right (tokenizer.padding_side = 'right')"
         )
 
 
 def masks_padding(model: Any, compare_padded: Callable[[], float]) -> bool:
-    """Whether chunks make the hidden states of padding at the right that the model makes; warns if not, as a
-    loss may read them."""
+    """Whether chunks compute the model's own hidden states of padding at the right.
+
+    Warns if not, as a loss may read them."""
     try:
         compare_padded()
     except Refused:
         warnings.warn(
-            f"{original_class(model).__name__}: chunks make other hidden states of padded tokens than the model "
-            "does (those of all other tokens are the same): a loss that reads them gets another gradient",
+            f"{original_class(model).__name__}: chunks make other hidden states of padded tokens than the "
+            "model does (those of all other tokens are the same): a loss that reads them gets another "
+            "gradient",
             stacklevel=2,
         )
         return False
@@ -59,8 +61,12 @@ def masks_padding(model: Any, compare_padded: Callable[[], float]) -> bool:
 
 
 def warn_if_documents_mix(model: Any, names: Sequence[str], use_cache: bool | None) -> None:
-    """Warns where packed documents, told by inputs with these names, are not kept apart without chunks;
-    whether the call asks for a cache may make the difference."""
+    """Warn if the model itself does not keep packed documents apart, as chunks do.
+
+    Args:
+        names: of the inputs that describe the documents.
+        use_cache: of the call; it may decide whether the model looks at them.
+    """
     try:
         is_kept_apart = _ignores_first_tokens(model, use_cache=use_cache, **inputs_of_two_documents(names))
     except MODEL_ERRORS:  # by itself the model refuses them
@@ -74,10 +80,10 @@ def warn_if_documents_mix(model: Any, names: Sequence[str], use_cache: bool | No
 
 
 def refuse_if_documents_mix(model: Any, names: Sequence[str]) -> None:
-    """Refuses documents told by inputs with these names where the model's own code does not look at them.
+    """Refuse documents described by inputs with these names if the model's own code ignores them.
 
     Raises:
-        Refused: a document's tokens see those before it.
+        Refused: a document's tokens attend to those before it.
     """
     if not _ignores_first_tokens(model, use_cache=False, **inputs_of_two_documents(names)):
         refuse(
@@ -89,7 +95,7 @@ def refuse_if_documents_mix(model: Any, names: Sequence[str]) -> None:
 
 
 def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Any]:
-    """The inputs of these names for TOKENS of which the second document begins at CHUNK."""
+    """Return the inputs of these names for TOKENS; the second document begins at TRIAL_CHUNK_SIZE."""
     positions = torch.arange(TOKENS, dtype=torch.int32)[None]
     document, cuts = (
         (positions >= TRIAL_CHUNK_SIZE).int(),
@@ -105,8 +111,8 @@ def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _ignores_first_tokens(model: Any, **inputs: Any) -> bool:
-    """Whether the backbone by itself, given this, makes the same hidden states of all but the first CHUNK
-    tokens as without these."""
+    """Whether, given these inputs, the first TRIAL_CHUNK_SIZE tokens change no later hidden state of the
+    backbone."""
     if fla.is_of_fla(model):
         return fla.ignores_other_tokens(inputs)
     backbone, ids = backbone_of(model), example_tokens(model)[0]
@@ -125,11 +131,12 @@ def _ignores_first_tokens(model: Any, **inputs: Any) -> bool:
 
 @torch.no_grad()
 def ignores_input(model: Any, name: str, has_labels: bool) -> bool:
-    """Whether a model's own forward takes an input of this name without reading it: seen by giving it
-    numbers that are none, for a few tokens.
+    """Whether a model's own forward accepts an input of this name without reading it.
+
+    It is given NaNs for a few tokens: an output that stays the same does not depend on them.
 
     Args:
-        labelled: whether it is asked for a loss.
+        has_labels: whether the call asks for a loss.
     """
     parameters = inspect.signature(original_class(model).forward).parameters
     if name in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

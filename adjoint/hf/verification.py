@@ -1,5 +1,6 @@
-"""Verification on first use: which comparisons and trials a call needs, and their results, which hold while
-the model is as it was."""
+"""Verification on first use: the comparisons and trials that a call needs, and their results.
+
+Results hold while the model is as it was."""
 
 from __future__ import annotations
 
@@ -43,14 +44,18 @@ MAX_VERIFICATIONS = (
 
 
 class Verification:
-    """What was found out about a model as it is: it holds for no other, and keeps none alive.
+    """Results of comparisons and trials for a model in one state; it holds for no other state.
+
+    It keeps no model alive.
 
     Attributes:
-        record: what is noted of it. sharded: by `fully_shard`.
+        wrap_state: of the model.
+        sharded: whether it is under `fully_shard`.
         precision: autocast's dtype, or None, and the device's type.
         fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
-        masks_padding: whether chunks make the model's own hidden states of padding at the right.
-        by_kind: what `once` has found. difference: of gradients, when they were last asked for.
+        masks_padding: whether chunks compute the model's own hidden states of padding at the right.
+        results: of `compute_once`, by key.
+        difference: of gradients, from the last kind of call that was verified.
     """
 
     def __init__(self, model: Any, snapshot: Snapshot, precision: Any, sharded: bool) -> None:
@@ -65,7 +70,7 @@ class Verification:
         return self.model_ref()
 
     def compute_once(self, key: Any, find: Callable[..., Any], *args: Any) -> Any:
-        """find(*args), which is called once for each kind unless it fails."""
+        """Return find(*args), which is called once for each key; an error is not remembered."""
         if key not in self.results:
             before = ForwardState(self.model, self.snapshot)
             with _without_fallback_warnings():
@@ -76,7 +81,7 @@ class Verification:
         return self.results[key]
 
     def examine_once(self, find: Callable[[Any], Any]) -> Any:
-        """find(model), once, of which the model's parts may be run."""
+        """Return find(model), called once with the original forwards; it may run the model's modules."""
 
         def run_original() -> Any:
             with calling_original_forwards(self.model):
@@ -85,12 +90,13 @@ class Verification:
         return self.compute_once(find, run_original)
 
     def padding_of(self, call: Call) -> Padding | None:
-        """A call's padding at the right, if the caller can read it and chunks make it as the model does."""
+        """Return a call's padding at the right if the caller can read it and chunks compute what the model
+        does."""
         return call.padding if call.reads_padding and self.masks_padding else None
 
     @property
     def slots(self) -> list[Slot]:
-        """Of the model's cache."""
+        """The places of the state's tensors in the model's cache."""
 
         def find() -> list[Slot]:
             with calling_original_forwards(self.model), as_refusal(self.model):
@@ -100,19 +106,19 @@ class Verification:
 
     @property
     def router_loss_factor(self) -> float:
-        """What the model multiplies its routers' loss by."""
+        """The factor by which the model multiplies its routers' loss."""
         return self.examine_once(router_loss_coefficient)
 
     @property
     def sizes(self) -> Sizes:
-        """What it stores of a row, for the size of a chunk where the method does not say."""
+        """The memory that a row takes, from which the default chunk size follows."""
         first = next(p for p in self.model.parameters() if p.is_floating_point())
         element = min(first.element_size(), (self.precision[0] or first.dtype).itemsize)
         return sizes_of(self.compute_once("features", kept_features, self.model), self.slots, element)
 
 
 def verification_of(model: Any) -> Verification:
-    """What is known of a model as it is now."""
+    """Return the verification of a model as it is now, a new and empty one if its state is new."""
     wrap_state, snapshot, device = wrap_state_of(model), Snapshot(model), device_of(model).type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
     sharded, previous = (
@@ -125,8 +131,8 @@ def verification_of(model: Any) -> Verification:
             return verification
     if previous and len(wrap_state.verifications) == MAX_VERIFICATIONS:
         warnings.warn(
-            f"{previous[0].snapshot.difference(snapshot)}, as something is at every call: gradients are compared "
-            "each time, which is slow",
+            f"{previous[0].snapshot.difference(snapshot)}, as something is at every call: gradients are "
+            "compared each time, which is slow",
             stacklevel=5,
         )
     wrap_state.verifications = [
@@ -137,11 +143,14 @@ def verification_of(model: Any) -> Verification:
 
 
 def verify(call: Call) -> Verification:
-    """What is known of a call's model, once gradients of a few tokens have been compared for this kind of
-    call, and what the call says of padding at the left and of packed documents has been tried.
+    """Return the verification of a call's model after all that this kind of call needs has been tried.
+
+    The gradients of a few tokens are compared for this kind of call; padding at the left and packed documents
+    are tried if the call has them.
 
     Raises:
-        Refused: an input is not known, or the model is known not to go by chunks, or has been found not to.
+        Refused: an input is not supported, or the model is known not to work by chunks, or was found not
+            to.
     """
     model, kind = call.model, call.kind
     reshard(model)
@@ -207,11 +216,13 @@ def verify(call: Call) -> Verification:
 
 
 def refuse_unknown_inputs(verification: Verification, call: Call, is_whole_sequence: bool = False) -> None:
-    """Refuses inputs that chunks do not know, but for those that the model's own forward does not read, such
-    as a data set's column that a trainer hands on.
+    """Refuse inputs that chunks do not support and that the model reads.
+
+    Inputs that its own forward does not read, such as a data set's column that a trainer passes on, are
+    ignored.
 
     Args:
-        whole: as in `Call.unknown`.
+        is_whole_sequence: as in `Call.unknown_inputs`.
 
     Raises:
         Refused: an input is read by the model.
@@ -225,10 +236,10 @@ def refuse_unknown_inputs(verification: Verification, call: Call, is_whole_seque
 
 
 def refuse_documents_that_mix(verification: Verification, call: Call) -> None:
-    """Refuses documents that a call tells apart, and the model's own code does not.
+    """Refuse a call's documents if the model's own code does not keep them apart.
 
     Raises:
-        Refused: it does not, for the form in which they are told.
+        Refused: it does not, for the form in which they are described.
     """
     has_numbers = bool(call.document_arguments)
     has_numbers = bool(largest(call.model, has_numbers)[0]) if verification.sharded else has_numbers
@@ -246,7 +257,7 @@ _FALLBACK_MESSAGE = "is falling back to its reference PyTorch implementation"
 
 @contextlib.contextmanager
 def _without_fallback_warnings() -> Iterator[None]:
-    """Keeps back what transformers says of its own functions, in this thread."""
+    """Suppress transformers' warnings about its slow functions, in this thread."""
     thread, logger = threading.get_ident(), logging.getLogger(_FALLBACK_LOGGER)
 
     def is_shown(record: logging.LogRecord) -> bool:

@@ -1,9 +1,10 @@
-"""`adjoint.wrap`: the loss of a Hugging Face causal LM by a method of ours, the model staying what it is.
+"""`adjoint.wrap`: the loss of a Hugging Face causal LM by one of our methods, on the same model object.
 
-The classes of the causal LM and of its backbone are swapped for subclasses of the same name. A method bound
-to the instance would not do: a deep copy would go on calling the original's weights, and torch.save would
-lose it. Two places, because there are two ways in: labels given to the causal LM (the head's loss is then
-part of each chunk), and trainers that call the backbone and make a loss of the hidden states themselves."""
+The classes of the causal LM and of its backbone are swapped for subclasses of the same name. A method
+bound to the instance would not do: a deep copy would go on calling the original's weights, and torch.save
+would lose it. Both classes are swapped because there are two ways in: labels given to the causal LM (the
+head's loss is then part of each chunk), and trainers that call the backbone and compute a loss from the
+hidden states themselves."""
 
 from __future__ import annotations
 
@@ -63,39 +64,40 @@ Method = Exact | Truncated | MiniSequence | Backprop
 
 
 def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None) -> ModelT:
-    """Makes a transformers causal LM compute its loss by a method: the same object, with the same parameters,
-    state_dict, config, `generate` and `save_pretrained`.
+    """Make a transformers causal LM compute its loss by a method.
+
+    The object stays the same, with the same parameters, state_dict, config, `generate` and `save_pretrained`.
 
         model = adjoint.wrap(AutoModelForCausalLM.from_pretrained(...), adjoint.Exact())
         model(input_ids=ids, labels=ids).loss.backward()
 
-    The cache is the state: the sequence is run chunk by chunk, recurrent states are kept at the chunks'
-    edges, keys and values once with their cotangents, and the backward recomputes a chunk at a time. On first
-    use, and again when the model's modules, settings or hooks have changed, a few tokens are run both ways
-    and the gradients compared; a model for which they differ is refused. docs/promises.md says what is exact,
-    what is refused and what is not seen. Where labels are given no logits are made, unless they are asked
-    for without gradients (`logits_to_keep`, the Trainer's compute_metrics); `out.logits` computes them when
-    it is read, by a second forward. Do not wrap a model whose sequences fit in memory anyway and where time
-    is all that counts.
+    The model's cache is the state: the sequence runs chunk by chunk, recurrent states are stored at the
+    chunks' edges, keys and values once together with their gradients, and the backward recomputes one chunk
+    at a time. On first use, and again when the model's modules, settings or hooks have changed, a few tokens
+    run both ways and the gradients are compared; a model for which they differ is refused. docs/promises.md
+    says what is exact, what is refused and what is not noticed. Where labels are given no logits are
+    computed, unless they are asked for without gradients (`logits_to_keep`, the Trainer's compute_metrics);
+    `out.logits` computes them when it is read, by a second forward. Do not wrap a model whose sequences fit
+    in memory anyway if time is all that counts.
 
     Args:
         model: a `PreTrainedModel` with a language-model head or one for sequences or tokens (a reward model),
             or a PEFT model around one; wrapped in place.
         method: `Exact` (the default), `Truncated`, `MiniSequence` or `Backprop`. Truncated drops the
-            cotangents of states, keys and values at edges `window` tokens apart, rounded down to whole
-            chunks; between them, and where the window is as long as the sequence, gradients are whole.
-        sequence_group: a `torch.distributed` process group, or a `DeviceMesh` of one dimension, whose
-            processes share each sequence: its chunks are dealt to them in turn, keys and values stay with
-            the one that made them. All call with the same rows and labels; each has the whole's loss and
-            gradients. A copy of the model has none.
+            gradients of states, keys and values at edges `window` tokens apart, rounded down to whole chunks;
+            between these edges, and if the window is as long as the sequence, gradients are exact.
+        sequence_group: a `torch.distributed` process group, or a `DeviceMesh` of one dimension, whose ranks
+            share each sequence: its chunks are dealt to them in turn, and keys and values stay on the rank
+            that computed them. All ranks call with the same rows and labels; each gets the loss and gradients
+            of the whole sequence. A copy of the model has no group.
 
     Returns:
         The model.
 
     Raises:
         UserError: sequence_group is no such group, or the method has no chunks.
-        ValueError: the model is no causal LM of transformers, has a forward of its own on the instance, or
-            the method is none of these. On first use: the gradient by chunks is not the model's own, with the
+        ValueError: the model is no causal LM of transformers, its instance has its own forward, or the
+            method is none of these. On first use: the gradient by chunks is not the model's own, with the
             reason where it is known.
     """
     method = Exact() if method is None else method
@@ -122,10 +124,10 @@ def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None
 
 
 def unwrap(model: ModelT) -> ModelT:
-    """Undoes `wrap`: the model is transformers' own again. Returns it.
+    """Undo `wrap`, so that the model is transformers' own again, and return the model.
 
     Raises:
-        ValueError: the model is none that `wrap` takes.
+        ValueError: `wrap` does not accept the model.
     """
     for module in entry_modules(model):
         module.__dict__.pop("_adjoint", None)
@@ -134,9 +136,15 @@ def unwrap(model: ModelT) -> ModelT:
 
 
 def entry_modules(model: Any) -> dict[Any, Any]:
-    """The modules of transformers that calls come in by, inside of PEFT's too, with their forwards: the
-    backbone, and the causal LM itself. Above a backbone alone any head may stand, as a classifier's, or a
-    model that has a causal LM as one of its parts, and makes its own loss of that one's logits."""
+    """Map each module through which calls enter to the forward that replaces its own.
+
+    These are the backbone and, if it has an output embedding, the causal LM (inside PEFT's model, if there is
+    one). Where only the backbone is replaced, the head above it can be any: a classifier's, or a model that
+    contains a causal LM and computes its own loss from that model's logits.
+
+    Raises:
+        ValueError: the model is not of transformers, or has no backbone separate from its head.
+    """
     lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(model).__name__
     if not isinstance(lm, PreTrainedModel):
@@ -162,7 +170,9 @@ _wrapped_classes: dict[tuple[type, Any], type] = {}
 
 
 def _wrapped_class(cls: Any, forward_function: Any) -> type:
-    """A subclass of the same name whose forward is `run(self, keyword arguments)`."""
+    """Return a subclass of the same name whose forward is `forward_function(self, arguments by name)`.
+
+    There is one per class and function, so that instances, pickles and copies share it."""
     if (cls, forward_function) in _wrapped_classes:
         return _wrapped_classes[cls, forward_function]
     signature = inspect.signature(cls.forward)
@@ -186,7 +196,7 @@ def _wrapped_class(cls: Any, forward_function: Any) -> type:
 
 
 def _unwrapped_class(cls: type) -> type:
-    """A class without ours among its bases, `fully_shard` having made it of ours or not."""
+    """Return the class without ours among its bases, also if `fully_shard` has derived a class from ours."""
     if not hasattr(cls, "_adjoint_original"):
         return cls
     rest = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
@@ -195,7 +205,7 @@ def _unwrapped_class(cls: type) -> type:
 
 
 def _new_instance(cls: Any, forward_function: Any) -> Any:
-    """An empty instance, for pickle and deepcopy to fill."""
+    """Return an empty instance of a wrapped class, for pickle and deepcopy to fill."""
     wrapped_class: Any = _wrapped_class(cls, forward_function)
     return wrapped_class.__new__(wrapped_class)
 
@@ -205,7 +215,7 @@ def _new_instance(cls: Any, forward_function: Any) -> Any:
 
 @uncompiled
 def _lm_forward(self: Any, arguments: dict[str, Any]) -> Any:
-    """The causal LM's forward: with labels, its loss by the method."""
+    """Run the causal LM: with labels its loss by the method, otherwise transformers' forward."""
     call, wrap_state = Call(self, arguments), wrap_state_of(self)
     with wrap_state.lock:
         if wrap_state.uses_original_forward or not call.has_labels:
@@ -226,7 +236,7 @@ def _lm_forward(self: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _deferred_logits(call: Call) -> Callable[[], Tensor]:
-    """What computes a call's logits when somebody reads them."""
+    """Return a function that computes the logits of a call; it runs if somebody reads `out.logits`."""
     model, seqlen = call.model, call.ids.shape[1]
     arguments = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.arguments.items()}
     arguments |= {"logits_to_keep": seqlen, "return_dict": True}
@@ -246,8 +256,10 @@ def _deferred_logits(call: Call) -> Callable[[], Tensor]:
 
 @uncompiled
 def _backbone_forward(self: Any, arguments: dict[str, Any]) -> Any:
-    """The backbone's forward: hidden states by the method in training, with gradients or without (as of a
-    reference), and where documents are packed."""
+    """Run the backbone: its hidden states by the method, or transformers' forward.
+
+    The method applies in training, with gradients or without (as for a reference model), and, in
+    evaluation too, where documents are packed."""
     call, wrap_state = Call(self, arguments), wrap_state_of(self)
     with wrap_state.lock:
         in_training = self.training
@@ -269,12 +281,17 @@ def _backbone_forward(self: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _warn_not_chunked(call: Call) -> None:
+    """Warn that a call asks for an output that only the original forward has."""
     warnings.warn(f"{call.extra_output}: this call is backpropagated as if not wrapped", stacklevel=4)
     reduce_at_once(root_of(call.model))
 
 
 def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, EngineSpec]:
-    """A call as a batch and its chunks, by `Exact` or `Truncated`."""
+    """Return a call's batch and the spec of its chunks, for `Exact` or `Truncated`.
+
+    Raises:
+        Refused: chunks cannot end where blocks of tokens that see each other do.
+    """
     batch, starts = call.batch()
     model, method, group = call.model, verification.wrap_state.method, verification.wrap_state.group
     size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen)
@@ -294,7 +311,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
 
 
 def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | RoutedLossOutput:
-    """The causal LM's loss by `Exact` or `Truncated`, once the model is known to go by them."""
+    """Compute the causal LM's loss by `Exact` or `Truncated`; the model must have been verified."""
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
     model, group = call.model, verification.wrap_state.group
     if group is not None and call.logits_index is not None:
@@ -324,8 +341,9 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
 
 
 def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
-    """Room for the hidden states of which logits are asked for: of the last tokens, where these are the
-    batch's last."""
+    """Return storage for the hidden states of which logits are asked for.
+
+    These are the last tokens alone, if the call's rows are the batch's rows, or all tokens."""
     logits_index, num_tokens = call.logits_index, batch.seqlen
     if isinstance(logits_index, slice) and logits_index.start is not None and batch.rows == len(call.ids):
         num_tokens = min(-logits_index.start, num_tokens)
@@ -333,8 +351,9 @@ def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
 
 
 def _hidden_by_chunks(call: Call) -> Any:
-    """The backbone's hidden states (batch, seqlen, hidden_size), and its routers' logits where they are asked
-    for, by `Exact` or `Truncated`."""
+    """Compute the backbone's output by `Exact` or `Truncated`.
+
+    Hidden states (batch, seqlen, hidden_size), and the logits of the routers if they are asked for."""
     model = call.model
     if wrap_state_of(model).group is not None:
         check.refuse(
@@ -372,7 +391,7 @@ def _hidden_by_chunks(call: Call) -> Any:
 
 @torch.no_grad()
 def chunk_losses(model: Any, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
-    """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
+    """Return the summed loss of each chunk of ids (batch, seqlen), in the wrapped model's present mode."""
     call = Call(model, {"input_ids": ids, "labels": ids})
     verification = verify(call)
     stage = CausalLM.from_call(call, verification.slots, verification.wrap_state.method)
@@ -381,8 +400,9 @@ def chunk_losses(model: Any, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
 
 @torch.no_grad()
 def last_logits(model: Any, ids: Tensor, tokens: int, spec: EngineSpec) -> Tensor:
-    """Logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen), of a wrapped model in
-    its present mode; the sequence is run by chunks, of two tokens at least."""
+    """Return logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen).
+
+    The wrapped model runs in its present mode by chunks, of two tokens at least."""
     verification = verify(Call(model, {"input_ids": ids, "labels": ids}))
     last = CollectHiddenStates(tokens, ids.shape[1] - tokens)
     make_step([Backbone(model, verification.slots), last], Batch(ids, ids), spec).forward()
@@ -391,8 +411,10 @@ def last_logits(model: Any, ids: Tensor, tokens: int, spec: EngineSpec) -> Tenso
 
 
 def _announce(verification: Verification, describe: Callable[[], str], difference: float) -> None:
-    """Says once for each wrapped model what runs, at the level INFO: class, layers, how, and what the
-    comparison found. Of several processes the first says it.
+    """Log once for each wrapped model what runs, at the level INFO.
+
+    The line names class, layers, what `describe()` returns, and the relative difference of gradients that the
+    comparison measured. Only rank 0 logs it.
 
     Raises:
         UserError: ADJOINT_VERBOSITY is no level.
@@ -403,13 +425,13 @@ def _announce(verification: Verification, describe: Callable[[], str], differenc
     if is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         layers = len(layers_of(backbone_of(verification.model)))
         LOGGER.info(
-            f"{original_class(verification.model).__name__} of {layers} layers runs by {describe()}; gradients compared on "
-            f"{TOKENS} tokens: relative difference {difference:.1e}"
+            f"{original_class(verification.model).__name__} of {layers} layers runs by {describe()}; "
+            f"gradients compared on {TOKENS} tokens: relative difference {difference:.1e}"
         )
 
 
 def _describe_kernels(model: nn.Module) -> str:
-    """Which of transformers' functions ours replace, and the backend of the scans."""
+    """Name the functions of transformers that ours replace, and the backend of the scans."""
     weight = next(p for p in model.parameters() if p.is_floating_point())
     dtype = accumulate_dtype(weight.dtype) if weight.device.type == "cpu" else weight.dtype
     backend = implementation("selective_scan", None, weight.device, dtype)
@@ -419,7 +441,7 @@ def _describe_kernels(model: nn.Module) -> str:
 
 
 def _backward_context(verification: Verification) -> Around:
-    """Around a backward: the model as it is now, and no other thread's meanwhile."""
+    """Return a context for the backward: the model as it is now, locked against other threads."""
     if not torch.is_grad_enabled() or verification.sharded:  # whose backward is part of its forward
         return contextlib.nullcontext
     lock, forward_state = (
@@ -439,7 +461,7 @@ def _backward_context(verification: Verification) -> Around:
 
 
 def _loss_by_mini_sequence(call: Call) -> LossOutput:
-    """The causal LM's loss by `MiniSequence`."""
+    """Compute the causal LM's loss by `MiniSequence`."""
     model, kind = call.model, call.kind._replace(embedded=False, padded=False, token_inputs=())
     verification = verification_of(model)
     method = verification.wrap_state.method
@@ -467,7 +489,7 @@ def _find_mlps(model: Any) -> list[str]:
 
 
 def _hidden_by_mini_sequence(call: Call) -> Any:
-    """What the backbone's own forward returns, by `MiniSequence`."""
+    """Return the output of the backbone's own forward, run by `MiniSequence`."""
     verification = verification_of(call.model)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
     refuse_documents_that_mix(verification, call)
@@ -480,7 +502,7 @@ def _hidden_by_mini_sequence(call: Call) -> Any:
 
 
 def _check_model_in_backward(output: Tensor, verification: Verification) -> None:
-    """Lets the backward, in which layers run again, begin by seeing whether the model is still the same."""
+    """Make the backward, in which layers run again, start with a check that the model is unchanged."""
     if output.requires_grad:
         forward_state, constants = (
             ForwardState(verification.model, verification.snapshot),

@@ -1,10 +1,11 @@
-"""Our kernels in the places of transformers' own code, for the time of a chunk: of functions that its modules
-call by name (`SCANS`, `REGISTRIES`), of mixers that keep their state in themselves (`MIXERS`), and of the
-forwards of norms and MLPs (`ROWS`).
+"""Our kernels in the places of transformers' own code, while a chunk runs.
 
-A function and a mixer are known by their names, and the comparison on first use tells whether ours are the
-same. A module is known by the code of its class, each time it is called: whatever else has been made of it
-runs as it is."""
+They replace functions that its modules call by name (`SCANS`, `REGISTRIES`), mixers that keep their state in
+themselves (`MIXERS`), and the forwards of norms and MLPs (`REPLACEMENTS`).
+
+A function and a mixer are recognised by their names, and the comparison on first use tells whether ours
+compute the same. A module is recognised by the code of its class, each time it is called: one that has
+been changed in any way runs as it is."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ from adjoint.parallel.kv import NotAttended
 
 
 class ChunkContext:
-    """What holds while a chunk runs: our functions and forwards, and no gradient checkpointing."""
+    """The context in which a chunk runs: our functions and forwards, and no gradient checkpointing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.functions = function_replacements(model)
@@ -65,7 +66,8 @@ class ChunkContext:
 
 
 def replacement_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Of each module with the code of one of `ROWS` a forward that computes the same."""
+    """Map each module whose class has the code of one of `REPLACEMENTS` to a forward that computes the
+    same."""
     row_of_class: dict[type, Replacement | None] = {}
     forwards = {}
     for module in model.modules():
@@ -78,7 +80,7 @@ def replacement_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]
 
 
 def _has_code(cls: type, theirs: type) -> bool:
-    """Whether a class's methods are those of `theirs`, but for what they call their variables."""
+    """Whether a class's methods have the code of those of `theirs`, ignoring the names of variables."""
     methods = {name: method for name, method in vars(theirs).items() if hasattr(method, "__code__")}
     return all(_code(getattr(cls, name, None)) == _code(method) for name, method in methods.items())
 
@@ -101,7 +103,9 @@ def _forward(module: Any, row: Replacement) -> Callable[..., Any]:
 
 
 def _matches_parameters(module: nn.Module, value: Any) -> bool:
-    """Not so where a weight is somewhere else until its module's own forward fetches it."""
+    """Whether a value is a tensor of the dtype and device of all of the module's parameters.
+
+    False while weights are offloaded until the module's own forward fetches them."""
     return isinstance(value, Tensor) and all(
         p is not None and value.dtype == p.dtype and p.dtype in EXACT_DTYPES and value.device == p.device
         for p in module._parameters.values()
@@ -165,13 +169,13 @@ class _GatedMLP:
 
 
 class Replacement(NamedTuple):
-    """A class's code, and what stands in its forward's place.
+    """A class's code, and the formula that replaces its forward.
 
     Attributes:
-        theirs: has the methods.
-        inputs: how many tensors the forward is given.
-        formula: (module, *inputs) → what it gives.
-        fits: (module) → whether its attributes are what the formula takes them for.
+        theirs: class with the methods to be recognised.
+        inputs: number of tensors that the forward is given.
+        formula: (module, *inputs) → output.
+        fits: (module) → whether its attributes are of the kind that the formula expects.
     """
 
     theirs: type
@@ -240,7 +244,10 @@ def _mamba_selective_scan(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """transformers' signature: everything (batch, d_inner or d_state, seqlen)."""
+    """Run the selective scan, with transformers' signature.
+
+    Tensors are (batch, d_inner or d_state, seqlen). The initial state is not among the arguments:
+    Mamba-1's mixers read it from the cache, so the last one read there is used."""
     state, last_read.state = last_read.state, None
     if state is not None and state.dim() == 4:  # (batch, heads, d_inner, d_state): of Zamba, head by head
         state, rest = state[:, 0], state[:, 1:]
@@ -268,7 +275,7 @@ def _mamba2_chunk_scan(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """transformers' signature: x (batch, seqlen, nheads, headdim)."""
+    """Run the SSD scan, with transformers' signature: hidden_states (batch, seqlen, nheads, headdim)."""
     if hidden_states.device.type == "cpu":  # where theirs gives float32 at least; its kernels keep bfloat16
         hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
     if dt_limit[0] > 0 or dt_limit[1] != float("inf"):
@@ -291,8 +298,12 @@ def _chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> Any:
-    """transformers' signature: query and key (batch, seqlen, k_heads, d_k), value (batch, seqlen, v_heads,
-    d_v)."""
+    """Run the gated delta rule, with transformers' signature.
+
+    Args:
+        query, key: (batch, seqlen, k_heads, d_k).
+        value: (batch, seqlen, v_heads, d_v).
+    """
     q, k = (t.to(accumulate_dtype(query.dtype)) for t in (query, key))
     if use_qk_l2norm_in_kernel:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
@@ -311,8 +322,12 @@ def _causal_conv1d(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' signature: hidden_states (batch, channels, seqlen), the inputs before a chunk in front of
-    it, and weight (channels, d_conv)."""
+    """Run the causal convolution, with transformers' signature.
+
+    Args:
+        hidden_states: (batch, channels, seqlen), with the inputs before a chunk in front of it.
+        weight: (channels, d_conv).
+    """
     x, silu = hidden_states.transpose(1, 2), activation in ("silu", "swish")
     y = causal_conv1d(x.to(weight.dtype), weight, bias, silu=silu)[0]
     y = y if silu or activation is None else ACT2FN[activation](y)
@@ -331,6 +346,11 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Run attention; a chunk without a mask attends to the past and, causally, to itself.
+
+    Raises:
+        NotAttended: keys are distributed over ranks, and attention is more than causal.
+    """
     tokens, key_length = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_distributed = attention.is_spread(key)
@@ -360,7 +380,7 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """No mask where attention is plainly causal: `_attention` knows where the diagonal is."""
+    """Return no mask where attention is plainly causal: `_attention` knows where the diagonal is."""
     plain = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
     if plain and kwargs.get("attention_mask") is None:
         return None
@@ -387,8 +407,10 @@ FunctionReplacements = Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]
 
 
 def function_replacements(model: nn.Module) -> FunctionReplacements:
-    """Mappings from names to functions, of the Python modules of a model's classes and of transformers'
-    registries, and ours for each."""
+    """Return the mappings in which a model's code looks up functions, with ours for each.
+
+    They are the namespaces of the Python modules that define the model's classes, and transformers'
+    registries."""
     namespaces = _namespaces(model)
     pairs = [
         (names, {name: f for name, f in _functions_for(names).items() if name in names})
@@ -402,7 +424,7 @@ def _functions_for(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
-    """Of the Python modules of a model's classes."""
+    """Return the namespaces of the Python modules that define a model's classes."""
     modules = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
     return [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
 
@@ -412,7 +434,7 @@ def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
 
 class _ThreadState(threading.local):
     chunks = 0  # of wrapped models that this thread is in
-    references = 0  # which of `by_pytorch` it is in
+    references = 0  # which of `pytorch_references` it is in
 
 
 _thread_state = _ThreadState()
@@ -425,13 +447,17 @@ _original_functions: dict[tuple[int, str], Any] = {}
 
 @contextlib.contextmanager
 def rebound_functions(functions: FunctionReplacements) -> Iterator[None]:
-    """Meanwhile names have other functions in this thread: (mapping, {name: function}) each, the names of a
-    module or a registry. Every thread sees these mappings, so what stands there asks whose call it is; models
-    that run in other threads get what was there before. A name is always given the same function.
+    """Bind names to other functions in this thread, for the time of the context.
 
-    transformers has interfaces for attention and masks, by a name in the configuration; but models read that
-    name for what they hand over, so it must stay "sdpa". For scans and convolutions it has none: mixers call
-    them by their modules' own names."""
+    Args:
+        functions: pairs of a mapping (a module's namespace or a registry) and {name: function}. A name is
+            always given the same function.
+
+    Every thread sees these mappings, so a dispatcher in the function's place asks which thread calls;
+    models that run in other threads get the original. transformers has interfaces for attention and masks,
+    by a name in the configuration; but models read that name to decide what they pass, so it must stay
+    "sdpa". For scans and convolutions it has none: mixers call them by their modules' own names.
+    """
     with _dispatchers_installed(functions):
         _thread_state.chunks += 1
         try:
@@ -442,8 +468,9 @@ def rebound_functions(functions: FunctionReplacements) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pytorch_references(model: nn.Module) -> Iterator[None]:
-    """Meanwhile transformers' functions, where they would run kernels of another library, run by PyTorch in
-    this thread: as a reference, which kernels that round products to TF32 are none of."""
+    """Run transformers' functions in PyTorch, in this thread, where they would run another library's kernels.
+
+    They serve as a reference, which kernels that round products to TF32 could not."""
     functions = []
     for names in _namespaces(model):
         originals = {name: getattr(value, "theirs", value) for name, value in names.items()}
@@ -463,7 +490,7 @@ def pytorch_references(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_fused_loss(model: Any) -> Iterator[None]:
-    """Meanwhile fla's model makes its loss by PyTorch."""
+    """Make an fla model compute its loss by PyTorch, for the time of the context."""
     with contextlib.ExitStack() as stack:
         for setting in ("fuse_cross_entropy", "fuse_linear_cross_entropy") if fla.is_of_fla(model) else ():
             if getattr(model.config, setting, False):
@@ -472,13 +499,14 @@ def _without_fused_loss(model: Any) -> Iterator[None]:
 
 
 def _is_hub_function(value: Any) -> bool:
-    """Whether it is a function that transformers runs by another library where that is installed."""
+    """Whether transformers runs the function by another library if that is installed."""
     module_globals = getattr(value, "__globals__", None)
     return module_globals is vars(hub_kernels) and hasattr(value, "__wrapped__")
 
 
 @contextlib.contextmanager
 def _dispatchers_installed(functions: FunctionReplacements) -> Iterator[None]:
+    """Put dispatchers into the mappings while at least one thread needs them."""
     with _lock:
         for mapping, ours in functions:
             for name, function in ours.items():
@@ -498,6 +526,7 @@ def _dispatchers_installed(functions: FunctionReplacements) -> Iterator[None]:
 
 
 def dispatch_by_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ours, the reference or theirs, depending on the calling thread."""
     reference = ours if ours in fla.FUNCTIONS.values() else _pytorch_reference(theirs)
 
     @functools.wraps(theirs)
@@ -511,8 +540,9 @@ def dispatch_by_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> 
 
 
 def _pytorch_reference(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that transformers would run without other libraries; any other, such as a user's, is
-    itself."""
+    """Return the function that transformers would run without other libraries.
+
+    Any other function, such as a user's, is its own reference."""
     if not _is_hub_function(theirs):
         return theirs
     reference_function: Any = theirs.__wrapped__  # type: ignore[attr-defined]
@@ -572,7 +602,7 @@ MIXERS: dict[str, Callable[..., Any]] = {
 
 
 def _mixer_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Of each mixer that has one of ours, a forward that goes on from a `ChunkCache`."""
+    """Map each mixer for which `MIXERS` has one of ours to a forward that continues from a `ChunkCache`."""
     forwards = {}
     for name, module in model.named_modules():
         if (ours := MIXERS.get(type(module).__name__)) is not None:
@@ -582,6 +612,7 @@ def _mixer_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
 
 
 def _forward_from_cache(module: Any, ours: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """Return a forward that runs ours if it is given a `ChunkCache`, else the module's own."""
     original_forward = module.forward
 
     def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
