@@ -25,8 +25,8 @@ from adjoint.kernels.attention import join
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 
-# Dimensions along which tensors grow, with the batch: keys and values are (batch, heads, tokens, dim),
-# an indexer's keys (batch, tokens, dim).
+# Dimension along which a tensor grows: keys and values are (batch, heads, tokens, dim), an indexer's keys
+# (batch, tokens, dim).
 GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1}
 
 
@@ -36,7 +36,7 @@ class _LastReadState(threading.local):
     state: Tensor | None = None
 
 
-last_read = _LastReadState()  # the recurrent state that the cache gave last
+last_read = _LastReadState()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ class _RecurrentLayer(_StateLayer):
             extended = torch.cat([previous.to(conv_states.dtype), conv_states], dim=1)
         else:
             pieces = previous.to(conv_states.dtype), conv_states
-            # token by token in memory, as the chunk's inputs come out of their projection
+            # Keep the memory layout (batch, tokens, channels) of a chunk's inputs.
             extended = torch.cat([t.transpose(1, 2) for t in pieces], dim=1).transpose(1, 2)
         self.dtype, self.device = conv_states.dtype, conv_states.device
         self.conv_kernel_size[state_idx] = size
@@ -178,6 +178,7 @@ class _RecurrentLayer(_StateLayer):
         self._assign(slot.name, slot.index, lambda: value.arrive().to(slot.dtype), slot.shape[-1])
 
     def _assign(self, name: str, index: int, value: Any, taps: int) -> None:
+        """Put a state into transformers' attributes for it."""
         getattr(self, f"{name}_states")[index] = value
         getattr(self, f"is_{name}_states_initialized")[index] = True
         self.has_previous_state[index] = True
@@ -188,12 +189,12 @@ class _RecurrentLayer(_StateLayer):
 class _AttentionLayer(_StateLayer):
     """A cache layer whose keys and values are joined to those before the chunk."""
 
-    past_length = (
-        0  # tokens before the chunk, also where the layer is another worker's and nothing is kept of it
-    )
+    # Tokens before the chunk. Needed even if another worker has the layer and nothing of it is stored here.
+    past_length = 0
 
     @uncompiled
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store the chunk's keys and values, and return them joined to those before the chunk."""
         self.is_initialized = True
         self.dtype, self.device = key_states.dtype, key_states.device
         self.pieces |= {"keys": key_states, "values": value_states}
@@ -212,6 +213,7 @@ class _AttentionLayer(_StateLayer):
         return self.past_length + (self.pieces["keys"].shape[2] if "keys" in self.pieces else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys that the chunk sees, and the index of the first of them."""
         visible = self.past_length if self.window is None else min(self.past_length, self.window - 1)
         return visible + query_length, self.past_length - visible
 
@@ -221,15 +223,17 @@ class _IndexedAttentionLayer(_AttentionLayer):
 
     The indexer's keys get no gradient."""
 
-    indexer_position_ids: Tensor | None = None  # of its past, where a model keeps keys without their rotation
+    # Positions of the past's keys, for models that cache keys before their rotation.
+    indexer_position_ids: Tensor | None = None
 
     @uncompiled
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store the chunk's indexer keys, and return them joined to those before the chunk."""
         piece = self.pieces["indexer"] = indexer_key_states.detach()
         return self.pasts["indexer"].join(piece) if "indexer" in self.pasts else piece
 
 
-# Of each of transformers' layers what ours does otherwise, and ours; some have a recurrence and attention.
+# The mixins that make our cache layer of each of transformers'; some layers have a recurrence and attention.
 CACHE_MIXINS: dict[type, tuple[type, ...]] = {
     cache_utils.DynamicLayer: (_AttentionLayer,),
     cache_utils.DynamicIndexedLayer: (_IndexedAttentionLayer,),
@@ -243,9 +247,9 @@ CHUNK_LAYER_CLASSES: dict[type, type] = {
 }
 
 
-# By model_type: how many states a layer has, where the configuration does not say what its cache has ...
+# How many states a layer has, by model_type, where the configuration does not say what its cache holds.
 STATES_PER_LAYER = {"xlstm": 3}
-# ... and of which class a model insists that its cache is: whose it is, the module, the name.
+# The cache class that a model checks for, by model_type: prefix of our subclass's name, module, class.
 REQUIRED_CACHE_CLASS = {
     "minimax": ("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")
 }
@@ -260,8 +264,8 @@ class ChunkCache(DynamicCache):
         ValueError: the model's cache has a kind of layer that is not supported.
     """
 
-    linear_cache: Sequence[Any] = ()  # MiniMax's, whose states are in layers here
-    seqlen_offset = 0  # xLSTM's, which counts tokens there
+    linear_cache: Sequence[Any] = ()  # MiniMax's cache lists its states here; ours are in layers
+    seqlen_offset = 0  # xLSTM counts tokens in its cache
 
     def __init__(self, config: Any) -> None:
         DynamicCache.__init__(self, config=config)
@@ -279,7 +283,7 @@ class ChunkCache(DynamicCache):
     @uncompiled
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         state = super().get_recurrent_state(layer_idx, state_idx)
-        last_read.state = state  # Mamba-1's mixers do not give it to their scan
+        last_read.state = state  # Mamba-1's mixers do not pass it to their scan
         return state
 
     @property
@@ -312,7 +316,7 @@ class ChunkCache(DynamicCache):
             if slot.name == "indexer" and past_length:
                 keys = layer.pasts["indexer"].slab.values
                 positions = torch.arange(past_length, device=keys.device)
-                # in time, height and width, which are the same for text
+                # Time, height and width have equal positions in text.
                 layer.indexer_position_ids = positions.expand(3, keys.shape[0], past_length)
         return layers
 
@@ -372,7 +376,7 @@ class _FLAInterface:
 def make_chunk_cache(config: Any) -> ChunkCache:
     """Return a chunk cache that is also an instance of the cache class that the model requires."""
     if is_of_fla(config):
-        cache = ChunkCache(config)  # made first: the two classes' constructors do not go together
+        cache = ChunkCache(config)  # the required class's constructor takes other arguments
         cache.__class__ = _chunk_cache_class("FLA", "fla.models.utils", "Cache", _FLAInterface)
         return cache
     required = REQUIRED_CACHE_CLASS.get(config.model_type)

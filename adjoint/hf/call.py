@@ -21,16 +21,13 @@ from adjoint.hf.documents import Starts, document_starts, expand_to_rows, join_r
 from adjoint.hf.model_parts import backbone_of, original_class
 from adjoint.hf.router_loss import TOKEN_MASK
 
-# What more a call may ask for, all of which transformers' own forward gives.
+# Inputs that ask for more than a loss; transformers' own forward handles them.
 CACHE_INPUTS = ("past_key_values", "cache_params")
 EXTRA_OUTPUTS = (*CACHE_INPUTS, "use_cache", "output_attentions", "output_hidden_states")
-DOCUMENT_NUMBERS = (
-    "seq_idx",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-)  # which tell documents apart, and nothing else
+# Inputs that do nothing but tell documents apart.
+DOCUMENT_NUMBERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 DOCUMENT_INPUTS = ("position_ids", *DOCUMENT_NUMBERS, "max_length_q", "max_length_k")
-# A causal LM called without labels hands on to its backbone what is its loss's.
+# num_items_in_batch is here too: a causal LM called without labels passes it on to its backbone.
 SUPPORTED_INPUTS = {
     "input_ids",
     "inputs_embeds",
@@ -40,8 +37,7 @@ SUPPORTED_INPUTS = {
     *DOCUMENT_INPUTS,
 }
 LABEL_INPUTS = ("labels", "shift_labels")
-# Inputs with a value per token, which a backbone may take beside ids or embeddings; of the first of them some
-# models make masks.
+# Inputs with a value per token, beside ids or embeddings; some models make masks of the first of them.
 TOKEN_TYPES = "token_type_ids"
 TOKEN_INPUTS = (TOKEN_TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
 REMEDIES = {
@@ -166,6 +162,7 @@ class Call:
 
     @property
     def kind(self) -> CallKind:
+        """The properties that its comparison on first use depends on; `shared` is set later."""
         router_argument = self.arguments.get(check.ROUTER_LOGITS)
         routed = check.uses_router_loss(self.model) if router_argument is None else bool(router_argument)
         counted = self.has_labels and self.has("num_items_in_batch")
@@ -222,7 +219,7 @@ class Call:
         num_items = self.arguments.get("num_items_in_batch")
         if num_items is None:
             return divisor_of(self.targets)
-        if not num_items:  # as the Trainer counts where every label of the step is -100
+        if not num_items:  # the Trainer's count if every label of the step is -100
             if bool((self.targets != IGNORE_INDEX).any()):
                 raise ValueError("num_items_in_batch is 0, but some labels count: give their number")
             return divisor_of(self.targets)
@@ -365,7 +362,7 @@ class Call:
         """
         parameters = inspect.signature(original_class(self.model).forward).parameters
         backbone_parameters = inspect.signature(original_class(backbone_of(self.model)).forward).parameters
-        # what more was asked for goes elsewhere: here its value means no
+        # A call that asks for an extra output does not get here, so its value is False or None.
         supported = {
             *SUPPORTED_INPUTS,
             *EXTRA_OUTPUTS,

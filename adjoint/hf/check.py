@@ -18,14 +18,14 @@ from adjoint.parallel.fsdp import REPLICA, is_replica, why_not
 from adjoint.parallel.kv import NotAttended
 
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
-# PEFT's hooks by which a call says what is to be done with each row or token of its batch.
+# PEFT's hooks for calls that pick an adapter for each row or token of the batch.
 POSITIONAL_HOOKS = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
 DRAWS_RANDOM_NUMBERS = (
     "sequence_group: it draws random numbers (dropout), of which each rank would have its own: set "
     "dropout to 0"
 )
-ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # losses beside the labels'
-ONE_PROCESS = "train it in one process: --cluster.shards 0"  # what cannot be cut into layers
+ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # settings that add a loss
+ONE_PROCESS = "train it in one process: --cluster.shards 0"  # for models that cannot be cut into layers
 
 
 class Refused(UserError):

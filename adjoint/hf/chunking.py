@@ -22,7 +22,7 @@ from adjoint.hf.call import TOKEN_TYPES
 from adjoint.hf.model_parts import backbone_of, original_class
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
-CPU_CHUNK_SIZE = 1024  # tokens of a chunk on a CPU where nobody says; see `adjoint.engine.chunk_size`
+CPU_CHUNK_SIZE = 1024  # the default chunk size on a CPU, in tokens; see `adjoint.engine.chunk_size`
 
 
 def check_method(method: Any) -> None:
@@ -81,7 +81,7 @@ def kept_features(model: nn.Module) -> int:
     for module in backbone_of(model).modules():
         if isinstance(module, nn.Embedding):
             continue
-        if isinstance(module, nn.Linear):  # of quantized ones the weight's shape says nothing
+        if isinstance(module, nn.Linear):  # not by the weight's shape, which quantization changes
             total += module.in_features + module.out_features
         elif isinstance(module, nn.Conv1d):
             total += module.in_channels + module.out_channels

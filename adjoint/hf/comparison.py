@@ -63,22 +63,21 @@ from adjoint.parallel.fsdp import (
     uses_fsdp,
 )
 
-# The least distance at which gradients of a whole model differ, whatever its precision: transformers computes
-# norms and scans in float32 even then. In float64 a Mamba-2 of 24 layers and random weights is 1.6e-5 apart,
-# and 2e-13 where these are computed in float64 too.
+# Gradients of a whole model may differ by this much in any precision, as transformers computes norms and
+# scans in float32. In float64 the gradients of a Mamba-2 of 24 layers with random weights differ by 1.6e-5, and
+# by 2e-13 if norms and scans run in float64 too.
 GRADIENT_RTOL = 1e-4
 LIKELY_REASON = (
     "it keeps something else than its cache between tokens, or its loss is more than that of each token"
 )
 CHUNKS_DIFFER = f"the gradient of {TOKENS} tokens in chunks is not that of the whole", LIKELY_REASON
 TRIAL_SPEC = EngineSpec(TRIAL_CHUNK_SIZE, least=2)
-PADDED_TOKENS = 2  # tokens at the right, where a call with labels has padding
-PADDED_HIDDEN_STATES = (
-    SHORT_WINDOW + 2
-)  # where hidden states are asked for: the last ones see no token in a window
-EXAMPLE_TOKEN_TYPES = [0, 0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]  # of its tokens, where a call gives those
-EXAMPLE_NUM_ITEMS = 7  # of the labels, as `num_items_in_batch` where a call gives that
-# (model, ids and labels (1, TOKENS), the parameters to follow) → loss and gradients, None where there is none
+PADDED_TOKENS = 2  # of padding at the right, if the call has labels
+# Of padding at the right, if hidden states are read; the last ones have no real token within their window.
+PADDED_HIDDEN_STATES = SHORT_WINDOW + 2
+EXAMPLE_TOKEN_TYPES = [0, 0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]  # one of each of the TOKENS
+EXAMPLE_NUM_ITEMS = 7  # `num_items_in_batch`; any number but that of the labels
+# (model, ids and labels (1, TOKENS), parameters) → loss and the parameters' gradients, None for no gradient
 GradientFunction = Callable[[Any, Tensor, Tensor, Sequence[Tensor]], tuple[float, Sequence[Tensor | None]]]
 
 
@@ -106,7 +105,7 @@ def compare(
     """
     reshard(model)
     with _without_side_effects(model):
-        # FSDP lets none of its modules be copied
+        # Modules under FSDP cannot be copied.
         copied, no_copy_reason = (
             None if units(model) else make_trial_copy(model),
             "no copy of it fits or can be made",
@@ -120,7 +119,7 @@ def compare(
                 no_copy_reason = f"a copy in float32 does not run: {_error_line(error)}"
         if model is not copied:
             with in_eval_mode(model):
-                expected, _ = _results(model, by_whole)  # what it raises is the model's own
+                expected, _ = _results(model, by_whole)  # an error in here is the model's own
                 if not units(model):
                     _warn(model, f"in its own precision, windows as they are ({no_copy_reason})")
                 return _compare_with(model, expected, by_chunks, claim, reason)
@@ -130,7 +129,7 @@ def compare(
             except Refused:
                 if not has_drawn:
                     raise
-                with in_eval_mode(model):  # noise is drawn chunk by chunk; without it they must be the same
+                with in_eval_mode(model):  # noise is drawn chunk by chunk; without it gradients must agree
                     relative_difference = _compare_with(
                         model, _results(model, by_whole)[0], by_chunks, claim, reason
                     )
@@ -140,19 +139,21 @@ def compare(
                     with_short_windows, _ = _results(model, by_whole)
                 except MODEL_ERRORS as error:
                     _warn(model, f"with windows as they are (shorter ones do not run: {_error_line(error)})")
-                if with_short_windows.loss != expected.loss:  # else windows were no use
+                if with_short_windows.loss != expected.loss:  # else the windows have no effect
                     claim = f"{claim}, its windows turned down to {SHORT_WINDOW},"
                     relative_difference = _compare_with(model, with_short_windows, by_chunks, claim, reason)
     return relative_difference
 
 
 def _warn(model: Any, conditions: str) -> None:
+    """Warn that gradients are compared under weaker conditions."""
     warnings.warn(
         f"{original_class(model).__name__}: gradients on first use are compared {conditions}", stacklevel=2
     )
 
 
 def _error_line(error: Exception) -> str:
+    """Return an error's class and the beginning of its message, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
 
@@ -376,7 +377,8 @@ def gradient_functions(
             return output["loss"]
         return output["loss"] + (1 - router_loss_coefficient(model)) * output["aux_loss"]
 
-    # with a budget several tapes are alive: what is recomputed in one must not be read from the latest chunk
+    # With a memory budget several tapes are alive at once. The trial has two, to find layers that recompute
+    # from the latest chunk's values.
     tapes = 1 if getattr(method, "memory", None) is None else 2
     spec = dataclasses.replace(TRIAL_SPEC, storage=Storage(tapes=tapes))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adjoint.documents import from_cu_seqlens
 
-Starts = list[tuple[int, ...]]  # of each row, the first tokens of its documents
+Starts = list[tuple[int, ...]]  # for each row, the first tokens of its documents
 
 
 def document_starts(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = None) -> Starts:
@@ -28,9 +28,8 @@ def document_starts(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = N
             the sequence; position_ids do not count up from 0 in each document; or two of them disagree.
     """
     is_real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    is_row_start = _is_first_of_run(
-        is_real.cumsum(1) > 0
-    )  # (batch, seqlen), of token 0 and where padding at the left ends
+    # (batch, seqlen): token 0, and the first token after padding at the left
+    is_row_start = _is_first_of_run(is_real.cumsum(1) > 0)
     starts_by_input: dict[str, Tensor] = {}
     if (positions := kwargs.get("position_ids")) is not None:
         starts_by_input["position_ids"] = _starts_from_positions(

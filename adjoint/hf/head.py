@@ -197,7 +197,7 @@ def logit_scale(model: Any, hidden: Tensor) -> float | None:
     try:
         with torch.no_grad(), tracker:
             logits = head_logits(model, tracker.hidden)
-    except (LookupError, RuntimeError, TypeError, ValueError):  # it does not take so few
+    except (LookupError, RuntimeError, TypeError, ValueError):  # the head may refuse a slice without tokens
         return None
     return (
         None
@@ -206,7 +206,7 @@ def logit_scale(model: Any, hidden: Tensor) -> float | None:
     )
 
 
-UNQUANTIZED_CLASSES = "Tensor", "Parameter", "FakeTensor"  # and none that is quantised
+UNQUANTIZED_CLASSES = "Tensor", "Parameter", "FakeTensor"  # not those of quantized weights
 
 
 class _ScaleTracker(TorchFunctionMode):
@@ -280,7 +280,7 @@ def summed_loss(
     scale = logit_scale(model, hidden) if z is None and custom_loss is None else None
     if scale is not None:
         weight = model.get_output_embeddings().weight
-        hidden = hidden.to(weight.dtype)  # Mamba's residual stream, and so what comes of it, is float32
+        hidden = hidden.to(weight.dtype)  # Mamba's residual stream is float32
         return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets, tokens)
 
     def slice_loss(hidden: Tensor, targets: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import uses_fsdp
 
-# Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.
+# Arguments of a causal LM that its backbone does not take; calls for extra outputs do not get here.
 HEAD_ARGUMENTS = (
     "labels",
     "shift_labels",
@@ -76,12 +76,14 @@ def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator
 
 
 def _recomputed_forward(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
+    """Return a layer's forward that the backward runs again, with the layer's MLPs in pieces."""
     forward = layer.forward
     split_forwards = {mlp: in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.callback(override_attribute(layer, "gradient_checkpointing", False))  # once is enough
+            # Else the layer would be checkpointed twice.
+            stack.callback(override_attribute(layer, "gradient_checkpointing", False))
             stack.enter_context(replaced_forwards(split_forwards))
             return forward(*args, **kwargs)
 
@@ -93,7 +95,7 @@ def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Ten
     → the same."""
 
     def piece(x: Tensor) -> Tensor:
-        return forward(x.contiguous())  # made here, so that a view is all that is kept
+        return forward(x.contiguous())  # copied in here, so that the checkpoint keeps a view alone
 
     def run(x: Tensor) -> Tensor:
         pieces = x.tensor_split(max(1, min(chunks, x.shape[1])), dim=1)
@@ -127,7 +129,7 @@ def find_token_wise_mlps(backbone: Any) -> list[str]:
             for name, child in module.named_children():
                 if any(child.children()) and any(p.dim() > 1 for p in child.parameters()):
                     hook = functools.partial(note, f"{layer}.{name}")
-                    # before FSDP's own, which gives the parameters up
+                    # Runs before FSDP's own hook, which frees the gathered parameters.
                     stack.callback(child.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
         with torch.inference_mode(False), torch.no_grad(), in_eval_mode(backbone):
             backbone(input_ids=example_tokens(backbone)[0], use_cache=False)

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from adjoint.parallel.fsdp import Gathering, uses_fsdp
 
 MISSING = object()
-# What models' own code raises where it is given what it was not made for.
+# Errors that models' own code raises for inputs that it was not made for.
 MODEL_ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-COMPUTE = "_adjoint_logits"  # the loss's attribute: accelerate builds outputs anew around the same loss
+COMPUTE = "_adjoint_logits"  # an attribute of the loss, as accelerate copies outputs but not the loss
 
 
 class _LogitsOnAccess:

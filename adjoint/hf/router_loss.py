@@ -15,7 +15,7 @@ from adjoint.hf import check
 from adjoint.hf.head import Output, head_output
 from adjoint.kernels.checks import accumulate_dtype
 
-TOKEN_MASK = "attention_mask"  # of a chunk's inputs, (batch, tokens): the tokens that count
+TOKEN_MASK = "attention_mask"  # key of a chunk's inputs: (batch, tokens), nonzero for tokens that count
 
 
 class RouterLoss(Sum):
@@ -54,7 +54,8 @@ class RouterLoss(Sum):
             assigned_tokens = probabilities.new_zeros(probabilities.shape[1]).index_add_(
                 0, picked_experts, weights.repeat_interleave(self.top_k)
             )
-            summed_probabilities = (weights[:, None] * probabilities).sum(0)  # autocast would round a product
+            # Not as a matrix product, which autocast would round.
+            summed_probabilities = (weights[:, None] * probabilities).sum(0)
             sums = sums + torch.stack([assigned_tokens, summed_probabilities])
         return sums
 

@@ -25,7 +25,8 @@ from adjoint.hf.model_parts import MISSING, original_class, override_attribute
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINER_TYPES = (list, tuple, dict, set, frozenset, OrderedDict)
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Of what every module has, its mode and hooks are settings; gradient checkpointing is switched off in chunks.
+# Of the attributes that every module has, its mode and hooks are settings. Gradient checkpointing is none, as
+# it is switched off while chunks run.
 IGNORED_ATTRIBUTES = {*vars(nn.Module())} - {"training", *HOOK_ATTRIBUTES}
 IGNORED_ATTRIBUTES -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
 IGNORED_ATTRIBUTES |= {
@@ -206,13 +207,12 @@ class ForwardState:
         """
         undo = []
         for name, attribute in self.snapshot.changed_settings(current):
-            if (
-                attribute in HOOK_ATTRIBUTES and not hooks
-            ):  # handles know the dictionaries that they remove them from
+            # A handle removes its hook from the dictionary it was made with, which must stay in place.
+            if attribute in HOOK_ATTRIBUTES and not hooks:
                 continue
             previous = self.attributes[name].get(attribute, MISSING)
             kind: Any = type(vars(self.holders[name]).get(attribute))
-            if previous is MISSING and kind in CONTAINER_TYPES:  # empty ones are no settings
+            if previous is MISSING and kind in CONTAINER_TYPES:  # empty containers are not among the settings
                 previous = kind()
             undo.append(override_attribute(self.holders[name], attribute, previous))
         return undo

@@ -255,7 +255,7 @@ def _find_multiplier(model: Any, description: Pretrained) -> float:
         check.refuse(
             model, "it adds to the embeddings before its first layer, again in every span", check.ONE_PROCESS
         )
-    return 1.0 if abs(factor - 1) < 1e-6 else factor  # but for rounding
+    return 1.0 if abs(factor - 1) < 1e-6 else factor  # 1 up to rounding
 
 
 def _compare_spans(model: Any, description: Pretrained) -> None:

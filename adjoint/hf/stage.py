@@ -135,7 +135,7 @@ class Backbone:
         ):
             output = self.call_backbone(x, cache, chunk)
         after = cache.collect_state(self.slots)
-        cache.layers = []  # in the graph are layers to be computed again, which have the cache
+        cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         return output, after
 
     def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> Any:
@@ -151,9 +151,8 @@ class Backbone:
         inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
         if self.router_loss or self.router_logits:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
-        if TOKEN_TYPES in inputs and block_function(
-            self.model
-        ):  # whose masks count from the document's start
+        # Masks made of token types count tokens from the document's start.
+        if TOKEN_TYPES in inputs and block_function(self.model):
             inputs[TOKEN_TYPES] = F.pad(inputs[TOKEN_TYPES], (past_length, 0))
         if "position_ids" in self.forward_parameters:
             positions = torch.arange(past_length, past_length + x.shape[1], device=x.device)
@@ -172,18 +171,15 @@ class Backbone:
 
         def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
             generator_states: list[Any] = []
-            initial_layers = cache.layers_with_state(
-                self.slots, state, past_length
-            )  # here, as what is run again must be the same
+            # Made here, so that every recomputation gets the same tensors.
+            initial_layers = cache.layers_with_state(self.slots, state, past_length)
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 if not generator_states:
                     generator_states.append(self.randomness.states())
                     return forward(*args, **kwargs)
-                with (
-                    self.chunk_context(),
-                    self.randomness.again(generator_states[0]),
-                ):  # in whatever thread the backward runs
+                # The backward may run in another thread, which has not entered the context.
+                with self.chunk_context(), self.randomness.again(generator_states[0]):
                     cache.layers = initial_layers
                     return forward(*args, **kwargs)
 
@@ -222,7 +218,7 @@ class CausalLM(Backbone):
         refuse_z_loss(model, padded)
         stage = CausalLM(model, slots, recompute=recompute_setting(method))
         stage.fetches = fetches
-        if z := check.z_loss_coefficient(model):  # of the mean over all tokens
+        if z := check.z_loss_coefficient(model):  # the model takes the mean over all tokens
             stage.z_loss_factor = z / call.ids.numel()
         if call.kind.routed:
             stage.router_loss = RouterLoss(model, router_loss_factor)
@@ -230,7 +226,7 @@ class CausalLM(Backbone):
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
-        # the z-loss, too, is over the divisor with all of the loss
+        # The whole loss, z-loss included, is divided by the divisor later.
         z_loss_factor = (
             None
             if self.z_loss_factor is None
@@ -297,11 +293,11 @@ class CollectHiddenStates(HiddenStates):
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        if self.cotangent is None:  # the forward's last chunk
+        if self.cotangent is None:  # the last chunk is linearised in the forward
             self.forward(x, state, chunk)
 
         def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
-            if self.cotangent is None:  # a chunk is measured before there is one
+            if self.cotangent is None:  # the measurement of a chunk comes before the backward
                 return torch.zeros_like(x), ()
             return self.cotangent[:, chunk.start : chunk.start + x.shape[1]], ()
 

@@ -23,7 +23,7 @@ from adjoint.hf.model_parts import (
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
 from adjoint.memory import memory_left
 
-# Windows and numbers of picked keys are turned down to this in a copy, so that TOKENS reach beyond them.
+# A copy's windows and numbers of picked keys, which the TOKENS of a trial must exceed.
 SHORT_WINDOW = 5
 WINDOW_SETTINGS = (
     "sliding_window",
@@ -58,7 +58,8 @@ def make_trial_copy(model: Any) -> Any:
         memo[id(buffer)] = _to_float32_if_half(buffer.detach().clone())
     for module in model.modules():
         for name in HOOK_ATTRIBUTES:
-            memo.update({id(hook): hook for hook in vars(module)[name].values()})  # whatever they hold
+            # Hooks are shared, as they may hold objects that cannot be copied.
+            memo.update({id(hook): hook for hook in vars(module)[name].values()})
     try:
         copied = copy.deepcopy(model, memo)
     except (*MODEL_ERRORS, copy.Error, RecursionError):

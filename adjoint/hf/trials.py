@@ -24,7 +24,7 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 
-TRIAL_CHUNK_SIZE = 5  # of the TOKENS that are compared
+TRIAL_CHUNK_SIZE = 5  # cuts TOKENS into chunks of different lengths
 
 
 def refuse_left_padding(model: Any) -> None:
@@ -69,7 +69,7 @@ def warn_if_documents_mix(model: Any, names: Sequence[str], use_cache: bool | No
     """
     try:
         is_kept_apart = _ignores_first_tokens(model, use_cache=use_cache, **inputs_of_two_documents(names))
-    except MODEL_ERRORS:  # by itself the model refuses them
+    except MODEL_ERRORS:  # the model itself refuses such inputs
         return
     if not is_kept_apart:
         warnings.warn(

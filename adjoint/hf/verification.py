@@ -38,9 +38,8 @@ from adjoint.hf.wrap_state import wrap_state_of
 from adjoint.parallel.fsdp import largest, reshard, uses_fsdp
 from adjoint.parallel.kv import NotAttended
 
-MAX_VERIFICATIONS = (
-    16  # states of a model of which it is remembered what was found out: adapters taken in turn
-)
+# States of a model whose verification is remembered, such as adapters that take turns.
+MAX_VERIFICATIONS = 16
 
 
 class Verification:
@@ -75,7 +74,7 @@ class Verification:
             before = ForwardState(self.model, self.snapshot)
             with _without_fallback_warnings():
                 result = find(*args)
-            # RecurrentGemma's own forward keeps a state in its mixers
+            # Trials may change settings: RecurrentGemma's own forward stores a state in its mixers.
             before.restore_settings(Snapshot(self.model), hooks=False)
             self.results[key] = result
         return self.results[key]
@@ -155,13 +154,13 @@ def verify(call: Call) -> Verification:
     model, kind = call.model, call.kind
     reshard(model)
     if kind.routed:
-        maybe_install_capturing_hooks(backbone_of(model))  # now and not at the first call: a hook is a change
+        maybe_install_capturing_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model)
     refuse_unknown_inputs(verification, call)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
     check.refuse_length(model, call.longest_document)
-    # padding, in some place, and packed documents; processes of a sharded model try together what one has
+    # The processes of a model under FSDP must run the same trials: each runs what any of them needs.
     padded, reads_padding, is_padded_left, is_packed = (
         kind.padded,
         call.reads_padding,
@@ -199,7 +198,7 @@ def verify(call: Call) -> Verification:
     try:
         verification.compute_once(kind, compare_gradients, kind)
     except NotAttended:
-        verification.fetches = True  # from now on, also for other kinds of calls: what is exact remains so
+        verification.fetches = True  # also for other kinds of calls, which stay exact
         verification.compute_once(kind, compare_gradients, kind)
     verification.difference = verification.results[kind]
     if is_padded_left:
@@ -243,14 +242,14 @@ def refuse_documents_that_mix(verification: Verification, call: Call) -> None:
     """
     has_numbers = bool(call.document_arguments)
     has_numbers = bool(largest(call.model, has_numbers)[0]) if verification.sharded else has_numbers
-    if has_numbers:  # all processes of a sharded model try it together
+    if has_numbers:  # known to all processes of a model under FSDP
         names = call.document_arguments or ("seq_idx",)
         with in_eval_mode(call.model):
             verification.compute_once(names, refuse_if_documents_mix, call.model, names)
 
 
-# The comparison on first use runs transformers' own functions on a few tokens, which then warn that they are
-# slow; what runs in training are ours.
+# The comparison on first use runs transformers' own functions, which warn that they are slow; training runs
+# ours.
 _FALLBACK_LOGGER = "transformers.integrations.hub_kernels"
 _FALLBACK_MESSAGE = "is falling back to its reference PyTorch implementation"
 

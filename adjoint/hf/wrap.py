@@ -181,9 +181,10 @@ def _wrapped_class(cls: Any, forward_function: Any) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         named_args = dict(zip(names, args, strict=False))
         if len(args) > len(names) or named_args.keys() & kwargs.keys():
-            return cls.forward(self, *args, **kwargs)  # which cannot be: Python says why
+            return cls.forward(self, *args, **kwargs)  # Python raises the TypeError
         return forward_function(self, {**named_args, **kwargs})
 
+    # By default pickle would look the class up by its qualified name and find transformers' own.
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = object.__reduce_ex__(self, max(2, protocol))
         return (_new_instance, (cls, forward_function), *reduced[2:])
@@ -442,7 +443,7 @@ def _describe_kernels(model: nn.Module) -> str:
 
 def _backward_context(verification: Verification) -> Around:
     """Return a context for the backward: the model as it is now, locked against other threads."""
-    if not torch.is_grad_enabled() or verification.sharded:  # whose backward is part of its forward
+    if not torch.is_grad_enabled() or verification.sharded:  # under FSDP chunks run back inside the forward
         return contextlib.nullcontext
     lock, forward_state = (
         verification.wrap_state.lock,
@@ -485,6 +486,7 @@ def _loss_by_mini_sequence(call: Call) -> LossOutput:
 
 
 def _find_mlps(model: Any) -> list[str]:
+    """Return the names of the model's MLPs that may run in pieces."""
     return mini_sequence.find_token_wise_mlps(backbone_of(model))
 
 

@@ -20,7 +20,7 @@ from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.rms_norm import rms_norm
 
-# Whose state is known, and what they call is here.
+# Layers whose state is supported and whose functions are replaced here.
 LAYERS = ("GatedDeltaNet", "KimiDeltaAttention", "DeltaNet", "HGRNAttention")
 
 
@@ -64,7 +64,7 @@ def _delta_rule(
     allow_neg_eigval: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    safe_gate: bool = False,  # of kernels, what they may rely on
+    safe_gate: bool = False,  # a promise to fla's kernels
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -212,12 +212,13 @@ def _documents(cu_seqlens: Tensor | None, initial_state: Tensor | None, final: b
 
 
 def _refuse_arguments(**unsupported: Any) -> None:
+    """Refuse arguments of fla's functions that ours do not support, if they are given."""
     for name, value in unsupported.items():
         if value is not None:
             raise ValueError(f"{name} is given to one of fla's functions, and ours in its place takes none")
 
 
-# By the names that fla's modules have for them.
+# Our functions, by the names under which fla's modules call theirs.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
         f"{prefix}_{name}": _delta_rule

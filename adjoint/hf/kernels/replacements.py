@@ -91,6 +91,8 @@ def _code(method: Any) -> Any:
 
 
 def _forward(module: Any, row: Replacement) -> Callable[..., Any]:
+    """Return a forward that uses the replacement's formula if module and inputs fit, else the module's
+    own."""
     original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -189,16 +191,18 @@ def _apply_norm(module: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
 
 
 def _fits_norm(module: Any) -> bool:
+    """Whether a norm has a weight and nothing else, and a plain epsilon."""
     return [*module._parameters] == ["weight"] and type(module.variance_epsilon) is float
 
 
 def _fits_mlp(module: Any) -> bool:
+    """Whether an MLP's activation is an unchanged SiLU."""
     return is_untouched(module.act_fn, nn.SiLU, ACT2FN["silu"].__class__)
 
 
 REPLACEMENTS = (
-    # transformers' own RMSNorm keeps two or three tensors as large as its input for the backward: of a step's
-    # memory 5% (Mamba-2, Llama), and with a gate 20% (Mamba-2), 11% (Bamba); in time both are 0 to 5%
+    # transformers' own RMSNorm keeps two or three tensors as large as its input for the backward. Ours saves
+    # 5% of a step's memory (Mamba-2, Llama), with a gate 20% (Mamba-2) and 11% (Bamba); 0 to 5% of its time.
     Replacement(_RMSNorm, 1, _apply_norm, _fits_norm),
     Replacement(_RMSNormRoundedLast, 1, _apply_norm, _fits_norm),
     Replacement(_GatedBefore, 2, _apply_norm, _fits_norm),
@@ -208,7 +212,7 @@ REPLACEMENTS = (
         lambda module, x, gate: gated(gate, _apply_norm(module, x)),
         lambda module: _fits_norm(module) and module.activation in ("silu", "swish"),
     ),
-    # the gated MLP: theirs keeps four tensors as wide as it is, ours two: of a step's memory 11 to 12%
+    # transformers' gated MLP keeps four tensors of its width, ours two: 11 to 12% of a step's memory.
     Replacement(
         _GatedMLP,
         1,
@@ -216,10 +220,8 @@ REPLACEMENTS = (
         _fits_mlp,
     ),
 )
-EXACT_DTYPES = (
-    torch.float32,
-    torch.float64,
-)  # of other weights each class has its own places where it rounds
+# With weights of lower precision each class rounds in places of its own.
+EXACT_DTYPES = (torch.float32, torch.float64)
 
 
 # -------------------------------------------------------------------------------------------------- functions
@@ -249,7 +251,7 @@ def _mamba_selective_scan(
     Tensors are (batch, d_inner or d_state, seqlen). The initial state is not among the arguments:
     Mamba-1's mixers read it from the cache, so the last one read there is used."""
     state, last_read.state = last_read.state, None
-    if state is not None and state.dim() == 4:  # (batch, heads, d_inner, d_state): of Zamba, head by head
+    if state is not None and state.dim() == 4:  # Zamba's (batch, heads, d_inner, d_state): a call per head
         state, rest = state[:, 0], state[:, 1:]
         last_read.state = rest if rest.shape[1] else None
     u, delta, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
@@ -276,7 +278,7 @@ def _mamba2_chunk_scan(
     **_: Any,
 ) -> Any:
     """Run the SSD scan, with transformers' signature: hidden_states (batch, seqlen, nheads, headdim)."""
-    if hidden_states.device.type == "cpu":  # where theirs gives float32 at least; its kernels keep bfloat16
+    if hidden_states.device.type == "cpu":  # as transformers' CPU code; its kernels return bfloat16
         hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
     if dt_limit[0] > 0 or dt_limit[1] != float("inf"):
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -363,7 +365,7 @@ def _attention(
             "out"
         )
     if attention_mask is None and (is_distributed or 1 < tokens < key_length) and causal:
-        if torch.is_autocast_enabled(query.device.type):  # which does not reach into a function of one's own
+        if torch.is_autocast_enabled(query.device.type):  # autocast does not cast inside an autograd.Function
             dtype = torch.get_autocast_dtype(query.device.type)
             query = query.to(dtype)
             if dropout:
@@ -387,7 +389,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
-# By the names that the Python modules of mixers have for them.
+# Our functions, by the names under which the Python modules of mixers call theirs.
 SCANS = {
     "causal_conv1d_fn": _causal_conv1d,
     "mamba_selective_scan": _mamba_selective_scan,
@@ -395,8 +397,8 @@ SCANS = {
     "torch_chunk_gated_delta_rule": _chunk_gated_delta_rule,
     "chunk_kimi_delta_attention": _chunk_gated_delta_rule,
 }
-# In registries. The configuration goes on saying "sdpa": models look there for what to hand over, such as a
-# mask of the keys that sparse attention has picked.
+# Our functions in transformers' registries. The configuration still says "sdpa": models read it to decide
+# what they pass, such as a mask of the keys that sparse attention has picked.
 REGISTRIES: list[tuple[Any, dict[str, Any]]] = [
     (ALL_ATTENTION_FUNCTIONS, {"sdpa": _attention}),
     (ALL_MASK_ATTENTION_FUNCTIONS, {"sdpa": _mask}),
@@ -433,15 +435,14 @@ def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class _ThreadState(threading.local):
-    chunks = 0  # of wrapped models that this thread is in
-    references = 0  # which of `pytorch_references` it is in
+    chunks = 0  # chunks of wrapped models that this thread is running
+    references = 0  # contexts of `pytorch_references` that it is in
 
 
 _thread_state = _ThreadState()
 _lock = threading.Lock()
-_threads_inside: collections.Counter[tuple[int, str]] = (
-    collections.Counter()
-)  # of each name, the threads in it
+# How many threads use each name that is bound to a dispatcher.
+_threads_inside: collections.Counter[tuple[int, str]] = collections.Counter()
 _original_functions: dict[tuple[int, str], Any] = {}
 
 
