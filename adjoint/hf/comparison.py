@@ -64,8 +64,8 @@ from adjoint.parallel.fsdp import (
 )
 
 # Gradients of a whole model may differ by this much in any precision, as transformers computes norms and
-# scans in float32. In float64 the gradients of a Mamba-2 of 24 layers with random weights differ by 1.6e-5, and
-# by 2e-13 if norms and scans run in float64 too.
+# scans in float32. In float64 the gradients of a Mamba-2 of 24 layers with random weights differ by 1.6e-5,
+# and by 2e-13 if norms and scans run in float64 too.
 GRADIENT_RTOL = 1e-4
 LIKELY_REASON = (
     "it keeps something else than its cache between tokens, or its loss is more than that of each token"
