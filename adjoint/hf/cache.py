@@ -297,8 +297,7 @@ class ChunkCache(DynamicCache):
         Args:
             slots: the places of the state's tensors.
             state: before the chunk; a `StateHandoff` stands for a tensor that is still to be received.
-            past_length: tokens between the document's start and the chunk. If it is 0, recurrent states
-                are not loaded: models treat a first token differently from one after a zero state.
+            past_length: tokens between the document's start and the chunk. At 0 recurrent layers get no state.
         """
         layers = [_to_chunk_layer(layer) for layer in self.original_layers]
         for layer in layers:
