@@ -297,7 +297,7 @@ class ChunkCache(DynamicCache):
         Args:
             slots: the places of the state's tensors.
             state: before the chunk; a `StateHandoff` stands for a tensor that is still to be received.
-            past_length: tokens between the document's start and the chunk. At 0 recurrent layers get no state.
+            past_length: tokens between the document's start and the chunk. At 0 no recurrent state is loaded.
         """
         layers = [_to_chunk_layer(layer) for layer in self.original_layers]
         for layer in layers:
