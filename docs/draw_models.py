@@ -23,14 +23,14 @@ from tests.hf.hf_models import (
     MODELS,
     REFUSED,
     VOCAB,
-    disturbed,
+    cache_contents,
     errors,
     float64_throughout,
-    held,
     loss_and_gradients,
     make,
     make_batch,
-    reason,
+    perturb_weights,
+    refusal_reason,
 )
 
 TABLE = Path(__file__).with_name("models.md")
@@ -155,14 +155,14 @@ def tried(model: Any) -> tuple[str, str]:
             adjoint.wrap(wrapped, adjoint.Exact(chunk_size=8))
             found = errors(loss_and_gradients(wrapped, **inputs), expected)
         except ValueError as error:
-            return "", f"refused: {reason(error)}".replace("<", "&lt;")
-    return held(wrapped), f"{found.worst:.0e}"
+            return "", f"refused: {refusal_reason(error)}".replace("<", "&lt;")
+    return cache_contents(wrapped), f"{found.worst:.0e}"
 
 
 def small(cls: Any) -> Any:
     """A model of a class that nothing is known of, without the noise of training."""
     if cls.__name__ in BY_HAND:
-        return disturbed(cls(cls.config_class(**BY_HAND[cls.__name__]))).to(torch.float64).eval()
+        return perturb_weights(cls(cls.config_class(**BY_HAND[cls.__name__]))).to(torch.float64).eval()
     config = cls.config_class().get_text_config()
     options = {name: value for name, value in SMALL.items() if hasattr(config, name)}
     options = {n: v for n, v in options.items() if not isinstance(getattr(type(config), n, None), property)}
@@ -173,7 +173,7 @@ def small(cls: Any) -> Any:
         options["layer_types"] = (kinds * 3)[: max(3, len(kinds))]
         options["num_hidden_layers"] = len(options["layer_types"])
     torch.manual_seed(0)
-    model = disturbed(cls(type(config)(**options)))
+    model = perturb_weights(cls(type(config)(**options)))
     if sum(p.numel() for p in model.parameters()) > 3e7:
         raise ValueError("some other option keeps it large")
     return model.to(torch.float64).eval()

@@ -18,8 +18,8 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.errors import UserError
 from adjoint.hf.chunking import check_method, spec_of
 from adjoint.hf.model_parts import PassThrough, backbone_of
-from adjoint.hf.split import Pretrained, verified
-from adjoint.hf.trial_copy import repeated
+from adjoint.hf.split import Pretrained, verify_description
+from adjoint.hf.trial_copy import duplicate_layers
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.plan.pretrained import outlined
@@ -36,7 +36,7 @@ class PretrainedPipelineWorker(PipelineWorker):
         self.embedding_name, self.head_name = found.embedding, found.head
         self.costs = tuple(sum(found.costs[k] for k in s) for s in self.spec.spans)
         dtype = self.spec.dtype
-        part = found.part(found.empty(), span)
+        part = found.make_part(found.make_empty_model(), span)
         for module in part.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
@@ -58,11 +58,11 @@ class PretrainedPipelineWorker(PipelineWorker):
         stages: list[Any] = [None] * self.shards
         recompute = getattr(self.spec.method, "recompute", "none")
         span = self.spec.spans[self.spec.shard]
-        stages[self.spec.shard] = self.found.stage(self.part, span, recompute)
+        stages[self.spec.shard] = self.found.make_stage(self.part, span, recompute)
         return stages
 
     def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
-        return [self.found.states(span, rows, self.device) for span in self.spec.spans]
+        return [self.found.initial_states(span, rows, self.device) for span in self.spec.spans]
 
     def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
         return drawn_from(self.spec.training.seed, number, self.spec.rank)
@@ -105,7 +105,7 @@ def described_by_files(directory: str, method: Any, trust_remote_code: bool = Fa
         found = outlined(directory, trust_remote_code)
     except Uncountable:
         return None
-    model = found.empty()
+    model = found.make_empty_model()
     if not _has_all(stored, model, found):
         return None
     try:
@@ -136,8 +136,8 @@ def _read(stored: StoredTensors, model: Any, found: Pretrained) -> Pretrained:
     """Compares an empty model's spans with the whole, with as many of its layers as that takes."""
     layers = getattr(backbone_of(model), found.layers)
     kept: list[int] = []
-    for span in found.pieces():
-        left_out = repeated([layers[k] for k in span])
+    for span in found.trial_spans():
+        left_out = duplicate_layers([layers[k] for k in span])
         kept += [k for k in span if not any(layers[k] is layer for layer in left_out)]
     for k, layer in enumerate(list(layers)):
         if k not in kept:
@@ -153,4 +153,4 @@ def _read(stored: StoredTensors, model: Any, found: Pretrained) -> Pretrained:
     if found.tie_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     few = dataclasses.replace(found, slots=tuple(slot for slot in found.slots if slot.layer in kept))
-    return verified(model, few)
+    return verify_description(model, few)

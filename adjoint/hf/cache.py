@@ -1,8 +1,8 @@
-"""The cache of a transformers model as the engine's state: recurrent tensors in and out of a chunk as values,
-keys and values joined to slabs.
+"""The cache of a transformers model as the engine's state.
 
-transformers' own cache copies new states into old ones and concatenates keys; both are right for generation,
-and neither can be differentiated from chunk to chunk in flat memory."""
+Recurrent tensors go in and out of a chunk as values; keys and values are appended to slabs. transformers'
+own cache copies new states into old ones and concatenates keys; both are right for generation, and neither
+can be differentiated from chunk to chunk in constant memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
-from transformers import cache_utils as theirs
+from transformers import DynamicCache, cache_utils
 
 from adjoint.engine.step import uncompiled
 from adjoint.engine.storage import Past
@@ -26,26 +25,30 @@ from adjoint.kernels.attention import join
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 
-# Dimensions along which tensors grow, with the batch: keys and values are (batch, heads, tokens, dim),
-# an indexer's keys (batch, tokens, dim).
-GROWS = {"keys": 2, "values": 2, "indexer": 1}
+# Dimension along which a tensor grows: keys and values are (batch, heads, tokens, dim), an indexer's keys
+# (batch, tokens, dim).
+GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1}
 
 
-class _Handed(threading.local):
+class _LastReadState(threading.local):
+    """The recurrent state that the cache returned last in this thread."""
+
     state: Tensor | None = None
 
 
-handed = _Handed()  # the recurrent state that the cache gave last
+last_read = _LastReadState()
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where one tensor of the state is in the cache.
+    """The place of one tensor of the state in the cache.
 
     Attributes:
-        layer: the model's. name: "conv", "recurrent", "keys", "values" or "indexer". index: of a layer's
-            several conv or recurrent states.
-        shape: without the batch; what grows, of no token.
+        layer: index of the model's layer.
+        name: "conv", "recurrent", "keys", "values" or "indexer".
+        index: which of a layer's several conv or recurrent states.
+        shape: without the batch; the growing dimension is 0.
+        dtype: of the tensor.
     """
 
     layer: int
@@ -56,46 +59,54 @@ class Slot:
 
     @property
     def grows(self) -> int | None:
-        """The dimension along which it grows, counted with the batch."""
-        return GROWS.get(self.name)
+        """The dimension along which the tensor grows, counting the batch as 0, or None for recurrent
+        states."""
+        return GROWING_DIMS.get(self.name)
 
 
 def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
-    """The state before a sequence."""
+    """Return the state before a sequence."""
     return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
 
 
-class _Layer:
-    """What of a cache's layer is state: recurrent tensors, whose new ones take the place of the old, and what
-    grows.
+class _StateLayer:
+    """A cache layer whose recurrent tensors are replaced by new ones and whose keys and values grow.
 
     Attributes:
-        before: of what grows, by name, its past; empty at the very start. pieces: its chunk's own.
-        crossings: by (name, index), recurrent tensors that cross to another process meanwhile. left: of
-            these, the new ones.
+        pasts: keys and values before the chunk, by name; empty at the start of a document.
+        pieces: the chunk's own keys and values, by name.
+        handoffs: recurrent tensors that are sent to another process meanwhile, by (name, index).
+        handed_off: the new values of these, once they have been sent.
     """
 
     is_croppable = False
-    before: dict[str, Past]
+    pasts: dict[str, Past]
     pieces: dict[str, Tensor]
-    crossings: dict[tuple[str, int], StateHandoff]
-    left: dict[tuple[str, int], Tensor]
+    handoffs: dict[tuple[str, int], StateHandoff]
+    handed_off: dict[tuple[str, int], Tensor]
     dtype: Any
     device: Any
     conv_states: Any
     conv_kernel_size: Any
     has_previous_state: Any
 
-    def found(self) -> dict[tuple[str, int], Tensor]:
-        """(name, index) → what is there."""
-        held: dict[str, Any] = {name: getattr(self, f"{name}_states", {}) for name in ("conv", "recurrent")}
-        held |= {name: {0: piece} for name, piece in self.pieces.items()}
-        found = {(name, i): s for name, states in held.items() for i, s in states.items() if s is not None}
-        return found | self.left
+    def states(self) -> dict[tuple[str, int], Tensor]:
+        """Map (name, index) to the tensors that the chunk has left."""
+        states_by_name: dict[str, Any] = {
+            name: getattr(self, f"{name}_states", {}) for name in ("conv", "recurrent")
+        }
+        states_by_name |= {name: {0: piece} for name, piece in self.pieces.items()}
+        states = {
+            (name, i): s
+            for name, by_index in states_by_name.items()
+            for i, s in by_index.items()
+            if s is not None
+        }
+        return states | self.handed_off
 
 
-class _Awaited(dict[int, Any]):
-    """A layer's states by their index; functions are called for theirs when they are read."""
+class _LazyStates(dict[int, Any]):
+    """States of a layer by index; a function in a state's place is called when the state is read."""
 
     def __getitem__(self, index: int) -> Any:
         value = super().__getitem__(index)
@@ -115,48 +126,59 @@ class _Awaited(dict[int, Any]):
         return [(index, self[index]) for index in self]
 
 
-class _Recurrent(_Layer):
-    """Convolution tails and recurrent states."""
+class _RecurrentLayer(_StateLayer):
+    """A cache layer with convolution tails and recurrent states."""
 
     @uncompiled
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
+        """Append a chunk's inputs to the convolution's tail and store the new tail.
+
+        Args:
+            conv_states: (batch, channels, tokens), or ids (batch, tokens).
+            conv_kernel_size: length of the tail, where the layer does not know it.
+
+        Returns:
+            The tail followed by the inputs.
+        """
         size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
-        before = self.conv_states[state_idx]
-        if before is None:
-            whole = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        previous = self.conv_states[state_idx]
+        if previous is None:
+            extended = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
         elif conv_states.dim() == 2:  # (batch, tokens): ids
-            whole = torch.cat([before.to(conv_states.dtype), conv_states], dim=1)
+            extended = torch.cat([previous.to(conv_states.dtype), conv_states], dim=1)
         else:
-            pieces = before.to(conv_states.dtype), conv_states
-            # token by token in memory, as the chunk's inputs come out of their projection
-            whole = torch.cat([t.transpose(1, 2) for t in pieces], dim=1).transpose(1, 2)
+            pieces = previous.to(conv_states.dtype), conv_states
+            # Keep the memory layout (batch, tokens, channels) of a chunk's inputs.
+            extended = torch.cat([t.transpose(1, 2) for t in pieces], dim=1).transpose(1, 2)
         self.dtype, self.device = conv_states.dtype, conv_states.device
         self.conv_kernel_size[state_idx] = size
-        self.set("conv", state_idx, whole[..., -size:])
-        return whole
+        self.store_state("conv", state_idx, extended[..., -size:])
+        return extended
 
     @uncompiled
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-        self.set("recurrent", state_idx, recurrent_states)
+        self.store_state("recurrent", state_idx, recurrent_states)
         return recurrent_states
 
-    def set(self, name: str, index: int, value: Tensor) -> None:
-        self._put(name, index, value, value.shape[-1])
-        if (crossing := self.crossings.get((name, index))) is not None:
-            self.left[name, index] = crossing.send(value)
+    def store_state(self, name: str, index: int, value: Tensor) -> None:
+        """Store a new state, and send it on at once if another process waits for it."""
+        self._assign(name, index, value, value.shape[-1])
+        if (handoff := self.handoffs.get((name, index))) is not None:
+            self.handed_off[name, index] = handoff.send(value)
 
-    def begin(self, slot: Slot, value: Any) -> None:
-        """Puts the state before the chunk there, or what waits for it when it is read."""
+    def load_state(self, slot: Slot, value: Any) -> None:
+        """Store the state before the chunk, or what receives it when it is read."""
         if isinstance(value, Tensor):
-            return self._put(slot.name, slot.index, value.to(slot.dtype), slot.shape[-1])
-        held = f"{slot.name}_states"
-        if not isinstance(getattr(self, held), _Awaited):
-            setattr(self, held, _Awaited(getattr(self, held)))
-        self._put(slot.name, slot.index, lambda: value.receive().to(slot.dtype), slot.shape[-1])
+            return self._assign(slot.name, slot.index, value.to(slot.dtype), slot.shape[-1])
+        attribute = f"{slot.name}_states"
+        if not isinstance(getattr(self, attribute), _LazyStates):
+            setattr(self, attribute, _LazyStates(getattr(self, attribute)))
+        self._assign(slot.name, slot.index, lambda: value.receive().to(slot.dtype), slot.shape[-1])
 
-    def _put(self, name: str, index: int, value: Any, taps: int) -> None:
+    def _assign(self, name: str, index: int, value: Any, taps: int) -> None:
+        """Put a state into transformers' attributes for it."""
         getattr(self, f"{name}_states")[index] = value
         getattr(self, f"is_{name}_states_initialized")[index] = True
         self.has_previous_state[index] = True
@@ -164,150 +186,164 @@ class _Recurrent(_Layer):
             self.conv_kernel_size[index] = taps
 
 
-class _Growing(_Layer):
-    """Keys and values, joined to what is before them."""
+class _AttentionLayer(_StateLayer):
+    """A cache layer whose keys and values are joined to those before the chunk."""
 
-    seen = 0  # tokens before the chunk, also where the layer is another worker's and nothing is kept of it
+    # Tokens before the chunk. Needed even if another worker has the layer and nothing of it is stored here.
+    past_length = 0
 
     @uncompiled
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store the chunk's keys and values, and return them joined to those before the chunk."""
         self.is_initialized = True
         self.dtype, self.device = key_states.dtype, key_states.device
         self.pieces |= {"keys": key_states, "values": value_states}
-        if not self.before:
+        if not self.pasts:
             return key_states, value_states
         reach = None if self.window is None else self.window - 1
-        keys, values = (join(self.before[name], self.pieces[name], reach) for name in ("keys", "values"))
+        keys, values = (join(self.pasts[name], self.pieces[name], reach) for name in ("keys", "values"))
         return keys, values
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees, itself included."""
+        """Number of tokens that a query attends to, itself included, or None for all."""
         return getattr(self, "sliding_window", None)
 
     def get_seq_length(self) -> int:
-        return self.seen + (self.pieces["keys"].shape[2] if "keys" in self.pieces else 0)
+        return self.past_length + (self.pieces["keys"].shape[2] if "keys" in self.pieces else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        kept = self.seen if self.window is None else min(self.seen, self.window - 1)
-        return kept + query_length, self.seen - kept
+        """Return the number of keys that the chunk sees, and the index of the first of them."""
+        visible = self.past_length if self.window is None else min(self.past_length, self.window - 1)
+        return visible + query_length, self.past_length - visible
 
 
-class _Indexed(_Growing):
-    """Sparse attention, whose indexer picks some keys of the past by keys of its own; no gradient goes
-    there."""
+class _IndexedAttentionLayer(_AttentionLayer):
+    """A cache layer of sparse attention, whose indexer picks keys of the past by keys of its own.
 
-    indexer_position_ids: Tensor | None = None  # of its past, where a model keeps keys without their rotation
+    The indexer's keys get no gradient."""
+
+    # Positions of the past's keys, for models that cache keys before their rotation.
+    indexer_position_ids: Tensor | None = None
 
     @uncompiled
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store the chunk's indexer keys, and return them joined to those before the chunk."""
         piece = self.pieces["indexer"] = indexer_key_states.detach()
-        return self.before["indexer"].join(piece) if "indexer" in self.before else piece
+        return self.pasts["indexer"].join(piece) if "indexer" in self.pasts else piece
 
 
-# Of each of transformers' layers what ours does otherwise, and ours; some have a recurrence and attention.
+# The mixins that make our cache layer of each of transformers'; some layers have a recurrence and attention.
 CACHE_MIXINS: dict[type, tuple[type, ...]] = {
-    theirs.DynamicLayer: (_Growing,),
-    theirs.DynamicIndexedLayer: (_Indexed,),
-    theirs.DynamicSlidingWindowLayer: (_Growing,),
-    theirs.LinearAttentionLayer: (_Recurrent,),
-    theirs.LinearAttentionAndFullAttentionLayer: (_Growing, _Recurrent),
-    theirs.LinearAttentionAndSlidingWindowAttentionLayer: (_Growing, _Recurrent),
+    cache_utils.DynamicLayer: (_AttentionLayer,),
+    cache_utils.DynamicIndexedLayer: (_IndexedAttentionLayer,),
+    cache_utils.DynamicSlidingWindowLayer: (_AttentionLayer,),
+    cache_utils.LinearAttentionLayer: (_RecurrentLayer,),
+    cache_utils.LinearAttentionAndFullAttentionLayer: (_AttentionLayer, _RecurrentLayer),
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: (_AttentionLayer, _RecurrentLayer),
 }
-OURS: dict[type, type] = {
+CHUNK_LAYER_CLASSES: dict[type, type] = {
     kind: type(kind.__name__, (*others, kind), {}) for kind, others in CACHE_MIXINS.items()
 }
 
 
-# By model_type: how many states a layer has, where the configuration does not say what its cache has ...
-UNTOLD = {"xlstm": 3}
-# ... and of which class a model insists that its cache is: whose it is, the module, the name.
+# How many states a layer has, by model_type, where the configuration does not say what its cache holds.
+STATES_PER_LAYER = {"xlstm": 3}
+# The cache class that a model checks for, by model_type: prefix of our subclass's name, module, class.
 REQUIRED_CACHE_CLASS = {
     "minimax": ("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")
 }
 
 
 class ChunkCache(DynamicCache):
-    """A cache that hands one chunk its state and takes the new one; `layers_with_state` and `out_of` are all
-    that the stage uses of it.
+    """A cache that gives one chunk its state and collects the new one.
+
+    The stage uses `layers_with_state` and `collect_state` only; everything else is for the model's code.
 
     Raises:
-        ValueError: the model's cache has a kind of layer that this does not know.
+        ValueError: the model's cache has a kind of layer that is not supported.
     """
 
-    linear_cache: Sequence[Any] = ()  # MiniMax's, whose states are in layers here
-    seqlen_offset = 0  # xLSTM's, which counts tokens there
+    linear_cache: Sequence[Any] = ()  # MiniMax's cache lists its states here; ours are in layers
+    seqlen_offset = 0  # xLSTM counts tokens in its cache
 
     def __init__(self, config: Any) -> None:
         DynamicCache.__init__(self, config=config)
         if self.layer_class_to_replicate is not None:
             raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
-        self.kinds: list[Any] = self.layers
-        states = 3 if is_of_fla(config) else UNTOLD.get(config.model_type)
+        self.original_layers: list[Any] = self.layers
+        states = 3 if is_of_fla(config) else STATES_PER_LAYER.get(config.model_type)
         if states is not None:
             layers = config.num_hidden_layers
-            self.kinds = [theirs.LinearAttentionLayer(number_of_states=states) for _ in range(layers)]
-        self.layers: list[Any] = [_ours(layer) for layer in self.kinds]
+            self.original_layers = [
+                cache_utils.LinearAttentionLayer(number_of_states=states) for _ in range(layers)
+            ]
+        self.layers: list[Any] = [_to_chunk_layer(layer) for layer in self.original_layers]
 
     @uncompiled
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         state = super().get_recurrent_state(layer_idx, state_idx)
-        handed.state = state  # Mamba-1's mixers do not give it to their scan
+        last_read.state = state  # Mamba-1's mixers do not pass it to their scan
         return state
 
     @property
-    def rnn_state(self) -> list[_States]:
-        """As xLSTM's cache has them."""
-        return [_States(layer, tuple(layer.recurrent_states.values())) for layer in self.layers]
+    def rnn_state(self) -> list[_RecurrentStates]:
+        """The recurrent states, in the form of xLSTM's cache."""
+        return [_RecurrentStates(layer, tuple(layer.recurrent_states.values())) for layer in self.layers]
 
-    def layers_with_state(self, slots: Sequence[Slot], state: State, seen: int) -> list[Any]:
-        """Layers that hold a state, `seen` tokens after its document's start; there only what grows has
-        one."""
-        layers = [_ours(layer) for layer in self.kinds]
+    def layers_with_state(self, slots: Sequence[Slot], state: State, past_length: int) -> list[Any]:
+        """Return new cache layers that hold a state.
+
+        Args:
+            slots: the places of the state's tensors.
+            state: before the chunk; a `StateHandoff` stands for a tensor that is still to be received.
+            past_length: tokens between the document's start and the chunk. At 0 no recurrent state is loaded.
+        """
+        layers = [_to_chunk_layer(layer) for layer in self.original_layers]
         for layer in layers:
-            if isinstance(layer, _Growing):
-                layer.seen, layer.is_initialized = seen, seen > 0
+            if isinstance(layer, _AttentionLayer):
+                layer.past_length, layer.is_initialized = past_length, past_length > 0
         for slot, value in zip(slots, state, strict=True):
             layer = layers[slot.layer]
             if slot.grows is not None:
-                layer.before[slot.name] = value
+                layer.pasts[slot.name] = value
             else:
                 if not isinstance(value, Tensor):
-                    layer.crossings[slot.name, slot.index] = value
-                if seen:
-                    layer.begin(slot, value)
-            if slot.name == "indexer" and seen:
-                held = layer.before["indexer"].slab.values
-                positions = torch.arange(seen, device=held.device)
-                # in time, height and width, which are the same for text
-                layer.indexer_position_ids = positions.expand(3, held.shape[0], seen)
+                    layer.handoffs[slot.name, slot.index] = value
+                if past_length:
+                    layer.load_state(slot, value)
+            if slot.name == "indexer" and past_length:
+                keys = layer.pasts["indexer"].slab.values
+                positions = torch.arange(past_length, device=keys.device)
+                # Time, height and width have equal positions in text.
+                layer.indexer_position_ids = positions.expand(3, keys.shape[0], past_length)
         return layers
 
-    def out_of(self, slots: Sequence[Slot]) -> State:
-        """The new state: of what grows, the chunk's own piece."""
-        found = [layer.found() if hasattr(layer, "found") else {} for layer in self.layers]
-        out = []
+    def collect_state(self, slots: Sequence[Slot]) -> State:
+        """Return the new state; of keys and values, the chunk's own piece."""
+        states_by_layer = [layer.states() if hasattr(layer, "states") else {} for layer in self.layers]
+        new_state = []
         for slot in slots:
             layer, key = self.layers[slot.layer], (slot.name, slot.index)
-            value = found[slot.layer][key]
-            waits = key in getattr(layer, "crossings", ()) and key not in layer.left
-            out.append(layer.crossings[key].send(value) if waits else value)
-        return tuple(out)
+            value = states_by_layer[slot.layer][key]
+            is_unsent = key in getattr(layer, "handoffs", ()) and key not in layer.handed_off
+            new_state.append(layer.handoffs[key].send(value) if is_unsent else value)
+        return tuple(new_state)
 
-    def slots(self) -> list[Slot]:
-        """What the model put into an empty cache."""
-        out = []
+    def find_slots(self) -> list[Slot]:
+        """Return the places of all tensors that the model has put into an empty cache."""
+        slots = []
         for i, layer in enumerate(self.layers):
-            for (name, index), value in layer.found().items() if hasattr(layer, "found") else ():
+            for (name, index), value in layer.states().items() if hasattr(layer, "states") else ():
                 shape = list(value.shape)
-                if name in GROWS:
-                    shape[GROWS[name]] = 0
-                out.append(Slot(i, name, index, tuple(shape[1:]), value.dtype))
-        return out
+                if name in GROWING_DIMS:
+                    shape[GROWING_DIMS[name]] = 0
+                slots.append(Slot(i, name, index, tuple(shape[1:]), value.dtype))
+        return slots
 
 
-class _OfFLA:
-    """flash-linear-attention's way into a `ChunkCache`: a dictionary per layer."""
+class _FLAInterface:
+    """flash-linear-attention's methods of a cache, for a `ChunkCache`: a dictionary per layer."""
 
     layers: list[Any]
 
@@ -315,7 +351,7 @@ class _OfFLA:
         return len(self.layers)
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
-        """A layer's states; None before the first token."""
+        """Return a layer's states, or None before the first token."""
         states = self.layers[index].recurrent_states.get(0)
         if states is None:
             return None
@@ -331,31 +367,38 @@ class _OfFLA:
         offset: int = 1,
     ) -> None:
         for index, tail in enumerate(conv_state or ()):
-            self.layers[layer_idx].set("conv", index, tail)
+            self.layers[layer_idx].store_state("conv", index, tail)
         if recurrent_state is not None:
-            self.layers[layer_idx].set("recurrent", 0, recurrent_state)
+            self.layers[layer_idx].store_state("recurrent", 0, recurrent_state)
 
 
-def chunk_cache(config: Any) -> ChunkCache:
-    """Of the class that a model insists on."""
+def make_chunk_cache(config: Any) -> ChunkCache:
+    """Return a chunk cache that is also an instance of the cache class that the model requires."""
     if is_of_fla(config):
-        cache = ChunkCache(config)  # made first: the two classes' constructors do not go together
-        cache.__class__ = _insisted("FLA", "fla.models.utils", "Cache", _OfFLA)
+        cache = ChunkCache(config)  # the required class's constructor takes other arguments
+        cache.__class__ = _chunk_cache_class("FLA", "fla.models.utils", "Cache", _FLAInterface)
         return cache
-    insisted = REQUIRED_CACHE_CLASS.get(config.model_type)
-    return ChunkCache(config) if insisted is None else _insisted(*insisted)(config)
+    required = REQUIRED_CACHE_CLASS.get(config.model_type)
+    return ChunkCache(config) if required is None else _chunk_cache_class(*required)(config)
 
 
 @functools.cache  # a cache is made for every chunk
-def _insisted(whose: str, module: str, name: str, *before: type) -> Any:
-    """A `ChunkCache` that is of a class of theirs, too."""
-    insisted = getattr(importlib.import_module(module), name)
-    return type(f"{whose}ChunkCache", (*before, ChunkCache, insisted), {})
+def _chunk_cache_class(prefix: str, module: str, name: str, *mixins: type) -> Any:
+    """Return a subclass of `ChunkCache` and of a class that a model requires.
+
+    Args:
+        prefix: of the new class's name.
+        module, name: of the required class.
+        mixins: classes whose methods come before `ChunkCache`'s.
+    """
+    required_class = getattr(importlib.import_module(module), name)
+    return type(f"{prefix}ChunkCache", (*mixins, ChunkCache, required_class), {})
 
 
 @dataclasses.dataclass(frozen=True)
-class _States:
-    """A layer's recurrent states as a tuple, as they are now; its items take the new ones in `copy_`."""
+class _RecurrentStates:
+    """A layer's recurrent states as a tuple; its items take new values by `copy_`, as xLSTM's code assigns
+    them."""
 
     layer: Any
     values: tuple[Tensor | None, ...]
@@ -366,25 +409,32 @@ class _States:
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter(self.values)
 
-    def __getitem__(self, i: int) -> _State:
-        return _State(self.layer, i)
+    def __getitem__(self, i: int) -> _RecurrentStateEntry:
+        return _RecurrentStateEntry(self.layer, i)
 
 
 @dataclasses.dataclass(frozen=True)
-class _State:
+class _RecurrentStateEntry:
+    """Recurrent state of a layer, to be replaced by `copy_`."""
+
     layer: Any
     index: int
 
     def copy_(self, value: Tensor) -> None:
-        self.layer.set("recurrent", self.index, value)
+        self.layer.store_state("recurrent", self.index, value)
 
 
-def _ours(layer: Any) -> Any:
-    if type(layer) is getattr(theirs, "DummyLayer", None):  # since 5.22
+def _to_chunk_layer(layer: Any) -> Any:
+    """Return our layer for one of transformers' cache layers, with the same settings and no state.
+
+    Raises:
+        ValueError: layers of this class are not supported.
+    """
+    if type(layer) is getattr(cache_utils, "DummyLayer", None):  # since 5.22
         return layer
-    if type(layer) not in OURS:
+    if type(layer) not in CHUNK_LAYER_CLASSES:
         raise ValueError(f"its cache has a {type(layer).__name__}, whose state is not known here")
     names = [name for name in ("sliding_window", "number_of_states") if hasattr(layer, name)]
-    made: Any = OURS[type(layer)](**{name: getattr(layer, name) for name in names})
-    made.before, made.pieces, made.crossings, made.left = {}, {}, {}, {}
-    return made
+    chunk_layer: Any = CHUNK_LAYER_CLASSES[type(layer)](**{name: getattr(layer, name) for name in names})
+    chunk_layer.pasts, chunk_layer.pieces, chunk_layer.handoffs, chunk_layer.handed_off = {}, {}, {}, {}
+    return chunk_layer

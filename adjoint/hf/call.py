@@ -1,6 +1,7 @@
-"""The arguments of a call of a wrapped model, read once: they become a `Batch` and, with the method, the
-`EngineSpec` of its chunks. Whatever chunks do not know is refused by name or, where a call asks for more than
-a loss, run as if the model were not wrapped."""
+"""The arguments of a call of a wrapped model.
+
+They become a `Batch` and, with the method, the `EngineSpec` of its chunks. An argument that chunks do not
+support is refused by name; a call that asks for more than a loss runs as if the model were not wrapped."""
 
 from __future__ import annotations
 
@@ -16,22 +17,29 @@ from torch import Tensor
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache
-from adjoint.hf.documents import Starts, as_one_row, rows_of, starts_of
-from adjoint.hf.model_parts import backbone_of, class_of
-from adjoint.hf.router_loss import COUNTED
+from adjoint.hf.documents import Starts, document_starts, expand_to_rows, join_rows
+from adjoint.hf.model_parts import backbone_of, original_class
+from adjoint.hf.router_loss import TOKEN_MASK
 
-# What more a call may ask for, all of which transformers' own forward gives.
-CACHES = ("past_key_values", "cache_params")
-MORE = (*CACHES, "use_cache", "output_attentions", "output_hidden_states")
-TOLD = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")  # which tell documents apart, and nothing else
-DOCUMENTS = ("position_ids", *TOLD, "max_length_q", "max_length_k")
-# A causal LM called without labels hands on to its backbone what is its loss's.
-KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "return_dict", "num_items_in_batch", *DOCUMENTS}
-LABELS = ("labels", "shift_labels")
-# Inputs with a value per token, which a backbone may take beside ids or embeddings; of the first of them some
-# models make masks.
-TYPES = "token_type_ids"
-TOKEN_WISE = (TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
+# Inputs that ask for more than a loss; transformers' own forward handles them.
+CACHE_INPUTS = ("past_key_values", "cache_params")
+EXTRA_OUTPUTS = (*CACHE_INPUTS, "use_cache", "output_attentions", "output_hidden_states")
+# Inputs that do nothing but tell documents apart.
+DOCUMENT_NUMBERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
+DOCUMENT_INPUTS = ("position_ids", *DOCUMENT_NUMBERS, "max_length_q", "max_length_k")
+# num_items_in_batch is here too: a causal LM called without labels passes it on to its backbone.
+SUPPORTED_INPUTS = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "return_dict",
+    "num_items_in_batch",
+    *DOCUMENT_INPUTS,
+}
+LABEL_INPUTS = ("labels", "shift_labels")
+# Inputs with a value per token, beside ids or embeddings; some models make masks of the first of them.
+TOKEN_TYPES = "token_type_ids"
+TOKEN_INPUTS = (TOKEN_TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
 REMEDIES = {
     "ignore_index": "set the labels that do not count to -100",
     "logits_to_keep": "Exact and Truncated give logits beside a loss under torch.no_grad()",
@@ -39,16 +47,24 @@ REMEDIES = {
 
 
 class CallKind(NamedTuple):
-    """What of a call its comparison on first use depends on: whether it asks for a loss, has embeddings
-    instead of ids, `num_items_in_batch`, a loss of the routers, padding at the right beside a loss; the
-    names of what else has a value per token; and whether a group's ranks share it."""
+    """The properties of a call on which its comparison on first use depends.
+
+    Attributes:
+        loss: whether it asks for a loss.
+        embedded: whether it has embeddings instead of ids.
+        counted: whether it gives `num_items_in_batch`.
+        routed: whether it asks for the routers' loss.
+        padded: whether rows are padded, and it asks for a loss or its output of padding can be read.
+        token_inputs: names of its other inputs with a value per token.
+        shared: whether the ranks of a group share it.
+    """
 
     loss: bool = True
     embedded: bool = False
     counted: bool = False
     routed: bool = False
     padded: bool = False
-    beside: tuple[str, ...] = ()
+    token_inputs: tuple[str, ...] = ()
     shared: bool = False
 
 
@@ -56,101 +72,117 @@ class Padding:
     """Padding at the right of a batch's rows.
 
     Args:
-        real: (rows, seqlen) bool, False for padding.
+        is_real: (rows, seqlen) bool, False for padding.
     """
 
-    def __init__(self, real: Tensor) -> None:
-        self.real = real
-        self.somewhere = (~real).any(0).cpu()  # read once, not chunk by chunk
+    def __init__(self, is_real: Tensor) -> None:
+        self.is_real = is_real
+        self.is_padded_token = (~is_real).any(0).cpu()  # read once, not chunk by chunk
 
     def mask(self, start: int, stop: int, attended: int) -> Tensor | None:
-        """The attention mask of the chunk [start, stop) and of the tokens before it that its queries attend
-        to, (rows, attended + chunk) int64; None where no row of the chunk is padded."""
-        if not bool(self.somewhere[start:stop].any()):
+        """Return the attention mask of the chunk [start, stop), or None if no row of the chunk is padded.
+
+        Args:
+            attended: number of tokens before the chunk that its queries attend to.
+
+        Returns:
+            (rows, attended + chunk) int64.
+        """
+        if not bool(self.is_padded_token[start:stop].any()):
             return None
-        return self.real[:, start - attended : stop].long()
+        return self.is_real[:, start - attended : stop].long()
 
 
 class Call:
-    """A call of a wrapped causal LM or of its backbone. What it says is read when it is asked for: much of it
-    does not matter where transformers' own forward runs.
+    """A call of a wrapped causal LM or of its backbone.
+
+    Arguments are read when a property needs them: many do not matter if transformers' own forward runs.
 
     Args:
-        model: the causal LM, or the backbone. given: the call's arguments by their names.
+        model: the causal LM, or the backbone.
+        arguments: the call's arguments by name.
     """
 
-    def __init__(self, model: Any, given: dict[str, Any]) -> None:
-        self.model, self.given = model, given
+    def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
+        self.model, self.arguments = model, arguments
 
     def has(self, *names: str) -> bool:
-        """Whether any of these is given."""
-        return any(self.given.get(name) is not None for name in names)
+        """Whether any of these arguments is given."""
+        return any(self.arguments.get(name) is not None for name in names)
 
-    def by_transformers(self, **changed: Any) -> Any:
-        """The model's own forward."""
-        return class_of(self.model).forward(self.model, **{**self.given, **changed})
+    def run_original(self, **changed: Any) -> Any:
+        """Run the model's own forward, with some arguments changed."""
+        return original_class(self.model).forward(self.model, **{**self.arguments, **changed})
 
     @property
     def is_chunk(self) -> bool:
         """Whether the engine makes this call, for one chunk."""
-        return any(isinstance(self.given.get(name), ChunkCache) for name in CACHES)
+        return any(isinstance(self.arguments.get(name), ChunkCache) for name in CACHE_INPUTS)
 
     @property
     def has_labels(self) -> bool:
-        """Whether it asks for a loss."""
-        return self.has(*LABELS)
+        """Whether the call asks for a loss."""
+        return self.has(*LABEL_INPUTS)
 
     @property
-    def asks_for(self) -> str | None:
-        """The name of what it asks for beyond its loss or hidden states, by argument or by configuration;
-        None if nothing else."""
-        for name in MORE:
-            given = self.given.get(name)
-            if given is None and name in ("output_attentions", "output_hidden_states"):
-                given = getattr(self.model.config, name, False)
-            if isinstance(given, (list, tuple)) or given:
+    def extra_output(self) -> str | None:
+        """Name of an output asked for beyond the loss or hidden states, by argument or configuration, or
+        None."""
+        for name in EXTRA_OUTPUTS:
+            value = self.arguments.get(name)
+            if value is None and name in ("output_attentions", "output_hidden_states"):
+                value = getattr(self.model.config, name, False)
+            if isinstance(value, (list, tuple)) or value:
                 return name
         return None
 
     @property
-    def tells_documents(self) -> bool:
-        """Whether it tells documents apart."""
-        positions = self.given.get("position_ids")
-        again = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
-        return again or self.has("seq_idx", "cu_seq_lens_q")
+    def has_documents(self) -> bool:
+        """Whether position_ids or other inputs tell packed documents apart."""
+        positions = self.arguments.get("position_ids")
+        restarts = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
+        return restarts or self.has("seq_idx", "cu_seq_lens_q")
 
     @property
-    def told(self) -> tuple[str, ...]:
-        """The names of all by which a model's own code may know documents; of none where none is `TOLD`."""
-        return tuple(filter(self.has, (*DOCUMENTS, "attention_mask"))) if self.has(*TOLD) else ()
+    def document_arguments(self) -> tuple[str, ...]:
+        """Names of all arguments from which the model's own code may read documents.
+
+        Empty unless one of `DOCUMENT_NUMBERS` is given."""
+        return (
+            tuple(filter(self.has, (*DOCUMENT_INPUTS, "attention_mask")))
+            if self.has(*DOCUMENT_NUMBERS)
+            else ()
+        )
 
     @property
-    def returns_names(self) -> bool:
-        """Whether the result has names, or is a tuple."""
-        given = self.given.get("return_dict")
-        return bool(getattr(self.model.config, "return_dict", True) if given is None else given)
+    def returns_dict(self) -> bool:
+        """Whether the result is a ModelOutput (or a plain tuple)."""
+        return_dict = self.arguments.get("return_dict")
+        return bool(getattr(self.model.config, "return_dict", True) if return_dict is None else return_dict)
 
     @property
     def kind(self) -> CallKind:
-        given = self.given.get(check.ROUTED)
-        routed = check.routes(self.model) if given is None else bool(given)
+        """The properties that its comparison on first use depends on; `shared` is set later."""
+        router_argument = self.arguments.get(check.ROUTER_LOGITS)
+        routed = check.uses_router_loss(self.model) if router_argument is None else bool(router_argument)
         counted = self.has_labels and self.has("num_items_in_batch")
         padded = self.mask is not None and (self.has_labels or self.reads_padding)
-        beside = tuple(filter(self.has, TOKEN_WISE))
-        return CallKind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, beside)
+        token_inputs = tuple(filter(self.has, TOKEN_INPUTS))
+        return CallKind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, token_inputs)
 
     @functools.cached_property
-    def logits(self) -> slice | Tensor | None:
-        """Index of the tokens whose logits are asked for beside the loss, by `logits_to_keep` or, for its
-        compute_metrics, by the Trainer; None with gradients, or if there are none.
+    def logits_index(self) -> slice | Tensor | None:
+        """Index of the tokens whose logits are returned beside the loss, or None.
 
-        The Trainer says so in none of a call's arguments and in no attribute of the model, and reads whatever
-        the output has, also where it then drops it: that `prediction_step` calls is all there is to see."""
+        They are asked for by `logits_to_keep` or, for its compute_metrics, by the Trainer; never with
+        gradients. The Trainer says so in none of a call's arguments and in no attribute of the model, and
+        reads all fields of the output even if it then drops the logits: that `prediction_step` is the
+        caller is the only sign."""
         if torch.is_grad_enabled() or not self.has_labels:
             return None
-        given = self.given.get("logits_to_keep")
-        if isinstance(given, Tensor) or given:
-            return given if isinstance(given, Tensor) else slice(-given, None)
+        logits_to_keep = self.arguments.get("logits_to_keep")
+        if isinstance(logits_to_keep, Tensor) or logits_to_keep:
+            return logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
         frame: Any = sys._getframe()
         while (frame := frame.f_back) is not None:
             if frame.f_code.co_name == "prediction_step" and "prediction_loss_only" in frame.f_locals:
@@ -166,7 +198,7 @@ class Call:
         """
         ids = self.ids
         name = "shift_labels" if self.has("shift_labels") else "labels"
-        labels = self.given[name]
+        labels = self.arguments[name]
         if labels.is_floating_point() or labels.shape != ids.shape:
             raise ValueError(
                 f"{name} must be whole numbers of input_ids' shape {tuple(ids.shape)}, "
@@ -177,151 +209,176 @@ class Call:
 
     @property
     def divisor(self) -> int | Tensor:
-        """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count; 1,
-        with a warning, where none does.
+        """Divisor of the summed loss: `num_items_in_batch`, or the number of labels that count.
+
+        It is 1, with a warning, if no label counts.
 
         Raises:
             ValueError: num_items_in_batch is 0, and labels count.
         """
-        given = self.given.get("num_items_in_batch")
-        if given is None:
+        num_items = self.arguments.get("num_items_in_batch")
+        if num_items is None:
             return divisor_of(self.targets)
-        if not given:  # as the Trainer counts where every label of the step is -100
+        if not num_items:  # the Trainer's count if every label of the step is -100
             if bool((self.targets != IGNORE_INDEX).any()):
                 raise ValueError("num_items_in_batch is 0, but some labels count: give their number")
             return divisor_of(self.targets)
-        return given.to(self.targets.device) if isinstance(given, Tensor) else given
+        return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
 
     @functools.cached_property
     def tokens(self) -> Tensor:
-        """ids, (batch, seqlen) int64, or embeddings, (batch, seqlen, hidden_size)."""
+        """The ids, (batch, seqlen) int64, or embeddings, (batch, seqlen, hidden_size).
+
+        Raises:
+            ValueError: neither or both are given, or dtype or shape do not fit.
+        """
         if self.has("input_ids") == self.has("inputs_embeds"):
             raise ValueError("a call has either input_ids or inputs_embeds, one of them")
         name = "input_ids" if self.has("input_ids") else "inputs_embeds"
-        given: Tensor = self.given[name]
+        tokens: Tensor = self.arguments[name]
         if name == "input_ids":
-            form, fits = "(batch, seqlen) whole numbers", given.dim() == 2 and not given.is_floating_point()
+            expected, fits = (
+                "(batch, seqlen) whole numbers",
+                tokens.dim() == 2 and not tokens.is_floating_point(),
+            )
         else:
             width = self.model.get_input_embeddings().weight.shape[1]
-            form = f"(batch, seqlen, {width}) floating point numbers"
-            fits = given.dim() == 3 and given.is_floating_point() and given.shape[2] == width
-        if not fits or 0 in given.shape:
-            raise ValueError(f"{name} must be {form}, got {given.dtype} {tuple(given.shape)}")
-        return given.long() if name == "input_ids" else given
+            expected = f"(batch, seqlen, {width}) floating point numbers"
+            fits = tokens.dim() == 3 and tokens.is_floating_point() and tokens.shape[2] == width
+        if not fits or 0 in tokens.shape:
+            raise ValueError(f"{name} must be {expected}, got {tokens.dtype} {tuple(tokens.shape)}")
+        return tokens.long() if name == "input_ids" else tokens
 
     @property
     def ids(self) -> Tensor:
-        """(batch, seqlen): the ids, or as many numbers in their places."""
+        """The ids, (batch, seqlen), or numbers of this shape in the place of embeddings."""
         return self.tokens if self.tokens.dim() == 2 else self.tokens.detach()[..., 0]
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """Which tokens are no padding, (batch, seqlen) bool; None if all of them are. Right padding is what
-        causal models do not see, and padding at the left is cut off."""
-        mask = self.given.get("attention_mask")
+        """Mask of the tokens that are no padding, (batch, seqlen) bool, or None if none is padding.
+
+        Causal models do not see padding at the right, and padding at the left is cut off.
+
+        Raises:
+            Refused: attention_mask has not two dimensions.
+            ValueError: its shape is not that of input_ids, it has values other than 0 and 1, or zeros
+                between ones, or labels count padded tokens.
+        """
+        mask = self.arguments.get("attention_mask")
         if mask is None:
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 2:
-            given = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
-            check.refuse(self.model, f"an attention_mask ({given}) is not understood, only (batch, seqlen)")
+            got = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
+            check.refuse(self.model, f"an attention_mask ({got}) is not understood, only (batch, seqlen)")
         if mask.shape != self.ids.shape:
             raise ValueError(
                 f"attention_mask must have input_ids' shape {tuple(self.ids.shape)}, got {tuple(mask.shape)}"
             )
         mask = mask.to(self.ids.device)
-        real = mask != 0
-        if not torch.equal(real.to(mask.dtype), mask):
+        is_real = mask != 0
+        if not torch.equal(is_real.to(mask.dtype), mask):
             raise ValueError(
                 "attention_mask has values other than 0 and 1: give packed documents as position_ids or "
                 "seq_idx"
             )
-        begun, goes_on = (t.long().cumsum(1) > 0 for t in (real, real.flip(1)))
-        if bool((begun & goes_on.flip(1) & ~real).any()):
+        has_begun, goes_on = (t.long().cumsum(1) > 0 for t in (is_real, is_real.flip(1)))
+        if bool((has_begun & goes_on.flip(1) & ~is_real).any()):
             raise ValueError("attention_mask has zeros between ones: only the ends of a row can be padding")
-        if self.has_labels and bool(((self.targets != IGNORE_INDEX) & ~real).any()):
+        if self.has_labels and bool(((self.targets != IGNORE_INDEX) & ~is_real).any()):
             raise ValueError(
                 "labels count padded tokens, or a first one that padding precedes: set them to -100 where "
                 "attention_mask is 0, and that of the first token after padding"
             )
-        return None if bool(real.all()) else real
+        return None if bool(is_real.all()) else is_real
 
     @functools.cached_property
     def starts(self) -> Starts:
-        """Of each row the first tokens of its documents."""
-        return starts_of(self.given, self.ids, self.mask)
+        """First tokens of the documents, for each row."""
+        return document_starts(self.arguments, self.ids, self.mask)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
+    def longest_document(self) -> int:
+        """Number of tokens of the longest document."""
         seqlen = self.ids.shape[1]
         return max(end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen)))
 
     @property
-    def padded_right(self) -> bool:
+    def is_padded_right(self) -> bool:
         """Whether rows are padded at the right."""
         return self.mask is not None and not bool(self.mask[:, -1].all())
 
     @property
     def reads_padding(self) -> bool:
         """Whether the caller can read hidden states or logits of padding at the right."""
-        return self.padded_right and not (self.has_labels and self.logits is None)
+        return self.is_padded_right and not (self.has_labels and self.logits_index is None)
 
     @property
     def padding(self) -> Padding | None:
-        """Its padding at the right; None if there is none."""
-        if self.mask is None or not self.padded_right:
+        """The padding at the right, in the batch's rows, or None if there is none."""
+        if self.mask is None or not self.is_padded_right:
             return None
         after_last = self.mask.flip(1).cumsum(1).flip(1) == 0
-        rows, _ = as_one_row({COUNTED: ~after_last}, self.starts)
-        return Padding(rows[COUNTED])
+        rows, _ = join_rows({TOKEN_MASK: ~after_last}, self.starts)
+        return Padding(rows[TOKEN_MASK])
 
     @property
-    def padded_left(self) -> bool:
+    def is_padded_left(self) -> bool:
         """Whether rows are padded at the left without position_ids."""
         return self.mask is not None and not bool(self.mask[:, 0].all()) and not self.has("position_ids")
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether position_ids tell several documents apart."""
         first = [0] * len(self.ids) if self.mask is None else (self.mask.cumsum(1) == 0).sum(1).tolist()
         rows = zip(self.starts, first, strict=True)
         return self.has("position_ids") and any(len(row) > 1 + (start > 0) for row, start in rows)
 
     def batch(self) -> tuple[Batch, tuple[int, ...]]:
-        """What chunks are made of, and the first tokens of the documents, by which they are cut. Rows may lie
-        end to end, as documents. Of a backbone's call the targets are the ids.
+        """Return the batch that chunks are cut from, and the first tokens of its documents.
+
+        Rows whose documents differ are joined end to end, as documents of one row. The targets of a
+        backbone's call are the ids.
 
         Raises:
-            ValueError: what an input says cannot be.
+            ValueError: an input contradicts itself or another one.
         """
         tensors = {"ids": self.tokens, "targets": self.targets if self.has_labels else self.ids}
-        for name in TOKEN_WISE:
+        for name in TOKEN_INPUTS:
             if self.has(name):
-                tensors[name] = rows_of(name, self.given[name], self.ids)
+                tensors[name] = expand_to_rows(name, self.arguments[name], self.ids)
         if self.mask is not None and self.kind.routed:
-            tensors[COUNTED] = self.mask
+            tensors[TOKEN_MASK] = self.mask
         divisor = self.divisor if self.has_labels else 1
-        tensors, starts = as_one_row(tensors, self.starts)
+        tensors, starts = join_rows(tensors, self.starts)
         return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
 
-    def unknown(self, whole: bool = False) -> list[str]:
-        """The names of the inputs that are neither known nor left at their defaults.
+    def unknown_inputs(self, is_whole_sequence: bool = False) -> list[str]:
+        """Return the names of inputs that are neither supported nor left at their defaults.
 
         Args:
-            whole: whether the sequence runs as a whole: then what the backbone's forward names is known too.
+            is_whole_sequence: whether the sequence runs as a whole; then all inputs that the backbone's
+                forward names are supported.
         """
-        own = inspect.signature(class_of(self.model).forward).parameters
-        takes = inspect.signature(class_of(backbone_of(self.model)).forward).parameters
-        # what more was asked for goes elsewhere: here its value means no
-        known = {*KNOWN, *MORE, check.ROUTED, *(LABELS if self.has_labels else ())}
-        known |= set(takes if whole else takes.keys() & TOKEN_WISE)
-        if self.logits is not None and not whole:
-            known.add("logits_to_keep")
+        parameters = inspect.signature(original_class(self.model).forward).parameters
+        backbone_parameters = inspect.signature(original_class(backbone_of(self.model)).forward).parameters
+        # A call that asks for an extra output does not get here, so its value is False or None.
+        supported = {
+            *SUPPORTED_INPUTS,
+            *EXTRA_OUTPUTS,
+            check.ROUTER_LOGITS,
+            *(LABEL_INPUTS if self.has_labels else ()),
+        }
+        supported |= set(
+            backbone_parameters if is_whole_sequence else backbone_parameters.keys() & TOKEN_INPUTS
+        )
+        if self.logits_index is not None and not is_whole_sequence:
+            supported.add("logits_to_keep")
         names = []
-        for name, value in self.given.items():
-            default = own[name].default if name in own else None
+        for name, value in self.arguments.items():
+            default = parameters[name].default if name in parameters else None
             default = IGNORE_INDEX if name == "ignore_index" else default
-            same = value is default or (type(value) is type(default) and value == default)
-            if not (name in known or value is None or value is False or same):
+            is_default = value is default or (type(value) is type(default) and value == default)
+            if not (name in supported or value is None or value is False or is_default):
                 names.append(name)
         return names

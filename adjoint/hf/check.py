@@ -1,5 +1,6 @@
-"""Refusals by name: what is known not to go by chunks. `comparison` and `trials` find out more by running a
-few tokens."""
+"""Refusals by name, for models and inputs that are known not to work by chunks.
+
+`comparison` and `trials` find out more by running a few tokens."""
 
 from __future__ import annotations
 
@@ -12,32 +13,32 @@ from torch import nn
 
 from adjoint.errors import UserError
 from adjoint.hf.kernels import fla
-from adjoint.hf.model_parts import class_of, root_of
+from adjoint.hf.model_parts import original_class, root_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, why_not
 from adjoint.parallel.kv import NotAttended
 
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
-# PEFT's hooks by which a call says what is to be done with each row or token of its batch.
-BY_POSITION = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
-DRAWS = (
+# PEFT's hooks for calls that pick an adapter for each row or token of the batch.
+POSITIONAL_HOOKS = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
+DRAWS_RANDOM_NUMBERS = (
     "sequence_group: it draws random numbers (dropout), of which each rank would have its own: set "
     "dropout to 0"
 )
-ROUTED, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # losses beside the labels'
-ONE_PROCESS = "train it in one process: --cluster.shards 0"  # what cannot be cut into layers
+ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # settings that add a loss
+ONE_PROCESS = "train it in one process: --cluster.shards 0"  # for models that cannot be cut into layers
 
 
 class Refused(UserError):
-    """A model whose gradient by chunks is not, or is not known to be, its own."""
+    """Error for a model whose gradient by chunks is not, or is not known to be, its own."""
 
 
-def routes(model: Any) -> bool:
+def uses_router_loss(model: Any) -> bool:
     """Whether the configuration asks for the routers' loss."""
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
-def refuse_surroundings(model: Any) -> None:
-    """Refuses calls from inside of what does not reach into an autograd function, or keeps gradients from it.
+def refuse_transforms(model: Any) -> None:
+    """Refuse calls in places where an autograd function does not work.
 
     Raises:
         Refused: it is a call of a replica of `nn.DataParallel`, or inside a function transform.
@@ -50,49 +51,50 @@ def refuse_surroundings(model: Any) -> None:
         refuse(model, "forward-mode differentiation does not go through it")
 
 
-def z_factor(model: Any) -> float:
-    """What the configuration multiplies the z-loss by; 0 where there is none."""
+def z_loss_coefficient(model: Any) -> float:
+    """Return the configuration's coefficient of the z-loss, 0 if there is none."""
     return getattr(model.config.get_text_config(), Z_LOSS, 0) or 0
 
 
-def refuse_other_losses(model: Any, routed: bool, known: tuple[str, ...] = ()) -> None:
-    """Refuses losses beside the labels' cross-entropy, but for those with `known` names.
+def refuse_other_losses(model: Any, routed: bool, supported: tuple[str, ...] = ()) -> None:
+    """Refuse losses beside the labels' cross-entropy.
 
     Args:
-        routed: whether routers have one.
+        routed: whether the routers' loss is asked for.
+        supported: names of settings whose losses are supported.
 
     Raises:
-        Refused: there is one.
+        Refused: there is another loss.
     """
-    if routed and ROUTED not in known:
+    if routed and ROUTER_LOGITS not in supported:
         refuse(
             model,
             "output_router_logits adds a loss of the whole sequence's routing, which Exact and Truncated "
             "make in one process and nothing else does; set output_router_logits to False",
         )
     for name, value in vars(model.config.get_text_config()).items():
-        if "z_loss" in name and name not in known and isinstance(value, (int, float)) and value:
+        if "z_loss" in name and name not in supported and isinstance(value, (int, float)) and value:
             refuse(model, f"{name} adds a loss that is not supported; set it to 0")
 
 
-def refuse_length(model: Any, longest: int) -> None:
-    """Refuses documents of more tokens than a chunk sees as the whole does.
+def refuse_length(model: Any, longest_document: int) -> None:
+    """Refuse documents that are so long that a chunk sees other keys than the whole sequence does.
 
     Raises:
-        Refused: keys are picked where there are more, and equal ones by how many there are (Doge's, whose
-            first layer scores a token the same wherever it stands).
+        Refused: beyond this length keys are picked by topk, which decides between equal scores by their
+            number (Doge's first layer scores a token the same at every position).
     """
-    kept = getattr(model.config.get_text_config(), "keep_window_size", None)
-    if kept is not None and longest > kept:
+    window = getattr(model.config.get_text_config(), "keep_window_size", None)
+    if window is not None and longest_document > window:
         refuse(
             model,
-            f"documents of more than keep_window_size ({kept}) tokens see keys picked by topk, which decides "
-            "between equal ones by how many there are; give shorter ones",
+            f"documents of more than keep_window_size ({window}) tokens see keys picked by topk, which "
+            "decides between equal ones by how many there are; give shorter ones",
         )
 
 
-def refuse_what_is_known(model: Any) -> None:
-    """Refuses options and modules with which a chunk is not a part of the whole.
+def refuse_unsupported_model(model: Any) -> None:
+    """Refuse options and modules with which a chunk does not compute a part of the whole.
 
     Raises:
         Refused: one is on.
@@ -109,7 +111,7 @@ def refuse_what_is_known(model: Any) -> None:
     if any(getattr(adapter, "peft_type", "") == "CPT" for adapter in adapters):
         refuse(model, "PEFT's CPT makes its loss of the logits, and with labels there are none")
     for name, module in model.named_modules():
-        if reason := _reason(module):
+        if reason := _reason_against(module):
             refuse(model, f"{name}: {reason}")
     if nn.utils.parametrize._cache_enabled and any(
         map(nn.utils.parametrize.is_parametrized, model.modules())
@@ -119,8 +121,8 @@ def refuse_what_is_known(model: Any) -> None:
         refuse(model, why)
 
 
-def _reason(module: nn.Module) -> str | None:
-    """Why a module is known not to go by chunks."""
+def _reason_against(module: nn.Module) -> str | None:
+    """Return the reason why a module is known not to work by chunks, or None."""
     if fla.is_of_fla(module) and (reason := fla.why_not(module)):
         return reason
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
@@ -137,23 +139,25 @@ def _reason(module: nn.Module) -> str | None:
     if getattr(module, "neftune_noise_alpha", None) and module.training:
         return "NEFTune scales its noise by the length of what it is given; set neftune_noise_alpha to None"
     hooks = (getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values())
-    if any(getattr(hook, "__name__", "") in BY_POSITION for hook in hooks):
+    if any(getattr(hook, "__name__", "") in POSITIONAL_HOOKS for hook in hooks):
         return "adapters that are picked by row or by token (adapter_names, aLoRA) need all of them at once"
     return None
 
 
 @contextlib.contextmanager
 def as_refusal(model: Any) -> Iterator[None]:
-    """An error of the model's own code, run chunk by chunk, is a refusal too."""
+    """Turn an error of the model's own code, run chunk by chunk, into a refusal."""
     try:
         yield
     except (Refused, NotAttended, torch.OutOfMemoryError):
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        said = " ".join(str(error).split())[:200]
-        refuse(model, f"it does not go on from the cache it is given ({said})", cause=error)
+        message = " ".join(str(error).split())[:200]
+        refuse(model, f"it does not go on from the cache it is given ({message})", cause=error)
 
 
 def refuse(model: Any, why: str, otherwise: str = ALTERNATIVE, cause: Exception | None = None) -> NoReturn:
-    """Raises `Refused` with the reason and with what would work."""
-    raise Refused(f"{class_of(model).__name__} cannot be trained by chunks: {why}; {otherwise}") from cause
+    """Raise `Refused` with the reason and with an alternative that works."""
+    raise Refused(
+        f"{original_class(model).__name__} cannot be trained by chunks: {why}; {otherwise}"
+    ) from cause

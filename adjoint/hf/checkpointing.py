@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from adjoint.hf.model_parts import put, replaced
+from adjoint.hf.model_parts import override_attribute, replaced_forwards
 from adjoint.hf.snapshot import makes_inputs_require_grad
 
 
 class WithoutCheckpointing:
-    """A context manager to be entered as often as needed: inside, no module of a model checkpoints."""
+    """Switches the gradient checkpointing of a model off: a context manager to be entered as often as
+    needed."""
 
     def __init__(self, model: nn.Module) -> None:
         modules: list[Any] = list(model.modules())
@@ -32,17 +33,17 @@ class WithoutCheckpointing:
         with contextlib.ExitStack() as stack:
             for module in self.flagged:
                 if module.gradient_checkpointing:
-                    stack.callback(put(module, "gradient_checkpointing", False))
+                    stack.callback(override_attribute(module, "gradient_checkpointing", False))
             for module in self.hooked:
                 hooks = module._forward_hooks.items()
                 others = OrderedDict((i, hook) for i, hook in hooks if not makes_inputs_require_grad(hook))
-                stack.callback(put(module, "_forward_hooks", others))
-            stack.enter_context(replaced(self.forwards))
+                stack.callback(override_attribute(module, "_forward_hooks", others))
+            stack.enter_context(replaced_forwards(self.forwards))
             yield
 
 
 def _wrapped_forwards(modules: list[Any]) -> dict[nn.Module, Callable[..., Any]]:
-    """The forward of the module inside each of PyTorch's `CheckpointWrapper`s, by wrapper."""
+    """Map each of PyTorch's `CheckpointWrapper`s to the forward of the module inside it."""
     imported = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     wrapper: Any = getattr(imported, "CheckpointWrapper", ())
     return {m: m._checkpoint_wrapped_module.__call__ for m in modules if isinstance(m, wrapper)}

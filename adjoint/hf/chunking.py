@@ -1,4 +1,4 @@
-"""How long a wrapped model's chunks are and where they end."""
+"""The length of a wrapped model's chunks, and the tokens at which they end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from adjoint.engine.chunk_size import Sizes
 from adjoint.engine.grid import BackwardSpec, EngineSpec
 from adjoint.hf import check
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import TYPES
-from adjoint.hf.model_parts import backbone_of, class_of
+from adjoint.hf.call import TOKEN_TYPES
+from adjoint.hf.model_parts import backbone_of, original_class
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
-BUSY = 1024  # tokens of a chunk on a CPU where nobody says; see `adjoint.engine.chunk_size`
+CPU_CHUNK_SIZE = 1024  # the default chunk size on a CPU, in tokens; see `adjoint.engine.chunk_size`
 
 
 def check_method(method: Any) -> None:
-    """Raises a ValueError where a method is not for transformers models."""
+    """Check that a method works for transformers models.
+
+    Raises:
+        ValueError: it does not, or its chunk size or window is a single token.
+    """
     if isinstance(method, Truncated) and (method.window == "auto" or method.unbiased):
         raise ValueError(
             "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need layers "
@@ -43,37 +47,41 @@ def check_method(method: Any) -> None:
         )
 
 
-def recompute_of(method: Any) -> str:
-    """How much of a layer's tape is computed again."""
+def recompute_setting(method: Any) -> str:
+    """Return how much of a layer's tape a method recomputes: "none", "selective" or "full"."""
     return getattr(method, "recompute", "none")
 
 
 def spec_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> EngineSpec:
-    """A method's spec, for whole models: chunks are cut at documents' starts, and a continuation has two
-    tokens at least, as transformers takes one for decoding.
+    """Return a method's spec for whole models.
+
+    Chunks are cut at documents' starts, and a continuation has two tokens at least, as transformers takes a
+    single token for decoding.
 
     Args:
-        chunk_size: tokens a chunk where the method does not say. starts: first tokens of the documents.
+        chunk_size: tokens per chunk if the method does not set it.
+        starts: first tokens of the documents.
     """
     size = max(2, min(getattr(method, "chunk_size", None) or chunk_size, seqlen))
     if isinstance(method, Truncated):
         assert isinstance(method.window, int)
         size = max(2, min(size, method.window))
-        every = None if method.window >= seqlen else method.window // size * size
-        return EngineSpec(size, BackwardSpec(drop_every=every), documents=starts, least=2)
+        drop_every = None if method.window >= seqlen else method.window // size * size
+        return EngineSpec(size, BackwardSpec(drop_every=drop_every), documents=starts, least=2)
     return dataclasses.replace(method.engine_spec(seqlen, size), documents=starts, least=2)
 
 
 def kept_features(model: nn.Module) -> int:
-    """About as many elements a token as a chunk of the backbone keeps for its backward: what its products and
-    convolutions read and write, of experts those of the ones that a token goes to. For models of several
-    kinds in float32 autograd keeps 0.8 to 1.3 of it."""
+    """Estimate how many elements per token a chunk of the backbone keeps for its backward.
+
+    Counted are inputs and outputs of products and convolutions; of experts, only those that a token is
+    routed to. For models of several kinds in float32 autograd keeps 0.8 to 1.3 times as much."""
     config: Any = backbone_of(model).config
     experts, total = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1, 0
     for module in backbone_of(model).modules():
         if isinstance(module, nn.Embedding):
             continue
-        if isinstance(module, nn.Linear):  # of quantized ones the weight's shape says nothing
+        if isinstance(module, nn.Linear):  # not by the weight's shape, which quantization changes
             total += module.in_features + module.out_features
         elif isinstance(module, nn.Conv1d):
             total += module.in_channels + module.out_channels
@@ -84,23 +92,27 @@ def kept_features(model: nn.Module) -> int:
 
 
 def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
-    """A model's `Sizes`.
+    """Return a model's `Sizes`.
 
     Args:
-        features: of `kept_features`. slots: of its cache. element: bytes of an activation's element.
+        features: from `kept_features`.
+        slots: of its cache.
+        element: bytes of an activation's element.
     """
     states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
-    return Sizes(max(features, 1) * element, sum(states), BUSY)
+    return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE)
 
 
-def blocks_of(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """Of token types (batch, seqlen) the blocks whose tokens see each other, numbers of this shape, -1 for
-    none, by the model's own code; None where masks are made without token types.
+def block_function(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return the model's own function from token types to blocks of tokens that attend to each other.
+
+    It takes types (batch, seqlen) and returns the number of each token's block in this shape, -1 for none.
+    None if the model's masks do not depend on token types.
 
     Raises:
-        Refused: its blocks are no runs of tokens, which a chunk could hold whole.
+        Refused: its blocks are not runs of tokens, which a chunk could hold whole.
     """
-    kind = class_of(backbone_of(model))
+    kind = original_class(backbone_of(model))
     if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
         return functools.partial(blocks, device=None)
     if "block_sequence_ids" in inspect.getsource(kind.forward):
@@ -108,20 +120,21 @@ def blocks_of(model: Any) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def around_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
-    """The spec whose chunks end no earlier than one of a batch's blocks does; the spec itself where there
-    are none."""
-    if (types := batch.inputs.get(TYPES)) is None or (blocks_in := blocks_of(model)) is None:
+def move_edges_out_of_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
+    """Return a spec whose chunks never end inside a block of tokens that attend to each other.
+
+    An edge inside a block moves to the block's end. Without blocks the spec itself is returned."""
+    if (types := batch.inputs.get(TOKEN_TYPES)) is None or (blocks_in := block_function(model)) is None:
         return spec
     blocks, seqlen = blocks_in(types), batch.seqlen
-    within = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
-    documents, moved = (*spec.documents, seqlen), list[int]()
+    is_within_block = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
+    documents, moved_edges = (*spec.documents, seqlen), list[int]()
     for start, stop in itertools.pairwise(documents):
-        last = start
+        last_edge = start
         for cut in spec.cuts(seqlen):
-            at = cut
-            while start < at < stop and within[at - 1]:
-                at += 1
-            if last + spec.least <= at <= stop - spec.least:
-                moved.append(last := at)
-    return dataclasses.replace(spec, chunk_size=seqlen, cut_at=tuple(moved))
+            edge = cut
+            while start < edge < stop and is_within_block[edge - 1]:
+                edge += 1
+            if last_edge + spec.least <= edge <= stop - spec.least:
+                moved_edges.append(last_edge := edge)
+    return dataclasses.replace(spec, chunk_size=seqlen, cut_at=tuple(moved_edges))

@@ -1,4 +1,4 @@
-"""A causal LM's head and loss, on one slice of the tokens at a time; and the loss of its routers."""
+"""A causal LM's head and loss, on one slice of the tokens at a time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.compare import alike, some_numbers
 from adjoint.hf import check
-from adjoint.hf.model_parts import backbone_of, class_of, gathering
+from adjoint.hf.model_parts import backbone_of, gathered_runner, original_class
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, tokens_per_slice
 
 
 class Output(MoeModelOutputWithPast):
-    """Hidden states alone: of whatever else a causal LM hands on of its backbone's output it has None."""
+    """A backbone's output that has hidden states and, if given, router logits; every other attribute is
+    None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
 
 
-class _Stub(nn.Module):
-    """Stands where the backbone stood and gives back an output: what is left is the model's own head."""
+class _BackboneStub(nn.Module):
+    """A module in the backbone's place that returns a given output, so that only the model's head runs."""
 
     def __init__(self, real: nn.Module, output: Output) -> None:
         super().__init__()
@@ -41,97 +42,105 @@ class _Stub(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             real = self.__dict__["real"]
-            found = getattr(real, name)
-            return self if found is real.get_decoder() else found  # OPT calls its backbone's decoder
+            value = getattr(real, name)
+            return self if value is real.get_decoder() else value  # OPT calls its backbone's decoder
 
     def forward(self, *_: Any, **__: Any) -> Output:
         return self.__dict__["output"]
 
 
 @contextlib.contextmanager
-def _stubbed(model: Any, output: Output) -> Iterator[None]:
+def _backbone_stubbed(model: Any, output: Output) -> Iterator[None]:
+    """Replace a model's backbone by a stub for the time of the context."""
     real = backbone_of(model)
     name = next(name for name, module in model.named_children() if module is real)
-    model._modules[name] = _Stub(real, output)
+    model._modules[name] = _BackboneStub(real, output)
     try:
         yield
     finally:
         model._modules[name] = real
 
 
-def own_output(model: Any, output: Output, **given: Any) -> Any:
-    """What the model makes of its backbone's output, called with ids and what else is given."""
+def head_output(model: Any, output: Output, **inputs: Any) -> Any:
+    """Return what a model makes of its backbone's output, for ids and other inputs."""
     hidden: Any = output.last_hidden_state
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-    with _stubbed(model, output):
-        return class_of(model).forward(model, input_ids=ids, use_cache=False, return_dict=True, **given)
+    with _backbone_stubbed(model, output):
+        return original_class(model).forward(
+            model, input_ids=ids, use_cache=False, return_dict=True, **inputs
+        )
 
 
-def own_logits(model: Any, hidden: Tensor) -> Tensor:
-    """What the model makes of hidden states (batch, tokens, hidden_size): logits (batch, tokens, vocab)."""
-    return own_output(model, Output(last_hidden_state=hidden)).logits
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Return a model's logits (batch, tokens, vocab) of hidden states (batch, tokens, hidden_size)."""
+    return head_output(model, Output(last_hidden_state=hidden)).logits
 
 
-def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """The same, made slice by slice."""
+def logits_by_slices(model: Any, hidden: Tensor) -> Tensor:
+    """Return a model's logits (batch, tokens, vocab) of hidden states, computed slice by slice."""
     logits: Any = None
     tokens = tokens_per_slice(hidden.shape[1], _vocab_size(model), hidden.is_cuda, None)
     for start in range(0, hidden.shape[1], tokens):
-        piece = own_logits(model, hidden[:, start : start + tokens])
+        piece = head_logits(model, hidden[:, start : start + tokens])
         if logits is None:
             logits = piece.new_empty(*hidden.shape[:2], piece.shape[2])
         logits[:, start : start + tokens] = piece
     return logits
 
 
-def own_loss(model: Any) -> Callable[..., Tensor] | None:
-    """The `loss_function` that a user has given a model; None where it has transformers' own. It is asked for
-    its sum over tokens by `num_items_in_batch=1`, with labels that are shifted already."""
+def custom_loss_function(model: Any) -> Callable[..., Tensor] | None:
+    """Return the `loss_function` that a user has set on a model, or None if it is transformers' own.
+
+    It is called for its sum over tokens: `num_items_in_batch=1`, and labels that are shifted already."""
     return vars(model).get("_loss_function")
 
 
-def refuse_own_loss(model: Any, padded: bool) -> None:
-    """Tries a user's loss function, at each call, as it may change.
+def refuse_unsummable_loss(model: Any, padded: bool) -> None:
+    """Try a user's loss function, at each call, as it may change.
 
     Args:
-        padded: whether chunks have padding, of which they make other logits than the model does.
+        padded: whether chunks have padding, whose logits differ from the model's.
 
     Raises:
         Refused: it is no sum over tokens, or reads logits of padding.
     """
-    loss = own_loss(model)
+    loss = custom_loss_function(model)
     if loss is None:
         return
-    weight, words = model.get_output_embeddings().weight, _vocab_size(model)
-    logits = some_numbers(1, 8, words).to(weight.device)
-    targets = (torch.arange(8, device=weight.device) * 7 % words)[None]
+    weight, vocab_size = model.get_output_embeddings().weight, _vocab_size(model)
+    logits = some_numbers(1, 8, vocab_size).to(weight.device)
+    targets = (torch.arange(8, device=weight.device) * 7 % vocab_size)[None]
     targets[:, 2] = IGNORE_INDEX
 
-    def of(tokens: slice, items: int, logits: Tensor = logits) -> Tensor:
-        piece = targets[:, tokens]
+    def slice_loss(tokens: slice, items: int, logits: Tensor = logits) -> Tensor:
+        labels = targets[:, tokens]
         return loss(
             logits=logits[:, tokens],
-            labels=piece,
-            vocab_size=words,
+            labels=labels,
+            vocab_size=vocab_size,
             num_items_in_batch=items,
-            shift_labels=piece,
+            shift_labels=labels,
         )
 
-    whole = parts = failed = None
+    loss_of_whole = loss_of_parts = cause = None
     try:
-        whole = of(slice(0, 8), 1)
-        parts = of(slice(0, 3), 2) + of(slice(3, 8), 2)
+        loss_of_whole = slice_loss(slice(0, 8), 1)
+        loss_of_parts = slice_loss(slice(0, 3), 2) + slice_loss(slice(3, 8), 2)
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
-        failed = error
-    if whole is None or parts is None or not torch.allclose(2 * parts, whole, rtol=1e-5):
+        cause = error
+    if (
+        loss_of_whole is None
+        or loss_of_parts is None
+        or not torch.allclose(2 * loss_of_parts, loss_of_whole, rtol=1e-5)
+    ):
         check.refuse(
             model,
             "its loss_function is no sum over tokens over num_items_in_batch: let it take shift_labels and "
             "num_items_in_batch as transformers' ForCausalLMLoss does",
-            cause=failed,
+            cause=cause,
         )
-    others = torch.where(targets[..., None] == IGNORE_INDEX, 3 * logits, logits)
-    if padded and not torch.equal(of(slice(0, 8), 1, others), whole):
+    changed_logits = torch.where(targets[..., None] == IGNORE_INDEX, 3 * logits, logits)
+    if padded and not torch.equal(slice_loss(slice(0, 8), 1, changed_logits), loss_of_whole):
         check.refuse(
             model,
             "its loss_function reads logits whose labels are -100, and chunks make others of padding than "
@@ -145,17 +154,17 @@ def _vocab_size(model: Any) -> int:
 
 @torch.no_grad()
 def refuse_z_loss(model: Any, padded: bool) -> None:
-    """Tries the z-loss that a configuration asks for by calling the model's head with no label that counts.
+    """Try the z-loss that a configuration asks for, by calling the model's head with no label that counts.
 
     Args:
         padded: whether there is padding.
 
     Raises:
-        Refused: it is not the mean of the squared log-partition functions, times `check.z_factor`, or reads
-            padding.
+        Refused: it is not the mean of the squared log-partition functions, times
+            `check.z_loss_coefficient`, or reads padding.
     """
-    factor, weight = check.z_factor(model), model.get_output_embeddings().weight
-    if not factor:
+    coefficient, weight = check.z_loss_coefficient(model), model.get_output_embeddings().weight
+    if not coefficient:
         return
     if padded:
         check.refuse(
@@ -164,105 +173,122 @@ def refuse_z_loss(model: Any, padded: bool) -> None:
             "does: give rows without padding, or set it to 0",
         )
     hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
-    given = {"labels": torch.full((1, 4), IGNORE_INDEX, device=weight.device), "num_items_in_batch": 1}
-    found = gathering(model)(lambda: own_output(model, Output(last_hidden_state=hidden), **given))
-    if not alike(found.loss, factor * found.logits.logsumexp(-1).square().mean()):
+    inputs = {"labels": torch.full((1, 4), IGNORE_INDEX, device=weight.device), "num_items_in_batch": 1}
+    output = gathered_runner(model)(lambda: head_output(model, Output(last_hidden_state=hidden), **inputs))
+    if not alike(output.loss, coefficient * output.logits.logsumexp(-1).square().mean()):
         check.refuse(model, f"{check.Z_LOSS} is on, and its loss is not the usual one; set it to 0")
 
 
-def plain_scale(model: Any, hidden: Tensor) -> float | None:
-    """The number by which the model multiplies its logits, usually 1, where they are a product with the
-    head's weight and nothing else; None where they are more, such as capped, or where that is not known.
+def logit_scale(model: Any, hidden: Tensor) -> float | None:
+    """Return the number by which the model multiplies its logits, usually 1.
 
-    Seen by what the model's own forward, transformers' code or fla's, calls as it makes logits of no token:
-    here and now, so that nothing is kept of it, and whatever values its tensors have."""
+    None if they are more than a product with the head's weight, for example capped, or if that is not
+    known. It is found by following the calls of the model's own forward (transformers' code or fla's) on
+    no token: so nothing has to be stored, and the values of its tensors do not matter."""
     head = model.get_output_embeddings()
-    plain = is_untouched(head, nn.Linear) and head.bias is None and type(head.weight).__name__ in WEIGHTS
-    if not plain or not class_of(model).forward.__module__.startswith(("transformers.", "fla.")):
+    is_plain = (
+        is_untouched(head, nn.Linear)
+        and head.bias is None
+        and type(head.weight).__name__ in UNQUANTIZED_CLASSES
+    )
+    if not is_plain or not original_class(model).forward.__module__.startswith(("transformers.", "fla.")):
         return None
-    calls = _Calls(hidden[:, :0].detach(), head.weight)
+    tracker = _ScaleTracker(hidden[:, :0].detach(), head.weight)
     try:
-        with torch.no_grad(), calls:
-            logits = own_logits(model, calls.hidden)
-    except (LookupError, RuntimeError, TypeError, ValueError):  # it does not take so few
+        with torch.no_grad(), tracker:
+            logits = head_logits(model, tracker.hidden)
+    except (LookupError, RuntimeError, TypeError, ValueError):  # the head may refuse a slice without tokens
         return None
-    return None if calls.others or id(logits) in calls.before else calls.scales.get(id(logits))
+    return (
+        None
+        if tracker.has_other_results or id(logits) in tracker.pre_logit_ids
+        else tracker.scales.get(id(logits))
+    )
 
 
-WEIGHTS = "Tensor", "Parameter", "FakeTensor"  # and none that is quantised
+UNQUANTIZED_CLASSES = "Tensor", "Parameter", "FakeTensor"  # not those of quantized weights
 
 
-class _Calls(TorchFunctionMode):
-    """Follows hidden states through what is called with them.
+class _ScaleTracker(TorchFunctionMode):
+    """Follows hidden states through the functions that are called with them.
 
     Attributes:
-        scales: by the tensor's id, by what numbers the hidden states or the logits are multiplied in all.
-        before: of the tensors that are no logits yet. others: whether anything else was made of them.
+        scales: total factor of each tensor that is a multiple of the hidden states or the logits, by its id.
+        pre_logit_ids: ids of those tensors that are multiples of the hidden states.
+        has_other_results: whether anything else was computed from them.
+        tracked_tensors: kept alive, as another tensor might get the id of a freed one.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         super().__init__()
-        self.hidden, self.weight, self.others = hidden, weight, False
-        self.scales, self.before, self.alive = {id(hidden): 1.0}, {id(hidden)}, [hidden]
+        self.hidden, self.weight, self.has_other_results = hidden, weight, False
+        self.scales, self.pre_logit_ids, self.tracked_tensors = {id(hidden): 1.0}, {id(hidden)}, [hidden]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = [*args, *(kwargs or {}).values()]
-        if isinstance(found, Tensor) and any(id(one) in self.scales for one in given):
-            factor = self._factor(func, given[0], given[1:])
-            if factor is None or id(given[0]) not in self.scales:
-                self.others = True
+        result = func(*args, **(kwargs or {}))
+        inputs = [*args, *(kwargs or {}).values()]
+        if isinstance(result, Tensor) and any(id(value) in self.scales for value in inputs):
+            factor = self._factor(func, inputs[0], inputs[1:])
+            if factor is None or id(inputs[0]) not in self.scales:
+                self.has_other_results = True
             else:
-                self.alive.append(found)  # else another tensor might get its id
-                if id(given[0]) in self.before and func is not F.linear:
-                    self.before.add(id(found))
-                self.scales[id(found)] = factor * self.scales[id(given[0])]
-        return found
+                self.tracked_tensors.append(result)  # else another tensor might get its id
+                if id(inputs[0]) in self.pre_logit_ids and func is not F.linear:
+                    self.pre_logit_ids.add(id(result))
+                self.scales[id(result)] = factor * self.scales[id(inputs[0])]
+        return result
 
     def _factor(self, func: Any, first: Tensor, rest: list[Any]) -> float | None:
-        """By what a function multiplies its first argument; None of one that does more."""
+        """Return by what a function multiplies its first argument, or None if it does anything else."""
         name = getattr(func, "__name__", "")
         if name in ("mul", "div", "__mul__", "__truediv__") and type(rest[0]) in (int, float):
             return 1 / rest[0] if "div" in name else rest[0]
-        product = func is F.linear and id(first) in self.before
-        same = product and rest[0] is self.weight and not any(one is not None for one in rest[1:])
-        same = same or name in ("to", "float", "contiguous") or (name == "__getitem__" and _is_all(rest[0]))
-        return 1.0 if same else None
+        is_linear = func is F.linear and id(first) in self.pre_logit_ids
+        keeps_scale = (
+            is_linear and rest[0] is self.weight and not any(value is not None for value in rest[1:])
+        )
+        keeps_scale = (
+            keeps_scale
+            or name in ("to", "float", "contiguous")
+            or (name == "__getitem__" and _selects_everything(rest[0]))
+        )
+        return 1.0 if keeps_scale else None
 
 
-def _is_all(index: Any) -> bool:
-    """Whether an index takes everything."""
-    parts = index if isinstance(index, tuple) else (index,)
+def _selects_everything(index: Any) -> bool:
+    """Whether an index selects all elements."""
+    items = index if isinstance(index, tuple) else (index,)
     return all(
-        part is Ellipsis or (isinstance(part, slice) and part in (slice(None), slice(0, None)))
-        for part in parts
+        item is Ellipsis or (isinstance(item, slice) and item in (slice(None), slice(0, None)))
+        for item in items
     )
 
 
 def summed_loss(
     model: Any, hidden: Tensor, targets: Tensor, z: Any = None, slices: int | None = None
 ) -> Tensor:
-    """The loss of hidden states (batch, tokens, hidden_size) against targets (batch, tokens) that are already
-    shifted, summed over those not ignored, in float32 at least.
+    """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
     Args:
-        z: what the squared log-partition function of every token is multiplied by and added, or None.
-        slices: of `tokens_per_slice`.
+        hidden: (batch, tokens, hidden_size).
+        targets: (batch, tokens), already shifted.
+        z: coefficient of the squared log-partition function of every token, or None.
+        slices: number of slices; None for `tokens_per_slice`'s choice.
     """
-    own, words = own_loss(model), _vocab_size(model)
-    tokens = tokens_per_slice(targets.numel(), words, hidden.is_cuda, slices)
-    scale = plain_scale(model, hidden) if z is None and own is None else None
+    custom_loss, vocab_size = custom_loss_function(model), _vocab_size(model)
+    tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
+    scale = logit_scale(model, hidden) if z is None and custom_loss is None else None
     if scale is not None:
         weight = model.get_output_embeddings().weight
-        hidden = hidden.to(weight.dtype)  # Mamba's residual stream, and so what comes of it, is float32
+        hidden = hidden.to(weight.dtype)  # Mamba's residual stream is float32
         return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets, tokens)
 
-    def of(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = own_logits(model, hidden[None])
-        if own is not None:
+    def slice_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = head_logits(model, hidden[None])
+        if custom_loss is not None:
             labels = targets[None]
-            return own(
-                logits=logits, labels=labels, vocab_size=words, num_items_in_batch=1, shift_labels=labels
+            return custom_loss(
+                logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=1, shift_labels=labels
             )
         logits = logits[0] if logits.dtype == torch.float64 else logits[0].float()
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -270,10 +296,10 @@ def summed_loss(
 
     total = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
     for h, t in zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True):
-        total = total + recomputed(of, h, t)
+        total = total + run_checkpointed(slice_loss, h, t)
     return total
 
 
-def recomputed(call: Callable[..., Any], *args: Any) -> Any:
-    """What a call gives; a backward makes it again instead of keeping what it is made of."""
-    return checkpoint(call, *args, use_reentrant=False) if torch.is_grad_enabled() else call(*args)
+def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+    """Return function(*args); with gradients, the backward runs it again instead of keeping intermediates."""
+    return checkpoint(function, *args, use_reentrant=False) if torch.is_grad_enabled() else function(*args)

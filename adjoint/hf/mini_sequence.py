@@ -1,8 +1,8 @@
-"""The Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892) for models of transformers: MLPs piece by
-piece, head and loss slice by slice, layers recomputed in the backward. See `adjoint.MiniSequence`.
+"""The Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892) for models of transformers.
 
-All of it is autograd's own business, over the model's own code: for the time of a call the layers and their
-MLPs get other forwards. So hooks, sharding and adapters see what they would see without it."""
+MLPs run piece by piece, head and loss slice by slice, and layers are recomputed in the backward. See
+`adjoint.MiniSequence`. All of it is plain autograd over the model's own code: for the time of a call the
+layers and their MLPs get other forwards. So hooks, sharding and adapters see the same calls as without it."""
 
 from __future__ import annotations
 
@@ -17,75 +17,89 @@ from torch import Tensor, nn
 from adjoint.engine.compare import TOKENS, alike
 from adjoint.hf import check, comparison
 from adjoint.hf.call import Call, CallKind
-from adjoint.hf.head import recomputed, refuse_own_loss, summed_loss
-from adjoint.hf.model_parts import backbone_of, layers_of, put, replaced
-from adjoint.hf.trial_copy import in_eval_mode, some_tokens
+from adjoint.hf.head import refuse_unsummable_loss, run_checkpointed, summed_loss
+from adjoint.hf.model_parts import backbone_of, layers_of, override_attribute, replaced_forwards
+from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import uses_fsdp
 
-# Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.
-HEADS_OWN = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
+# Arguments of a causal LM that its backbone does not take; calls for extra outputs do not get here.
+HEAD_ARGUMENTS = (
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "logits_to_keep",
+    "return_dict",
+    "use_cache",
+)
 
-NOT_THE_SAME = (
+PIECES_DIFFER = (
     f"the gradient of {TOKENS} tokens by mini-sequences is not the model's own",
     "its loss is more than the labels' cross-entropy, or it computes something else each time",
 )
 
 
 def total_loss(call: Call, method: MiniSequence, mlps: Sequence[str]) -> Tensor:
-    """The summed loss of a call with labels.
+    """Return the summed loss of a call with labels.
 
     Args:
-        mlps: as `token_wise` names them.
+        mlps: names from `find_token_wise_mlps`.
 
     Raises:
         Refused: the model's loss is not known to be a sum over tokens.
     """
     model, targets = call.model, call.targets
-    refuse_own_loss(model, padded=False)
-    given = {k: v for k, v in call.given.items() if v is not None and k not in HEADS_OWN}
+    refuse_unsummable_loss(model, padded=False)
+    inputs = {k: v for k, v in call.arguments.items() if v is not None and k not in HEAD_ARGUMENTS}
     with splitting(backbone_of(model), mlps, method.mlp_chunks):
-        hidden = backbone_of(model)(**given, use_cache=False)[0]
+        hidden = backbone_of(model)(**inputs, use_cache=False)[0]
     return summed_loss(model, hidden, targets.to(hidden.device), slices=method.head_chunks)
 
 
 @contextlib.contextmanager
 def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator[None]:
-    """Meanwhile the backbone's layers are recomputed in the backward, its `mlps` run in pieces.
+    """Recompute the backbone's layers in the backward and run its `mlps` in pieces, for the time of the
+    context.
 
-    The recomputation comes when this is over, so each layer's forward splits the MLPs inside it itself."""
-    inside = [(name, backbone.get_submodule(name)) for name in mlps]
+    The recomputation comes after this context has ended, so each layer's forward splits the MLPs inside it
+    itself."""
+    named_mlps = [(name, backbone.get_submodule(name)) for name in mlps]
     layers = layers_of(backbone)
     forwards = {
-        layer: _recomputed(layer, [m for own, m in inside if own.startswith(f"{name}.")], chunks)
+        layer: _recomputed_forward(
+            layer, [mlp for mlp_name, mlp in named_mlps if mlp_name.startswith(f"{name}.")], chunks
+        )
         for name, layer in layers.items()
     }
-    with replaced(forwards):
+    with replaced_forwards(forwards):
         yield
 
 
-def _recomputed(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
+def _recomputed_forward(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
+    """Return a layer's forward that the backward runs again, with the layer's MLPs in pieces."""
     forward = layer.forward
-    split = {mlp: in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
+    split_forwards = {mlp: in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.callback(put(layer, "gradient_checkpointing", False))  # once is enough
-            stack.enter_context(replaced(split))
+            # Else the layer would be checkpointed twice.
+            stack.callback(override_attribute(layer, "gradient_checkpointing", False))
+            stack.enter_context(replaced_forwards(split_forwards))
             return forward(*args, **kwargs)
 
-    return lambda *args, **kwargs: recomputed(functools.partial(run, **kwargs), *args)
+    return lambda *args, **kwargs: run_checkpointed(functools.partial(run, **kwargs), *args)
 
 
 def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Tensor], Tensor]:
-    """(batch, tokens, hidden) → the same, `chunks` pieces of the tokens after one another."""
+    """Return a forward that runs `chunks` pieces of the tokens one after another, (batch, tokens, hidden)
+    → the same."""
 
     def piece(x: Tensor) -> Tensor:
-        return forward(x.contiguous())  # made here, so that a view is all that is kept
+        return forward(x.contiguous())  # copied in here, so that the checkpoint keeps a view alone
 
     def run(x: Tensor) -> Tensor:
         pieces = x.tensor_split(max(1, min(chunks, x.shape[1])), dim=1)
-        return torch.cat([recomputed(piece, x) for x in pieces], dim=1)
+        return torch.cat([run_checkpointed(piece, x) for x in pieces], dim=1)
 
     return run
 
@@ -93,11 +107,13 @@ def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Ten
 # ------------------------------------------------------------------------------------------------- first use
 
 
-def token_wise(backbone: Any) -> list[str]:
-    """Names of what may run in pieces: children of the layers, themselves made of modules, that make of one
-    tensor (batch, tokens, hidden) one of the same shape in which no token depends on another. Seen by running
-    the backbone on a few tokens; a name says nothing."""
-    found: list[str] = []
+def find_token_wise_mlps(backbone: Any) -> list[str]:
+    """Return the names of the modules that may run in pieces.
+
+    These are children of the layers, themselves made of modules, that turn one tensor (batch, tokens,
+    hidden) into one of the same shape in which no token depends on another. That is found by running the
+    backbone on a few tokens, as names say nothing."""
+    names: list[str] = []
 
     def note(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if len(args) != 1 or kwargs or not all(isinstance(x, Tensor) for x in (args[0], output)):
@@ -105,25 +121,26 @@ def token_wise(backbone: Any) -> list[str]:
         if args[0].dim() == 3 and args[0].shape == output.shape:
             if uses_fsdp(module):
                 check.refuse(backbone, f"MiniSequence: call fully_shard for {name}, not for parts of it")
-            if _tokens_are_apart(module, args[0]):
-                found.append(name)
+            if _is_token_wise(module, args[0]):
+                names.append(name)
 
     with contextlib.ExitStack() as stack:
         for layer, module in layers_of(backbone).items():
             for name, child in module.named_children():
                 if any(child.children()) and any(p.dim() > 1 for p in child.parameters()):
                     hook = functools.partial(note, f"{layer}.{name}")
-                    # before FSDP's own, which gives the parameters up
+                    # Runs before FSDP's own hook, which frees the gathered parameters.
                     stack.callback(child.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
         with torch.inference_mode(False), torch.no_grad(), in_eval_mode(backbone):
-            backbone(input_ids=some_tokens(backbone)[0], use_cache=False)
-    return found
+            backbone(input_ids=example_tokens(backbone)[0], use_cache=False)
+    return names
 
 
-def _tokens_are_apart(module: Any, x: Tensor) -> bool:
-    """Whether pieces give the whole's output, and each output no gradient at all to another token."""
-    whole, pieces = module.forward(x), in_pieces(module.forward, 3)(x)
-    if not alike(pieces, whole):
+def _is_token_wise(module: Any, x: Tensor) -> bool:
+    """Whether pieces give the output of the whole, and each output has no gradient at all to another
+    token."""
+    expected, pieces = module.forward(x), in_pieces(module.forward, 3)(x)
+    if not alike(pieces, expected):
         return False
     middle = x.shape[1] // 2
     with torch.enable_grad():
@@ -133,11 +150,11 @@ def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     return not bool(dx.any())
 
 
-def way(method: MiniSequence, kind: CallKind) -> comparison.Way:
-    """The loss of a causal LM and its gradient by mini-sequences, for `comparison.compare`."""
+def gradient_function(method: MiniSequence, kind: CallKind) -> comparison.GradientFunction:
+    """Return the function that computes a causal LM's loss and gradient by mini-sequences, for `compare`."""
 
     def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
         call = Call(model, comparison.example_inputs(model, ids, labels, kind))
-        return total_loss(call, method, token_wise(backbone_of(model))) / call.divisor
+        return total_loss(call, method, find_token_wise_mlps(backbone_of(model))) / call.divisor
 
-    return comparison.by_autograd(by_pieces)
+    return comparison.gradients_by_autograd(by_pieces)

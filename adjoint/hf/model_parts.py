@@ -1,5 +1,5 @@
-"""The parts of a transformers model: backbone, layers, root; and how forwards and settings are replaced for a
-while."""
+"""The parts of a transformers model (backbone, layers, root), and temporary replacements of forwards and
+attributes."""
 
 from __future__ import annotations
 
@@ -16,62 +16,71 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from adjoint.parallel.fsdp import Gathering, uses_fsdp
 
 MISSING = object()
-# What models' own code raises where it is given what it was not made for.
-ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+# Errors that models' own code raises for inputs that it was not made for.
+MODEL_ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def class_of(model: Any) -> Any:
-    """The class that transformers gave a model, whatever it is wrapped in."""
+def original_class(model: Any) -> Any:
+    """Return the class that transformers gave a model, wrapped or not."""
     return getattr(type(model), "_adjoint_original", type(model))
 
 
 def backbone_of(model: Any) -> Any:
-    """All of a causal LM below its head; the model itself where that is not to be had apart. transformers'
-    `base_model`, or what stands in its place where a class says a name that it does not have."""
+    """Return everything of a causal LM below its head, or the model itself if that is no separate module.
+
+    It is transformers' `base_model`, or the only inner model of a class whose `base_model_prefix` names no
+    attribute."""
     if model.base_model is not model:
         return model.base_model
-    found = [child for child in model.children() if isinstance(child, PreTrainedModel)]
-    return found[0] if len(found) == 1 else model
+    inner_models = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return inner_models[0] if len(inner_models) == 1 else model
 
 
 def root_of(model: Any) -> Any:
-    """What `adjoint.wrap` was given: the causal LM, or PEFT's model around it."""
-    record = vars(model).get("_adjoint")
-    outer = None if record is None or record.outer is None else record.outer()
-    return model if outer is None else outer
+    """Return the model that was passed to `adjoint.wrap`: the causal LM, or PEFT's model around it."""
+    wrap_state = vars(model).get("_adjoint")
+    outer_model = None if wrap_state is None or wrap_state.outer_model is None else wrap_state.outer_model()
+    return model if outer_model is None else outer_model
 
 
 @contextlib.contextmanager
-def plainly(model: Any) -> Iterator[None]:
-    """Meanwhile calls of a wrapped model, and of its backbone, go to transformers' own forward."""
+def calling_original_forwards(model: Any) -> Iterator[None]:
+    """Let calls of a wrapped model, and of its backbone, run transformers' own forward."""
     with contextlib.ExitStack() as stack:
-        if (record := vars(model).get("_adjoint")) is not None:
-            stack.callback(put(record, "plain", True))
+        if (wrap_state := vars(model).get("_adjoint")) is not None:
+            stack.callback(override_attribute(wrap_state, "uses_original_forward", True))
         yield
 
 
-def gathering(model: Any) -> Callable[[Callable[[], Any]], Any]:
-    """Calls what runs a model's modules one by one: of a sharded model inside the forward of its root."""
+def gathered_runner(model: Any) -> Callable[[Callable[[], Any]], Any]:
+    """Return a function that calls its argument, which may run the model's modules one by one.
+
+    For a model under fully_shard it does so inside the forward of the root, where weights are gathered."""
     return Gathering(root_of(model)) if uses_fsdp(model) else lambda call: call()
 
 
 def device_of(model: Any) -> torch.device:
-    """The device of its first parameter."""
+    """Return the device of a model's first parameter."""
     return next(model.parameters()).device
 
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
-    """By name, what transformers itself would recompute; of layers inside layers the outer ones."""
-    found: dict[str, nn.Module] = {}
+    """Map names to the modules that transformers itself would checkpoint; of nested ones the outer only."""
+    layers: dict[str, nn.Module] = {}
     for name, module in backbone.named_modules():
-        within = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, GradientCheckpointingLayer) and not within:
-            found[name] = module
-    return found
+        is_nested = any(name.startswith(f"{outer}.") for outer in layers)
+        if isinstance(module, GradientCheckpointingLayer) and not is_nested:
+            layers[name] = module
+    return layers
 
 
 class PassThrough(nn.Module):
-    """Stands where a layer would: gives back what it is given, in the form in which the layer would."""
+    """A module in a layer's place that returns its input in the form in which the layer returns its output.
+
+    Args:
+        layer: whose plain attributes the module gets, as models read them.
+        output: length of the tuple that the layer returns, None if it returns a tensor.
+    """
 
     def __init__(self, layer: nn.Module, output: int | None = None) -> None:
         super().__init__()
@@ -86,11 +95,11 @@ class PassThrough(nn.Module):
         return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
 
 
-def put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
-    """Sets an entry of `vars(holder)`, or takes it away where the value is `MISSING`; gives what undoes
-    that."""
+def override_attribute(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
+    """Set an entry of `vars(holder)`, or remove it if the value is `MISSING`; return a function that
+    undoes it."""
     entries = vars(holder)
-    undo = functools.partial(put, holder, attribute, entries.get(attribute, MISSING))
+    undo = functools.partial(override_attribute, holder, attribute, entries.get(attribute, MISSING))
     if value is MISSING:
         entries.pop(attribute, None)
     else:
@@ -99,16 +108,18 @@ def put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Meanwhile modules have other forwards: on the instances, which may have such ones already."""
-    before = [(vars(module), vars(module).get("forward")) for module in forwards]
-    for (entries, _), forward in zip(before, forwards.values(), strict=True):
+def replaced_forwards(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules other forwards for the time of the context.
+
+    They are set on the instances, which may have such forwards already (accelerate's hooks)."""
+    previous = [(vars(module), vars(module).get("forward")) for module in forwards]
+    for (entries, _), forward in zip(previous, forwards.values(), strict=True):
         entries["forward"] = forward
     try:
         yield
     finally:
-        for entries, own in before:
-            if own is None:
+        for entries, instance_forward in previous:
+            if instance_forward is None:
                 del entries["forward"]
             else:
-                entries["forward"] = own
+                entries["forward"] = instance_forward

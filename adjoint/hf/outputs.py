@@ -1,4 +1,4 @@
-"""What a wrapped causal LM returns beside its loss: logits that are computed when they are read.
+"""The outputs of a wrapped causal LM: a loss, and logits that are computed when they are read.
 
 Chunks never hold the logits (batch, seqlen, vocab_size) of a sequence. Callers that read `out.logits` for
 their metrics, as trainers do, get them from a second forward, without gradients; others pay nothing."""
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-COMPUTE = "_adjoint_logits"  # the loss's attribute: accelerate builds outputs anew around the same loss
+COMPUTE = "_adjoint_logits"  # an attribute of the loss, as accelerate copies outputs but not the loss
 
 
 class _LogitsOnAccess:
@@ -26,8 +26,10 @@ class _LogitsOnAccess:
 
     @property
     def logits(self) -> Tensor | None:
-        """Logits (batch, seqlen, vocab_size): those that the call asked for, else computed now, from the
-        weights as they are now and without gradients. None where they cannot be had."""
+        """Logits (batch, seqlen, vocab_size), or None where they cannot be computed.
+
+        Logits that the call asked for are stored; others are computed when they are read, from the weights
+        as they are then and without gradients."""
         entries = vars(self)
         compute: Callable[[], Tensor] | None = getattr(self.loss, COMPUTE, None)
         if entries.get("_logits") is None and compute is not None and not entries.get("_is_stored_only"):
@@ -61,4 +63,4 @@ class LossOutput(_LogitsOnAccess, CausalLMOutputWithPast):
 
 
 class RoutedLossOutput(_LogitsOnAccess, MoeCausalLMOutputWithPast):
-    """The same, of a model that adds its routers' loss."""
+    """A causal LM's output by chunks if the model adds its routers' loss."""

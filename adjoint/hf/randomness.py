@@ -12,14 +12,16 @@ from transformers import PreTrainedConfig
 from adjoint.engine.generators import KINDS, Generators
 
 
-class Noise(Generators):
-    """What a model draws, chunk by chunk: random numbers, dropout's and any others, such as a router's noise,
-    from the generators of PyTorch, NumPy and Python, and those that modules have. A chunk that is computed
-    again draws what it drew in the forward.
+class ChunkRandomness(Generators):
+    """The random generators of a model, replayed chunk by chunk.
+
+    Dropout, a router's noise and other random numbers are drawn from the generators of PyTorch, NumPy and
+    Python, and from those that modules hold. A chunk that is recomputed draws the numbers of its forward
+    again.
 
     Attributes:
-        expected: whether it has dropout that is on. before: of chunks that drew, the generators' states at
-            their starts.
+        has_dropout: whether dropout is on.
+        states_by_chunk: generators' states at the start of each chunk that has drawn, by its first token.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,17 +32,17 @@ class Noise(Generators):
             vars(m.config) for m in modules if isinstance(getattr(m, "config", None), PreTrainedConfig)
         ][:1]
         rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
-        self.expected = model.training and any(rates)
-        self.before: dict[int, Any] = {}
+        self.has_dropout = model.training and any(rates)
+        self.states_by_chunk: dict[int, Any] = {}
 
     @contextlib.contextmanager
-    def of(self, start: int) -> Iterator[None]:
-        """Around the run of the chunk that begins at token `start`."""
-        if start in self.before:
-            with self.again(self.before[start]):
+    def at_chunk(self, start: int) -> Iterator[None]:
+        """Run the chunk that begins at token `start`, with the numbers of its first run if there was one."""
+        if start in self.states_by_chunk:
+            with self.again(self.states_by_chunk[start]):
                 yield
             return
-        now = self.states()
+        states = self.states()
         yield
-        if self.have_drawn(now):
-            self.before[start] = now
+        if self.have_drawn(states):
+            self.states_by_chunk[start] = states

@@ -1,4 +1,4 @@
-"""The loss of a mixture's routers, summed over chunks."""
+"""The load-balancing loss of a mixture's routers, summed over chunks."""
 
 from __future__ import annotations
 
@@ -12,78 +12,100 @@ from torch import Tensor
 from adjoint.engine.compare import alike, some_numbers
 from adjoint.engine.sequence_sums import Sum
 from adjoint.hf import check
-from adjoint.hf.head import Output, own_output
+from adjoint.hf.head import Output, head_output
 from adjoint.kernels.checks import accumulate_dtype
 
-COUNTED = "attention_mask"  # of a chunk's inputs, (batch, tokens): the tokens that count
+TOKEN_MASK = "attention_mask"  # key of a chunk's inputs: (batch, tokens), nonzero for tokens that count
 
 
-class Balance(Sum):
-    """What experts are given and how probable they are, (2, experts), summed over tokens and layers."""
+class RouterLoss(Sum):
+    """The load-balancing loss of a mixture of experts.
+
+    The total is (2, experts): how many tokens each expert is assigned, and the sum of its probabilities,
+    over all tokens and layers."""
 
     def __init__(self, model: Any, factor: float = 1.0) -> None:
         super().__init__(factor)
         self.top_k: int = model.num_experts_per_tok
-        self.experts, self.like = model.num_experts, next(model.parameters())
+        self.num_experts, self.example_parameter = model.num_experts, next(model.parameters())
 
     def empty(self) -> Tensor:
-        return self.like.new_zeros(2, self.experts, dtype=accumulate_dtype(self.like.dtype))
+        return self.example_parameter.new_zeros(
+            2, self.num_experts, dtype=accumulate_dtype(self.example_parameter.dtype)
+        )
 
-    def of(self, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:
-        """The sums of a chunk, whose router logits are (tokens, experts) in each layer."""
+    def chunk_sums(self, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:
+        """Return a chunk's part of the total.
+
+        Args:
+            router_logits: (tokens, experts) of each layer.
+            counted: (batch, tokens), nonzero for tokens that count; None if all do.
+        """
         sums: Any = 0
         for logits in router_logits:
-            p = F.softmax(logits.flatten(0, -2), dim=-1)
-            picked = p.topk(self.top_k, dim=-1).indices.flatten()
-            p = p.to(accumulate_dtype(p.dtype))
-            weights = p.new_ones(len(p)) if counted is None else counted.flatten().to(p)
-            given = p.new_zeros(p.shape[1]).index_add_(0, picked, weights.repeat_interleave(self.top_k))
-            probable = (weights[:, None] * p).sum(0)  # autocast would round a product
-            sums = sums + torch.stack([given, probable])
+            probabilities = F.softmax(logits.flatten(0, -2), dim=-1)
+            picked_experts = probabilities.topk(self.top_k, dim=-1).indices.flatten()
+            probabilities = probabilities.to(accumulate_dtype(probabilities.dtype))
+            weights = (
+                probabilities.new_ones(len(probabilities))
+                if counted is None
+                else counted.flatten().to(probabilities)
+            )
+            assigned_tokens = probabilities.new_zeros(probabilities.shape[1]).index_add_(
+                0, picked_experts, weights.repeat_interleave(self.top_k)
+            )
+            # Not as a matrix product, which autocast would round.
+            summed_probabilities = (weights[:, None] * probabilities).sum(0)
+            sums = sums + torch.stack([assigned_tokens, summed_probabilities])
         return sums
 
     def loss(self, total: Tensor) -> Tensor:
-        """What the whole's sums give."""
-        given, p = total
-        tokens = given.sum() / self.top_k
-        return len(p) * (given.detach() * p).sum() / tokens.detach() ** 2
+        """Return the loss made of the total: experts · Σ (assigned share · mean probability)."""
+        assigned_tokens, summed_probabilities = total
+        tokens = assigned_tokens.sum() / self.top_k
+        return (
+            len(summed_probabilities)
+            * (assigned_tokens.detach() * summed_probabilities).sum()
+            / tokens.detach() ** 2
+        )
 
 
-class Logits:
-    """The logits of a backbone's routers, for whoever makes a loss of them: they go beside its hidden states.
+class RouterLogits:
+    """The logits of a backbone's routers, carried beside its hidden states to a loss outside the model.
 
     Attributes:
-        parts: of the hidden states and of each router's logits, the width and the dtype.
+        layout: width and dtype of the hidden states and of each router's logits.
     """
 
-    parts: Sequence[tuple[int, torch.dtype]] = ()
+    layout: Sequence[tuple[int, torch.dtype]] = ()
 
-    def attached(self, hidden: Tensor, router_logits: Sequence[Tensor], _: int) -> Tensor:
-        """One tensor (batch, tokens, width) of a chunk's hidden states and its routers' logits."""
+    def append_to(self, hidden: Tensor, router_logits: Sequence[Tensor], _: int) -> Tensor:
+        """Return a chunk's hidden states and its routers' logits as one tensor (batch, tokens, width)."""
         tensors = [hidden, *(t.view(*hidden.shape[:2], -1) for t in router_logits)]
-        self.parts = [(t.shape[-1], t.dtype) for t in tensors]
+        self.layout = [(t.shape[-1], t.dtype) for t in tensors]
         return torch.cat(tensors, dim=-1)
 
-    def taken_apart(self, both: Tensor) -> list[Tensor]:
-        """Undoes `attached`."""
-        pieces = both.split([width for width, _ in self.parts], dim=-1)
-        return [piece.to(dtype) for piece, (_, dtype) in zip(pieces, self.parts, strict=True)]
+    def split_from(self, combined: Tensor) -> list[Tensor]:
+        """Split a tensor of `append_to` into the hidden states and each router's logits."""
+        pieces = combined.split([width for width, _ in self.layout], dim=-1)
+        return [piece.to(dtype) for piece, (_, dtype) in zip(pieces, self.layout, strict=True)]
 
 
 @torch.no_grad()
-def coefficient(model: Any) -> float:
-    """What a model multiplies its routers' loss by. Seen by giving its forward some logits of routers, and no
-    labels that count.
+def router_loss_coefficient(model: Any) -> float:
+    """Return the factor by which a model multiplies its routers' loss.
+
+    It is measured by giving the model's forward some logits of routers, and no labels that count.
 
     Raises:
-        Refused: it is another loss than this one.
+        Refused: the model has another loss than `RouterLoss`.
     """
     weight = model.get_output_embeddings().weight
     hidden, mask = some_numbers(1, 5, weight.shape[1]).to(weight), weight.new_ones(1, 5, dtype=torch.int64)
     mask[:, 3:] = 0
     try:
         logits = some_numbers(2, 5, model.num_experts).to(weight)
-        found = own_output(
+        output = head_output(
             model,
             Output(last_hidden_state=hidden, router_logits=tuple(logits)),
             attention_mask=mask,
@@ -91,14 +113,14 @@ def coefficient(model: Any) -> float:
             num_items_in_batch=1,
             output_router_logits=True,
         )
-        balance = Balance(model)
-        expected = balance.loss(balance.of(tuple(logits), mask))
-        same = alike(found.aux_loss, expected)
+        router_loss = RouterLoss(model)
+        expected = router_loss.loss(router_loss.chunk_sums(tuple(logits), mask))
+        is_usual = alike(output.aux_loss, expected)
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        same = False
-    if not same:
+        is_usual = False
+    if not is_usual:
         check.refuse(
             model,
             "its routers' loss is not the usual load-balancing loss; set output_router_logits to False",
         )
-    return float(found.loss / found.aux_loss)
+    return float(output.loss / output.aux_loss)

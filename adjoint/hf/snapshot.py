@@ -1,7 +1,8 @@
-"""Snapshots of a model: everything that its computation depends on besides its inputs (modules, settings,
-hooks, the configuration, tensors that are not trained). A wrapped model's chunks are computed again in the
-backward, so they must find all of this as it was in the forward; and a decision about a model holds as long
-as its snapshot does."""
+"""Snapshots of a model: everything that its computation depends on besides its inputs.
+
+This is its modules, settings, hooks, the configuration, and tensors that are not trained. A wrapped
+model's chunks are recomputed in the backward, so they must find all of this as it was in the forward; and
+a decision about a model holds as long as its snapshot does."""
 
 from __future__ import annotations
 
@@ -19,40 +20,47 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from adjoint.engine.weights import BETWEEN, Tensors
-from adjoint.hf.model_parts import MISSING, class_of, put
+from adjoint.hf.model_parts import MISSING, original_class, override_attribute
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-CONTAINERS = (list, tuple, dict, set, frozenset, OrderedDict)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Of what every module has, its mode and hooks are settings; gradient checkpointing is switched off in chunks.
-IGNORED = {*vars(nn.Module())} - {"training", *HOOKS}
-IGNORED -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
-IGNORED |= {"gradient_checkpointing", "_gradient_checkpointing_func", "_adjoint", "warnings_issued"}
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+CONTAINER_TYPES = (list, tuple, dict, set, frozenset, OrderedDict)
+HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Of the attributes that every module has, its mode and hooks are settings. Gradient checkpointing is none, as
+# it is switched off while chunks run.
+IGNORED_ATTRIBUTES = {*vars(nn.Module())} - {"training", *HOOK_ATTRIBUTES}
+IGNORED_ATTRIBUTES -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+IGNORED_ATTRIBUTES |= {
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+    "_adjoint",
+    "warnings_issued",
+}
 
 
 class Snapshot:
-    """A model as it is now, its tensors' values apart; it keeps nothing of the model alive.
+    """A model's structure and settings at one moment, without its tensors' values.
 
-    Not seen: tensors that are attributes and no buffers, and the insides of objects of other kinds.
+    It keeps nothing of the model alive. It does not see tensors that are attributes and no buffers, nor the
+    contents of objects of other classes.
 
     Attributes:
-        modules: by name, references to them and their classes.
-        holders: what has settings, by name, references to them: the modules and their configurations.
-        settings: by holder and attribute, so that they can be compared.
-        weights: by the parameter's name: whether it is trained, its dtype, device and class.
+        modules: reference to each module and its class, by name.
+        holders: references to the objects that have settings, by name: the modules and their configurations.
+        settings: comparable settings, by holder and attribute.
+        weights: whether each parameter is trained, its dtype, device and class, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {name: (ref(module), class_of(module)) for name, module in model.named_modules()}
-        named = holders(model)
+        self.modules = {name: (ref(module), original_class(module)) for name, module in model.named_modules()}
+        named = settings_holders(model)
         self.holders: dict[str, ref[Any]] = {name: ref(holder) for name, holder in named.items()}
-        self.settings = {name: settings(holder) for name, holder in named.items()}
+        self.settings = {name: comparable_settings(holder) for name, holder in named.items()}
         self.weights = {
             name: (p.requires_grad, p.dtype, p.device, type(p)) for name, p in model.named_parameters()
         }
 
-    def structure_differs(self, other: Snapshot) -> str | None:
-        """Which module of one is not the other's, in words."""
+    def structure_difference(self, other: Snapshot) -> str | None:
+        """Describe a module that is not the same in both snapshots, or return None."""
         if self.modules.keys() != other.modules.keys():
             name = min(self.modules.keys() ^ other.modules.keys())
             return f"module {name} was {'removed' if name in self.modules else 'added'}"
@@ -61,19 +69,20 @@ class Snapshot:
                 return f"module {name or kind.__name__} was replaced"
         return None
 
-    def changes(self, other: Snapshot) -> Iterator[tuple[str, str]]:
-        """(holder's name, attribute) of the settings that are others in `other`."""
+    def changed_settings(self, other: Snapshot) -> Iterator[tuple[str, str]]:
+        """Yield (holder's name, attribute) of each setting that differs in `other`."""
         for name, before in self.settings.items():
             after = other.settings.get(name, {})
             if before != after:
                 yield from ((name, a) for a in before | after if before.get(a, a) != after.get(a, a))
 
     def difference(self, other: Snapshot) -> str | None:
-        """What is another in `other`, in words; None where a computation would be the same."""
-        if structure := self.structure_differs(other):
+        """Describe a difference that could change a computation, or return None."""
+        if structure := self.structure_difference(other):
             return structure
-        for name, attribute in self.changes(other):
-            return f"{name or 'the model'}: {'a hook' if attribute in HOOKS else attribute} was changed"
+        for name, attribute in self.changed_settings(other):
+            changed = "a hook" if attribute in HOOK_ATTRIBUTES else attribute
+            return f"{name or 'the model'}: {changed} was changed"
         if self.weights != other.weights:
             names = self.weights.keys() | other.weights.keys()
             name = min(n for n in names if self.weights.get(n) != other.weights.get(n))
@@ -81,41 +90,44 @@ class Snapshot:
         return None
 
 
-def holders(model: nn.Module) -> dict[str, Any]:
-    """By name, what has settings: a model's modules and their configurations, of these each once."""
-    found: dict[str, Any] = {}
+def settings_holders(model: nn.Module) -> dict[str, Any]:
+    """Map names to the objects that have settings: a model's modules and, once each, their configurations."""
+    holders: dict[str, Any] = {}
     configs: set[int] = set()
 
     def note(name: str, holder: Any) -> None:
-        found[name] = holder
+        holders[name] = holder
         for attribute, value in vars(holder).items():
-            if _kind(type(value)) == "configuration" and id(value) not in configs:
+            if _value_kind(type(value)) == "configuration" and id(value) not in configs:
                 configs.add(id(value))
                 note(f"{name}.{attribute}".lstrip("."), value)
 
     for name, module in model.named_modules():
         note(name, module)
-    return found
+    return holders
 
 
-def settings(holder: Any) -> dict[str, Any]:
-    """The attributes of a module or configuration that can be compared, but for empty containers, hooks of
-    which there are none above all."""
-    found = {}
+def comparable_settings(holder: Any) -> dict[str, Any]:
+    """Return the attributes of a module or configuration that can be compared.
+
+    Empty containers are left out, above all the hooks that most modules do not have."""
+    values = {}
     for name, value in vars(holder).items():
-        if name not in IGNORED:
-            value = _hooks(value) if name in HOOKS else value
-            kind = _kind(type(value))
+        if name not in IGNORED_ATTRIBUTES:
+            value = _lasting_hooks(value) if name in HOOK_ATTRIBUTES else value
+            kind = _value_kind(type(value))
             if kind == "plain":
-                found[name] = value
+                values[name] = value
             elif kind == "function" or (kind == "container" and value):
-                found[name] = comparable(value)
-    return found
+                values[name] = comparable_value(value)
+    return values
 
 
-def _hooks(registered: Any) -> tuple[Any, ...]:
-    """Hooks, under whatever numbers, but for those of transformers and PEFT that let an embedding's output
-    require a gradient: TRL registers one more at each step."""
+def _lasting_hooks(registered: Any) -> tuple[Any, ...]:
+    """Return hooks without their handles' numbers.
+
+    Left out are the hooks of transformers and PEFT that make an embedding's output require a gradient: TRL
+    registers one more at each step."""
     return tuple(hook for hook in registered.values() if not makes_inputs_require_grad(hook))
 
 
@@ -124,29 +136,33 @@ def makes_inputs_require_grad(hook: Any) -> bool:
     return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
-def _kind_of(cls: type) -> str | None:
-    """What an object of a class is to a comparison; None of no use."""
-    if cls in PLAIN:
+def _classify(cls: type) -> str | None:
+    """Return how objects of a class are compared: "plain", "container", "function", "configuration" or
+    None."""
+    if cls in PLAIN_TYPES:
         return "plain"
-    if cls in CONTAINERS:
+    if cls in CONTAINER_TYPES:
         return "container"
     if issubclass(cls, Callable) and not issubclass(cls, nn.Module):  # type: ignore[arg-type]
         return "function"
     return "configuration" if issubclass(cls, PreTrainedConfig) else None
 
 
-_kind: Callable[[Any], str | None] = functools.cache(_kind_of)
+_value_kind: Callable[[Any], str | None] = functools.cache(_classify)
 
 
-def comparable(value: Any) -> Any:
-    """A value, a container's contents, a reference to a function, or, of another object, the class alone."""
-    kind = _kind(type(value))
+def comparable_value(value: Any) -> Any:
+    """Return an object that equals another's if their values are the same to a computation.
+
+    It is the value, a container's contents, a weak reference to a function, or, for other objects, the
+    class alone."""
+    kind = _value_kind(type(value))
     if kind == "plain":
         return value
     if kind == "container":
         if isinstance(value, dict):
-            return tuple((key, comparable(v)) for key, v in value.items())
-        contents = map(comparable, value)
+            return tuple((key, comparable_value(v)) for key, v in value.items())
+        contents = map(comparable_value, value)
         return frozenset(contents) if isinstance(value, (set, frozenset)) else tuple(contents)
     if kind == "function":
         with contextlib.suppress(TypeError):
@@ -156,15 +172,15 @@ def comparable(value: Any) -> Any:
 
 
 class ForwardState:
-    """A model during a forward, to be gone back to for its backward."""
+    """A model's state during a forward, to be restored for its backward."""
 
     def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
         self.model, self.snapshot, self.tensors = model, snapshot, Tensors(model)
         self.holders = {name: holder() for name, holder in snapshot.holders.items()}
-        self.trained = [(p, p.requires_grad) for p in model.parameters()]
+        self.requires_grad_flags = [(p, p.requires_grad) for p in model.parameters()]
         self.attributes = {
             name: {
-                a: copy.copy(v) if type(v) in CONTAINERS else v
+                a: copy.copy(v) if type(v) in CONTAINER_TYPES else v
                 for a, v in vars(holder).items()
                 if a in snapshot.settings[name]
             }
@@ -172,7 +188,7 @@ class ForwardState:
         }
 
     def check(self) -> None:
-        """Makes sure that the model is still the same.
+        """Check that the model is still the same.
 
         Raises:
             RuntimeError: it is not.
@@ -180,37 +196,45 @@ class ForwardState:
         if difference := self.snapshot.difference(Snapshot(self.model)):
             raise RuntimeError(f"{difference} {BETWEEN}")
 
-    def put_back(self, now: Snapshot, hooks: bool = True) -> list[Callable[[], Any]]:
-        """Puts the settings back that are others in `now`, hooks, for a while, or not; what undoes it."""
+    def restore_settings(self, current: Snapshot, hooks: bool = True) -> list[Callable[[], Any]]:
+        """Restore the settings that differ in the snapshot `current`.
+
+        Args:
+            hooks: whether to restore hooks, too.
+
+        Returns:
+            Functions that undo it.
+        """
         undo = []
-        for name, attribute in self.snapshot.changes(now):
-            if attribute in HOOKS and not hooks:  # handles know the dictionaries that they remove them from
+        for name, attribute in self.snapshot.changed_settings(current):
+            # A handle removes its hook from the dictionary it was made with, which must stay in place.
+            if attribute in HOOK_ATTRIBUTES and not hooks:
                 continue
-            was = self.attributes[name].get(attribute, MISSING)
+            previous = self.attributes[name].get(attribute, MISSING)
             kind: Any = type(vars(self.holders[name]).get(attribute))
-            if was is MISSING and kind in CONTAINERS:  # empty ones are no settings
-                was = kind()
-            undo.append(put(self.holders[name], attribute, was))
+            if previous is MISSING and kind in CONTAINER_TYPES:  # empty containers are not among the settings
+                previous = kind()
+            undo.append(override_attribute(self.holders[name], attribute, previous))
         return undo
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Meanwhile the model is as it was: settings, hooks, tensors, and which of them are trained.
+        """Restore settings, hooks, tensors and `requires_grad` as they were, for the time of the context.
 
         Raises:
-            RuntimeError: it has other modules.
+            RuntimeError: the model has other modules.
         """
         with self.tensors.replaced({}), contextlib.ExitStack() as undo:
-            for parameter, trained in self.trained:
-                if parameter.requires_grad != trained and parameter.is_leaf:
-                    undo.callback(parameter.requires_grad_, not trained)
-                    parameter.requires_grad_(trained)
-            now = Snapshot(self.model)
-            if not self.snapshot.structure_differs(now):
-                changes = self.put_back(now)
-                for change in changes:
-                    undo.callback(change)
-                now = Snapshot(self.model) if changes else now
-            if difference := self.snapshot.difference(now):
+            for parameter, was_trained in self.requires_grad_flags:
+                if parameter.requires_grad != was_trained and parameter.is_leaf:
+                    undo.callback(parameter.requires_grad_, not was_trained)
+                    parameter.requires_grad_(was_trained)
+            current = Snapshot(self.model)
+            if not self.snapshot.structure_difference(current):
+                undo_steps = self.restore_settings(current)
+                for undo_step in undo_steps:
+                    undo.callback(undo_step)
+                current = Snapshot(self.model) if undo_steps else current
+            if difference := self.snapshot.difference(current):
                 raise RuntimeError(f"{difference} {BETWEEN}")
             yield

@@ -1,7 +1,8 @@
-"""A causal LM cut into spans of its layers, each a stage: what layer shards of a transformers model are.
+"""A causal LM cut into spans of its layers, each a stage: the layer shards of a transformers model.
 
 Nothing is taken out of the model's own code: the backbone runs as it is, with pass-through modules in the
-places of layers that others have, so that whatever it prepares for its layers is prepared in every span."""
+places of the layers that other workers have, so that whatever it prepares for its layers is prepared in
+every span."""
 
 from __future__ import annotations
 
@@ -23,27 +24,29 @@ from adjoint.hf import check, comparison
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import CallKind
 from adjoint.hf.chunking import kept_features, sizes_of
-from adjoint.hf.kernels.replacements import Inside
-from adjoint.hf.model_parts import PassThrough, backbone_of, class_of
-from adjoint.hf.stage import Backbone, CausalLM, probe
+from adjoint.hf.kernels.replacements import ChunkContext
+from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
+from adjoint.hf.stage import Backbone, CausalLM, find_slots
 from adjoint.hf.trial_copy import in_eval_mode
 from adjoint.layers import State
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """What a worker has to know of a transformers model to make a span of it, plain values only.
+    """Description of a transformers model from which a worker makes a span of it; plain values only.
 
     Attributes:
-        kind: the causal LM's class. config: its configuration.
-        layers: name of the backbone's list of layers. last: names of its modules that run after them, such as
-            the final norm.
-        outputs: of each layer, the length of the tuple it gives, None where it gives a tensor.
-        slots: of the state. autocast: the same under bfloat16 autocast.
-        costs: multiply-adds per token of each layer, the head's in the last.
-        features: of `kept_features`.
-        names: of all parameters, in the model's order; a tied table under the embedding's.
-        embedding, head: the names of the tables at both ends.
+        kind: the causal LM's class.
+        config: its configuration.
+        layers: name of the backbone's list of layers.
+        last: names of its modules that run after them, such as the final norm.
+        outputs: length of the tuple that each layer returns, None if it returns a tensor.
+        slots: of the state.
+        autocast: the same under bfloat16 autocast.
+        costs: multiply-adds per token of each layer; the last includes the head's.
+        features: from `kept_features`.
+        names: of all parameters, in the model's order; a tied table has the embedding's name.
+        embedding, head: names of the tables at both ends.
         multiplier: by which the backbone multiplies embeddings it is given.
         buffers: of the model that was examined, such as rotary frequencies.
     """
@@ -76,52 +79,59 @@ class Pretrained:
     def tie_embeddings(self) -> bool:
         return self.head not in self.names
 
-    def pieces(self) -> list[range]:
-        """Up to three spans of its layers, by which its parts are compared with the whole."""
-        pieces = min(3, self.n_layer)
-        cuts = [self.n_layer * i // pieces for i in range(pieces + 1)]
+    def trial_spans(self) -> list[range]:
+        """Return up to three spans of the layers, whose parts are compared with the whole model."""
+        num_spans = min(3, self.n_layer)
+        cuts = [self.n_layer * i // num_spans for i in range(num_spans + 1)]
         return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
     def in_precision(self, precision: str) -> Pretrained:
-        """With the slots of "float32", "bfloat16" (autocast) or "float64"."""
+        """Return the description with the slots of "float32", "bfloat16" (autocast) or "float64"."""
         slots = self.autocast if precision == "bfloat16" else self.slots
         if precision == "float64":
             slots = tuple(dataclasses.replace(slot, dtype=torch.float64) for slot in slots)
         return dataclasses.replace(self, slots=slots)
 
     def chunk_size(self, batch: int, seqlen: int, element: int, device: str, memory: float | None) -> int:
-        """Tokens of a chunk where the method does not say; `element` and the others as in `sizes_of` and
-        `chunk_size_for`."""
+        """Return the tokens of a chunk if the method does not set them.
+
+        Args:
+            element: as in `sizes_of`; the others as in `chunk_size_for`.
+        """
         sizes = sizes_of(self.features, self.slots, element)
         return chunk_size_for(sizes, batch, seqlen, device, memory)
 
-    def states(self, span: range, batch: int, device: torch.device) -> State:
-        """The state of a span's layers before a sequence."""
+    def initial_states(self, span: range, batch: int, device: torch.device) -> State:
+        """Return the state of a span's layers before a sequence."""
         return zeros([slot for slot in self.slots if slot.layer in span], batch, device)
 
-    def part(self, model: Any, span: range) -> Any:
-        """The model with the layers `span` alone, the embedding with the first and head and final norm with
-        the last; it shares layers, parameters and buffers with `model`."""
+    def make_part(self, model: Any, span: range) -> Any:
+        """Return the model with the layers of `span` alone.
+
+        It has the embedding if the span is the first, head and final norm if it is the last, and shares
+        layers, parameters and buffers with `model`."""
         backbone, ends = backbone_of(model), (span.start == 0, span.stop == self.n_layer)
-        gone = [getattr(backbone, name) for name in self.last if not ends[1]]
+        removed = [getattr(backbone, name) for name in self.last if not ends[1]]
         tables = zip((self.embedding, self.head), ends, strict=True)
-        gone += [model.get_submodule(table.rpartition(".")[0]) for table, here in tables if not here]
-        memo: dict[int, Any] = {id(module): nn.Identity() for module in gone}
+        removed += [
+            model.get_submodule(table.rpartition(".")[0]) for table, is_included in tables if not is_included
+        ]
+        memo: dict[int, Any] = {id(module): nn.Identity() for module in removed}
         for k, layer in enumerate(getattr(backbone, self.layers)):
             memo[id(layer)] = layer if k in span else PassThrough(layer, self.outputs[k])
         shared = (model.config, *model.parameters(), *model.buffers())
-        return copy.deepcopy(model, {id(one): one for one in shared} | memo)
+        return copy.deepcopy(model, {id(shared_object): shared_object for shared_object in shared} | memo)
 
-    def stage(self, part: Any, span: range, recompute: str = "none") -> Backbone:
-        """The stage of a part; `recompute` as `Backbone`'s."""
+    def make_stage(self, part_model: Any, span: range, recompute: str = "none") -> Backbone:
+        """Return the stage of a part; `recompute` as in `Backbone`."""
         slots = [slot for slot in self.slots if slot.layer in span]
         multiplier = None if span.start == 0 else self.multiplier
         if span.stop == self.n_layer:
-            return CausalLM(part, slots, multiplier, recompute)
-        return Backbone(part, slots, multiplier, recompute)
+            return CausalLM(part_model, slots, multiplier, recompute)
+        return Backbone(part_model, slots, multiplier, recompute)
 
-    def empty(self) -> Any:
-        """The model without its weights: parameters that take no memory, buffers as they are made."""
+    def make_empty_model(self) -> Any:
+        """Return the model without its weights: parameters take no memory, buffers are real."""
         from accelerate import init_empty_weights
 
         with init_empty_weights():
@@ -129,63 +139,65 @@ class Pretrained:
 
 
 def examine(model: Any, input_ids: Tensor) -> Pretrained:
-    """Finds out how a model is cut, and that its parts together have the whole model's gradient.
+    """Describe how a model is cut, and check that its parts together have the whole model's gradient.
 
     Args:
-        model: a causal LM of transformers, all of it here.
+        model: a complete causal LM of transformers.
         input_ids: (1, tokens), some 13 of them.
 
     Raises:
         Refused: it cannot be cut, with the reason.
     """
-    return verified(model, describe(model, input_ids))
+    return verify_description(model, describe(model, input_ids))
 
 
-def verified(model: Any, found: Pretrained) -> Pretrained:
-    """A description with what weights alone tell; its parts' gradient is compared with the whole's.
+def verify_description(model: Any, description: Pretrained) -> Pretrained:
+    """Add to a description what only weights tell, and compare its parts' gradient with the whole model's.
 
     Args:
-        model: as `examine`'s; pass-through modules may stand in the places of some of its layers.
+        model: as in `examine`; pass-through modules may stand in the places of some of its layers.
 
     Raises:
         Refused: see `examine`.
     """
     buffers = {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
-    found = dataclasses.replace(found, buffers=buffers)
+    description = dataclasses.replace(description, buffers=buffers)
     with check.as_refusal(model), in_eval_mode(model):
-        found = dataclasses.replace(found, multiplier=_multiplier(model, found))
-        _compare(model, found)
-    return found
+        description = dataclasses.replace(description, multiplier=_find_multiplier(model, description))
+        _compare_spans(model, description)
+    return description
 
 
 def describe(model: Any, input_ids: Tensor) -> Pretrained:
-    """How a model is cut, as far as shapes alone say it: its tensors may be fake.
+    """Describe how a model is cut, as far as shapes tell it: its tensors may be fake.
 
     Args:
-        model, input_ids: as `examine`'s.
+        model, input_ids: as in `examine`.
 
     Raises:
         Refused: it cannot be cut, with the reason.
     """
     backbone, config = backbone_of(model), model.config.get_text_config()
-    lists = [n for n, m in backbone.named_children() if isinstance(m, nn.ModuleList)]
-    lists = [n for n in lists if len(getattr(backbone, n)) == config.num_hidden_layers]
-    if len(lists) != 1:
+    list_names = [n for n, m in backbone.named_children() if isinstance(m, nn.ModuleList)]
+    list_names = [n for n in list_names if len(getattr(backbone, n)) == config.num_hidden_layers]
+    if len(list_names) != 1:
         check.refuse(model, "its backbone has no single list of layers to be cut", check.ONE_PROCESS)
-    layers = list(getattr(backbone, lists[0]))
-    seen: dict[nn.Parameter, int] = {}
+    layers = list(getattr(backbone, list_names[0]))
+    layer_of_parameter: dict[nn.Parameter, int] = {}
     for k, layer in enumerate(layers):
         for parameter in layer.parameters():
-            if seen.setdefault(parameter, k) != k:
-                check.refuse(model, f"layers {seen[parameter]} and {k} share weights", check.ONE_PROCESS)
-    check.refuse_other_losses(model, check.routes(model))
+            if layer_of_parameter.setdefault(parameter, k) != k:
+                check.refuse(
+                    model, f"layers {layer_of_parameter[parameter]} and {k} share weights", check.ONE_PROCESS
+                )
+    check.refuse_other_losses(model, check.uses_router_loss(model))
     with check.as_refusal(model), in_eval_mode(model):
-        slots = probe(model, input_ids)
+        slots = find_slots(model, input_ids)
         with torch.autocast(input_ids.device.type, dtype=torch.bfloat16):
-            narrow = probe(model, input_ids)
-        order, outputs = _traced(model, backbone, layers, input_ids[:, :2])
-    named = {module: name for name, module in backbone.named_children()}
-    after = tuple(named[m] for m in order[order.index(layers[-1]) + 1 :] if m in named)
+            autocast_slots = find_slots(model, input_ids)
+        order, outputs = _trace_layers(model, backbone, layers, input_ids[:, :2])
+    names = {module: name for name, module in backbone.named_children()}
+    modules_after = tuple(names[m] for m in order[order.index(layers[-1]) + 1 :] if m in names)
     embedding, head = (
         next(n for n, m in model.named_modules() if m is module) + ".weight"
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -193,13 +205,13 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
     costs = [float(sum(p.numel() for p in layer.parameters() if p.dim() > 1)) for layer in layers]
     costs[-1] += float(model.get_output_embeddings().weight.numel())
     return Pretrained(
-        class_of(model),
+        original_class(model),
         model.config,
-        lists[0],
-        after,
+        list_names[0],
+        modules_after,
         tuple(outputs),
         tuple(slots),
-        tuple(narrow),
+        tuple(autocast_slots),
         tuple(costs),
         kept_features(model),
         tuple(name for name, _ in model.named_parameters()),
@@ -209,11 +221,11 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
     )
 
 
-def _traced(
+def _trace_layers(
     model: Any, backbone: Any, layers: Sequence[nn.Module], ids: Tensor
 ) -> tuple[list[nn.Module], list[int | None]]:
-    """The backbone's children and layers in the order in which they run, and the lengths of the tuples that
-    layers give."""
+    """Return the order in which the backbone's children and layers run, and the lengths of the layers'
+    output tuples."""
     order: list[nn.Module] = []
     outputs: dict[nn.Module, int | None] = {}
 
@@ -221,20 +233,21 @@ def _traced(
         order.append(module)
         outputs[module] = len(output) if isinstance(output, tuple) else None
 
-    with torch.no_grad(), Inside(model)(), contextlib.ExitStack() as stack:
+    with torch.no_grad(), ChunkContext(model)(), contextlib.ExitStack() as stack:
         for module in (*backbone.children(), *layers):
             stack.callback(module.register_forward_hook(note).remove)
-        class_of(backbone).forward(backbone, input_ids=ids, use_cache=False)
+        original_class(backbone).forward(backbone, input_ids=ids, use_cache=False)
     return order, [outputs[layer] for layer in layers]
 
 
 @torch.no_grad()
-def _multiplier(model: Any, found: Pretrained) -> float:
-    """By how much the backbone multiplies embeddings before its first layer, seen with all layers, and what
-    runs after them, passed through."""
-    x = some_numbers(1, 3, found.d_model).to(next(model.parameters()))
-    stage = found.stage(found.part(model, range(1, 1)), range(1, 1))
-    with stage.inside():
+def _find_multiplier(model: Any, description: Pretrained) -> float:
+    """Return the factor by which the backbone multiplies embeddings before its first layer.
+
+    It is measured on a model whose layers, and the modules that run after them, pass their input through."""
+    x = some_numbers(1, 3, description.d_model).to(next(model.parameters()))
+    stage = description.make_stage(description.make_part(model, range(1, 1)), range(1, 1))
+    with stage.chunk_context():
         y = stage.backbone(inputs_embeds=x, use_cache=False)[0]
     x, y = x.double(), y.double()
     factor = ((x * y).sum() / (x * x).sum()).item()
@@ -242,22 +255,24 @@ def _multiplier(model: Any, found: Pretrained) -> float:
         check.refuse(
             model, "it adds to the embeddings before its first layer, again in every span", check.ONE_PROCESS
         )
-    return 1.0 if abs(factor - 1) < 1e-6 else factor  # but for rounding
+    return 1.0 if abs(factor - 1) < 1e-6 else factor  # 1 up to rounding
 
 
-def _compare(model: Any, found: Pretrained) -> None:
-    """The gradient of up to three spans, run over a few tokens in chunks, against the whole model's."""
-    spans = found.pieces()
+def _compare_spans(model: Any, description: Pretrained) -> None:
+    """Compare the gradient of up to three spans, run on a few tokens in chunks, with the whole model's."""
+    spans = description.trial_spans()
 
     def by_spans(model: Any, ids: Tensor, labels: Tensor) -> ChunkedStep:
-        stages = [found.stage(found.part(model, span), span) for span in spans]
+        stages = [description.make_stage(description.make_part(model, span), span) for span in spans]
         initial = [stage.initial_state(1, ids.device) for stage in stages]
         batch = Batch.from_labels(ids, labels, states=initial)
-        return ChunkedStep(stages, batch, comparison.SPEC, found.d_model)
+        return ChunkedStep(stages, batch, comparison.TRIAL_SPEC, description.d_model)
 
-    whole, _ = comparison.ways(None, CallKind())
+    by_whole, _ = comparison.gradient_functions(None, CallKind())
     try:
-        comparison.compare(model, whole, comparison.by_engine(by_spans), *comparison.NOT_THE_SAME)
+        comparison.compare(
+            model, by_whole, comparison.gradients_by_engine(by_spans), *comparison.CHUNKS_DIFFER
+        )
     except check.Refused:
-        why = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
-        check.refuse(model, why, check.ONE_PROCESS)
+        reason = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
+        check.refuse(model, reason, check.ONE_PROCESS)

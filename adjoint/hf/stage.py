@@ -21,34 +21,46 @@ from adjoint.engine.step import ChunkedStep, ContextFactory
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
-from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
-from adjoint.hf.call import TYPES, Call, Padding
-from adjoint.hf.chunking import blocks_of, recompute_of
-from adjoint.hf.head import refuse_own_loss, refuse_z_loss, summed_loss
-from adjoint.hf.kernels.replacements import Inside
-from adjoint.hf.model_parts import backbone_of, class_of, gathering, layers_of, replaced, root_of
-from adjoint.hf.randomness import Noise
-from adjoint.hf.router_loss import COUNTED, Balance, Logits
+from adjoint.hf.cache import ChunkCache, Slot, make_chunk_cache, zeros
+from adjoint.hf.call import TOKEN_TYPES, Call, Padding
+from adjoint.hf.chunking import block_function, recompute_setting
+from adjoint.hf.head import refuse_unsummable_loss, refuse_z_loss, summed_loss
+from adjoint.hf.kernels.replacements import ChunkContext
+from adjoint.hf.model_parts import (
+    backbone_of,
+    gathered_runner,
+    layers_of,
+    original_class,
+    replaced_forwards,
+    root_of,
+)
+from adjoint.hf.randomness import ChunkRandomness
+from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.parallel.context import ContextParallelStep
-from adjoint.parallel.fsdp import ShardedModelStage, fsdp_step, trained, uses_fsdp, why_not_shared
+from adjoint.parallel.fsdp import ShardedModelStage, fsdp_step, trained_parameters, uses_fsdp, why_not_shared
 
 
 class Backbone:
-    """ids (batch, tokens) → hidden states (batch, tokens, hidden_size), the cache being the state.
+    """The backbone as a stage: ids (batch, tokens) → hidden states (batch, tokens, hidden_size).
+
+    The state is the model's cache.
 
     Args:
-        model: parameters are asked for by its names: the backbone, or the causal LM around it.
-        slots: of the state, as `probe` finds them.
-        multiplier: None where the embedding is here; else x is hidden states (batch, tokens, hidden_size),
-            which this backbone multiplies by so much before its first layer, as it does embeddings.
-        recompute: how much of a layer's tape is computed again when it is pulled back: "none", "selective"
-            or "full" (see `Exact`).
+        model: the backbone, or the causal LM around it; parameters go by its names.
+        slots: of the state, from `find_slots`.
+        multiplier: None if the embedding is in this stage; else x is hidden states (batch, tokens,
+            hidden_size), and the multiplier is what this backbone multiplies embeddings by before its first
+            layer.
+        recompute: how much of a layer's tape is recomputed in the backward: "none", "selective" or "full"
+            (see `Exact`).
 
     Attributes:
         fetches: whether keys and values of other ranks are fetched for attention (`kv.DistributedPast`).
-        padding: where hidden states of padding at the right are asked for; its chunks get the model's mask.
+        padding: set if hidden states of padding at the right are asked for; its chunks get the model's mask.
+        router_loss: sums for the routers' loss, or None.
+        router_logits: set if the routers' logits are returned beside the hidden states.
     """
 
     stateful, takes_state_handoff, reach = True, True, 0
@@ -63,24 +75,24 @@ class Backbone:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
         self.grows = tuple(slot.grows for slot in self.slots)
-        self.inside = Inside(model)
-        self.trained, self.sharded = trained(model), uses_fsdp(model)
+        self.chunk_context = ChunkContext(model)
+        self.trained_parameters, self.sharded = trained_parameters(model), uses_fsdp(model)
         self.tensors = Tensors(model)
-        self.takes = inspect.signature(class_of(self.backbone).forward).parameters
-        self.noise, self.recompute = Noise(model), recompute
+        self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
+        self.randomness, self.recompute = ChunkRandomness(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
         self.fetches = False
-        self.balance: Balance | None = None
-        self.logits: Logits | None = None
+        self.router_loss: RouterLoss | None = None
+        self.router_logits: RouterLogits | None = None
         self.padding: Padding | None = None
 
     @functools.cached_property
     def cache(self) -> ChunkCache:
-        """Of which each chunk gets a copy: making one reads all of the configuration."""
-        return chunk_cache(self.model.config)
+        """An empty cache, of which each chunk gets a copy: making one reads all of the configuration."""
+        return make_chunk_cache(self.model.config)
 
     def parameters(self) -> Iterable[Tensor]:
-        return self.trained
+        return self.trained_parameters
 
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         return self.model.named_modules()
@@ -89,161 +101,183 @@ class Backbone:
         return zeros(self.slots, batch, device)
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        with self.inside(), self.noise.of(chunk.start):
+        with self.chunk_context(), self.randomness.at_chunk(chunk.start):
             return self.run(x, state, chunk)
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-            with self.tensors.replaced(dict(zip(self.trained, leaves, strict=True))):
+            with self.tensors.replaced(dict(zip(self.trained_parameters, leaves, strict=True))):
                 return self.run(x, state, chunk)
 
-        with self.inside(), self.noise.of(chunk.start):
-            y, after, pullback = tile.linearize(call, self.trained, x, state, gradients)
+        with self.chunk_context(), self.randomness.at_chunk(chunk.start):
+            y, after, pullback = tile.linearize(call, self.trained_parameters, x, state, gradients)
 
         return y, after, pullback
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        output, state = self.output(x, state, chunk)
-        if self.logits is None:
+        output, state = self.run_backbone(x, state, chunk)
+        if self.router_logits is None:
             return output[0], state
-        return self.logits.attached(output[0], output.router_logits, chunk.start), state
+        return self.router_logits.append_to(output[0], output.router_logits, chunk.start), state
 
-    def output(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
-        """What the model's own backbone gives, and the new state."""
-        cache, seen = copy.copy(self.cache), chunk.start - chunk.document
-        cache.layers = cache.layers_with_state(self.slots, state, seen)
+    def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
+        """Return the output of the model's own backbone on a chunk, and the new state."""
+        cache, past_length = copy.copy(self.cache), chunk.start - chunk.document
+        cache.layers = cache.layers_with_state(self.slots, state, past_length)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
-        with replaced({layer: self._recomputed(layer.forward, cache, state, seen) for layer in layers}):
-            output = self.call(x, cache, chunk)
-        after = cache.out_of(self.slots)
-        cache.layers = []  # in the graph are layers to be computed again, which have the cache
+        with replaced_forwards(
+            {layer: self._recompute_layer(layer.forward, cache, state, past_length) for layer in layers}
+        ):
+            output = self.call_backbone(x, cache, chunk)
+        after = cache.collect_state(self.slots)
+        cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         return output, after
 
-    def call(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> Any:
-        """The backbone's output on a chunk, given by its ids (batch, tokens) or its embeddings (batch,
-        tokens, hidden_size), and a cache that has the state before it."""
-        seen = chunk.start - chunk.document
-        inputs: dict[str, Any] = {name: given for name, given in chunk.inputs.items() if name != COUNTED}
+    def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> Any:
+        """Call the backbone on a chunk.
+
+        Args:
+            x: ids (batch, tokens), or embeddings (batch, tokens, hidden_size).
+            cache: holds the state before the chunk.
+        """
+        past_length = chunk.start - chunk.document
+        inputs: dict[str, Any] = {name: values for name, values in chunk.inputs.items() if name != TOKEN_MASK}
         inputs["inputs_embeds" if x.is_floating_point() else "input_ids"] = x
-        inputs["cache_params" if "cache_params" in self.takes else "past_key_values"] = cache
-        if self.balance or self.logits:
-            inputs |= {check.ROUTED: True, "return_dict": True}
-        if TYPES in inputs and blocks_of(self.model):  # whose masks count from the document's start
-            inputs[TYPES] = F.pad(inputs[TYPES], (seen, 0))
-        if "position_ids" in self.takes:
-            places = torch.arange(seen, seen + x.shape[1], device=x.device)
-            inputs["position_ids"] = places.expand(x.shape[0], -1)
+        inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
+        if self.router_loss or self.router_logits:
+            inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
+        # Masks made of token types count tokens from the document's start.
+        if TOKEN_TYPES in inputs and block_function(self.model):
+            inputs[TOKEN_TYPES] = F.pad(inputs[TOKEN_TYPES], (past_length, 0))
+        if "position_ids" in self.forward_parameters:
+            positions = torch.arange(past_length, past_length + x.shape[1], device=x.device)
+            inputs["position_ids"] = positions.expand(x.shape[0], -1)
         if self.padding is not None:
-            attended = seen if any(dim is not None for dim in self.grows) else 0
+            attended = past_length if any(dim is not None for dim in self.grows) else 0
             inputs["attention_mask"] = self.padding.mask(chunk.start, chunk.start + x.shape[1], attended)
         return self.backbone(use_cache=True, **inputs)
 
-    def _recomputed(
-        self, forward: Callable[..., Any], cache: ChunkCache, state: State, seen: int
+    def _recompute_layer(
+        self, forward: Callable[..., Any], cache: ChunkCache, state: State, past_length: int
     ) -> Callable[..., Any]:
-        """A layer's forward, recomputed in the backward from the chunk's own state, in whose place in the
-        cache the first run leaves another."""
+        """Return a layer's forward that is recomputed in the backward from the state before the chunk.
 
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            first: list[Any] = []
-            before = cache.layers_with_state(
-                self.slots, state, seen
-            )  # here, as what is run again must be the same
+        The first run puts the new state into the cache, so the second run gets cache layers of its own."""
+
+        def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
+            generator_states: list[Any] = []
+            # Made here, so that every recomputation gets the same tensors.
+            initial_layers = cache.layers_with_state(self.slots, state, past_length)
 
             def run(*args: Any, **kwargs: Any) -> Any:
-                if not first:
-                    first.append(self.noise.states())
+                if not generator_states:
+                    generator_states.append(self.randomness.states())
                     return forward(*args, **kwargs)
-                with self.inside(), self.noise.again(first[0]):  # in whatever thread the backward runs
-                    cache.layers = before
+                # The backward may run in another thread, which has not entered the context.
+                with self.chunk_context(), self.randomness.again(generator_states[0]):
+                    cache.layers = initial_layers
                     return forward(*args, **kwargs)
 
             return tile.recomputed(functools.partial(run, **kwargs), args, self.recompute)
 
-        return recomputed
+        return recomputed_forward
 
 
 class CausalLM(Backbone):
-    """ids → the chunk's summed loss: the backbone and the head above it.
+    """The backbone and the head as a stage: ids → the chunk's summed loss.
 
     Attributes:
-        z: what the squared log-partition function of every token is multiplied by and added, or None.
-        kept: where hidden states are gathered too.
+        z_loss_factor: coefficient of the squared log-partition function of every token, or None.
+        hidden_states: storage for hidden states of which logits are made later, or None.
     """
 
-    z: float | None = None
-    kept: HiddenStates | None = None
+    z_loss_factor: float | None = None
+    hidden_states: HiddenStates | None = None
 
     @staticmethod
-    def of(
-        call: Call, slots: Sequence[Slot], method: Any, fetches: bool = False, factor: float = 1.0
+    def from_call(
+        call: Call, slots: Sequence[Slot], method: Any, fetches: bool = False, router_loss_factor: float = 1.0
     ) -> CausalLM:
-        """The stage of a call with labels; `factor` of its routers' loss.
+        """Make the stage of a call with labels.
+
+        Args:
+            method: says what is recomputed.
+            fetches: as in `Backbone`.
+            router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
             Refused: the model's loss is not known to be a sum over tokens.
         """
         model, padded = call.model, call.mask is not None
-        refuse_own_loss(model, padded)
+        refuse_unsummable_loss(model, padded)
         refuse_z_loss(model, padded)
-        stage = CausalLM(model, slots, recompute=recompute_of(method))
+        stage = CausalLM(model, slots, recompute=recompute_setting(method))
         stage.fetches = fetches
-        if z := check.z_factor(model):  # of the mean over all tokens
-            stage.z = z / call.ids.numel()
+        if z := check.z_loss_coefficient(model):  # the model takes the mean over all tokens
+            stage.z_loss_factor = z / call.ids.numel()
         if call.kind.routed:
-            stage.balance = Balance(model, factor)
+            stage.router_loss = RouterLoss(model, router_loss_factor)
         return stage
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        output, state = self.output(x, state, chunk)
-        # the z-loss, too, is over the divisor with all of the loss
-        z = None if self.z is None else self.z * torch.as_tensor(chunk.divisor, dtype=torch.float64)
-        loss = summed_loss(self.model, output[0], chunk.targets, z)
-        if self.kept is not None:
-            self.kept.add(output[0], chunk.start)
-        if self.balance is not None:
-            part = self.balance.of(output.router_logits, chunk.inputs.get(COUNTED))
-            loss = loss + self.balance.add(part, chunk.start)
+        output, state = self.run_backbone(x, state, chunk)
+        # The whole loss, z-loss included, is divided by the divisor later.
+        z_loss_factor = (
+            None
+            if self.z_loss_factor is None
+            else self.z_loss_factor * torch.as_tensor(chunk.divisor, dtype=torch.float64)
+        )
+        loss = summed_loss(self.model, output[0], chunk.targets, z_loss_factor)
+        if self.hidden_states is not None:
+            self.hidden_states.add(output[0], chunk.start)
+        if self.router_loss is not None:
+            chunk_sums = self.router_loss.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
+            loss = loss + self.router_loss.add(chunk_sums, chunk.start)
         return loss, state
 
 
 class HiddenStates:
-    """Hidden states of the last `tokens` of a sequence, of which `first` is the first.
+    """Storage for the hidden states of a sequence's last tokens.
+
+    Args:
+        tokens: number of tokens to store.
+        first_token: index of the first of them in the sequence.
 
     Attributes:
         hidden: (batch, tokens, hidden_size) after the forward.
     """
 
-    def __init__(self, tokens: int, first: int = 0) -> None:
-        self.tokens, self.first = tokens, first
+    def __init__(self, tokens: int, first_token: int = 0) -> None:
+        self.tokens, self.first_token = tokens, first_token
         self.hidden: Tensor | None = None
 
     def add(self, hidden: Tensor, start: int) -> None:
-        """Takes what it needs of a chunk's hidden states."""
+        """Store the part of a chunk's hidden states that is among the last tokens."""
         if self.hidden is None:
             self.hidden = hidden.new_empty(hidden.shape[0], self.tokens, hidden.shape[2])
-        y = hidden[:, max(0, self.first - start) :]
-        at = max(0, start - self.first)
+        y = hidden[:, max(0, self.first_token - start) :]
+        at = max(0, start - self.first_token)
         self.hidden[:, at : at + y.shape[1]] = y
 
 
-class Collect(HiddenStates):
-    """Above a backbone: gathers the hidden states instead of making a loss of them; where not all are kept no
-    backward may follow.
+class CollectHiddenStates(HiddenStates):
+    """A stage above a backbone that stores the hidden states instead of computing a loss.
+
+    If not all of them are stored, no backward may follow.
 
     Attributes:
-        cotangent: of them, to be set before the backward.
+        cotangent: gradient of the hidden states, to be set before the backward.
     """
 
     stateful, grows, reach = False, (), 0
 
-    def __init__(self, tokens: int, first: int = 0) -> None:
-        super().__init__(tokens, first)
+    def __init__(self, tokens: int, first_token: int = 0) -> None:
+        super().__init__(tokens, first_token)
         self.cotangent: Tensor | None = None
 
     def parameters(self) -> Iterable[Tensor]:
@@ -254,62 +288,70 @@ class Collect(HiddenStates):
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         self.add(x, chunk.start)
-        return _size(x), ()
+        return _hidden_norm(x), ()
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        if self.cotangent is None:  # the forward's last chunk
+        if self.cotangent is None:  # the last chunk is linearised in the forward
             self.forward(x, state, chunk)
 
         def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
-            if self.cotangent is None:  # a chunk is measured before there is one
+            if self.cotangent is None:  # the measurement of a chunk comes before the backward
                 return torch.zeros_like(x), ()
             return self.cotangent[:, chunk.start : chunk.start + x.shape[1]], ()
 
-        return _size(x), (), pullback
+        return _hidden_norm(x), (), pullback
 
 
-def _size(hidden: Tensor) -> Tensor:
-    """In the place of a chunk's loss: it tells whether the chunk, computed again, is the same."""
+def _hidden_norm(hidden: Tensor) -> Tensor:
+    """Return the norm of the hidden states, in the place of a chunk's loss.
+
+    A recomputed chunk is compared with the first run by its loss; this chunk has none."""
     return torch.linalg.vector_norm(hidden.detach(), dtype=accumulate_dtype(hidden.dtype))
 
 
-def step_of(
+def make_step(
     stages: Sequence[Any],
     batch: Batch,
     spec: EngineSpec,
-    around: ContextFactory = contextlib.nullcontext,
+    backward_context: ContextFactory = contextlib.nullcontext,
     group: Any = None,
 ) -> ChunkedStep:
-    """A batch's program for a model that is one stage, or has one above it; states begin as zeros.
+    """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 
     Args:
-        group: the process group whose ranks share the batch; or `sequence.SINGLE_RANK`.
+        stages: the model's stage, and perhaps `CollectHiddenStates` or `WeightedSum`.
+        backward_context: around the backward.
+        group: the process group whose ranks share the batch, or `context.SINGLE_RANK`.
+
+    Raises:
+        Refused: the ranks of a group cannot share the model's sequences.
     """
     model, sharded = stages[0].model, stages[0].sharded
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
-    sums = [] if stages[0].balance is None else [stages[0].balance]
+    sums = [] if stages[0].router_loss is None else [stages[0].router_loss]
     if group is not None:
         if sharded and (why := why_not_shared(model, group)):
             check.refuse(model, f"sequence_group: {why}")
-        if stages[0].noise.expected:
-            check.refuse(model, check.DRAWS)
+        if stages[0].randomness.has_dropout:
+            check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
     if sharded:
-        whole = ShardedModelStage(stages[0], root_of(model))
-        return fsdp_step([whole, *stages[1:]], batch, spec, width, sums, group)
+        sharded_stage = ShardedModelStage(stages[0], root_of(model))
+        return fsdp_step([sharded_stage, *stages[1:]], batch, spec, width, sums, group)
     if group is not None:
-        return ContextParallelStep(group, stages, batch, spec, width, around, sums)
-    return ChunkedStep(stages, batch, spec, width, around, sums)
+        return ContextParallelStep(group, stages, batch, spec, width, backward_context, sums)
+    return ChunkedStep(stages, batch, spec, width, backward_context, sums)
 
 
 @torch.no_grad()
-def probe(model: Any, input_ids: Tensor) -> list[Slot]:
-    """The tensors of a model's state, seen by running it on two tokens of one sequence."""
-    stage, cache, ids = Backbone(model, []), chunk_cache(model.config), input_ids[:1, :1].expand(1, 2)
-    written = Constants(model.named_modules(), frozen=False)
-    with stage.inside(), stage.noise.undone(), written.restored():
-        gathering(model)(lambda: stage.call(ids, cache, Batch(ids, ids)))
-    return cache.slots()
+def find_slots(model: Any, input_ids: Tensor) -> list[Slot]:
+    """Return the places of a model's state in its cache, found by running it on two tokens of one
+    sequence."""
+    stage, cache, ids = Backbone(model, []), make_chunk_cache(model.config), input_ids[:1, :1].expand(1, 2)
+    constants = Constants(model.named_modules(), frozen=False)
+    with stage.chunk_context(), stage.randomness.undone(), constants.restored():
+        gathered_runner(model)(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
+    return cache.find_slots()

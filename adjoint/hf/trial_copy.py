@@ -1,4 +1,4 @@
-"""A copy of a model to be tried on a few tokens, and these tokens."""
+"""A copy of a model for trials on a few tokens, and these tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.compare import TOKENS
-from adjoint.hf.model_parts import ERRORS, PassThrough, backbone_of, device_of, layers_of, put
-from adjoint.hf.snapshot import HOOKS, holders, settings
+from adjoint.hf.model_parts import (
+    MODEL_ERRORS,
+    PassThrough,
+    backbone_of,
+    device_of,
+    layers_of,
+    override_attribute,
+)
+from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
 from adjoint.memory import memory_left
 
-# Windows and numbers of picked keys are turned down to this in a copy, so that TOKENS reach beyond them.
-WINDOW = 5
-WINDOWS = (
+# A copy's windows and numbers of picked keys, which the TOKENS of a trial must exceed.
+SHORT_WINDOW = 5
+WINDOW_SETTINGS = (
     "sliding_window",
     "attention_window_size",
     "window_size",
@@ -26,89 +33,104 @@ WINDOWS = (
     "attention_chunk_size",
     "index_topk",
 )
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
 
 
-def replica(model: Any) -> Any:
-    """A copy of a model's modules over its own parameters' memory, in float32 where they are half precision;
-    without dropout. Of the whole model or, where gradients and what is cast do not fit, of one layer of each
-    kind. None where there is none."""
-    room, left_out = memory_left(device_of(model)) / 2, []
-    if needed(model.parameters()) > room:
-        left_out = repeated(list(layers_of(backbone_of(model)).values()))
-        skipped = {p for layer in left_out for p in layer.parameters()}
-        if not left_out or needed(p for p in model.parameters() if p not in skipped) > room:
+def make_trial_copy(model: Any) -> Any:
+    """Return a copy of a model's modules that shares its parameters' memory, or None if none can be made.
+
+    Half precision parameters are cast to float32, and dropout is off. The whole model is copied or, if
+    gradients and casts do not fit in memory, one layer of each kind."""
+    memory, left_out = memory_left(device_of(model)) / 2, []
+    if bytes_needed(model.parameters()) > memory:
+        left_out = duplicate_layers(list(layers_of(backbone_of(model)).values()))
+        left_out_parameters = {p for layer in left_out for p in layer.parameters()}
+        if (
+            not left_out
+            or bytes_needed(p for p in model.parameters() if p not in left_out_parameters) > memory
+        ):
             return None
     memo: dict[int, Any] = {id(layer): PassThrough(layer) for layer in left_out}
     for p in model.parameters():
-        memo[id(p)] = nn.Parameter(_widened(p.detach()), p.requires_grad)
+        memo[id(p)] = nn.Parameter(_to_float32_if_half(p.detach()), p.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = _widened(buffer.detach().clone())
+        memo[id(buffer)] = _to_float32_if_half(buffer.detach().clone())
     for module in model.modules():
-        for name in HOOKS:
-            memo.update({id(hook): hook for hook in vars(module)[name].values()})  # whatever they hold
+        for name in HOOK_ATTRIBUTES:
+            # Hooks are shared, as they may hold objects that cannot be copied.
+            memo.update({id(hook): hook for hook in vars(module)[name].values()})
     try:
         copied = copy.deepcopy(model, memo)
-    except (*ERRORS, copy.Error, RecursionError):
+    except (*MODEL_ERRORS, copy.Error, RecursionError):
         return None
-    for holder in holders(copied).values():
+    for holder in settings_holders(copied).values():
         for name, value in vars(holder).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
                 vars(holder)[name] = 0.0
     return copied
 
 
-def needed(parameters: Iterable[Tensor]) -> int:
-    """Bytes of casts to float32 and of two gradients."""
-    found = list(parameters)
-    trained = sum(p.numel() * max(4, p.itemsize) for p in found if p.requires_grad)
-    return 2 * trained + sum(4 * p.numel() for p in found if p.dtype in HALF)
+def bytes_needed(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes that casts to float32 and two gradients of these parameters take."""
+    tensors = list(parameters)
+    trained_bytes = sum(p.numel() * max(4, p.itemsize) for p in tensors if p.requires_grad)
+    return 2 * trained_bytes + sum(4 * p.numel() for p in tensors if p.dtype in HALF_DTYPES)
 
 
-def repeated(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of which there is one like them before: their modules, but for their own numbers."""
-    kinds: list[Any] = []
-    found = []
+def duplicate_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the layers that duplicate an earlier one: same modules and settings, ignoring layer indices."""
+    descriptions: list[Any] = []
+    duplicates = []
     for layer in layers:
-        kind: list[Any] = [
-            (name, type(part), {a: v for a, v in settings(part).items() if not a.endswith(("idx", "index"))})
-            for name, part in layer.named_modules()
+        description: list[Any] = [
+            (
+                name,
+                type(module),
+                {a: v for a, v in comparable_settings(module).items() if not a.endswith(("idx", "index"))},
+            )
+            for name, module in layer.named_modules()
         ]
-        kind += [(name, p.requires_grad, p.dtype) for name, p in layer.named_parameters()]
-        if kind in kinds:
-            found.append(layer)
+        description += [(name, p.requires_grad, p.dtype) for name, p in layer.named_parameters()]
+        if description in descriptions:
+            duplicates.append(layer)
         else:
-            kinds.append(kind)
-    return found
+            descriptions.append(description)
+    return duplicates
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
+def _to_float32_if_half(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
 
-def turned_down(copied: Any) -> bool:
-    """Makes a copy's windows shorter than what is compared; whether there are any."""
-    found = False
-    for holder in holders(copied).values():
-        for name in WINDOWS:
+def shorten_windows(copied: Any) -> bool:
+    """Set a copy's windows to fewer tokens than are compared; return whether there are any windows."""
+    shortened = False
+    for holder in settings_holders(copied).values():
+        for name in WINDOW_SETTINGS:
             value = vars(holder).get(name)
-            if isinstance(value, int) and value > WINDOW:
-                vars(holder)[name], found = WINDOW, True
-    return found
+            if isinstance(value, int) and value > SHORT_WINDOW:
+                vars(holder)[name], shortened = SHORT_WINDOW, True
+    return shortened
 
 
-def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
-    """ids and labels (1, TOKENS): none that the configuration has a meaning for; two labels are ignored."""
-    words = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
-    entries = [entry for holder in holders(model).values() for entry in vars(holder).items()]
-    found = [v for name, v in entries if name.endswith(("token_id", "token_index", "token_ids"))]
-    special = {v for given in found for v in (given if isinstance(given, list) else [given])}
-    usual = [word for word in range(min(words, 4 * TOKENS + len(special))) if word not in special]
-    usual = usual or list(range(words))
-    draw = torch.Generator("cpu").manual_seed(0)
-    chosen = torch.randint(len(usual), (1, TOKENS), generator=draw, device="cpu")
-    ids = torch.tensor(usual, device="cpu")[chosen].to(device_of(model))
+def example_tokens(model: Any) -> tuple[Tensor, Tensor]:
+    """Return ids and labels (1, TOKENS).
+
+    None of the ids has a special meaning in the configuration, and two labels are ignored."""
+    vocab_size = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
+    entries = [entry for holder in settings_holders(model).values() for entry in vars(holder).items()]
+    values = [
+        token_id for name, token_id in entries if name.endswith(("token_id", "token_index", "token_ids"))
+    ]
+    special = {token_id for value in values for token_id in (value if isinstance(value, list) else [value])}
+    usual_tokens = [
+        token for token in range(min(vocab_size, 4 * TOKENS + len(special))) if token not in special
+    ]
+    usual_tokens = usual_tokens or list(range(vocab_size))
+    generator = torch.Generator("cpu").manual_seed(0)
+    indices = torch.randint(len(usual_tokens), (1, TOKENS), generator=generator, device="cpu")
+    ids = torch.tensor(usual_tokens, device="cpu")[indices].to(device_of(model))
     labels = ids.clone()
     labels[:, [3, 8]] = IGNORE_INDEX
     return ids, labels
@@ -116,9 +138,9 @@ def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def in_eval_mode(model: Any) -> Iterator[None]:
-    """No dropout."""
+    """Put all modules into evaluation mode, in which there is no dropout."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             if module.training:
-                stack.callback(put(module, "training", False))
+                stack.callback(override_attribute(module, "training", False))
         yield

@@ -1,4 +1,4 @@
-"""What is tried on a few tokens besides gradients: padding, packed documents, inputs that a model ignores."""
+"""Trials on a few tokens besides gradients: padding, packed documents, inputs that a model ignores."""
 
 from __future__ import annotations
 
@@ -14,64 +14,78 @@ from torch import Tensor
 from adjoint.engine.compare import TOKENS, alike
 from adjoint.hf.check import Refused, refuse
 from adjoint.hf.kernels import fla
-from adjoint.hf.kernels.replacements import by_pytorch
-from adjoint.hf.model_parts import ERRORS, backbone_of, class_of, gathering, plainly
-from adjoint.hf.trial_copy import in_eval_mode, some_tokens
+from adjoint.hf.kernels.replacements import pytorch_references
+from adjoint.hf.model_parts import (
+    MODEL_ERRORS,
+    backbone_of,
+    calling_original_forwards,
+    gathered_runner,
+    original_class,
+)
+from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 
-CHUNK = 5  # of the TOKENS that are compared
+TRIAL_CHUNK_SIZE = 5  # cuts TOKENS into chunks of different lengths
 
 
-def left_padding(model: Any) -> None:
-    """Refuses padding at the left where cutting it off is not what the model does with it.
+def refuse_left_padding(model: Any) -> None:
+    """Refuse padding at the left if the model does more with it than cut it off.
 
     Raises:
-        ValueError: hidden states of padded tokens are not those of the tokens alone.
+        ValueError: the hidden states after padding are not those of the tokens alone.
     """
-    if not _apart(model, attention_mask=(torch.arange(TOKENS)[None] >= CHUNK).long()):
+    if not _ignores_first_tokens(
+        model, attention_mask=(torch.arange(TOKENS)[None] >= TRIAL_CHUNK_SIZE).long()
+    ):
         raise ValueError(
-            f"rows are padded at the left, and {class_of(model).__name__} counts padding in its tokens' "
-            "positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at the "
-            "right (tokenizer.padding_side = 'right')"
+            f"rows are padded at the left, and {original_class(model).__name__} counts padding in its "
+            "tokens' positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at "
+            "the right (tokenizer.padding_side = 'right')"
         )
 
 
 def masks_padding(model: Any, compare_padded: Callable[[], float]) -> bool:
-    """Whether chunks make the hidden states of padding at the right that the model makes; warns if not, as a
-    loss may read them."""
+    """Whether chunks compute the model's own hidden states of padding at the right.
+
+    Warns if not, as a loss may read them."""
     try:
         compare_padded()
     except Refused:
         warnings.warn(
-            f"{class_of(model).__name__}: chunks make other hidden states of padded tokens than the model "
-            "does (those of all other tokens are the same): a loss that reads them gets another gradient",
+            f"{original_class(model).__name__}: chunks make other hidden states of padded tokens than the "
+            "model does (those of all other tokens are the same): a loss that reads them gets another "
+            "gradient",
             stacklevel=2,
         )
         return False
     return True
 
 
-def packing(model: Any, names: Sequence[str], use_cache: bool | None) -> None:
-    """Warns where packed documents, told by inputs with these names, are not kept apart without chunks;
-    whether the call asks for a cache may make the difference."""
+def warn_if_documents_mix(model: Any, names: Sequence[str], use_cache: bool | None) -> None:
+    """Warn if the model itself does not keep packed documents apart, as chunks do.
+
+    Args:
+        names: of the inputs that describe the documents.
+        use_cache: of the call; it may decide whether the model looks at them.
+    """
     try:
-        apart = _apart(model, use_cache=use_cache, **two_documents(names))
-    except ERRORS:  # by itself the model refuses them
+        is_kept_apart = _ignores_first_tokens(model, use_cache=use_cache, **inputs_of_two_documents(names))
+    except MODEL_ERRORS:  # the model itself refuses such inputs
         return
-    if not apart:
+    if not is_kept_apart:
         warnings.warn(
             f"position_ids start again, and are read as packed documents, which are kept apart: called like "
-            f"this, {class_of(model).__name__} by itself lets documents see those before them",
+            f"this, {original_class(model).__name__} by itself lets documents see those before them",
             stacklevel=2,
         )
 
 
-def documents_of_its_own(model: Any, names: Sequence[str]) -> None:
-    """Refuses documents told by inputs with these names where the model's own code does not look at them.
+def refuse_if_documents_mix(model: Any, names: Sequence[str]) -> None:
+    """Refuse documents described by inputs with these names if the model's own code ignores them.
 
     Raises:
-        Refused: a document's tokens see those before it.
+        Refused: a document's tokens attend to those before it.
     """
-    if not _apart(model, use_cache=False, **two_documents(names)):
+    if not _ignores_first_tokens(model, use_cache=False, **inputs_of_two_documents(names)):
         refuse(
             model,
             f"documents are told apart by {', '.join(names)}, and its own code lets them see those before "
@@ -80,56 +94,63 @@ def documents_of_its_own(model: Any, names: Sequence[str]) -> None:
         )
 
 
-def two_documents(names: Sequence[str]) -> dict[str, Any]:
-    """The inputs of these names for TOKENS of which the second document begins at CHUNK."""
-    places = torch.arange(TOKENS, dtype=torch.int32)[None]
-    number, cuts = (places >= CHUNK).int(), torch.tensor([0, CHUNK, TOKENS], dtype=torch.int32)
+def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Any]:
+    """Return the inputs of these names for TOKENS; the second document begins at TRIAL_CHUNK_SIZE."""
+    positions = torch.arange(TOKENS, dtype=torch.int32)[None]
+    document, cuts = (
+        (positions >= TRIAL_CHUNK_SIZE).int(),
+        torch.tensor([0, TRIAL_CHUNK_SIZE, TOKENS], dtype=torch.int32),
+    )
     forms = {
-        "position_ids": (places - CHUNK * number).long(),
-        "attention_mask": torch.ones_like(places).long(),
+        "position_ids": (positions - TRIAL_CHUNK_SIZE * document).long(),
+        "attention_mask": torch.ones_like(positions).long(),
     }
-    forms |= {"seq_idx": number, "cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
-    return {name: forms.get(name, TOKENS - CHUNK) for name in names}
+    forms |= {"seq_idx": document, "cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+    return {name: forms.get(name, TOKENS - TRIAL_CHUNK_SIZE) for name in names}
 
 
 @torch.no_grad()
-def _apart(model: Any, **given: Any) -> bool:
-    """Whether the backbone by itself, given this, makes the same hidden states of all but the first CHUNK
-    tokens as without these."""
+def _ignores_first_tokens(model: Any, **inputs: Any) -> bool:
+    """Whether, given these inputs, the first TRIAL_CHUNK_SIZE tokens change no later hidden state of the
+    backbone."""
     if fla.is_of_fla(model):
-        return fla.keeps_apart(given)
-    backbone, ids = backbone_of(model), some_tokens(model)[0]
-    takes = inspect.signature(class_of(backbone).forward).parameters
-    usual = ("position_ids", "attention_mask", "use_cache")
-    known = {n: v for n, v in given.items() if n in takes or n not in usual}
-    known = {n: v.to(ids.device) if isinstance(v, Tensor) else v for n, v in known.items()}
-    forward = functools.partial(class_of(backbone).forward, backbone, return_dict=True)
-    with plainly(model):
-        whole = gathering(model)(lambda: forward(input_ids=ids, **known))[0]
-        return alike(whole[:, CHUNK:], gathering(model)(lambda: forward(input_ids=ids[:, CHUNK:]))[0])
+        return fla.ignores_other_tokens(inputs)
+    backbone, ids = backbone_of(model), example_tokens(model)[0]
+    parameters = inspect.signature(original_class(backbone).forward).parameters
+    optional = ("position_ids", "attention_mask", "use_cache")
+    accepted = {n: v for n, v in inputs.items() if n in parameters or n not in optional}
+    accepted = {n: v.to(ids.device) if isinstance(v, Tensor) else v for n, v in accepted.items()}
+    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
+    with calling_original_forwards(model):
+        hidden = gathered_runner(model)(lambda: forward(input_ids=ids, **accepted))[0]
+        return alike(
+            hidden[:, TRIAL_CHUNK_SIZE:],
+            gathered_runner(model)(lambda: forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:]))[0],
+        )
 
 
 @torch.no_grad()
-def ignores(model: Any, name: str, labelled: bool) -> bool:
-    """Whether a model's own forward takes an input of this name without reading it: seen by giving it
-    numbers that are none, for a few tokens.
+def ignores_input(model: Any, name: str, has_labels: bool) -> bool:
+    """Whether a model's own forward accepts an input of this name without reading it.
+
+    It is given NaNs for a few tokens: an output that stays the same does not depend on them.
 
     Args:
-        labelled: whether it is asked for a loss.
+        has_labels: whether the call asks for a loss.
     """
-    parameters = inspect.signature(class_of(model).forward).parameters
+    parameters = inspect.signature(original_class(model).forward).parameters
     if name in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return False
-    ids, labels = some_tokens(model)
-    given = {"input_ids": ids, "use_cache": False, "return_dict": True} | (
-        {"labels": labels} if labelled else {}
+    ids, labels = example_tokens(model)
+    inputs = {"input_ids": ids, "use_cache": False, "return_dict": True} | (
+        {"labels": labels} if has_labels else {}
     )
-    probe = torch.full(ids.shape, torch.nan, device=ids.device)
-    forward = functools.partial(class_of(model).forward, model, **given)
-    with plainly(model), in_eval_mode(model), by_pytorch(model):
-        expected = gathering(model)(forward)[0]
+    nan_input = torch.full(ids.shape, torch.nan, device=ids.device)
+    forward = functools.partial(original_class(model).forward, model, **inputs)
+    with calling_original_forwards(model), in_eval_mode(model), pytorch_references(model):
+        expected = gathered_runner(model)(forward)[0]
         try:
-            found = gathering(model)(lambda: forward(**{name: probe}))[0]
-        except ERRORS:
+            output = gathered_runner(model)(lambda: forward(**{name: nan_input}))[0]
+        except MODEL_ERRORS:
             return False
-    return torch.equal(found, expected)
+    return torch.equal(output, expected)

@@ -1,4 +1,4 @@
-"""What `adjoint.wrap` notes on a model."""
+"""The state that `adjoint.wrap` attaches to a model."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from adjoint.methods import Backprop
 
 
 class WrapState:
-    """What is noted of a wrapped model, on the causal LM and its backbone. A copy of the model begins with
-    the method alone.
+    """State of a wrapped model, shared by the causal LM and its backbone.
+
+    A copy of the model starts with the method alone: verifications hold for one model, and a group and a lock
+    cannot be copied.
 
     Attributes:
-        plain: whether calls go to transformers' own forward for the time being.
-        lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
-        known: a `verification.Verification` of the model, or its backbone, each, as it was lately.
-        outer: a reference to what was wrapped, where that is a model around it.
-        group: the process group whose ranks share sequences.
-        announced: whether the first use has been told.
+        uses_original_forward: whether calls go to transformers' forward for the time being.
+        lock: held while a thread runs the model, whose modules have other forwards during a chunk.
+        verifications: a `verification.Verification` for each recent state of the model or its backbone.
+        outer_model: weak reference to the model that was wrapped, if that is a model around the causal LM.
+        group: process group whose ranks share sequences.
+        announced: whether the first use has been logged.
     """
 
-    def __init__(self, method: Any, outer: ref[Any] | None = None, group: Any = None) -> None:
+    def __init__(self, method: Any, outer_model: ref[Any] | None = None, group: Any = None) -> None:
         self.group = group
-        self.method, self.plain, self.lock, self.outer = method, False, threading.RLock(), outer
-        self.known: list[Any] = []
+        self.method, self.uses_original_forward, self.lock, self.outer_model = (
+            method,
+            False,
+            threading.RLock(),
+            outer_model,
+        )
+        self.verifications: list[Any] = []
         self.announced = False
 
     def __reduce__(self) -> Any:
@@ -33,9 +40,12 @@ class WrapState:
 
 
 def wrap_state_of(model: Any) -> WrapState:
-    """A model made by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
-    record = model.__dict__.get("_adjoint")
-    if record is None:
-        record = WrapState(Backprop())
-        record.plain = True
-    return record
+    """Return a model's wrap state.
+
+    A model made by a wrapped model's class, for example by its `from_pretrained`, has none: it gets a
+    state that calls the original forward."""
+    wrap_state = model.__dict__.get("_adjoint")
+    if wrap_state is None:
+        wrap_state = WrapState(Backprop())
+        wrap_state.uses_original_forward = True
+    return wrap_state

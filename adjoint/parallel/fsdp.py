@@ -79,7 +79,7 @@ def reshard(model: nn.Module) -> None:
         model.state_dict(keep_vars=True)
 
 
-def trained(model: nn.Module) -> list[Tensor]:
+def trained_parameters(model: nn.Module) -> list[Tensor]:
     """Return the parameters with requires_grad; in a sharded model, their shards."""
     reshard(model)
     return [p for p in model.parameters() if p.requires_grad]
@@ -570,7 +570,7 @@ def _compare(stack: Any, steps: Callable[[Batch, EngineSpec], ChunkedStep], devi
     Raises:
         ValueError: they differ.
     """
-    parameters = trained(stack)
+    parameters = trained_parameters(stack)
     names = [name for name, p in stack.named_parameters() if p.requires_grad]
     ids = torch.arange(compare.TOKENS, device=device)[None] % stack.config.vocab_size
 

@@ -23,7 +23,7 @@ from adjoint.engine.tile import MAX_PENDING_BYTES
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.chunking import check_method, spec_of
-from adjoint.hf.kernels.replacements import rebound
+from adjoint.hf.kernels.replacements import rebound_functions
 from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
@@ -75,7 +75,7 @@ def _countable(kind: Any) -> Iterator[None]:
     # PyTorch's grouped product of matrices says its shape for bfloat16 alone
     other = {"_can_use_grouped_mm": lambda *_: False}
     try:
-        with rebound([(vars(moe), other)]):
+        with rebound_functions([(vars(moe), other)]):
             yield
     except (RuntimeError, NotImplementedError, ValueError) as error:
         # a ValueError may come of a `Refused`, or of an operator's error inside the model's code
@@ -106,9 +106,9 @@ class PretrainedModel(Model):
         self.source, self.d_model, self.costs = pretrained, pretrained.d_model, pretrained.costs
         self.num_parameters, self.tie_embeddings = pretrained.num_parameters, pretrained.tie_embeddings
         model, n = self._fake_model(torch.float32)[1], pretrained.n_layer
-        self.others = sizes_of(pretrained.part(model, range(-1, -1)).parameters())[0]
-        self.first = sizes_of(pretrained.part(model, range(0)).parameters())[0] - self.others
-        self.last = sizes_of(pretrained.part(model, range(n, n)).parameters())[0] - self.others
+        self.others = sizes_of(pretrained.make_part(model, range(-1, -1)).parameters())[0]
+        self.first = sizes_of(pretrained.make_part(model, range(0)).parameters())[0] - self.others
+        self.last = sizes_of(pretrained.make_part(model, range(n, n)).parameters())[0] - self.others
         self.table = self.largest_end = model.get_input_embeddings().weight.numel()
         self.in_8bit = share_in_8bit(model.parameters())
         self.config = pretrained.config.get_text_config()
@@ -156,7 +156,7 @@ class PretrainedModel(Model):
         span = {EMBEDDING: range(0), HEAD: range(n, n)}.get(piece, range(piece, piece + 1))
         with fake_tensors(on.dtype), mode:
             piece_model, slots = (
-                pretrained.part(model, span),
+                pretrained.make_part(model, span),
                 [] if on.plain else _slots_of_layer(pretrained.slots, piece),
             )
             multiplier = None if piece == EMBEDDING else 1.0
@@ -211,7 +211,7 @@ class _Plain(Backbone):
 
     def __init__(self, piece_model: Any, multiplier: float | None, head: bool) -> None:
         super().__init__(piece_model, [], multiplier)
-        self.inside: Any = contextlib.nullcontext
+        self.chunk_context: Any = contextlib.nullcontext
         self.head = head
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:

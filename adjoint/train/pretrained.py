@@ -18,7 +18,7 @@ from adjoint.errors import UserError
 from adjoint.files import flush
 from adjoint.formats.folders import refuse_adapter
 from adjoint.hf.split import Pretrained, examine
-from adjoint.hf.trial_copy import some_tokens
+from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
 
@@ -205,7 +205,7 @@ def described(
 
     model = unwrap(load(directory, method, None, trust_remote_code))
     with _naming(directory):
-        found = examine(model, some_tokens(model)[0])
+        found = examine(model, example_tokens(model)[0])
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What the tests of wrapped models share."""
+"""Fixtures of the tests of wrapped models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def double() -> Iterator[None]:
-    """float32 is float64: see `tests.hf.hf_models`."""
+    """Make float32 mean float64: see `tests.hf.hf_models`."""
     from tests.hf.hf_models import float64_throughout
 
     with float64_throughout():

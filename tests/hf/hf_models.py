@@ -1,4 +1,4 @@
-"""Tiny transformers models with random weights, and float64 throughout in them."""
+"""Tiny transformers models with random weights, computing in float64 throughout."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _float32_is(dtype: torch.dtype, method: Any) -> Iterator[None]:
 
 
 def float64_throughout() -> contextlib.AbstractContextManager[None]:
-    """transformers casts norms, scan and loss to float32, even in float64: here float32 *is* float64."""
+    """Make float32 mean float64: transformers casts norms, scan and loss to float32, even in float64."""
     return _float32_is(torch.float64, torch.Tensor.double)
 
 
@@ -239,22 +239,27 @@ def float64_throughout() -> contextlib.AbstractContextManager[None]:
     SINGLE, TO_SINGLE
 )  # for modules of transformers are imported on first use, and would stay that way
 def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Any:
-    """A model of the class `name`, in training mode, its weights away from their initial values, at which
-    biases are zero and norms one."""
+    """Return a model of the class `name`, in training mode.
+
+    Its weights are away from their initial values, at which biases are zero and norms one."""
     torch.manual_seed(seed)
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name} yet")
     cls = getattr(transformers, name)
-    taken = inspect.signature(cls.config_class).parameters
-    given = {size: SIZES[size] for size in SIZES if size in taken} | {**MODELS, **REFUSED, **OTHERS}[name]
+    options_taken = inspect.signature(cls.config_class).parameters
+    model_options = {size: SIZES[size] for size in SIZES if size in options_taken} | {
+        **MODELS,
+        **REFUSED,
+        **OTHERS,
+    }[name]
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = cls(cls.config_class(**{**tokens, **given, **options}))
-    model = disturbed(model).to(dtype).train()
-    return in_double(model) if dtype == torch.float64 else model
+    model = cls(cls.config_class(**{**tokens, **model_options, **options}))
+    model = perturb_weights(model).to(dtype).train()
+    return to_float64(model) if dtype == torch.float64 else model
 
 
-def in_double(model: Any) -> Any:
-    """The model, what it fixes to float32 when its code is read being float64."""
+def to_float64(model: Any) -> Any:
+    """Convert to float64 what a model fixes to float32 when its code is read, and return the model."""
     for module in model.modules():
         if hasattr(module, "decay_factors"):  # MiniMax's tables
             tables = module.decay_factors(module.slope_rate)
@@ -267,8 +272,8 @@ def in_double(model: Any) -> Any:
     return model
 
 
-def disturbed(model: Any) -> Any:
-    """The model with other weights than its initial ones, and experts that compute in its own precision."""
+def perturb_weights(model: Any) -> Any:
+    """Move a model's weights away from their initial values, and let experts compute in its own precision."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.05)
@@ -278,7 +283,7 @@ def disturbed(model: Any) -> Any:
 
 
 def make_batch(seqlen: int, batch: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    """Labels are ignored here and there, the last row is padded at the right."""
+    """Return a batch whose labels are ignored here and there, and whose last row is padded at the right."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (batch, seqlen), generator=draw)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.2, -100)
@@ -288,11 +293,12 @@ def make_batch(seqlen: int, batch: int = 2, seed: int = 0) -> dict[str, Tensor]:
 
 
 def current_gradients(model: Any) -> dict[str, Tensor]:
-    """By name; parameters that have none are absent."""
+    """Return gradients by name; parameters without one are absent."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def loss_and_gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of a call and the gradients of its backward."""
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
@@ -300,7 +306,9 @@ def loss_and_gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Ten
 
 
 def assert_slope(model: Any, loss: Callable[[], Tensor], gradients: dict[str, Tensor]) -> None:
-    """Gradients are the loss's, by finite differences in a random direction; the loss draws what it drew."""
+    """Assert that gradients are the loss's, by finite differences in a random direction.
+
+    The loss must draw the same random numbers each time."""
     direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     slope = sum(float((gradients[name] * d).sum()) for name, d in direction.items())
     values = []
@@ -317,8 +325,10 @@ class Errors:
     """Relative L2 errors of a wrapped model against the untouched one.
 
     Attributes:
-        loss, total: of the loss, and of all gradients as one vector.
-        worst: of one parameter's gradient, `parameter`'s, apart from those that are nothing but rounding.
+        loss: of the loss.
+        total: of all gradients as one vector.
+        worst: the largest of one parameter's gradient, apart from those that are rounding alone.
+        parameter: name of that parameter.
     """
 
     loss: float
@@ -328,41 +338,43 @@ class Errors:
 
 
 def errors(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> Errors:
-    """Of two results of `loss_and_gradients`; a parameter that has a gradient in one only is an assertion."""
+    """Return the errors of one result of `loss_and_gradients` against another.
+
+    Both must have gradients of the same parameters."""
     loss, gradients = expected
     assert got[1].keys() == gradients.keys()
     sizes = {name: gradient.norm().item() for name, gradient in gradients.items()}
     distances = {name: (got[1][name] - gradient).norm().item() for name, gradient in gradients.items()}
-    whole = sum(size**2 for size in sizes.values()) ** 0.5
-    each = {name: distances[name] / size for name, size in sizes.items() if size > 1e-10 * whole}
+    total_size = sum(size**2 for size in sizes.values()) ** 0.5
+    each = {name: distances[name] / size for name, size in sizes.items() if size > 1e-10 * total_size}
     worst = max(each, key=each.__getitem__)
-    total = sum(distance**2 for distance in distances.values()) ** 0.5 / whole
+    total = sum(distance**2 for distance in distances.values()) ** 0.5 / total_size
     return Errors(float((got[0] - loss).abs() / loss.abs()), total, each[worst], worst)
 
 
 def assert_exact(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
-    """Of two results of `loss_and_gradients`, in float64."""
-    found = errors(got, expected)
-    assert found.loss <= 1e-12 and found.total <= 1e-10 and found.worst <= 1e-10, found
+    """Assert that two results of `loss_and_gradients` agree to float64's precision."""
+    difference = errors(got, expected)
+    assert difference.loss <= 1e-12 and difference.total <= 1e-10 and difference.worst <= 1e-10, difference
 
 
 @contextlib.contextmanager
 def one_line(message: str) -> Iterator[None]:
-    """A ValueError with this message is raised, in one line."""
+    """Expect a ValueError with this message, in one line."""
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         yield
     assert "\n" not in str(caught.value)
 
 
-def held(model: Any) -> str:
-    """What the cache of a wrapped model holds, once it has been used."""
-    known, *_ = model.__dict__["_adjoint"].known
-    grows = {slot.grows is not None for slot in known.slots}
+def cache_contents(model: Any) -> str:
+    """Describe what the cache of a wrapped model holds, once the model has been used."""
+    verification, *_ = model.__dict__["_adjoint"].verifications
+    grows = {slot.grows is not None for slot in verification.slots}
     return {(True,): "keys and values", (False,): "recurrent"}.get(tuple(grows), "both")
 
 
-def reason(error: ValueError) -> str:
-    """Why a model was refused, without what differs from model to model."""
-    said = str(error).removesuffix("; adjoint.wrap(model, adjoint.Backprop()) works")
-    said = said.split(" cannot be trained by chunks: ")[-1]
-    return re.sub(r" \([^)]* differs from the whole's, [^)]*\)", "", said)
+def refusal_reason(error: ValueError) -> str:
+    """Return why a model was refused, without the numbers that differ from model to model."""
+    message = str(error).removesuffix("; adjoint.wrap(model, adjoint.Backprop()) works")
+    message = message.split(" cannot be trained by chunks: ")[-1]
+    return re.sub(r" \([^)]* differs from the whole's, [^)]*\)", "", message)

@@ -1,5 +1,4 @@
-"""Tensors that a wrapped model's forward writes to, or that others write to while it runs: counters, PEFT's
-parametrized weights."""
+"""Tensors that are written to while a wrapped model runs: counters, PEFT's parametrized weights."""
 
 from __future__ import annotations
 
@@ -19,17 +18,17 @@ IDS = make_batch(29)["input_ids"]
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
-def counting(what: str) -> tuple[Any, Any]:
-    """A model, and its part that counts by a buffer and by a plain attribute: "tokens" or "calls"."""
+def make_counting_model(unit: str) -> tuple[Any, Any]:
+    """Return a model and its part that counts "tokens" or "calls", in a buffer and in a plain attribute."""
     model = make("LlamaForCausalLM")
     mlp = model.model.layers[0].mlp
     mlp.register_buffer("count", torch.zeros(()))
-    mlp.seen = torch.zeros((), dtype=torch.long)
+    mlp.plain_count = torch.zeros((), dtype=torch.long)
 
-    def count(module: Any, given: tuple[Tensor], out: Tensor) -> None:
-        more = given[0].shape[1] if what == "tokens" else 1
+    def count(module: Any, inputs: tuple[Tensor], out: Tensor) -> None:
+        more = inputs[0].shape[1] if unit == "tokens" else 1
         module.count += more
-        module.seen += more
+        module.plain_count += more
 
     mlp.register_forward_hook(count)
     return model, mlp
@@ -37,17 +36,17 @@ def counting(what: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_tokens_are_counted_once(recompute: str) -> None:
-    model, mlp = counting("tokens")
+    model, mlp = make_counting_model("tokens")
     expected = loss_and_gradients(model, **BATCH)[1]
     adjoint.wrap(model, adjoint.Exact(chunk_size=8, recompute=recompute))
     for calls in (2, 3):
         assert_same(loss_and_gradients(model, **BATCH)[1], expected)
-        assert float(mlp.count) == float(mlp.seen) == calls * 29
+        assert float(mlp.count) == float(mlp.plain_count) == calls * 29
 
 
 def test_calls_that_are_counted_are_refused() -> None:
-    """Before the first loss: there would be one a chunk."""
-    model, mlp = counting("calls")
+    """Refused before the first loss: the model would count one call per chunk."""
+    model, mlp = make_counting_model("calls")
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.(count|seen) differs from the whole's"):
         adjoint.wrap(model, adjoint.Exact(chunk_size=8))(**BATCH)
     assert float(mlp.count) == 0
@@ -56,7 +55,7 @@ def test_calls_that_are_counted_are_refused() -> None:
 def test_adapters_of_parameters() -> None:
     """PEFT's `target_parameters`: a frozen weight is parametrized for the time of each forward."""
     peft = pytest.importorskip("peft")
-    found = []
+    gradients = []
     for wrapped in (False, True):
         model = make("MixtralForCausalLM")
         config = peft.LoraConfig(
@@ -72,6 +71,6 @@ def test_adapters_of_parameters() -> None:
         for _ in range(2):
             model.zero_grad()
             model(**BATCH).loss.backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert any("experts" in name for name in found[0])
-    assert_same(found[1], found[0])
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert any("experts" in name for name in gradients[0])
+    assert_same(gradients[1], gradients[0])

@@ -1,5 +1,5 @@
-"""What trainers do to a model and give to it by default: adapters with gradient checkpointing, steps without
-labels, columns that the model ignores, logits that are read for metrics, hidden states of padding."""
+"""Trainers' defaults: adapters with gradient checkpointing, steps without labels, columns that the model
+ignores, logits that are read for metrics, hidden states of padding."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_gradient_checkpointing_with_adapters(
 @pytest.mark.parametrize("items", [0, torch.tensor(0), None])
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
 def test_a_step_without_labels_changes_no_weight(method: Any, items: Any) -> None:
-    """The Trainer always counts the labels of a step; of none that count the mean is 0."""
+    """The Trainer always counts the labels of a step; if it has none the loss is 0."""
     model = adjoint.wrap(make(LLAMA, torch.float32), method).train()
     ids = labelled()["input_ids"]
     with pytest.warns(UserWarning, match="every label is ignored"):
@@ -98,13 +98,13 @@ def test_a_step_without_labels_changes_no_weight(method: Any, items: Any) -> Non
 
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
 def test_inputs_that_the_model_ignores_are_ignored(method: Any) -> None:
-    """Such as a reward's margin, which TRL hands on; what the model reads is refused by its name."""
-    model, given = adjoint.wrap(make(LLAMA, torch.float32), method).train(), labelled()
-    expected = model(**given).loss
-    assert model(**given, margin=torch.ones(2), texts=["a", "b"]).loss == expected
+    """A reward's margin, which TRL passes on, is ignored; what the model reads is refused by its name."""
+    model, inputs = adjoint.wrap(make(LLAMA, torch.float32), method).train(), labelled()
+    expected = model(**inputs).loss
+    assert model(**inputs, margin=torch.ones(2), texts=["a", "b"]).loss == expected
     for name, value in {"is_causal": True, "position_bias": torch.ones(1)}.items():
         with pytest.raises(UserError, match=f"{name} is not an input that can be split into chunks"):
-            model(**given, **{name: value})
+            model(**inputs, **{name: value})
 
 
 # --------------------------------------------------------------------------------------- logits that are read
@@ -112,18 +112,19 @@ def test_inputs_that_the_model_ignores_are_ignored(method: Any) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
 def test_logits_are_computed_when_they_are_read(method: Any, double: None) -> None:
-    """By the weights of then, without gradients; an output that nobody reads has none."""
+    """Logits come from the weights at the time of reading, without gradients; an output nobody reads has
+    none."""
     accelerate = pytest.importorskip("accelerate")
-    plain, given = make(BAMBA), make_batch(29)
+    plain, inputs = make(BAMBA), make_batch(29)
     model = adjoint.wrap(copy.deepcopy(plain), method)
-    out = model(**given)
+    out = model(**inputs)
     converted = accelerate.utils.convert_outputs_to_fp32(lambda: out)()  # as autocast's models do
     assert list(out) == ["loss"] and "logits=None" in repr(out)
     assert pickle.loads(pickle.dumps(type(out)(loss=out.loss.detach()))).loss == out.loss
     with float64_throughout():
         out.loss.backward()
         drawn = torch.get_rng_state()
-        expected = plain(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+        expected = plain(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
         for output in (out, converted):
             with pytest.warns(UserWarning, match="a second forward"):
                 logits = output.logits
@@ -151,7 +152,8 @@ def hidden_loss(model: Any, real: tuple[int, ...]) -> tuple[Tensor, dict[str, Te
     [LLAMA, BAMBA, "Mamba2ForCausalLM", "MambaForCausalLM", "Qwen3_5ForCausalLM", "Gemma3ForCausalLM"],
 )
 def test_hidden_states_of_padding_are_the_models_own(name: str, double: None) -> None:
-    """Losses that read them, and logged means over all tokens, are those of the untouched model."""
+    """Losses that read hidden states of padding, and logged means over all tokens, are the untouched
+    model's."""
     plain = make(name)
     model = adjoint.wrap(copy.deepcopy(plain), adjoint.Exact(chunk_size=8))
     with float64_throughout():
@@ -171,7 +173,7 @@ def test_a_warning_where_hidden_states_of_padding_differ(double: None) -> None:
 
 
 class Cumulative(nn.Module):
-    """Adds up all tokens before, which no cache carries."""
+    """A module that adds up all tokens before, which no cache carries."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -182,14 +184,14 @@ class Cumulative(nn.Module):
 
 
 def test_a_refusal_names_layer_parameter_and_token(caplog: pytest.LogCaptureFixture) -> None:
-    """And at the level DEBUG each gradient's difference is told."""
+    """The message names layer and token; at the level DEBUG each gradient's difference is logged."""
     model = make(LLAMA, torch.float32)
     model.model.layers[1].mlp = Cumulative(model.model.layers[1].mlp)
     model = adjoint.wrap(model, adjoint.Exact(chunk_size=8))
     caplog.set_level("DEBUG", "adjoint")
     with pytest.raises(UserError) as refused:
         model(**labelled())
-    for part in ("the gradient of ", "first in layers.1, from token 5 on", "ADJOINT_VERBOSITY=debug"):
-        assert part in str(refused.value)
+    for text in ("the gradient of ", "first in layers.1, from token 5 on", "ADJOINT_VERBOSITY=debug"):
+        assert text in str(refused.value)
     table = next(r.getMessage() for r in caplog.records if r.levelname == "DEBUG")
     assert all(name in table for name, _ in model.named_parameters())

@@ -30,8 +30,8 @@ ROWS = torch.cat([torch.arange(11), torch.arange(18)])[None].expand(2, -1)
 Call = Callable[[Any, Tensor], Tensor]
 
 
-def labelled(**given: Any) -> Call:
-    return lambda model, embeds: model(inputs_embeds=embeds, **{**BATCH, **given}).loss
+def loss_of_embeddings(**inputs: Any) -> Call:
+    return lambda model, embeds: model(inputs_embeds=embeds, **{**BATCH, **inputs}).loss
 
 
 def above_the_backbone(model: Any, embeds: Tensor) -> Tensor:
@@ -41,11 +41,11 @@ def above_the_backbone(model: Any, embeds: Tensor) -> Tensor:
 
 def frozen(model: Any, embeds: Tensor) -> Tensor:
     model.requires_grad_(False)
-    return labelled()(model, embeds)
+    return loss_of_embeddings()(model, embeds)
 
 
 def by_documents(model: Any, embeds: Tensor) -> Tensor:
-    """What the untouched model makes of packed documents, it makes of each by itself."""
+    """Return the loss of packed documents; the untouched model runs each by itself."""
     labels = IDS.index_fill(1, torch.tensor([11]), -100)
     if "_adjoint" in vars(model):
         return model(inputs_embeds=embeds, labels=labels, position_ids=ROWS).loss
@@ -55,20 +55,20 @@ def by_documents(model: Any, embeds: Tensor) -> Tensor:
 
 
 def without_padding(model: Any, embeds: Tensor) -> Tensor:
-    """By a causal LM that is a part of the model."""
+    """Return the loss without an attention_mask, of a model that contains a causal LM."""
     return model(inputs_embeds=embeds, labels=BATCH["labels"]).loss
 
 
 CASES: list[tuple[str, Any, Call]] = [
     *(
-        (name, EXACT, labelled())
+        (name, EXACT, loss_of_embeddings())
         for name in (LLAMA, "Mamba2ForCausalLM", BAMBA, QWEN, "Qwen3NextForCausalLM")
     ),
-    (BAMBA, adjoint.Truncated(64, chunk_size=8), labelled()),
-    (QWEN, adjoint.Exact(chunk_size=5, keep="inputs", recompute="full"), labelled()),
-    (LLAMA, adjoint.Exact(memory="1GB"), labelled(num_items_in_batch=7)),
-    (LLAMA, adjoint.MiniSequence(), labelled()),
-    (BAMBA, EXACT, labelled(**LEFT)),
+    (BAMBA, adjoint.Truncated(64, chunk_size=8), loss_of_embeddings()),
+    (QWEN, adjoint.Exact(chunk_size=5, keep="inputs", recompute="full"), loss_of_embeddings()),
+    (LLAMA, adjoint.Exact(memory="1GB"), loss_of_embeddings(num_items_in_batch=7)),
+    (LLAMA, adjoint.MiniSequence(), loss_of_embeddings()),
+    (BAMBA, EXACT, loss_of_embeddings(**LEFT)),
     (BAMBA, EXACT, by_documents),
     (BAMBA, EXACT, frozen),
     ("Llama4ForConditionalGeneration", EXACT, without_padding),
@@ -79,7 +79,7 @@ CASES: list[tuple[str, Any, Call]] = [
 
 @pytest.mark.parametrize(("name", "method", "call"), CASES)
 def test_embeddings_have_the_models_own_gradient(name: str, method: Any, call: Call) -> None:
-    found = []
+    results = []
     for wrapped in (True, False):
         model = adjoint.wrap(make(name), method) if wrapped else make(name)
         embeds = torch.randn(2, 29, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -87,5 +87,5 @@ def test_embeddings_have_the_models_own_gradient(name: str, method: Any, call: C
         loss = call(model, embeds)
         loss.backward()
         assert embeds.grad is not None
-        found.append((loss.detach(), {**current_gradients(model), "embeddings": embeds.grad}))
-    assert_exact(*found)
+        results.append((loss.detach(), {**current_gradients(model), "embeddings": embeds.grad}))
+    assert_exact(*results)

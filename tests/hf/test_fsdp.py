@@ -36,16 +36,16 @@ CASES: dict[str, Callable[..., None]] = {}
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The other process: runs the cases that it is told."""
+    """Start the other process, which runs the cases that it is sent."""
     folder = str(tmp_path_factory.mktemp("fsdp"))
     fork = mp.get_context("fork")
-    told, said = fork.Queue(), fork.Queue()
-    other = fork.Process(target=listen, args=(folder, told, said), daemon=True)
+    tasks, replies = fork.Queue(), fork.Queue()
+    other = fork.Process(target=listen, args=(folder, tasks, replies), daemon=True)
     other.start()
     threads = torch.get_num_threads()
     join(0, folder)
-    yield told, said
-    told.put(None)
+    yield tasks, replies
+    tasks.put(None)
     dist.destroy_process_group()
     torch.set_num_threads(threads)
     other.join(60)
@@ -58,26 +58,26 @@ def join(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, **init)
 
 
-def listen(folder: str, told: Any, said: Any) -> None:
+def listen(folder: str, tasks: Any, replies: Any) -> None:
     join(1, folder)
-    while (task := told.get()) is not None:
+    while (task := tasks.get()) is not None:
         name, args = task
         try:
             CASES[name](1, *args)
-            said.put("")
+            replies.put("")
         except BaseException:
-            said.put(traceback.format_exc())
+            replies.put(traceback.format_exc())
     dist.destroy_process_group()
 
 
 def on_both(peer: Any, name: str, *args: Any) -> None:
-    """Runs a case on both processes."""
-    told, said = peer
-    told.put((name, args))
+    """Run a case on both processes."""
+    tasks, replies = peer
+    tasks.put((name, args))
     try:
         CASES[name](0, *args)
     finally:
-        problem = said.get(timeout=120)
+        problem = replies.get(timeout=120)
     assert not problem, problem
 
 
@@ -105,9 +105,11 @@ def shard(model: Any, **options: Any) -> Any:
 
 
 def trained_like(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A delta rule's steps are as small as in trained models. At transformers' initial ones (dt_bias = 1) a
-    state is gone after a token, and gradients of A_log and dt_bias are what is left of terms that cancel:
-    transformers' chunked form is 1e-12 from its recurrent one there, and 1e-14 from it here."""
+    """Return a model whose delta rule has steps as small as in trained models.
+
+    At transformers' initial ones (dt_bias = 1) a state is gone after a token, and gradients of A_log and
+    dt_bias are the remainder of terms that cancel: there transformers' chunked form is 1e-12 from its
+    recurrent one, here 1e-14."""
     model = make(name, dtype)
     with torch.no_grad():
         for parameter in (p for n, p in model.named_parameters() if n.endswith("linear_attn.dt_bias")):
@@ -123,7 +125,7 @@ def sharded(name: str, first: str = "wrap", dtype: torch.dtype = torch.float64, 
 
 
 def rows(seed: int = 5, seqlen: int = 53) -> Tensor:
-    """One for each process."""
+    """Return ids, one row for each process."""
     return torch.randint(3, VOCAB, (RANKS, seqlen), generator=torch.Generator().manual_seed(seed))
 
 
@@ -131,14 +133,14 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
     return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-12) -> None:
-    one = torch.ones(())
-    apart = errors((one, found), (one, expected))
-    assert apart.worst <= limit, apart
+def assert_same(gradients: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-12) -> None:
+    unit_loss = torch.ones(())
+    difference = errors((unit_loss, gradients), (unit_loss, expected))
+    assert difference.worst <= limit, difference
 
 
 def unsharded(model: Any, *losses: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    """Gradients of one process."""
+    """Return the gradients of one process."""
     for loss in losses:
         loss(model).backward()
     return current_gradients(model)
@@ -149,15 +151,15 @@ def unsharded(model: Any, *losses: Callable[[Any], Tensor]) -> dict[str, Tensor]
 
 @case
 def equal(rank: int, name: str, first: str, each_chunk: bool) -> None:
-    """Two batches, accumulated; Mixtral's routers have a loss, which is a sequence's own."""
+    """Two accumulated batches; Mixtral's routers have a loss, which belongs to one sequence."""
     routed = {"output_router_logits": True} if "Mixtral" in name else {}
     with float64_throughout():
         batches = [rows(1), rows(2)]
         model = sharded(name, first)
         model.set_requires_gradient_sync(each_chunk)
         for ids in batches:
-            mine = ids[rank : rank + 1]
-            (model(input_ids=mine, labels=mine, **routed).loss / 2).backward()
+            own_rows = ids[rank : rank + 1]
+            (model(input_ids=own_rows, labels=own_rows, **routed).loss / 2).backward()
         each = [ids[i : i + 1] for ids in batches for i in range(RANKS)]
         losses = [lambda m, ids=ids: m(input_ids=ids, labels=ids, **routed).loss / 4 for ids in each]
         assert_same(whole_gradients(model), unsharded(trained_like(name), *losses))
@@ -173,7 +175,7 @@ def test_gradients_are_those_of_one_process(name: str, first: str, each_chunk: b
 
 @case
 def lengths(rank: int) -> None:
-    """One process has a long row, the other two short ones: documents, then rows padded at the left."""
+    """A long row on one process, two short ones on the other: documents, then rows padded at the left."""
     long, ids = {"input_ids": rows(4)[:1], "labels": rows(4)[:1]}, rows(3, 12)
     labels, positions = ids.clone(), torch.arange(12).expand(2, 12).clone()
     positions[0, 5:] -= 5
@@ -183,28 +185,28 @@ def lengths(rank: int) -> None:
     mask[0, :4] = 0
     padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.cumsum(1) < 2, -100)}
     with float64_throughout():
-        model, one = sharded(BAMBA), adjoint.wrap(make(BAMBA), METHOD)
+        model, reference = sharded(BAMBA), adjoint.wrap(make(BAMBA), METHOD)
         for short, counted in ((packed, {}), (padded, {"num_items_in_batch": torch.tensor(40)})):
-            given = [{**long, **counted}, {**short, **counted}]
+            inputs_by_rank = [{**long, **counted}, {**short, **counted}]
             model.zero_grad()
-            one.zero_grad()
-            model(**given[rank]).loss.backward()
+            reference.zero_grad()
+            model(**inputs_by_rank[rank]).loss.backward()
             # transformers' own forward does not keep documents apart
-            losses = [lambda m, inputs=inputs: m(**inputs).loss / 2 for inputs in given]
-            assert_same(whole_gradients(model), unsharded(one, *losses))
+            losses = [lambda m, inputs=inputs: m(**inputs).loss / 2 for inputs in inputs_by_rank]
+            assert_same(whole_gradients(model), unsharded(reference, *losses))
 
 
 @case
 def embeddings(rank: int) -> None:
-    """Given instead of ids; the routers' loss is not to be had by itself."""
+    """Embeddings instead of ids; the routers' loss cannot be backpropagated by itself."""
     name, ids = "MixtralForCausalLM", rows()[rank : rank + 1]
     with float64_throughout():
-        found = []
+        gradients = []
         for model in (sharded(name), make(name)):
-            given = torch.randn(1, 53, 24, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-            model(inputs_embeds=given, labels=ids).loss.backward()
-            found.append({"given": given.grad})
-        assert_same(*found)
+            embeds = torch.randn(1, 53, 24, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+            model(inputs_embeds=embeds, labels=ids).loss.backward()
+            gradients.append({"given": embeds.grad})
+        assert_same(*gradients)
         out = sharded(name)(input_ids=ids, labels=ids, output_router_logits=True)
         with pytest.raises(ValueError, match="not aux_loss by itself"):
             (out.loss + out.aux_loss).backward()
@@ -214,16 +216,16 @@ def embeddings(rank: int) -> None:
 def stacks(rank: int) -> None:
     config = adjoint.StackConfig(VOCAB, 16, 3, ["mamba", "mamba2", "attention"], d_state=4, headdim=8)
     ids = rows()
-    model, one = (adjoint.Stack(config, seed=0).double() for _ in range(2))
+    model, reference = (adjoint.Stack(config, seed=0).double() for _ in range(2))
     shard(model)
     model(ids[rank : rank + 1], labels=ids[rank : rank + 1], method=METHOD).loss.backward()
-    assert_same(whole_gradients(model), unsharded(one, lambda m: m(ids, labels=ids).loss))
-    for made in (model, one):
-        made.zero_grad()
+    assert_same(whole_gradients(model), unsharded(reference, lambda m: m(ids, labels=ids).loss))
+    for stack in (model, reference):
+        stack.zero_grad()
     model.set_requires_gradient_sync(False)
     for factor, method in ((2, None), (3, METHOD)):  # what the plain call leaves is not scaled by the other
         (factor * model(ids[rank : rank + 1], labels=ids[rank : rank + 1], method=method).loss).backward()
-    assert_same(whole_gradients(model), unsharded(one, lambda m: 5 * m(ids, labels=ids).loss))
+    assert_same(whole_gradients(model), unsharded(reference, lambda m: 5 * m(ids, labels=ids).loss))
     with pytest.raises(ValueError, match="LayerLocal do not run on a stack under"):
         model(ids, labels=ids, method=adjoint.LayerLocal(chunk_size=16))
     model = adjoint.Stack(config, seed=0).double()
@@ -238,19 +240,19 @@ def precision(rank: int) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ids, mine = rows(), rows()[rank : rank + 1]
+    ids, own_rows = rows(), rows()[rank : rank + 1]
     with float64_throughout():
         exact = make(BAMBA, torch.float32).double()
         expected = unsharded(exact, lambda m: m(input_ids=ids, labels=ids).loss)
-    found = []
+    distances = []
     for wrapped in (True, False):
         model = sharded(BAMBA, "shard", torch.float32, mp_policy=policy)
         model = model if wrapped else adjoint.unwrap(model)
-        model(input_ids=mine, labels=mine).loss.backward()
+        model(input_ids=own_rows, labels=own_rows).loss.backward()
         gradients = {n: g.double() for n, g in whole_gradients(model).items()}
-        found.append(errors((torch.ones(()), gradients), (torch.ones(()), expected)).total)
-    assert found[1] > 1e-3  # it is bfloat16 that is measured
-    assert found[0] <= 1.05 * found[1], found
+        distances.append(errors((torch.ones(()), gradients), (torch.ones(()), expected)).total)
+    assert distances[1] > 1e-3  # it is bfloat16 that is measured
+    assert distances[0] <= 1.05 * distances[1], distances
 
 
 @case
@@ -258,7 +260,7 @@ def training(rank: int) -> None:
     """Clipping, a hook, AdamW, and a checkpoint that goes on in one process."""
     from torch.distributed.checkpoint import state_dict as dcp
 
-    whole = dcp.StateDictOptions(full_state_dict=True)
+    full_state = dcp.StateDictOptions(full_state_dict=True)
     with float64_throughout():
         models = sharded(LLAMA), make(LLAMA)
         fired: list[Tensor] = []
@@ -273,12 +275,12 @@ def training(rank: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert len(fired) == 3
-        saved = dcp.get_model_state_dict(models[0], options=whole)
+        saved = dcp.get_model_state_dict(models[0], options=full_state)
         if rank == 0:  # the others get nothing
             expected = models[1].state_dict()
             assert saved.keys() == expected.keys()
             assert all((saved[n] - expected[n]).norm() <= 1e-9 * expected[n].norm() for n in expected)
-        dcp.set_model_state_dict(models[0], models[1].state_dict(), options=whole)
+        dcp.set_model_state_dict(models[0], models[1].state_dict(), options=full_state)
         ids = rows(7)
         loss = models[0](input_ids=ids, labels=ids).loss
         torch.testing.assert_close(loss, models[1](input_ids=ids, labels=ids).loss)
@@ -306,8 +308,8 @@ def finer(rank: int) -> None:
 
     ids = rows()
     with float64_throughout():
-        one = make(LLAMA)
-        expected = unsharded(one, lambda m: m(input_ids=ids, labels=ids).loss)
+        reference = make(LLAMA)
+        expected = unsharded(reference, lambda m: m(input_ids=ids, labels=ids).loss)
         for method in (METHOD, adjoint.MiniSequence(2, 2)):
             model = make(LLAMA)
             for layer in model.model.layers:
@@ -320,22 +322,22 @@ def finer(rank: int) -> None:
             assert_same(whole_gradients(model), expected)
         with torch.no_grad():
             adjoint.wrap(model, METHOD)
-            found = model(input_ids=ids, labels=ids, logits_to_keep=5).logits
-            torch.testing.assert_close(found, one(input_ids=ids).logits[:, -5:])
+            logits = model(input_ids=ids, labels=ids, logits_to_keep=5).logits
+            torch.testing.assert_close(logits, reference(input_ids=ids).logits[:, -5:])
 
 
 @case
 def both_ways(rank: int) -> None:
-    """A call that goes to transformers' own forward, its gradients held back, and one by chunks."""
+    """A call of transformers' own forward, its gradients held back, and one by chunks."""
     ids = rows()
-    mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
+    inputs = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
     with float64_throughout():
         model = sharded(LLAMA)
         model.set_requires_gradient_sync(False)
         with pytest.warns(UserWarning, match="as if not wrapped"):
-            (model(**mine, output_hidden_states=True).loss / 4).backward()
+            (model(**inputs, output_hidden_states=True).loss / 4).backward()
         model.set_requires_gradient_sync(True)
-        (model(**mine).loss * 3 / 4).backward()
+        (model(**inputs).loss * 3 / 4).backward()
         assert_same(
             whole_gradients(model), unsharded(make(LLAMA), lambda m: m(input_ids=ids, labels=ids).loss)
         )
@@ -370,22 +372,22 @@ def adapters(rank: int) -> None:
 
 @case
 def data_parallel(rank: int) -> None:
-    """DDP, whose buckets each have a few of the gradients; hooks of parameters are called once a pass."""
+    """DDP, whose buckets each have a few of the gradients; hooks of parameters fire once per pass."""
     from torch.nn.parallel import DistributedDataParallel
 
     ids = rows()
     labels = ids.masked_fill(rows(1) < 20, -100)
-    given = {"input_ids": ids, "labels": labels, "num_items_in_batch": (labels[:, 1:] != -100).sum()}
-    mine, fired = {n: t[rank : rank + 1] if t.dim() else t for n, t in given.items()}, []
+    inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": (labels[:, 1:] != -100).sum()}
+    own_inputs, fired = {n: t[rank : rank + 1] if t.dim() else t for n, t in inputs.items()}, []
     with float64_throughout():
         lm = adjoint.wrap(make(BAMBA), METHOD)
         model = DistributedDataParallel(lm, bucket_cap_mb=0.01)
         for name, p in lm.named_parameters():
             p.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
         with model.no_sync():
-            model(**mine).loss.backward()
-        model(**mine).loss.backward()
-        expected = unsharded(make(BAMBA), lambda m: m(**given).loss)
+            model(**own_inputs).loss.backward()
+        model(**own_inputs).loss.backward()
+        expected = unsharded(make(BAMBA), lambda m: m(**inputs).loss)
     # twice the gradient of each half, of which DDP has taken the mean: their sum
     assert_same(current_gradients(lm), expected)
     assert sorted(fired) == sorted([*expected, *expected])
@@ -408,7 +410,7 @@ def tensor_parallel(model: Any) -> Any:
 
 @case
 def refused(rank: int) -> None:
-    """FSDP wants a model of its own for each: an error leaves it in the middle of something."""
+    """Each refusal has a model of its own, as an error leaves FSDP in an undefined state."""
     from torch.distributed.fsdp import fully_shard
 
     ids, model = rows(), sharded(LLAMA, dtype=torch.float32)
@@ -418,17 +420,17 @@ def refused(rank: int) -> None:
     with pytest.raises(RuntimeError, match="be backpropagated only once"):
         loss.backward()
     short = ids[:, : 5 if rank else 53]
-    whole = {"input_ids": ids, "labels": ids}
-    for message, spread in (("FSDP1", fsdp1), ("tensor parallelism", tensor_parallel)):
+    inputs_of_batch = {"input_ids": ids, "labels": ids}
+    for message, parallelize in (("FSDP1", fsdp1), ("tensor parallelism", tensor_parallel)):
         with pytest.raises(ValueError, match=message):
-            spread(adjoint.wrap(make(LLAMA, torch.float32), METHOD))(**whole)
+            parallelize(adjoint.wrap(make(LLAMA, torch.float32), METHOD))(**inputs_of_batch)
     model = make(LLAMA, torch.float32)
     fully_shard(model.model.layers[1].mlp.up_proj, mesh=mesh())
     with pytest.raises(ValueError, match=r"fully_shard for layers\.1\.mlp, not for parts of it"):
-        adjoint.wrap(shard(model), adjoint.MiniSequence(2, 2))(**whole)
+        adjoint.wrap(shard(model), adjoint.MiniSequence(2, 2))(**inputs_of_batch)
     for message, method, inputs in (
         ("give labels to the causal LM", METHOD, {"input_ids": ids}),
-        ("give chunk_size instead", adjoint.Exact(16, memory="1GB"), whole),
+        ("give chunk_size instead", adjoint.Exact(16, memory="1GB"), inputs_of_batch),
         ("more similar lengths", METHOD, {"input_ids": short, "labels": short}),
     ):
         with pytest.raises(ValueError, match=message):

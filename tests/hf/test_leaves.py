@@ -1,5 +1,6 @@
-"""What a wrapped model's gradients are asked of: trainable tensors that are no parameters of its modules, in
-hooks, plain lists and closures, made by other networks, or given for one call; and complex parameters."""
+"""Trainable tensors that are no parameters of a wrapped model's modules, and complex parameters.
+
+They are in hooks, plain lists and closures, made by other networks, or given for one call."""
 
 from __future__ import annotations
 
@@ -25,11 +26,17 @@ BATCH = make_batch(29)
 
 @dataclasses.dataclass
 class Case:
-    """Tensors to be trained besides the model's parameters; what a call begins with; how it is made."""
+    """Tensors that are trained besides the model's parameters, and how a call is made.
+
+    Attributes:
+        others: the tensors, by name.
+        begin: what is run before each call.
+        call: makes the call.
+    """
 
     others: dict[str, Tensor]
     begin: Callable[[], Any] = lambda: None
-    call: Callable[..., Any] = lambda model, **given: model(**given)
+    call: Callable[..., Any] = lambda model, **inputs: model(**inputs)
 
 
 def layer_of(model: Any) -> Any:
@@ -72,7 +79,7 @@ def buffers_of_functional_call(model: Any) -> Case:
     mlp.register_buffer("t", vector())
     mlp.register_forward_hook(lambda module, _, out: out * (1 + module.t))
     return Case(
-        {"v": v}, call=lambda m, **given: functional_call(m, {"model.layers.0.mlp.t": v.exp()}, (), given)
+        {"v": v}, call=lambda m, **inputs: functional_call(m, {"model.layers.0.mlp.t": v.exp()}, (), inputs)
     )
 
 
@@ -85,12 +92,12 @@ def made_by_another_network(model: Any) -> Case:
 
 
 def made_in_the_forward(model: Any) -> Case:
-    """A leaf of each chunk's own, whose gradient goes nowhere; the embedding below it gets none."""
+    """Make a leaf in each chunk, whose gradient goes nowhere; the embedding below it gets none."""
     model.model.embed_tokens.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
     return Case({})
 
 
-WAYS = [
+CASES = [
     made_in_the_forward,
     in_a_hook,
     read_through_a_closure,
@@ -105,76 +112,76 @@ def lm_loss(output: Any) -> Tensor:
     return output.loss
 
 
-def gradients(model: Any, case: Case, loss: Callable[[Any], Tensor], **given: Any) -> dict[str, Tensor]:
+def gradients(model: Any, case: Case, loss: Callable[[Any], Tensor], **inputs: Any) -> dict[str, Tensor]:
     tensors = dict(model.named_parameters()) | {f"other {name}": t for name, t in case.others.items()}
     for t in tensors.values():
         t.grad = None
     case.begin()
-    loss(case.call(model, **given)).backward()
+    loss(case.call(model, **inputs)).backward()
     return {name: t.grad for name, t in tensors.items() if t.grad is not None}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_without_chunks(way: Callable[[Any], Case]) -> None:
+@pytest.mark.parametrize("make_case", CASES)
+def test_gradients_are_those_without_chunks(make_case: Callable[[Any], Case]) -> None:
     model = make(LLAMA)
-    made = way(model)
-    expected = gradients(model, made, lm_loss, **BATCH)
-    assert {f"other {name}" for name in made.others} <= expected.keys()
+    case = make_case(model)
+    expected = gradients(model, case, lm_loss, **BATCH)
+    assert {f"other {name}" for name in case.others} <= expected.keys()
     adjoint.wrap(model, adjoint.Exact(chunk_size=8))
     for _ in range(2):
-        assert_same(gradients(model, made, lm_loss, **BATCH), expected)
+        assert_same(gradients(model, case, lm_loss, **BATCH), expected)
 
 
-@pytest.mark.parametrize("way", [in_a_hook, made_by_another_network])
-def test_of_a_backbone(way: Callable[[Any], Case]) -> None:
+@pytest.mark.parametrize("make_case", [in_a_hook, made_by_another_network])
+def test_of_a_backbone(make_case: Callable[[Any], Case]) -> None:
     model = make(LLAMA)
-    made = way(model)
-    made.call = lambda m, **given: m.model(**given)
+    case = make_case(model)
+    case.call = lambda m, **inputs: m.model(**inputs)
     ids = BATCH["input_ids"]
 
     def loss(output: Any) -> Tensor:
         return output[0].square().mean()
 
-    expected = gradients(model, made, loss, input_ids=ids)
+    expected = gradients(model, case, loss, input_ids=ids)
     adjoint.wrap(model, adjoint.Exact(chunk_size=8))
-    assert_same(gradients(model, made, loss, input_ids=ids), expected)
+    assert_same(gradients(model, case, loss, input_ids=ids), expected)
 
 
 def test_the_rest_is_frozen() -> None:
-    """As a vector that steers a frozen model."""
+    """A vector that steers a frozen model is trained."""
     model = make(LLAMA).requires_grad_(False)
-    made = in_a_hook(model)
-    expected = gradients(model, made, lm_loss, **BATCH)
+    case = in_a_hook(model)
+    expected = gradients(model, case, lm_loss, **BATCH)
     assert expected.keys() == {"other v"}
     adjoint.wrap(model, adjoint.Exact(chunk_size=8))
-    assert_same(gradients(model, made, lm_loss, **BATCH), expected)
+    assert_same(gradients(model, case, lm_loss, **BATCH), expected)
 
 
 @case
 def leaves(rank: int) -> None:
-    """Each process has its own gradient of them, as FSDP2 knows nothing of them."""
+    """Each process has its own gradient of such tensors, as FSDP2 does not know them."""
     ids = rows()[rank : rank + 1]
     with float64_throughout():
-        for way in (in_a_hook, read_through_a_closure, made_by_another_network):
-            found = []
+        for make_case in (in_a_hook, read_through_a_closure, made_by_another_network):
+            gradients_of_models = []
             for wrapped in (False, True):
                 torch.manual_seed(0)
                 model = make(LLAMA)
-                made = way(model)
+                tensors = make_case(model)
                 shard(adjoint.wrap(model, METHOD) if wrapped else model)
                 for _ in range(2):
-                    made.begin()
+                    tensors.begin()
                     model(input_ids=ids, labels=ids).loss.backward()
-                others = {f"other {name}": t.grad for name, t in made.others.items() if t.grad is not None}
-                assert len(others) == len(made.others)
-                found.append(whole_gradients(model) | others)
-            assert_same(found[1], found[0], 1e-12)
+                others = {f"other {name}": t.grad for name, t in tensors.others.items() if t.grad is not None}
+                assert len(others) == len(tensors.others)
+                gradients_of_models.append(whole_gradients(model) | others)
+            assert_same(gradients_of_models[1], gradients_of_models[0], 1e-12)
 
 
 @case
 def left_gathered(rank: int) -> None:
     """`set_reshard_after_backward(False)`."""
-    ids, found = rows()[rank : rank + 1], []
+    ids, gradients_of_models = rows()[rank : rank + 1], []
     with float64_throughout():
         for wrapped in (False, True):
             model = shard(adjoint.wrap(make(LLAMA), METHOD) if wrapped else make(LLAMA))
@@ -182,9 +189,9 @@ def left_gathered(rank: int) -> None:
             for _ in range(2):
                 model(input_ids=ids, labels=ids).loss.backward()
             model.state_dict()  # which shards them again
-            found.append(whole_gradients(model))
-    assert found[0]
-    assert_same(found[1], found[0], 1e-12)
+            gradients_of_models.append(whole_gradients(model))
+    assert gradients_of_models[0]
+    assert_same(gradients_of_models[1], gradients_of_models[0], 1e-12)
 
 
 @pytest.mark.xdist_group("fsdp")

@@ -1,5 +1,5 @@
-"""`adjoint.wrap` in other people's training loops: transformers' Trainer, TRL, PEFT, accelerate, DDP, and the
-examples; each against the same loop around the untouched model."""
+"""`adjoint.wrap` in other people's training loops: transformers' Trainer, TRL, PEFT, accelerate, DDP, and
+the examples. Each is compared with the same loop around the untouched model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tiny(name: str = BAMBA, dtype: torch.dtype = torch.float32, seed: int = 0) -
 
 
 def is_wrapped(model: Any) -> bool:
-    """Labels given, a wrapped model makes no logits by itself."""
+    """Whether a model makes no logits by itself if labels are given."""
     ids = make_ids(1, 20, vocab_size=VOCAB)
     with torch.no_grad():
         return "logits" not in model(input_ids=ids, labels=ids)
@@ -52,7 +52,7 @@ def batch(rows: int = 2) -> dict[str, Tensor]:
 
 
 def documents(count: int) -> list[list[int]]:
-    """Of 12 to 32 tokens, each going round the vocabulary in a stride of its own: a thing to learn."""
+    """Return documents of 12 to 32 tokens, each with its own stride through the vocabulary, to be learnt."""
     draw = torch.Generator().manual_seed(5)
     lengths = torch.randint(12, 33, (count,), generator=draw).tolist()
     strides = torch.randint(1, 5, (count,), generator=draw).tolist()
@@ -98,7 +98,8 @@ def with_trainer(model: Any, folder: Path, resume: Path | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    """Trainers of an untouched and of a wrapped model, and where the latter's checkpoints are."""
+    """Train an untouched and a wrapped model; return the trainers and the folder of the latter's
+    checkpoints."""
     folder = tmp_path_factory.mktemp("trainer")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -138,12 +139,12 @@ def own_loss(output: Any, labels: Tensor, num_items_in_batch: Any = None) -> Ten
     return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
-def accuracy(found: Any) -> dict[str, float]:
+def accuracy(evaluation: Any) -> dict[str, float]:
     right, counted = (
-        found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:],
-        found.label_ids[:, 1:] != -100,
+        evaluation.predictions[:, :-1].argmax(-1) == evaluation.label_ids[:, 1:],
+        evaluation.label_ids[:, 1:] != -100,
     )
-    return {"accuracy": (right & counted).sum() / counted.sum(), "logits": found.predictions.size}
+    return {"accuracy": (right & counted).sum() / counted.sum(), "logits": evaluation.predictions.size}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def accuracy(found: Any) -> dict[str, float]:
 def test_trainer_with_metrics_and_other_losses(
     arguments: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = []
+    results = []
     for model in (tiny(), adjoint.wrap(tiny(), METHOD)):
         rows = [{"input_ids": ids} for ids in documents(16)]
         trainer = transformers.Trainer(
@@ -168,8 +169,8 @@ def test_trainer_with_metrics_and_other_losses(
         trainer.train()
         evaluated = trainer.evaluate()
         names = ("eval_loss", "eval_accuracy", "eval_logits")
-        found.append(torch.cat([logged(trainer, "loss"), torch.tensor([evaluated[n] for n in names])]))
-    assert torch.allclose(*found, rtol=0, atol=1e-5)
+        results.append(torch.cat([logged(trainer, "loss"), torch.tensor([evaluated[n] for n in names])]))
+    assert torch.allclose(*results, rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------------ TRL's trainers, ten steps of each
@@ -181,16 +182,16 @@ GRPO = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_
 
 
 def tokenizer() -> Any:
-    """Words are numbers, each its own token."""
+    """Return a tokenizer whose words are numbers, each its own token."""
     tokenizers = pytest.importorskip("tokenizers")
     names = ["<pad>", "<bos>", "<eos>", *(str(i) for i in range(3, VOCAB))]
     by_word = tokenizers.Tokenizer(tokenizers.models.WordLevel({n: i for i, n in enumerate(names)}, "<pad>"))
     by_word.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made = transformers.PreTrainedTokenizerFast(
+    tokenizer_of_numbers = transformers.PreTrainedTokenizerFast(
         tokenizer_object=by_word, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
-    made.chat_template = TURNS
-    return made
+    tokenizer_of_numbers.chat_template = TURNS
+    return tokenizer_of_numbers
 
 
 def words(ids: Iterable[int]) -> str:
@@ -249,22 +250,22 @@ def peft_lora(options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=pytest.mark.slow if what in SLOW else ()) for what in TRL]
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in TRL]
 )
-def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step of a wrapped model runs by chunks, and nothing that a trainer does between steps is taken for
-    another model."""
+def test_trl(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of a wrapped model runs by chunks, and nothing that a trainer does between steps makes it
+    look like another model."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    trainer_of, name, columns, options = TRL[what]
+    trainer_of, name, columns, options = TRL[case]
     config = tiny(name.replace("SequenceClassification", "CausalLM")).config
     config.num_labels = 1
     torch.manual_seed(0)
     getattr(transformers, name)(config).save_pretrained(tmp_path / "model")
     losses, calls = [], []
-    own_steps = wrap_module.step_of
-    monkeypatch.setattr(wrap_module, "steps_of", lambda *given: calls.append(1) or own_steps(*given))
-    compares, own_compare = [], verification.compare
-    monkeypatch.setattr(verification, "compare", lambda *given: compares.append(1) or own_compare(*given))
+    make_step = wrap_module.make_step
+    monkeypatch.setattr(wrap_module, "make_step", lambda *arguments: calls.append(1) or make_step(*arguments))
+    compares, compare = [], verification.compare
+    monkeypatch.setattr(verification, "compare", lambda *arguments: compares.append(1) or compare(*arguments))
     for wrapped in (False, True):
         model = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype=torch.float32).train()
         settings = FEW | options
@@ -276,7 +277,7 @@ def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             adjoint.wrap(model, METHOD) if wrapped else model,
             args=getattr(trl, f"{trainer_of}Config")(str(tmp_path), **settings),
             train_dataset=datasets.Dataset.from_dict(
-                {column: [of(d) for d in documents(24)] for column, of in columns.items()}
+                {column: [make_column(d) for d in documents(24)] for column, make_column in columns.items()}
             ),
             processing_class=tokenizer(),
             **({"reward_funcs": reward} if trainer_of == "GRPO" else {}),
@@ -294,8 +295,13 @@ def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def lora(**options: Any) -> Callable[[Any], Any]:
-    given = {"r": 3, "target_modules": ["in_proj", "q_proj"], "init_lora_weights": False, **options}
-    return lambda peft: peft.LoraConfig(**given)
+    options_with_defaults = {
+        "r": 3,
+        "target_modules": ["in_proj", "q_proj"],
+        "init_lora_weights": False,
+        **options,
+    }
+    return lambda peft: peft.LoraConfig(**options_with_defaults)
 
 
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
@@ -355,7 +361,7 @@ def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def assert_same_bits(got: Any, expected: Any) -> None:
-    """Of two results of `loss_and_gradients`."""
+    """Assert that two results of `loss_and_gradients` are bitwise equal."""
     assert torch.equal(got[0], expected[0]) and got[1].keys() == expected[1].keys()
     assert all(torch.equal(got[1][name], expected[1][name]) for name in expected[1])
 
@@ -365,7 +371,7 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 
 @pytest.fixture
 def fresh_accelerate() -> Iterator[None]:
-    """accelerate keeps its settings for the life of a process."""
+    """Reset accelerate's settings, which it keeps for the life of a process."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -375,7 +381,7 @@ def fresh_accelerate() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_accelerate_in_bfloat16() -> None:
-    """As far from float32 as the untouched model under the same autocast."""
+    """A wrapped model is as far from float32 as the untouched one under the same autocast."""
     from accelerate import Accelerator
 
     ids = make_ids(2, 70, vocab_size=VOCAB)
@@ -411,56 +417,59 @@ def through_torch_save(model: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save])
 def test_copies_are_wrapped_and_have_their_own_weights(copied: Callable[[Any], Any]) -> None:
-    """And what was found out about a model is not its copy's."""
+    """Copies are wrapped, and the verification of a model is not its copy's."""
     model = adjoint.wrap(tiny(), METHOD)
     expected = loss_and_gradients(model, **batch())
-    made = copied(model)
-    assert type(made) is type(model) and is_wrapped(made)
+    model_copy = copied(model)
+    assert type(model_copy) is type(model) and is_wrapped(model_copy)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    assert_same_bits(loss_and_gradients(made, **batch()), expected)
-    made.model.layers[1].self_attn.is_causal = False
+    assert_same_bits(loss_and_gradients(model_copy, **batch()), expected)
+    model_copy.model.layers[1].self_attn.is_causal = False
     with pytest.raises(ValueError, match="is not that of the whole"):
-        made(**batch())
+        model_copy(**batch())
 
 
 def replica_of(model: torch.nn.Module) -> Any:
-    """What `nn.DataParallel` calls on each GPU: modules that share nothing but values."""
-    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for module, replica in made.items():
+    """Return a replica as `nn.DataParallel` calls it on each GPU: its modules share values and nothing
+    else."""
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
         for name, child in module._modules.items():
-            setattr(replica, name, None if child is None else made[child])
+            setattr(replica, name, None if child is None else replicas[child])
         for name, parameter in module._parameters.items():
             setattr(replica, name, None if parameter is None else parameter.clone())
-    return made[model]
+    return replicas[model]
 
 
 @pytest.mark.parametrize("method", [adjoint.Exact(8), adjoint.MiniSequence()])
 def test_replicas_of_data_parallel_are_refused(method: Any) -> None:
-    """As the Trainer makes them where several GPUs are visible to one process."""
-    model, given = adjoint.wrap(tiny(), method), batch()
+    """The Trainer makes replicas where several GPUs are visible to one process."""
+    model, inputs = adjoint.wrap(tiny(), method), batch()
     hidden = replica_of(model).model
-    for call in (lambda: replica_of(model)(**given), lambda: hidden.train()(given["input_ids"])):
+    for call in (lambda: replica_of(model)(**inputs), lambda: hidden.train()(inputs["input_ids"])):
         with pytest.raises(UserError, match=r"DataParallel.*torchrun"):
             call()
     stack = adjoint.Stack(adjoint.StackConfig(vocab_size=64, d_model=16, n_layer=1))
     with pytest.raises(UserError, match=r"DataParallel.*torchrun"):
-        replica_of(stack)(given["input_ids"], labels=given["input_ids"], method=adjoint.Exact(8))
+        replica_of(stack)(inputs["input_ids"], labels=inputs["input_ids"], method=adjoint.Exact(8))
 
 
 @pytest.mark.parametrize("name", [BAMBA, "MambaForCausalLM", "Mamba2ForCausalLM"])
 def test_what_wrapping_leaves_alone(name: str, tmp_path: Path) -> None:
     plain, model, ids = tiny(name), adjoint.wrap(tiny(name), METHOD), batch()["input_ids"]
     loss_and_gradients(model, **batch())
-    seen = []
-    for one, folder in ((plain, tmp_path / "plain"), (model, tmp_path / "wrapped")):
-        one.save_pretrained(folder)
-        names = [n for n, _ in one.named_parameters()]
+    properties = []
+    for each, folder in ((plain, tmp_path / "plain"), (model, tmp_path / "wrapped")):
+        each.save_pretrained(folder)
+        names = [n for n, _ in each.named_parameters()]
         files = {f.name for f in folder.iterdir()}
-        written = one.eval().generate(ids[:, :5], max_new_tokens=8, do_sample=False).tolist()
-        seen.append((list(one.state_dict()), names, files, (folder / "config.json").read_text(), written))
-    assert seen[0] == seen[1]
+        written = each.eval().generate(ids[:, :5], max_new_tokens=8, do_sample=False).tolist()
+        properties.append(
+            (list(each.state_dict()), names, files, (folder / "config.json").read_text(), written)
+        )
+    assert properties[0] == properties[1]
     adjoint.unwrap(model)
     assert type(model) is type(plain) and type(model.base_model) is type(plain.base_model)
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
@@ -483,7 +492,7 @@ def test_what_wrapping_leaves_alone(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_examples(names: str, needs: str | None, tmp_path: Path) -> None:
-    """They run from anywhere without a network, and leave nothing behind."""
+    """The examples run from anywhere without a network, and leave nothing behind."""
     if needs is not None:
         pytest.importorskip(needs)
     files = [str(ROOT / "examples" / f"{name}.py") for name in names.split()]

@@ -1,5 +1,5 @@
-"""Memory of wrapped models: the chunk that is picked, and `Exact(memory=…)`, whose measurement at the first
-call changes nothing about it."""
+"""Memory of wrapped models: the default chunk size, and `Exact(memory=…)`, whose measurement at the first
+call changes no result."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ IDS = make_batch(29)["input_ids"]
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("in_a_thread", [False, True])
 def test_dropout_masks_are_independent(in_a_thread: bool, recompute: str) -> None:
-    """Of all chunks, from the first call on, and the same in the backward, which may be in another thread, as
-    on a GPU."""
+    """Masks of all chunks differ, from the first call on, and are drawn again in the backward.
+
+    The backward may be in another thread, as on a GPU."""
     model: Any = make("GPT2LMHeadModel", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0).train()
     masks: list[Tensor] = []
     dropout = model.transformer.h[0].mlp.dropout
-    dropout.register_forward_hook(lambda _, given, out: masks.append((out == 0) & (given[0] != 0)))
+    dropout.register_forward_hook(lambda _, inputs, out: masks.append((out == 0) & (inputs[0] != 0)))
     adjoint.wrap(model, adjoint.Exact(chunk_size=8, memory="500MB", recompute=recompute))
     with torch.no_grad():
         model(input_ids=IDS, labels=IDS)  # compares
@@ -56,50 +57,53 @@ def test_dropout_masks_are_independent(in_a_thread: bool, recompute: str) -> Non
 @pytest.mark.parametrize("seqlen", [24, 29])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_side_channel(recompute: str, seqlen: int) -> None:
-    """Of a layer's values to a later layer, in an object: right where nothing is recomputed, and refused
-    where a tape would recompute from the latest chunk's."""
+    """A layer passes values to a later layer in an object: exact where nothing is recomputed, else refused.
+
+    A recomputing tape would read the latest chunk's values."""
     model: Any = make("LlamaForCausalLM").train()
     box = dict[str, Tensor]()
     model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: box.update(v=out))
     model.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out * (1 + box["v"].tanh()))
-    given = {"input_ids": IDS[:, :seqlen], "labels": IDS[:, :seqlen]}
-    expected = loss_and_gradients(model, **given)[1]
+    inputs = {"input_ids": IDS[:, :seqlen], "labels": IDS[:, :seqlen]}
+    expected = loss_and_gradients(model, **inputs)[1]
     adjoint.wrap(model, adjoint.Exact(chunk_size=8, recompute=recompute))
-    assert_same(loss_and_gradients(model, **given)[1], expected)
+    assert_same(loss_and_gradients(model, **inputs)[1], expected)
     adjoint.wrap(model, adjoint.Exact(chunk_size=8, memory="500MB", recompute=recompute))
     if recompute == "none":
-        assert_same(loss_and_gradients(model, **given)[1], expected)
+        assert_same(loss_and_gradients(model, **inputs)[1], expected)
     else:
         with pytest.raises(ValueError, match="LlamaForCausalLM cannot be trained by chunks"):
-            model(**given)
+            model(**inputs)
 
 
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLM", "Mamba2ForCausalLM", "BambaForCausalLM", "MixtralForCausalLM"]
 )
 def test_the_chunk_picked_is_by_what_is_kept(name: str) -> None:
-    """Per token by a chunk's tape, and at edges: the longer the sequence, the longer chunks."""
+    """The default chunk size follows from the bytes that a tape keeps per token and an edge keeps in all.
+
+    The longer the sequence, the longer are its chunks."""
     model: Any = adjoint.wrap(make(name), adjoint.Exact(chunk_size=1024))
 
     def tape_bytes(seqlen: int) -> int:
-        held: dict[int, Any] = {p.untyped_storage().data_ptr(): None for p in model.parameters()}
+        storages: dict[int, Any] = {p.untyped_storage().data_ptr(): None for p in model.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
             memory = tensor.untyped_storage()
-            held.setdefault(memory.data_ptr(), memory)
+            storages.setdefault(memory.data_ptr(), memory)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(**make_batch(seqlen, batch=1)).loss.backward()
-        return sum(memory.nbytes() for memory in held.values() if memory is not None)
+        return sum(memory.nbytes() for memory in storages.values() if memory is not None)
 
     tape_bytes(16)  # compares
-    known = verification_of(model)
+    verification = verification_of(model)
     # the difference leaves out what does not grow with the tokens
-    kept = (tape_bytes(1024) - tape_bytes(512)) / 512
-    assert 8 * kept_features(model) == pytest.approx(kept, rel=0.4)
-    size = functools.partial(chunk_size_on, IDS.device, known.sizes, 1)
+    bytes_per_token = (tape_bytes(1024) - tape_bytes(512)) / 512
+    assert 8 * kept_features(model) == pytest.approx(bytes_per_token, rel=0.4)
+    size = functools.partial(chunk_size_on, IDS.device, verification.sizes, 1)
     assert size(2**12) == size(2**14) == 1024
-    states = sum(s.numel() * s.element_size() for s in zeros(known.slots, 1, IDS.device) if s.numel())
+    states = sum(s.numel() * s.element_size() for s in zeros(verification.slots, 1, IDS.device) if s.numel())
     long = max(1024, int((2**24 * states / (8 * kept_features(model))) ** 0.5))
     assert size(2**24) == long and (long > 1024 or name in ("LlamaForCausalLM", "MixtralForCausalLM"))

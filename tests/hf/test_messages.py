@@ -1,4 +1,4 @@
-"""What a wrapped model says on its first use, and what it keeps transformers from saying."""
+"""Messages of a wrapped model on its first use, and those of transformers that it suppresses."""
 
 from __future__ import annotations
 

@@ -44,16 +44,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def batch(seqlen: int) -> dict[str, Tensor]:
-    """Two rows, some labels ignored."""
+    """Return two rows, some of whose labels are ignored."""
     ids = make_ids(2, seqlen, vocab_size=VOCAB, seed=seqlen)
     return {"input_ids": ids, "labels": ids.masked_fill(make_ids(2, seqlen, vocab_size=VOCAB) < 20, -100)}
 
 
-def untouched(model: Any, method: Any, **kwargs: Any) -> None:
-    """Loss and gradients of a wrapped copy are the model's."""
+def assert_same_as_unwrapped(model: Any, method: Any, **kwargs: Any) -> None:
+    """Assert that loss and gradients of a wrapped copy are the model's."""
     wrapped = adjoint.wrap(copy.deepcopy(model), method)
     with float64_throughout():
-        assert_exact(*(loss_and_gradients(one, **kwargs) for one in (wrapped, model)))
+        assert_exact(*(loss_and_gradients(each, **kwargs) for each in (wrapped, model)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -68,17 +68,17 @@ def test_loss_and_gradients_are_the_models_own(case: str) -> None:
 @pytest.mark.parametrize("name", [LLAMA, MAMBA])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16(name: str, autocast: bool) -> None:
-    """To bfloat16's rounding, whose relative size is 2^-8."""
+    """Results agree to bfloat16's rounding, whose relative size is 2^-8."""
     model = make(name, torch.float32 if autocast else torch.bfloat16)
-    found = []
-    for one in (adjoint.wrap(copy.deepcopy(model), adjoint.MiniSequence()), model):
-        one.zero_grad()
+    results = []
+    for each in (adjoint.wrap(copy.deepcopy(model), adjoint.MiniSequence()), model):
+        each.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = one(**batch(29)).loss
+            loss = each(**batch(29)).loss
         loss.backward()
-        found.append((loss.detach(), current_gradients(one)))
-    assert errors(*found).loss <= 1e-3
-    assert errors(*found).total <= 2**-6
+        results.append((loss.detach(), current_gradients(each)))
+    assert errors(*results).loss <= 1e-3
+    assert errors(*results).total <= 2**-6
 
 
 def test_masks_of_four_dimensions_and_documents() -> None:
@@ -88,32 +88,32 @@ def test_masks_of_four_dimensions_and_documents() -> None:
         {"attention_mask": see_two_back, "use_cache": True},
         {"position_ids": packed, "use_cache": False},
     ):
-        untouched(make(LLAMA), adjoint.MiniSequence(), **batch(29), **more)
+        assert_same_as_unwrapped(make(LLAMA), adjoint.MiniSequence(), **batch(29), **more)
 
 
 @pytest.mark.parametrize("form", ["seq_idx", "cu_seq_lens_q"])
 def test_documents_that_the_model_does_not_look_for_are_refused(form: str) -> None:
     positions = torch.cat([torch.arange(11), torch.arange(18)])[None]
-    told = {"seq_idx": (positions == 0).cumsum(1), "cu_seq_lens_q": torch.tensor([0, 11, 29])}[form]
+    numbers = {"seq_idx": (positions == 0).cumsum(1), "cu_seq_lens_q": torch.tensor([0, 11, 29])}[form]
     model = adjoint.wrap(make(LLAMA, torch.float32), adjoint.MiniSequence())
     with one_line(f"documents are told apart by {form}, and its own code lets them see those before them"):
-        model(**batch(29), **{form: told})
+        model(**batch(29), **{form: numbers})
     with one_line("adjoint.Exact() keeps them apart"):
-        model.model(batch(29)["input_ids"], **{form: told})
+        model.model(batch(29)["input_ids"], **{form: numbers})
     # by these its own code does keep them apart
-    model(**batch(29), **{form: told}, position_ids=positions)
+    model(**batch(29), **{form: numbers}, position_ids=positions)
 
 
 ALL = [(LLAMA, "012"), (MOE, "012"), ("Gemma2ForCausalLM", "012"), (MAMBA, ""), (BLOOM, "")]
 
 
-@pytest.mark.parametrize(("name", "found"), ALL)
-def test_what_runs_in_pieces_is_seen_not_named(name: str, found: str) -> None:
-    assert mini_sequence.token_wise(make(name).base_model) == [f"layers.{k}.mlp" for k in found]
+@pytest.mark.parametrize(("name", "layers"), ALL)
+def test_what_runs_in_pieces_is_seen_not_named(name: str, layers: str) -> None:
+    assert mini_sequence.find_token_wise_mlps(make(name).base_model) == [f"layers.{k}.mlp" for k in layers]
 
 
 class Smoothed(nn.Module):
-    """An MLP whose tokens see their neighbours ever so little."""
+    """An MLP whose tokens depend on their neighbours ever so little."""
 
     def __init__(self, mlp: nn.Module, share: float) -> None:
         super().__init__()
@@ -126,13 +126,14 @@ class Smoothed(nn.Module):
 def test_an_mlp_whose_tokens_depend_on_each_other_is_left_whole() -> None:
     model = make(LLAMA)
     model.model.layers[1].mlp = Smoothed(model.model.layers[1].mlp, 1e-9)
-    assert mini_sequence.token_wise(model.model) == ["layers.0.mlp", "layers.2.mlp"]
-    untouched(model, adjoint.MiniSequence(), **batch(29))
+    assert mini_sequence.find_token_wise_mlps(model.model) == ["layers.0.mlp", "layers.2.mlp"]
+    assert_same_as_unwrapped(model, adjoint.MiniSequence(), **batch(29))
 
 
 def largest_saved(model: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Elements of the largest activation that the forward keeps, and that is alive at any time."""
-    kept, alive = [0], [0]
+    """Return the elements of the largest activation that the forward keeps, and of the largest at any
+    time."""
+    saved, alive = [0], [0]
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,18 +144,18 @@ def largest_saved(model: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
 
     def pack(x: Tensor) -> Tensor:
         if x.is_floating_point() and not isinstance(x, nn.Parameter):
-            kept[0] = max(kept[0], x.numel())
+            saved[0] = max(saved[0], x.numel())
         return x
 
     with Watch(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = model(**kwargs).loss
     with Watch():
         loss.backward()
-    return kept[0], alive[0]
+    return saved[0], alive[0]
 
 
 def test_no_activation_is_larger_than_hidden_states_and_pieces() -> None:
-    """Widths that put MLP and head far above all else: 64 tokens, 16 wide, 512 in MLPs, 1,024 words."""
+    """Widths make MLP and head far larger than all else: 64 tokens, 16 wide, 512 in MLPs, 1,024 words."""
     model = make(
         LLAMA,
         torch.float32,
@@ -166,13 +167,13 @@ def test_no_activation_is_larger_than_hidden_states_and_pieces() -> None:
     )
     ids = make_ids(1, 64, vocab_size=1024)
     kwargs = {"input_ids": ids, "labels": ids}
-    kept, alive = largest_saved(model, kwargs)
-    assert kept >= 64 * 1024
+    saved, alive = largest_saved(model, kwargs)
+    assert saved >= 64 * 1024
     adjoint.wrap(model, adjoint.MiniSequence(mlp_chunks=4, head_chunks=16))
     model(**kwargs)  # what is probed on first use
     parameters = max(p.numel() for p in model.parameters())
-    kept, alive = largest_saved(model, kwargs)
-    assert kept <= parameters == 1024 * 16  # the head's gradient
+    saved, alive = largest_saved(model, kwargs)
+    assert saved <= parameters == 1024 * 16  # the head's gradient
     assert alive <= parameters
 
 
@@ -182,14 +183,14 @@ def test_hooks_fire_once_and_dropout_is_drawn_again_alike() -> None:
     for layer in model.model.layers:
         layer.mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.3))
         layer.self_attn.attention_dropout = 0.2
-    given, fired = batch(29), []
-    model(**given)  # what is probed on first use
+    inputs, fired = batch(29), []
+    model(**inputs)  # what is probed on first use
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
 
     def loss() -> Tensor:
         torch.manual_seed(3)
-        return model(**given).loss
+        return model(**inputs).loss
 
     loss().backward()
     assert sorted(fired) == sorted(name for name, _ in model.named_parameters())
@@ -225,10 +226,10 @@ def test_a_stack_is_told_what_it_has_instead() -> None:
 def test_the_optimizer_inside_the_backward_is_the_optimizer_after_it() -> None:
     models = [adjoint.wrap(make(LLAMA, tie_word_embeddings=True), adjoint.MiniSequence()) for _ in range(2)]
     after = torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9)
-    held: list[int] = []
+    gradients_alive: list[int] = []
     for p in models[1].parameters():
         p.register_post_accumulate_grad_hook(
-            lambda _: held.append(sum(p.grad is not None for p in models[1].parameters()))
+            lambda _: gradients_alive.append(sum(p.grad is not None for p in models[1].parameters()))
         )
     inside = adjoint.optimizer_in_backward(models[1], lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     named = [dict(model.named_parameters()) for model in models]
@@ -246,7 +247,7 @@ def test_the_optimizer_inside_the_backward_is_the_optimizer_after_it() -> None:
             assert p.grad is None
             assert torch.equal(p, named[0][name])
             assert not torch.equal(p, first[name])
-    assert held == [1] * (3 * len(named[1]))  # gradients that exist at a time
+    assert gradients_alive == [1] * (3 * len(named[1]))  # gradients that exist at a time
     inside.remove()
     first = {name: p.detach().clone() for name, p in named[1].items()}
     models[1](**batch(29)).loss.backward()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
 EXACT = adjoint.Exact(chunk_size=8)
 BATCH = make_batch(29)
-WITHOUT_MASK = {name: given for name, given in BATCH.items() if name != "attention_mask"}
+WITHOUT_MASK = {name: value for name, value in BATCH.items() if name != "attention_mask"}
 LEFT = torch.ones_like(BATCH["labels"])
 LEFT[1, :6] = 0
 PADDED_LEFT = {
@@ -28,7 +28,8 @@ MIXTRAL, QWEN, BAMBA = "MixtralForCausalLM", "Qwen3MoeForCausalLM", "BambaForCau
 
 
 def results(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of the loss, and of that of the routers once more: it may be a part of another loss too."""
+    """Return loss and gradients; the routers' loss is added once more, as it may be a part of another loss
+    too."""
     model.zero_grad()
     out = model(**inputs)
     loss = out.loss if out.get("aux_loss") is None else out.loss + 0.3 * out.aux_loss
@@ -54,27 +55,29 @@ def test_the_routers_loss(name: str, method: Any, inputs: dict[str, Any]) -> Non
     expected = results(plain, **on)
     assert_exact(results(model, **on), expected)
     with torch.no_grad():
-        out, wanted = model(**on), plain(**on)
+        out, expected_output = model(**on), plain(**on)
     assert out.router_logits is None
-    assert torch.stack([out.loss, out.aux_loss]).allclose(torch.stack([wanted.loss, wanted.aux_loss]))
+    assert torch.stack([out.loss, out.aux_loss]).allclose(
+        torch.stack([expected_output.loss, expected_output.aux_loss])
+    )
     assert torch.stack(model(**on, return_dict=False)).allclose(torch.stack([out.loss, out.aux_loss]))
-    assert wanted.aux_loss > 0.1
+    assert expected_output.aux_loss > 0.1
 
 
 @pytest.mark.parametrize(
     ("name", "inputs"), [(MIXTRAL, BATCH), (QWEN, WITHOUT_MASK), ("JetMoeForCausalLM", PADDED_LEFT)]
 )
 def test_a_routers_loss_above_the_backbone(name: str, inputs: dict[str, Any]) -> None:
-    """As trainers make it that fuse the head with a loss of their own."""
-    given = {n: t for n, t in inputs.items() if n != "labels"} | {"output_router_logits": True}
-    found = []
+    """Trainers that fuse the head with their own loss compute the routers' loss above the backbone."""
+    backbone_inputs = {n: t for n, t in inputs.items() if n != "labels"} | {"output_router_logits": True}
+    results = []
     for model in (adjoint.wrap(make(name), EXACT), make(name)):
-        out = model(**given)
+        out = model(**backbone_inputs)
         counted = inputs.get("attention_mask", torch.ones_like(LEFT))[..., None]
         loss = (out.logits * counted).square().mean() + out.aux_loss
         loss.backward()
-        found.append((loss.detach(), current_gradients(model)))
-    assert_exact(*found)
+        results.append((loss.detach(), current_gradients(model)))
+    assert_exact(*results)
 
 
 def test_the_routers_loss_by_configuration() -> None:
@@ -106,15 +109,15 @@ def smoothed(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
-    given = logits.double().flatten(0, 1), shift_labels.flatten()
-    loss = F.cross_entropy(*given, label_smoothing=0.1, reduction=reduction)
+    logits_and_targets = logits.double().flatten(0, 1), shift_labels.flatten()
+    loss = F.cross_entropy(*logits_and_targets, label_smoothing=0.1, reduction=reduction)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 @pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
 @pytest.mark.parametrize("counted", [{}, {"num_items_in_batch": torch.tensor(7)}])
 def test_a_loss_function_of_ones_own(method: Any, counted: dict[str, Any]) -> None:
-    """Above a head that is more than its weight."""
+    """A user's loss function works above a head that is more than its weight."""
     model, plain = (make("Gemma2ForCausalLM") for _ in range(2))
     without = results(plain, **BATCH, **counted)
     model.loss_function = plain.loss_function = smoothed
@@ -125,27 +128,27 @@ def test_a_loss_function_of_ones_own(method: Any, counted: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
 def test_a_loss_function_that_reads_tokens_without_labels(method: Any) -> None:
-    """Such as a z-loss of all tokens: of padded ones chunks have other logits than the model."""
+    """A z-loss of all tokens is refused with padding, of which chunks have other logits than the model."""
     model, plain = (make("LlamaForCausalLM") for _ in range(2))
 
-    def loss(logits: Tensor, **given: Any) -> Tensor:
-        z = logits.double().logsumexp(-1).square().sum() / (given.get("num_items_in_batch") or 1)
-        return smoothed(logits, **given) + 0.1 * z
+    def loss(logits: Tensor, **inputs: Any) -> Tensor:
+        z = logits.double().logsumexp(-1).square().sum() / (inputs.get("num_items_in_batch") or 1)
+        return smoothed(logits, **inputs) + 0.1 * z
 
     model.loss_function = plain.loss_function = loss
     adjoint.wrap(model, method)
-    given = {**WITHOUT_MASK, "num_items_in_batch": 7}
-    assert_exact(results(model, **given), results(plain, **given))
-    given = {**BATCH, "num_items_in_batch": 7}
+    inputs = {**WITHOUT_MASK, "num_items_in_batch": 7}
+    assert_exact(results(model, **inputs), results(plain, **inputs))
+    inputs = {**BATCH, "num_items_in_batch": 7}
     if method is EXACT:
         with one_line("its loss_function reads logits whose labels are -100"):
-            model(**given)
+            model(**inputs)
     else:
-        assert_exact(results(model, **given), results(plain, **given))
+        assert_exact(results(model, **inputs), results(plain, **inputs))
 
 
 def other_loss(model: Any) -> None:
-    """Beside the usual one, by a thousandth of it: its coefficient would hide that."""
+    """Change a model's routers' loss by a hundredth, which its small coefficient would hide."""
     forward = type(model).forward
 
     class Other(type(model)):  # type: ignore[misc]

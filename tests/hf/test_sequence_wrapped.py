@@ -35,23 +35,23 @@ def rows(batch: int = 2, seqlen: int = 53) -> torch.Tensor:
     return torch.randint(3, VOCAB, (batch, seqlen), generator=torch.Generator().manual_seed(5))
 
 
-def over(model: Any, method: Any, group: Any, **given: Any) -> tuple[float, Any]:
+def run_in_group(model: Any, method: Any, group: Any, **inputs: Any) -> tuple[float, Any]:
     adjoint.wrap(model, method, sequence_group=group)
     model.zero_grad()
-    loss = model(**given).loss
+    loss = model(**inputs).loss
     loss.backward()
     return loss.detach(), current_gradients(model)
 
 
-def exact(name: str) -> None:
-    """Over the group, in one process, and of the untouched model."""
+def check_exact(name: str) -> None:
+    """Compare a group with one process, and that with the untouched model."""
     ids, group, model = rows(), dist.group.WORLD, make(name)
     positions = torch.cat([torch.arange(20), torch.arange(33)])[None]
     mask = torch.arange(53)[None] < torch.tensor([[53], [40]])
     routed = {"output_router_logits": True} if name in ROUTED else {}
     with float64_throughout():
         plain = loss_and_gradients(make(name), input_ids=ids, labels=ids, **routed)
-    for method, given in [
+    for method, inputs in [
         (adjoint.Exact(7), {}),
         (adjoint.Exact(), {}),
         (adjoint.Exact(9, recompute="full"), {}),
@@ -60,23 +60,23 @@ def exact(name: str) -> None:
         (adjoint.Exact(7), {"position_ids": positions, "input_ids": ids[:1], "labels": ids[:1]}),
         (adjoint.Exact(7), {"input_ids": ids[:, :5], "labels": ids[:, :5]}),  # a rank has no chunk
     ]:
-        whole = not given and isinstance(method, adjoint.Exact)
-        given = {"input_ids": ids, "labels": ids, **given, **routed}
+        is_plain_call = not inputs and isinstance(method, adjoint.Exact)
+        inputs = {"input_ids": ids, "labels": ids, **inputs, **routed}
         with float64_throughout():
-            shared, alone = (over(model, method, g, **given) for g in (group, None))
+            shared, alone = (run_in_group(model, method, g, **inputs) for g in (group, None))
         assert_exact(shared, alone)
-        if whole:
+        if is_plain_call:
             assert_exact(shared, plain)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", [*RECURRENT, *ATTENDING, *ROUTED])
 def test_models_over_ranks(name: str, ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, exact, name)
+    on_ranks(ranks, tmp_path, check_exact, name)
 
 
-def held(group: Any) -> None:
-    """Also by the first call, which compares gradients on few tokens."""
+def check_nothing_held(group: Any) -> None:
+    """Assert that a step leaves no tensors behind, nor does the first call, which compares gradients."""
     ids = rows()
     for name in ("LlamaForCausalLM", "BambaForCausalLM"):
         for recompute in ("none", "full"):
@@ -87,19 +87,19 @@ def held(group: Any) -> None:
 
 
 def test_a_step_is_gone_when_it_is_done(tmp_path: Path) -> None:
-    held(None)
-    on_ranks(2, tmp_path, lambda: held(dist.group.WORLD))
+    check_nothing_held(None)
+    on_ranks(2, tmp_path, lambda: check_nothing_held(dist.group.WORLD))
 
 
-def meshes() -> None:
-    """Rows over one dimension of a mesh, sequences over the other; gradients are reduced by DDP or FSDP2."""
+def check_meshes() -> None:
+    """Share rows over one dimension of a mesh, sequences over the other; DDP or FSDP2 reduces gradients."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     ids, row, method = rows(), mesh.get_local_rank("data"), adjoint.Exact(7)
     with float64_throughout():
-        whole = loss_and_gradients(make("BambaForCausalLM"), input_ids=ids, labels=ids)[1]
+        expected = loss_and_gradients(make("BambaForCausalLM"), input_ids=ids, labels=ids)[1]
     for name in ("ddp", "ddp over data", "fully_shard", "fully_shard over data"):
         model = adjoint.wrap(make("BambaForCausalLM"), method, sequence_group=mesh["sequence"])
         called: Any = model
@@ -108,12 +108,12 @@ def meshes() -> None:
             called = DistributedDataParallel(model, process_group=data and data.get_group())
         else:
             called = fully_shard(model, mesh=data or dist.init_device_mesh("cpu", (4,)))
-        own = ids[row : row + 1]
+        own_row = ids[row : row + 1]
         with float64_throughout():
-            called(input_ids=own, labels=own).loss.backward()
-        found = {n: p.grad for n, p in model.named_parameters()}
-        found = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
-        assert_same(found, whole, 1e-10)
+            called(input_ids=own_row, labels=own_row).loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        gradients = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}
+        assert_same(gradients, expected, 1e-10)
     model = adjoint.wrap(make("BambaForCausalLM"), method, sequence_group=mesh["sequence"])
     for layer in model.model.layers:
         fully_shard(layer)
@@ -123,54 +123,54 @@ def meshes() -> None:
 
 
 def test_replicas_and_sequences_on_a_mesh(tmp_path: Path) -> None:
-    on_ranks(4, tmp_path, meshes)
+    on_ranks(4, tmp_path, check_meshes)
 
 
-def sharded(name: str) -> None:
-    """Weights of layers in shards over rows: FSDP reduces gradients over these, and they are summed over the
-    sequence once."""
+def check_sharded_layers(name: str) -> None:
+    """Shard layers over rows: FSDP reduces gradients over these, and they are summed over the sequence
+    once."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     ids, row, data = rows(), mesh.get_local_rank("data"), mesh["data"]
-    own = ids[row : row + 1]
+    own_row = ids[row : row + 1]
     model = adjoint.wrap(make(name), adjoint.Exact(7), sequence_group=mesh["sequence"])
     for layer in model.model.layers:
         fully_shard(layer, mesh=data)
     fully_shard(model, mesh=data)
     for seqlen in (53, 5):  # of which a rank has no chunk
         with float64_throughout():
-            whole = loss_and_gradients(make(name), input_ids=ids[:, :seqlen], labels=ids[:, :seqlen])[1]
-            model(input_ids=own[:, :seqlen], labels=own[:, :seqlen]).loss.backward()
-        assert_same({n: p.grad.full_tensor() for n, p in model.named_parameters()}, whole, 1e-10)
+            expected = loss_and_gradients(make(name), input_ids=ids[:, :seqlen], labels=ids[:, :seqlen])[1]
+            model(input_ids=own_row[:, :seqlen], labels=own_row[:, :seqlen]).loss.backward()
+        assert_same({n: p.grad.full_tensor() for n, p in model.named_parameters()}, expected, 1e-10)
         model.zero_grad()
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BambaForCausalLM"])
 def test_layers_under_fully_shard(name: str, tmp_path: Path) -> None:
-    on_ranks(4, tmp_path, sharded, name)
+    on_ranks(4, tmp_path, check_sharded_layers, name)
 
 
-def own_attention() -> None:
-    """Of a model's own code, which attends to keys that it has."""
+def check_eager_attention() -> None:
+    """Run a model's own attention, whose keys must be in one process."""
     ids = rows()
     model = make("LlamaForCausalLM")
     model.set_attn_implementation("eager")
     with float64_throughout():
         shared, alone = (
-            over(model, adjoint.Exact(7), group, input_ids=ids, labels=ids)
+            run_in_group(model, adjoint.Exact(7), group, input_ids=ids, labels=ids)
             for group in (dist.group.WORLD, None)
         )
     assert_exact(shared, alone)
 
 
 def test_attention_of_another_kind(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, own_attention)
+    on_ranks(2, tmp_path, check_eager_attention)
 
 
-def wrong() -> None:
+def check_refusals() -> None:
     group, ids = dist.group.WORLD, rows(1)
-    given = {"input_ids": ids, "labels": ids}
+    inputs = {"input_ids": ids, "labels": ids}
     model = make("Mamba2ForCausalLM")
     for method in (adjoint.MiniSequence(), adjoint.Backprop()):
         with refused("has no chunks to share"):
@@ -181,43 +181,44 @@ def wrong() -> None:
     with pytest.raises(ValueError, match="sequence_group: hidden states are those of the whole sequence"):
         model.backbone(ids)
     with torch.no_grad(), pytest.raises(ValueError, match="sequence_group: logits beside a loss"):
-        model(**given, logits_to_keep=3)
+        model(**inputs, logits_to_keep=3)
     with refused("the number of tokens: 53 and 52"):
-        mine = ids[:, : 52 + dist.get_rank()]
-        model(input_ids=mine, labels=mine)
+        unequal_rows = ids[:, : 52 + dist.get_rank()]
+        model(input_ids=unequal_rows, labels=unequal_rows)
     with refused("num_items_in_batch"):
-        model(**given, num_items_in_batch=10 + dist.get_rank())
+        model(**inputs, num_items_in_batch=10 + dist.get_rank())
 
 
 def test_what_a_wrapped_model_cannot_share(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, wrong)
+    on_ranks(2, tmp_path, check_refusals)
 
 
-def told(model: Any, method: Any, group: Any, **given: Any) -> Any:
-    """`over`'s, or the line by which it is refused."""
+def result_or_refusal(model: Any, method: Any, group: Any, **inputs: Any) -> Any:
+    """Return the result of `run_in_group`, or the line by which it is refused."""
     try:
-        return over(model, method, group, **given)
+        return run_in_group(model, method, group, **inputs)
     except ValueError as error:
         text = str(error)
         assert "\n" not in text, text
         return text
 
 
-def swept(name: str) -> None:
-    """Over the group as in one process, or refused by name; where one process refuses, the group does."""
+def check_inputs(name: str) -> None:
+    """Compare a group with one process, or expect a refusal by name; if one process refuses, the group
+    does."""
     ids, group = rows(), dist.group.WORLD
     mask = torch.arange(53)[None] < torch.tensor([[53], [40]])
     positions = torch.cat([torch.arange(20), torch.arange(33)])[None]
-    for method, given in [
+    for method, inputs in [
         (adjoint.Exact(7), {}),
         (adjoint.Exact(9, recompute="full"), {}),
         (adjoint.Truncated(16, 8), {}),
         (adjoint.Exact(7), {"attention_mask": mask, "labels": ids.masked_fill(~mask, -100)}),
         (adjoint.Exact(7), {"position_ids": positions, "input_ids": ids[:1], "labels": ids[:1]}),
     ]:
-        given = {"input_ids": ids, "labels": ids, **given}
+        inputs = {"input_ids": ids, "labels": ids, **inputs}
         with float64_throughout():
-            shared, alone = (told(make(name), method, g, **given) for g in (group, None))
+            shared, alone = (result_or_refusal(make(name), method, g, **inputs) for g in (group, None))
         if isinstance(alone, str):
             assert isinstance(shared, str), alone
         elif isinstance(shared, str):
@@ -229,4 +230,4 @@ def swept(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, *REFUSED, *OTHERS])
 def test_every_class_over_two_ranks(name: str, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, swept, name)
+    on_ranks(2, tmp_path, check_inputs, name)

@@ -25,15 +25,15 @@ from tests.hf.hf_models import (
     REFUSED,
     VOCAB,
     assert_exact,
+    cache_contents,
     current_gradients,
     errors,
     float64_throughout,
-    held,
     loss_and_gradients,
     make,
     make_batch,
     one_line,
-    reason,
+    refusal_reason,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -79,7 +79,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def table() -> dict[str, list[str]]:
-    """Class → the other cells of its row in docs/models.md."""
+    """Map each class to the other cells of its row in docs/models.md."""
     text = TABLE.read_text().partition("<!-- classes table -->")[2].partition("<!-- end")[0]
     rows = (line.strip("|\n ").split(" | ") for line in text.splitlines() if "| `" in line)
     return {row[1].strip("`"): [row[0], *row[2:]] for row in rows}
@@ -111,7 +111,7 @@ def test_loss_and_gradients_are_the_models_own(name: str, double: None) -> None:
         # PyTorch calls the hooks of parameters without a gradient too: of an indexer's alone
         indexers = [n for n, _ in model.named_parameters() if n not in expected[1] and ".indexer." in n]
         assert sorted(fired) == sorted([*expected[1], *indexers])
-    assert held(wrapped) == table()[name][1]
+    assert cache_contents(wrapped) == table()[name][1]
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Mamba2ForCausalLM"])
@@ -125,14 +125,14 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
         exact = copy.deepcopy(model).double()
         with float64_throughout():
             expected = loss_and_gradients(exact, **inputs)
-        for wrapped, found in ((False, theirs), (True, ours)):
-            one = copy.deepcopy(model)
+        for wrapped, distances in ((False, theirs), (True, ours)):
+            model_copy = copy.deepcopy(model)
             if wrapped:
-                adjoint.wrap(one, adjoint.Exact(chunk_size=16))
+                adjoint.wrap(model_copy, adjoint.Exact(chunk_size=16))
             with torch.autocast("cpu", torch.bfloat16):
-                loss, gradients = loss_and_gradients(one, **inputs)
+                loss, gradients = loss_and_gradients(model_copy, **inputs)
             gradients = {name: gradient.double() for name, gradient in gradients.items()}
-            found.append(errors((loss.double(), gradients), expected).total)
+            distances.append(errors((loss.double(), gradients), expected).total)
     assert min(theirs) > 1e-4  # it is bfloat16 that is measured
     assert sum(ours) <= 1.05 * sum(theirs), (ours, theirs)
 
@@ -149,8 +149,9 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
     ],
 )
 def test_layers_are_computed_again_if_asked(name: str, recompute: str, double: None) -> None:
-    """From the chunk's own state, in the backward, once: 3 chunks are run forward, 2 of them again when they
-    are linearised, and each layer of the 3 once more."""
+    """Layers are recomputed from the chunk's own state, in the backward, once.
+
+    3 chunks run forward, 2 of them again when they are linearised, and each layer of the 3 once more."""
     model = make(name)
     wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=11, recompute=recompute))
     inputs, runs = make_batch(29), collections.Counter()
@@ -164,8 +165,9 @@ def test_layers_are_computed_again_if_asked(name: str, recompute: str, double: N
 
 
 def test_modules_are_known_by_their_code() -> None:
-    """Ours take the places of transformers' RMSNorms, gated or not, and of its silu-gated MLPs, whatever
-    these are called; not of what has other code, another activation or one that something hangs on."""
+    """Ours replace transformers' RMSNorms, gated or not, and its silu-gated MLPs, whatever their names.
+
+    They do not replace modules with other code, another activation or one that has hooks."""
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
     x, gate = torch.randn(2, 3, 5, 24)
@@ -173,33 +175,35 @@ def test_modules_are_known_by_their_code() -> None:
     norm, mlp = model.model.norm, model.model.layers[0].mlp
     with torch.no_grad():
         gated.weight.copy_(torch.randn(24))
-        found = replacements.forwards(nn.ModuleList([norm, gated, mlp, nn.RMSNorm(8), nn.LayerNorm(8)]))
-        assert list(found) == [norm, gated, mlp]
-        for ours, given in ((norm, (x,)), (gated, (x, gate)), (mlp, (x,))):
-            assert torch.allclose(found[ours](*given), ours(*given), atol=1e-6)
+        forwards = replacements.replacement_forwards(
+            nn.ModuleList([norm, gated, mlp, nn.RMSNorm(8), nn.LayerNorm(8)])
+        )
+        assert list(forwards) == [norm, gated, mlp]
+        for ours, inputs in ((norm, (x,)), (gated, (x, gate)), (mlp, (x,))):
+            assert torch.allclose(forwards[ours](*inputs), ours(*inputs), atol=1e-6)
         narrow = x.bfloat16()  # rounded where the class rounds it
-        assert torch.equal(found[norm.bfloat16()](narrow), norm(narrow))
+        assert torch.equal(forwards[norm.bfloat16()](narrow), norm(narrow))
     called: list[Any] = []
     for act in (nn.Sequential(nn.SiLU()), nn.GELU(), nn.SiLU()):
-        act.register_forward_hook(lambda *given: called.append(given))
+        act.register_forward_hook(lambda *inputs: called.append(inputs))
         mlp.act_fn = act
-        found[mlp](x)
+        forwards[mlp](x)
         assert called.pop()[0] is act  # and not by ours
 
 
 def test_a_state_does_not_keep_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions' states are the last tokens of what they read; only these stay, with their cotangents."""
     model = adjoint.wrap(make("Mamba2ForCausalLM", torch.float32), adjoint.Exact(chunk_size=64))
-    inputs, kept, backward = make_batch(256), [], Executor.backward
+    inputs, sizes, backward = make_batch(256), [], Executor.backward
 
     def watched(worker: Executor, tile: Tile) -> None:
         backward(worker, tile)
         states = [*worker.final, *(v for key, v in worker.store.items() if key[0] == "dS")]
-        kept.extend((s.nbytes, s.untyped_storage().nbytes()) for state in states for s in state)
+        sizes.extend((s.nbytes, s.untyped_storage().nbytes()) for state in states for s in state)
 
     monkeypatch.setattr(Executor, "backward", watched)
     model(**inputs).loss.backward()
-    assert len(kept) > 20 and all(storage < 2 * own for own, storage in kept)
+    assert len(sizes) > 20 and all(storage < 2 * nbytes for nbytes, storage in sizes)
 
 
 # ------------------------------------------------------------------------------------------ forms of a call
@@ -216,9 +220,9 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("form", CALLS)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_the_forms_of_a_call(name: str, what: str) -> None:
+def test_the_forms_of_a_call(name: str, form: str) -> None:
     """Packed documents are as one by one, every token with a target. The backbone is called by trainers that
     fuse the head: any loss of its hidden states will do."""
     pytest.importorskip("peft")
@@ -226,29 +230,30 @@ def test_the_forms_of_a_call(name: str, what: str) -> None:
 
     method = {"name": "Exact", "chunk_size": 8}
     sizes = {"model": name, "seed": 3, "batch": 2, "seqlen": 29, "labels": "shift_labels"}
-    check({**sizes, "method": method, **CALLS[what]})
+    check({**sizes, "method": method, **CALLS[form]})
 
 
 # -------------------------------------------------------------------------------------------------- truncated
 
 
 def by_spans(model: Any, ids: Tensor, targets: Tensor, span: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The untouched model span by span, each going on from transformers' own cache of all that is before it,
-    which is a constant: the mean loss over all targets, and the sum of the spans' gradients."""
+    """Return the mean loss over all targets and the sum of gradients of the untouched model, span by span.
+
+    Each span continues from transformers' own cache of all tokens before it, which is a constant."""
     model.zero_grad()
     total = torch.zeros(())
     mamba = "cache_params" in model.forward.__code__.co_varnames
     for start in range(0, ids.shape[1], span):
         cache = transformers.DynamicCache(config=model.config)
-        given = {("cache_params" if mamba else "past_key_values"): cache, "use_cache": True}
+        cache_arguments = {("cache_params" if mamba else "past_key_values"): cache, "use_cache": True}
         if start:
             with torch.no_grad():
-                model(input_ids=ids[:, :start], **given)
+                model(input_ids=ids[:, :start], **cache_arguments)
         if not mamba:
-            given["position_ids"] = torch.arange(start, min(start + span, ids.shape[1]))[None]
+            cache_arguments["position_ids"] = torch.arange(start, min(start + span, ids.shape[1]))[None]
         for layer in cache.layers:  # new recurrent states go over the old, which the backward still needs
             layer.update_recurrent_state = lambda state, *_, **__: state
-        logits = model(input_ids=ids[:, start : start + span], **given).logits
+        logits = model(input_ids=ids[:, start : start + span], **cache_arguments).logits
         target = targets[:, start : start + span].flatten()
         loss = F.cross_entropy(logits.flatten(0, 1), target, reduction="sum") / targets.numel()
         loss.backward()
@@ -264,14 +269,14 @@ def test_truncated_drops_what_crosses_a_spans_start(name: str, double: None) -> 
     model = make(name)
     ids, targets = torch.randint(3, VOCAB, (2, 2, 29), generator=torch.Generator().manual_seed(3))
     inputs = {"input_ids": ids, "shift_labels": targets}
-    whole = by_spans(model, ids, targets, 29)
+    exact_gradients = by_spans(model, ids, targets, 29)
     for window, span in ((12, 10), (5, 5), (29, 29), (1000, 1000)):
         expected = by_spans(model, ids, targets, span)
         wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Truncated(window, chunk_size=5))
         got = loss_and_gradients(wrapped, **inputs)
         assert_exact(got, expected)
         if span < 29:
-            assert errors(got, whole).total > 1e-4  # something was dropped
+            assert errors(got, exact_gradients).total > 1e-4  # something was dropped
     exact = loss_and_gradients(adjoint.wrap(wrapped, adjoint.Exact(chunk_size=5)), **inputs)
     assert errors(got, exact).worst <= 1e-14
 
@@ -285,14 +290,16 @@ def test_logits_beside_a_loss(double: None) -> None:
     left = mask.flip(1)
     padded = {**inputs, "attention_mask": left, "labels": labels.masked_fill(left.roll(1) == 0, -100)}
     with torch.no_grad():
-        for given in ({"input_ids": ids, "labels": labels}, padded):
-            expected = model(**given)
+        for labelled in ({"input_ids": ids, "labels": labels}, padded):
+            expected = model(**labelled)
             for keep in (3, 100, torch.tensor([0, 11, 28])):
-                got = wrapped(**given, logits_to_keep=keep)
+                got = wrapped(**labelled, logits_to_keep=keep)
                 tokens = keep if isinstance(keep, Tensor) else slice(-keep, None)
-                real = given.get("attention_mask", torch.ones_like(ids))[:, tokens, None]
+                real = labelled.get("attention_mask", torch.ones_like(ids))[:, tokens, None]
                 assert torch.allclose(got.logits * real, expected.logits[:, tokens] * real, atol=1e-12)
-                assert got.loss.item() == wrapped(**given).loss.item() == pytest.approx(expected.loss.item())
+                assert (
+                    got.loss.item() == wrapped(**labelled).loss.item() == pytest.approx(expected.loss.item())
+                )
 
 
 # -------------------------------------------------------------------------------------------------- refusals
@@ -300,14 +307,15 @@ def test_logits_beside_a_loss(double: None) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_is_refused(name: str) -> None:
-    """On first use at the latest, in one line that is the table's too; what can be wrapped at all still
-    trains by Backprop."""
+    """A class is refused on first use at the latest, in one line that is the table's too.
+
+    A model that can be wrapped at all still trains by Backprop."""
     model, inputs = make(name), make_batch(29)
     plain = copy.deepcopy(model)
     with pytest.raises(ValueError, match=name) as caught:
         adjoint.wrap(model, adjoint.Exact(chunk_size=8))(**inputs)
     assert "\n" not in str(caught.value)
-    assert table()[name][2].replace("&lt;", "<") == f"refused: {reason(caught.value)}"
+    assert table()[name][2].replace("&lt;", "<") == f"refused: {refusal_reason(caught.value)}"
     assert "adjoint.wrap(model, adjoint.Backprop()) works" in str(caught.value)
     adjoint.wrap(model, adjoint.Backprop())
     got, expected = (loss_and_gradients(m, **inputs) for m in (model, plain))
@@ -364,7 +372,7 @@ def test_another_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     [("LlamaForCausalLM", "aot_eager"), ("Mamba2ForCausalLM", "aot_eager"), ("LlamaForCausalLM", "inductor")],
 )
 def test_compiled_layers(name: str, backend: str) -> None:
-    """What is around cache and attention is compiled; a longer past is no other graph."""
+    """Everything around cache and attention is compiled; a longer past needs no other graph."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -376,8 +384,8 @@ def test_compiled_layers(name: str, backend: str) -> None:
     for seqlen in (40, 56, 96):
         inputs = {"input_ids": torch.randint(3, VOCAB, (1, seqlen))}
         inputs["labels"] = inputs["input_ids"]
-        found = [loss_and_gradients(each, **inputs) for each in (compiled, model)]
-        assert errors(*found).total <= 1e-5
+        results = [loss_and_gradients(each, **inputs) for each in (compiled, model)]
+        assert errors(*results).total <= 1e-5
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0 and graphs[1] == graphs[2]
 
@@ -396,4 +404,4 @@ def test_what_is_tried_on_first_use_leaves_nothing_behind() -> None:
     model = adjoint.wrap(make("RecurrentGemmaForCausalLM"), adjoint.Exact(chunk_size=8))
     for _ in range(2):
         model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
-    assert len(model._adjoint.known) == 1
+    assert len(model._adjoint.verifications) == 1

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import adjoint
 from adjoint.engine.executor import Executor
-from adjoint.hf.model_parts import class_of
+from adjoint.hf.model_parts import original_class
 from tests.hf.hf_models import (
     REFUSED,
     VOCAB,
@@ -55,33 +55,34 @@ def wrapped(model: Any) -> Any:
     return adjoint.wrap(model, adjoint.Exact(chunk_size=8))
 
 
-def nothing(model: Any) -> None:
+def leave_unchanged(model: Any) -> None:
     pass
 
 
 def loss_of(model: Any, **inputs: Any) -> Tensor:
-    """Of the batch, with these inputs in the places of its own."""
+    """Return the loss of the batch, with some inputs replaced."""
     return model(**{name: value for name, value in {**BATCH, **inputs}.items() if value is not None}).loss
 
 
 def run(model: Any, **inputs: Any) -> Tensor:
-    """Forward and backward."""
+    """Run forward and backward, and return the loss."""
     loss = loss_of(model, **inputs)
     loss.backward()
     return loss.detach()
 
 
-def untouched(
+def assert_same_as_unwrapped(
     name: str,
-    change: Callable[[Any], Any] = nothing,
+    change: Callable[[Any], Any] = leave_unchanged,
     call: Callable[[Any], Tensor] = loss_of,
     prepare: Callable[[Any], Any] = wrapped,
     **options: Any,
 ) -> None:
-    """Loss and gradients of a model that has been changed are the same, wrapped and not. A change may give
-    another model in its place, a call may be backpropagated already."""
-    found = []
-    for each in (prepare, nothing):
+    """Assert that loss and gradients of a changed model are the same, wrapped and not.
+
+    A change may return another model in its place, and a call may be backpropagated already."""
+    results = []
+    for each in (prepare, leave_unchanged):
         model = make(name, **options)
         torch.manual_seed(1)
         model = (change(model) or model).double()
@@ -91,8 +92,8 @@ def untouched(
         loss = call(model)
         if loss.requires_grad:
             loss.backward()
-        found.append((loss.detach(), current_gradients(model)))
-    assert_exact(*found)
+        results.append((loss.detach(), current_gradients(model)))
+    assert_exact(*results)
 
 
 # ------------------------------------------------------------------------------------------------- the model
@@ -110,7 +111,7 @@ def smoothed(model: Any) -> None:
 
 
 def more_loss(model: Any) -> None:
-    original = class_of(model)
+    original = original_class(model)
 
     class More(original):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,14 +120,14 @@ def more_loss(model: Any) -> None:
                 output.loss = output.loss + 0.05 * output.logits.square().mean().sqrt()
             return output
 
-    record = vars(model).get("_adjoint")
+    wrap_state = vars(model).get("_adjoint")
     model.__class__ = More
-    if record is not None:
-        adjoint.wrap(model, record.method)
+    if wrap_state is not None:
+        adjoint.wrap(model, wrap_state.method)
 
 
 def hooked_head(model: Any) -> None:
-    model.lm_head.register_forward_hook(lambda module, given, output: output * 0.5)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 0.5)
 
 
 def other_forward(model: Any) -> None:
@@ -174,7 +175,7 @@ def with_neftune(model: Any) -> None:
 
 
 def with_settings(place: str, **values: Any) -> Callable[[Any], None]:
-    """Of a module, by its name."""
+    """Return a change that sets attributes of a module, given by its name."""
     return lambda model: vars(model.get_submodule(place)).update(values)
 
 
@@ -199,10 +200,10 @@ def put_in(model: Any, act: nn.Module) -> None:
 class OtherMlp(nn.Module):
     """A gated MLP which reads a number from its configuration at each call, as for dropout or annealing."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = own.gate_proj, own.up_proj, own.down_proj
-        self.config = own.config
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.config = mlp.config
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.silu(self.gate_proj(x)) * self.up_proj(x)
@@ -217,8 +218,8 @@ def other_mlps(model: Any) -> None:
 class OwnHead(transformers.LlamaForCausalLM):
     """Logits are divided by a temperature, and moved by what is learnt of the words."""
 
-    def forward(self, *args: Any, labels: Any = None, num_items_in_batch: Any = None, **given: Any) -> Any:
-        out = super().forward(*args, **given)
+    def forward(self, *args: Any, labels: Any = None, num_items_in_batch: Any = None, **inputs: Any) -> Any:
+        out = super().forward(*args, **inputs)
         out.logits = out.logits * self.temperature + self.prior
         if labels is not None:
             out.loss = self.loss_function(out.logits, labels, self.config.vocab_size, num_items_in_batch)
@@ -257,10 +258,10 @@ LATER: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.parametrize("what", LATER)
-def test_a_change_between_calls(what: str) -> None:
-    """Of what a module or the head computes, nothing stays from the call before."""
-    before, change = LATER[what]
+@pytest.mark.parametrize("case", LATER)
+def test_a_change_between_calls(case: str) -> None:
+    """A change of a module or the head takes effect: nothing stays from the call before."""
+    before, change = LATER[case]
 
     def later(model: Any) -> Tensor:
         run(model)
@@ -268,7 +269,7 @@ def test_a_change_between_calls(what: str) -> None:
         change(model)
         return loss_of(model)
 
-    untouched(LLAMA, before, later)
+    assert_same_as_unwrapped(LLAMA, before, later)
 
 
 def wrapped_by_torch(model: Any) -> None:
@@ -299,7 +300,7 @@ CHANGES_REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "a loss that is a mean": ("its loss_function is no sum over tokens over num_items_in_batch", smoothed),
     "more than its loss": ("hidden states are the same, the loss is", more_loss),
     "attention that is not causal": (
-        "hidden states differ, by what is carried from token to token",
+        "hidden states differ (first in layers.0, from token 0 on; chunks begin at every 5th)",
         not_causal,
     ),
     "a layer left out now and then": (
@@ -316,9 +317,9 @@ CHANGES_REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 
 @pytest.mark.parametrize("when", ["before the first call", "after it"])
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_change_of_the_model_is_seen(what: str, when: str) -> None:
-    name, change = CHANGES[what]
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_change_of_the_model_is_seen(case: str, when: str) -> None:
+    name, change = CHANGES[case]
 
     def changed_later(model: Any) -> Tensor:
         run(model)
@@ -326,53 +327,55 @@ def test_a_change_of_the_model_is_seen(what: str, when: str) -> None:
         model.zero_grad()
         return loss_of(model)
 
-    untouched(name, *((change, loss_of) if when.startswith("before") else (nothing, changed_later)))
+    assert_same_as_unwrapped(
+        name, *((change, loss_of) if when.startswith("before") else (leave_unchanged, changed_later))
+    )
 
 
-@pytest.mark.parametrize("what", CHANGES_REFUSED)
-def test_a_change_that_is_refused(what: str) -> None:
-    """Whether gradients are asked for or not, also after calls that went well."""
-    message, change = CHANGES_REFUSED[what]
+@pytest.mark.parametrize("case", CHANGES_REFUSED)
+def test_a_change_that_is_refused(case: str) -> None:
+    """A change is refused whether gradients are asked for or not, also after calls that succeeded."""
+    message, change = CHANGES_REFUSED[case]
     model = wrapped(make(LLAMA))
     run(model)
     change(model)
     model.double()
     with one_line(message):
         run(model)
-    if what in ("more than its loss", "attention that is not causal"):
+    if case in ("more than its loss", "attention that is not causal"):
         with torch.no_grad(), one_line(message):
             model(**BATCH)
 
 
-def transformed(how: str, model: Any) -> Any:
+def transformed(transform: str, model: Any) -> Any:
     named = dict(model.named_parameters())
 
     def loss(others: dict[str, Tensor]) -> Tensor:
         return functional_call(model, others, (), BATCH).loss
 
-    if how == "vmap":
+    if transform == "vmap":
         return torch.func.vmap(lambda ids: model(input_ids=ids, labels=ids).loss)(IDS.expand(2, -1, -1))
-    if how == "forward mode":
+    if transform == "forward mode":
         with torch.autograd.forward_ad.dual_level():
             return loss(named)
-    return torch.func.grad(loss)(named) if how == "grad" else torch.func.jvp(loss, (named,), (named,))
+    return torch.func.grad(loss)(named) if transform == "grad" else torch.func.jvp(loss, (named,), (named,))
 
 
-@pytest.mark.parametrize("how", ["grad", "vmap", "jvp", "forward mode"])
-def test_transforms_are_refused(how: str) -> None:
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "forward mode"])
+def test_transforms_are_refused(transform: str) -> None:
     with one_line(
-        "forward-mode differentiation" if how == "forward mode" else "torch.func's grad, vmap and jvp"
+        "forward-mode differentiation" if transform == "forward mode" else "torch.func's grad, vmap and jvp"
     ):
-        transformed(how, wrapped(make(LLAMA)))
+        transformed(transform, wrapped(make(LLAMA)))
 
 
 def test_a_weaker_comparison_says_so() -> None:
-    """Where no copy can be made, and where one does not run in float32, or with shorter windows."""
+    """A warning says if no copy can be made, or if one does not run in float32 or with shorter windows."""
     model = make("MistralForCausalLM", torch.bfloat16, sliding_window=4096)
 
     def hook(refuses: Callable[[Any, Tensor], bool]) -> Any:
-        def check(module: Any, given: Any) -> None:
-            if refuses(module, given[0]):
+        def check(module: Any, inputs: Any) -> None:
+            if refuses(module, inputs[0]):
                 raise ValueError("not made for this")
 
         return model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(check)
@@ -387,9 +390,9 @@ def test_a_weaker_comparison_says_so() -> None:
     with pytest.warns(UserWarning, match="a copy in float32 does not run: ValueError: not made for this"):
         wrapped(model)(**BATCH)
     handle.remove()
-    seen: list[Any] = []
-    handle = hook(lambda *_: bool(seen) and seen[0].config.sliding_window == 5)
-    model.model.register_forward_pre_hook(lambda module, _: seen.insert(0, module))
+    called_modules: list[Any] = []
+    handle = hook(lambda *_: bool(called_modules) and called_modules[0].config.sliding_window == 5)
+    model.model.register_forward_pre_hook(lambda module, _: called_modules.insert(0, module))
     with pytest.warns(
         UserWarning, match="compared with windows as they are .shorter ones do not run: ValueError"
     ):
@@ -424,7 +427,7 @@ def test_an_evaluation_is_checked_too(name: str) -> None:
 
 @pytest.fixture
 def own_mixers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RecurrentGemma's own keep their states in themselves."""
+    """Let RecurrentGemma's own mixers run, which keep their states in themselves."""
     monkeypatch.setattr("adjoint.hf.kernels.replacements.MIXERS", {})
 
 
@@ -438,7 +441,7 @@ def test_a_short_first_call_is_not_the_one_that_is_compared() -> None:
 @pytest.mark.usefixtures("own_mixers")
 @pytest.mark.parametrize("seed", range(3))
 def test_bfloat16_is_compared_in_float32(seed: int) -> None:
-    """A state outside of the cache, and 5% of a loss: both within what bfloat16 itself is off by."""
+    """A state outside of the cache, and 5% of a loss, are found although both are within bfloat16's error."""
     off, smooth = (make(n, torch.bfloat16, seed) for n in ("RecurrentGemmaForCausalLM", LLAMA))
     more_loss(smooth)
     for model in (off, smooth):
@@ -456,16 +459,21 @@ def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
     layers = ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
     model = make("GraniteMoeHybridForCausalLM", dtype, num_hidden_layers=6, layer_types=layers)
     every, few = (
-        trial_copy.needed(p for name, p in model.named_parameters() if which(name))
-        for which in (lambda name: True, lambda name: ".layers." not in name or name.split(".")[2] in "01")
+        trial_copy.bytes_needed(p for name, p in model.named_parameters() if is_counted(name))
+        for is_counted in (
+            lambda name: True,
+            lambda name: ".layers." not in name or name.split(".")[2] in "01",
+        )
     )
-    copies, replica = [], comparison.replica
-    monkeypatch.setattr(comparison, "replica", lambda model: copies.append(replica(model)) or copies[-1])
-    for room, kept in ((every, 6), (few, 2), (few - 1, 0)):
+    copies, make_trial_copy = [], comparison.make_trial_copy
+    monkeypatch.setattr(
+        comparison, "make_trial_copy", lambda model: copies.append(make_trial_copy(model)) or copies[-1]
+    )
+    for room, copied_layers in ((every, 6), (few, 2), (few - 1, 0)):
         monkeypatch.setattr(trial_copy, "memory_left", lambda device, room=room: 2 * room)
         wrapped(model)(**BATCH)
         got = [] if copies[-1] is None else copies[-1].model.layers
-        assert sum(any(True for _ in layer.parameters()) for layer in got) == kept
+        assert sum(any(True for _ in layer.parameters()) for layer in got) == copied_layers
 
 
 @pytest.mark.parametrize(
@@ -478,22 +486,23 @@ def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
     ],
 )
 def test_the_comparison_is_with_pytorch(name: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with kernels of another library, which round products to TF32: this one is off by a hundredth."""
+    """The reference does not run another library's kernels, which round products to TF32: this one is 1%
+    off."""
     model, calls = make(name).train(), list[str]()
     module = sys.modules[type(model).__module__]
-    own = vars(module)[function].__wrapped__
+    original = vars(module)[function].__wrapped__
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         calls.append(function)
-        found = own(*args, **kwargs)
-        assert found is not None, "a kernel for the whole mixer, where chunks are compared with PyTorch"
-        return 1.01 * found if isinstance(found, Tensor) else (1.01 * found[0], *found[1:])
+        output = original(*args, **kwargs)
+        assert output is not None, "a kernel for the whole mixer, where chunks are compared with PyTorch"
+        return 1.01 * output if isinstance(output, Tensor) else (1.01 * output[0], *output[1:])
 
-    kernel.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    kernel.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     library = types.ModuleType("library")
     library.kernel = kernel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "library", library)
-    decorated = use_kernel_func_from_hub_with_fallback("kernel", "library")(own)
+    decorated = use_kernel_func_from_hub_with_fallback("kernel", "library")(original)
     monkeypatch.setattr(module, function, decorated)
     wrapped(model)(**BATCH).loss.backward()
     assert calls == [] and vars(module)[function] is decorated
@@ -503,14 +512,13 @@ def test_the_comparison_is_with_pytorch(name: str, function: str, monkeypatch: p
 
 
 def test_windows_longer_than_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that forgets the past beyond a window of 4,096: 13 tokens cannot see it, a turned-down copy
-    can."""
+    """A cache that forgets the past beyond a window of 4,096 is found in a copy with a shorter window."""
     from adjoint.hf import cache
 
     model = make("MistralForCausalLM", sliding_window=4096)
     wrapped(copy.deepcopy(model))(**BATCH)
     narrower = property(lambda layer: layer.sliding_window - 2 * (layer.sliding_window < 100))
-    monkeypatch.setattr(cache.OURS[DynamicSlidingWindowLayer], "window", narrower)
+    monkeypatch.setattr(cache.CHUNK_LAYER_CLASSES[DynamicSlidingWindowLayer], "window", narrower)
     with one_line("windows turned down to 5"):
         wrapped(model)(**BATCH)
     assert model.config.sliding_window == 4096  # it was a copy's that was turned down
@@ -556,17 +564,16 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", CALLS)
-def test_an_input_is_honoured(what: str) -> None:
-    name, inputs = CALLS[what]
-    untouched(name, call=lambda model: loss_of(model, **inputs))
+@pytest.mark.parametrize("case", CALLS)
+def test_an_input_is_honoured(case: str) -> None:
+    name, inputs = CALLS[case]
+    assert_same_as_unwrapped(name, call=lambda model: loss_of(model, **inputs))
 
 
 ROW = torch.arange(29)[None]
 MASK = BATCH["attention_mask"]
 CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
     "pixel_values is not an input": {"pixel_values": PIXELS},
-    "token_type_ids is not an input": {"token_type_ids": IDS},
     "token_type_ids lets tokens see those after them": {"token_type_ids": BLOCKS},
     "documents of more than keep_window_size (40) tokens": dict.fromkeys(
         ("input_ids", "labels", "attention_mask"), torch.ones(1, 41, dtype=torch.int64)
@@ -611,12 +618,13 @@ NO_LLAMA = {
     "GPT2": GPT2,
     "encoder": GPT2,
     "dict": "Gemma3ForCausalLM",
+    "pixel_values": IMAGES,
 }  # by a part of the message
 
 
 @pytest.mark.parametrize("message", CALLS_REFUSED)
 def test_an_input_that_is_refused(message: str) -> None:
-    model = wrapped(make(next((name for part, name in NO_LLAMA.items() if part in message), LLAMA)))
+    model = wrapped(make(next((name for text, name in NO_LLAMA.items() if text in message), LLAMA)))
     with one_line(message):
         run(model, **CALLS_REFUSED[message])
     run(model)  # and is none the worse for it
@@ -625,19 +633,19 @@ def test_an_input_that_is_refused(message: str) -> None:
 def test_an_input_that_is_given_twice_or_has_no_name() -> None:
     model = wrapped(make(LLAMA))
     for module in (model, model.model):
-        for args, given in (((IDS,), {"input_ids": NEW_IDS}), ([None] * 20, {})):
+        for args, keywords in (((IDS,), {"input_ids": NEW_IDS}), ([None] * 20, {})):
             with pytest.raises(TypeError, match=r"forward\(\)"):
-                module(*args, **given)
+                module(*args, **keywords)
 
 
 @pytest.mark.parametrize(
     "name", [GPT2, "MambaForCausalLM", "Gemma4ForCausalLM", "BambaForCausalLM", "MixtralForCausalLM"]
 )
 def test_a_call_without_labels_in_training(name: str) -> None:
-    """What the causal LM makes of its backbone's output besides hidden states, it finds none of."""
+    """The causal LM finds hidden states in its backbone's output and None for everything else."""
     # with which the Trainer calls where it makes the loss itself
-    given = {} if name == "MambaForCausalLM" else {"num_items_in_batch": torch.tensor(7)}
-    untouched(name, call=lambda model: model(IDS, **given).logits.square().mean())
+    inputs = {} if name == "MambaForCausalLM" else {"num_items_in_batch": torch.tensor(7)}
+    assert_same_as_unwrapped(name, call=lambda model: model(IDS, **inputs).logits.square().mean())
 
 
 def test_documents_that_the_model_by_itself_does_not_keep_apart() -> None:
@@ -647,10 +655,10 @@ def test_documents_that_the_model_by_itself_does_not_keep_apart() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                given = {"position_ids": positions, "attention_mask": None, "use_cache": False}
+                inputs = {"position_ids": positions, "attention_mask": None, "use_cache": False}
                 if differs is None:
-                    given.pop("position_ids")
-                run(model, **given)
+                    inputs.pop("position_ids")
+                run(model, **inputs)
         said = [w for w in caught if "by itself lets documents see" in str(w.message)]
         assert len(said) == bool(differs), name
 
@@ -677,34 +685,36 @@ BETWEEN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", BETWEEN)
-def test_the_backward_finds_the_model_as_it_was(what: str) -> None:
+@pytest.mark.parametrize("case", BETWEEN)
+def test_the_backward_finds_the_model_as_it_was(case: str) -> None:
     def hook(model: Any) -> None:
-        model.handle = model.model.layers[1].register_forward_hook(lambda module, given, output: output * 1.5)
+        model.handle = model.model.layers[1].register_forward_hook(
+            lambda module, inputs, output: output * 1.5
+        )
 
     def call(model: Any) -> Tensor:
         loss = model(**BATCH).loss
         training = model.training
-        BETWEEN[what](model)
+        BETWEEN[case](model)
         after = model.training, model.config.use_cache, len(model.model.layers[1]._forward_hooks)
         loss.backward()
         assert after == (model.training, model.config.use_cache, len(model.model.layers[1]._forward_hooks))
         assert training
         return loss.detach()
 
-    untouched(LLAMA, hook, call)
+    assert_same_as_unwrapped(LLAMA, hook, call)
 
 
 def test_dropout_is_as_it_was_after_eval() -> None:
-    model, found = wrapped(make(GPT2, resid_pdrop=0.2)), []
-    for change in (nothing, BETWEEN["eval()"]):
+    model, gradients = wrapped(make(GPT2, resid_pdrop=0.2)), []
+    for change in (leave_unchanged, BETWEEN["eval()"]):
         model.train().zero_grad()
         torch.manual_seed(5)
         loss = model(**BATCH).loss
         change(model)
         loss.backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-    assert all(map(torch.equal, *found))
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def adapted(model: Any) -> Any:
@@ -762,15 +772,15 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], dict[st
 }
 
 
-@pytest.mark.parametrize("what", ADAPTERS)
-def test_adapters_are_as_they_were(what: str) -> None:
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_are_as_they_were(case: str) -> None:
     pytest.importorskip("peft")
-    change, call, options = ADAPTERS[what]
-    untouched(MIXTRAL if "experts" in what else LLAMA, change, call, **options)
+    change, call, options = ADAPTERS[case]
+    assert_same_as_unwrapped(MIXTRAL if "experts" in case else LLAMA, change, call, **options)
 
 
 def test_cpt_is_refused() -> None:
-    """It calls with labels, and makes its loss of the logits."""
+    """PEFT's CPT calls with labels, and makes its loss of the logits."""
     peft = pytest.importorskip("peft")
     config = {"cpt_token_ids": [5, 6, 7], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]}
     adapted = peft.get_peft_model(make(LLAMA), peft.CPTConfig(task_type="CAUSAL_LM", **config))
@@ -792,13 +802,13 @@ def test_one_adapter_for_some_rows() -> None:
 
 
 def test_parameters_of_functional_call() -> None:
-    """They are others than the model's own, and gone by the backward."""
+    """functional_call's parameters are not the model's own, and are gone by the time of the backward."""
 
     def call(model: Any) -> Tensor:
         others = {name: p * 1.1 for name, p in model.named_parameters()}
         return functional_call(model, others, (), BATCH).loss
 
-    untouched(LLAMA, call=call)
+    assert_same_as_unwrapped(LLAMA, call=call)
 
 
 def constant_changed(model: Any, inputs: dict[str, Tensor]) -> None:
@@ -834,7 +844,7 @@ def test_a_second_derivative_is_refused(hidden: bool) -> None:
 
 
 def test_a_backward_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, found, backward = wrapped(make("BambaForCausalLM")), [], Executor.backward
+    model, gradients, backward = wrapped(make("BambaForCausalLM")), [], Executor.backward
     for fails in (False, True):
         model.zero_grad()
         loss, tiles = model(**BATCH).loss, iter(range(100))
@@ -850,8 +860,8 @@ def test_a_backward_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
                 loss.backward()
             monkeypatch.setattr(Executor, "backward", backward)
         loss.backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-    assert all(map(torch.equal, *found))
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_hidden_states_leave_nothing_behind() -> None:
@@ -871,7 +881,7 @@ def test_a_checkpoint_around_the_first_call(reentrant: bool) -> None:
         x = torch.zeros(1, requires_grad=True)
         return checkpoint(lambda x: loss_of(model) + 0 * x.sum(), x, use_reentrant=reentrant)
 
-    untouched(LLAMA, call=call)
+    assert_same_as_unwrapped(LLAMA, call=call)
 
 
 # ---------------------------------------------------------------------------------------------------- noise
@@ -911,13 +921,13 @@ NOISE: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", NOISE)
-def test_noise_is_drawn_again(what: str) -> None:
+@pytest.mark.parametrize("source", NOISE)
+def test_noise_is_drawn_again(source: str) -> None:
     """The gradient is that of the loss that was returned, by finite differences under a fixed seed; a second
     backward pass gives it again."""
-    name, options, recompute = NOISE[what]
+    name, options, recompute = NOISE[source]
     model = make(name, **options)
-    noisy = Noisy(nn.Identity(), what)
+    noisy = Noisy(nn.Identity(), source)
     if not options:
         noisy.inner = mlp_of(model)
         model.model.layers[1].mlp = noisy
@@ -941,17 +951,17 @@ def test_noise_is_drawn_again(what: str) -> None:
 
 
 def test_noise_from_elsewhere_is_refused() -> None:
-    """On first use, and where it begins later, in the backward."""
+    """Noise of an unknown generator is refused on first use, and in the backward if it begins later."""
     model = make(LLAMA)
     quiet = wrapped(copy.deepcopy(model))
     model.model.layers[1].mlp = Noisy(mlp_of(model), "somebody's")
     with one_line(NOT_THE_WHOLE):
         run(wrapped(model))
     run(quiet)
-    with contextlib.ExitStack() as around:
-        around.callback(setattr, F, "silu", F.silu)
-        own = F.silu
-        F.silu = lambda x, *a, **k: own(x, *a, **k) + 0.1 * torch.randn(x.shape, generator=SOMEBODYS)
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, F, "silu", F.silu)
+        silu = F.silu
+        F.silu = lambda x, *a, **k: silu(x, *a, **k) + 0.1 * torch.randn(x.shape, generator=SOMEBODYS)
         with pytest.raises(RuntimeError, match="when they were computed again for the backward"):
             run(quiet)
 
@@ -960,11 +970,12 @@ def test_noise_from_elsewhere_is_refused() -> None:
 
 
 def test_a_model_in_another_thread_is_left_alone() -> None:
-    """It begins while a chunk of the wrapped one runs, and goes on when that is over: all of it is
-    transformers' own, its mask and its attention."""
+    """A model in another thread runs transformers' own mask and attention from start to end.
+
+    It begins while a chunk of the wrapped model runs, and continues after that."""
     plain, trained = make(LLAMA).eval(), wrapped(make(LLAMA))
     run(trained)
-    ids, found, begun, over = NEW_IDS[:1, :12], [], threading.Event(), threading.Event()
+    ids, logits, begun, over = NEW_IDS[:1, :12], [], threading.Event(), threading.Event()
     with torch.no_grad():
         expected = plain(ids).logits[:, 6:]
         cache = transformers.DynamicCache(config=plain.config)
@@ -972,7 +983,7 @@ def test_a_model_in_another_thread_is_left_alone() -> None:
 
     def go_on() -> None:
         with torch.no_grad():
-            found.append(plain(ids[:, 6:], past_key_values=cache, use_cache=True).logits)
+            logits.append(plain(ids[:, 6:], past_key_values=cache, use_cache=True).logits)
 
     def wait(*_: Any) -> None:
         begun.set()
@@ -993,7 +1004,7 @@ def test_a_model_in_another_thread_is_left_alone() -> None:
     run(trained)
     over.set()
     thread.join()
-    assert torch.allclose(found[0], expected, atol=1e-9)
+    assert torch.allclose(logits[0], expected, atol=1e-9)
 
 
 def test_threads_that_train_one_model() -> None:
@@ -1024,7 +1035,8 @@ def test_an_error_of_ones_own_is_told_as_it_is() -> None:
 
 
 def test_a_forward_on_the_instance_is_refused() -> None:
-    """As accelerate.prepare leaves one for mixed precision: it would be called, and not ours."""
+    """accelerate.prepare leaves a forward on the instance for mixed precision: it would run instead of
+    ours."""
     model = make(LLAMA)
     for module in (model, model.model):
         module.forward = module.forward
@@ -1039,9 +1051,9 @@ def test_inside_a_compiled_model() -> None:
     """Only what is around the chunks is compiled."""
     model = make(LLAMA)
     compiled = torch.compile(wrapped(copy.deepcopy(model)), backend="aot_eager")
-    found = [run(each) for each in (compiled, model)]
+    losses = [run(each) for each in (compiled, model)]
     gradients = [current_gradients(each) for each in (compiled._orig_mod, model)]
-    assert_exact(*zip(found, gradients, strict=True))
+    assert_exact(*zip(losses, gradients, strict=True))
 
 
 def test_a_setting_that_changes_at_every_call_is_named() -> None:
@@ -1065,5 +1077,5 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path: Any) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with one_line("1 weights of LlamaForCausalLM are not there or of another shape, such as model.layers.1"):
+    with one_line("1 weights of LlamaForCausalLM are missing, such as model.layers.1.mlp.up_proj.weight"):
         load(str(tmp_path), adjoint.Exact())

@@ -405,7 +405,7 @@ def test_memory_of_a_pretrained_model_is_what_its_stage_takes(
     kind: str, method: Any, folders: dict[str, str]
 ) -> None:
     """The whole model, a whole sequence of it, is run on fake tensors, and every storage counted."""
-    from adjoint.hf.stage import CausalLM, step_of
+    from adjoint.hf.stage import CausalLM, make_step
 
     found, seqlen = outlined(folders[kind]), 500
     setup = Setup(model_of(found), method, 1, seqlen)
@@ -417,7 +417,7 @@ def test_memory_of_a_pretrained_model_is_what_its_stage_takes(
             model(input_ids=ids, labels=ids).loss.backward()
         else:
             stage = CausalLM(model, found.slots, recompute=setup.spec.storage.recompute)
-            step_of([stage], Batch(ids, shift_labels(ids)), setup.spec).loss().loss.backward()
+            make_step([stage], Batch(ids, shift_labels(ids)), setup.spec).loss().loss.backward()
     held = sum(need.parts.values()) - need.parts["reserved"] - need.parts["optimizer"]
     assert held == pytest.approx(live.peak, rel=0.1)
 

@@ -1,1 +1,1 @@
-"""Our operations in the places of transformers' and flash-linear-attention's functions and modules."""
+"""Our operations in the places of functions and modules of transformers and flash-linear-attention."""

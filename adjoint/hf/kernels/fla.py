@@ -1,8 +1,8 @@
-"""flash-linear-attention's causal LMs: our operations in the places of its Triton functions.
+"""Our operations in the places of flash-linear-attention's Triton functions, for its causal LMs.
 
-Its modules call functions that have no code but for GPUs. While a chunk runs, and in the comparison on first
-use, these stand where its modules call them by name, so that a wrapped model trains on CPUs too. They take
-what the layers named in `LAYERS` give, under fla's own names."""
+Its modules call functions that have code for GPUs only. While a chunk runs, and in the comparison on first
+use, ours stand where its modules call them by name, so that a wrapped model trains on CPUs too. They
+accept what the layers named in `LAYERS` pass, under fla's own names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.rms_norm import rms_norm
 
-# Whose state is known, and what they call is here.
+# Layers whose state is supported and whose functions are replaced here.
 LAYERS = ("GatedDeltaNet", "KimiDeltaAttention", "DeltaNet", "HGRNAttention")
 
 
@@ -30,7 +30,7 @@ def is_of_fla(thing: Any) -> bool:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why one of its modules is known not to go by chunks."""
+    """Return the reason why one of fla's modules is known not to work by chunks, or None."""
     kind = type(module)
     if kind.__module__.startswith("fla.layers.") and kind.__name__ not in LAYERS:
         return f"fla's {kind.__name__} is not known here; {', '.join(LAYERS)} are"
@@ -42,10 +42,11 @@ def why_not(module: nn.Module) -> str | None:
     return None
 
 
-def keeps_apart(given: Any) -> bool:
-    """Whether its models take tokens given with these for those of rows or documents: they leave out what an
-    attention_mask pads, and look at no positions."""
-    return set(given) == {"attention_mask"}
+def ignores_other_tokens(inputs: Any) -> bool:
+    """Whether fla's models treat tokens with these inputs as without the tokens before them.
+
+    They leave out what an attention_mask pads, and do not look at positions."""
+    return set(inputs) == {"attention_mask"}
 
 
 def _delta_rule(
@@ -63,14 +64,20 @@ def _delta_rule(
     allow_neg_eigval: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    safe_gate: bool = False,  # of kernels, what they may rely on
+    safe_gate: bool = False,  # a promise to fla's kernels
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """q, k (batch, seqlen, k_heads, d_k), v (batch, seqlen, heads, d_v), g (batch, seqlen, heads) or (batch,
-    seqlen, heads, d_k), None for no decay; states (batch, heads, d_k, d_v), or (…, d_v, d_k) with
-    state_v_first."""
+    """Run the gated delta rule.
+
+    Args:
+        q, k: (batch, seqlen, k_heads, d_k).
+        v: (batch, seqlen, heads, d_v).
+        g: log decays, (batch, seqlen, heads) or (batch, seqlen, heads, d_k); None for no decay.
+        initial_state: (batch, heads, d_k, d_v), or (…, d_v, d_k) with state_v_first, as the returned one.
+        safe_gate: a promise to fla's kernels; ours do not need it.
+    """
     seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
     assert beta is not None
     wide, heads = accumulate_dtype(q.dtype), v.shape[2]
@@ -94,7 +101,8 @@ def _delta_rule(
 
 
 def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
-    """Log decays (batch, seqlen, heads) or (batch, seqlen, heads, d_k) of what a layer gives for them."""
+    """Return log decays (batch, seqlen, heads) or (batch, seqlen, heads, d_k), computed from a layer's
+    gate."""
     if dt_bias is not None:
         g = g + dt_bias.to(g.dtype).view(g.shape[2:])
     rate = None if A_log is None else A_log.to(g.dtype).exp().view(-1, *[1] * (g.dim() - 3))
@@ -111,7 +119,7 @@ def _hgrn(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """h_t = exp(g_t) h_{t-1} + x_t, all of (batch, seqlen, d)."""
+    """Compute h_t = exp(g_t) h_{t-1} + x_t, all of (batch, seqlen, d)."""
     seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(x.dtype)
     initial_state = None if initial_state is None else initial_state.to(wide)
     h = linear_scan(g.to(wide).exp(), x.to(wide), initial_state, seq_idx=seq_idx)
@@ -130,8 +138,9 @@ def _conv(
     cu_seqlens: Tensor | None = None,
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """x (batch, seqlen, channels); states (batch, channels, taps), of which the oldest is never read."""
-    _refuse(chunk_indices=chunk_indices)
+    """Convolve x (batch, seqlen, channels); states are (batch, channels, taps), and their oldest entry is
+    never read."""
+    _refuse_arguments(chunk_indices=chunk_indices)
     seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
     before = None if initial_state is None else initial_state[..., 1:]
     y, tail = causal_conv1d(x, weight, bias, before, activation in ("silu", "swish"), seq_idx)
@@ -147,7 +156,7 @@ def _conv_step(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of one token."""
+    """Convolve a single token."""
     assert weight is not None
     return _conv(x, weight, bias, residual, cache, True, activation)
 
@@ -161,8 +170,8 @@ def _rms_norm(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
 ) -> Any:
-    """Of the sum of x and the residual, which is given too with `prenorm`."""
-    _refuse(bias=bias, residual_in_fp32=residual_in_fp32 or None)
+    """Normalize the sum of x and the residual; with `prenorm` return the sum, too."""
+    _refuse_arguments(bias=bias, residual_in_fp32=residual_in_fp32 or None)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
     if residual is None:
         y, total = rms_norm(x, weight, eps), x
@@ -182,7 +191,7 @@ def _rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    _refuse(residual=residual, prenorm=prenorm or None)
+    _refuse_arguments(residual=residual, prenorm=prenorm or None)
     y = _rms_norm(x, weight, bias, None, eps, False, residual_in_fp32)
     return y * torch.sigmoid(g) if activation == "sigmoid" else gated(g, y)
 
@@ -192,26 +201,28 @@ def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = N
 
 
 def _documents(cu_seqlens: Tensor | None, initial_state: Tensor | None, final: bool | None) -> Tensor | None:
-    """Numbers (1, seqlen) of the rows that fla's layers join without their padding; a chunk's are not joined,
-    and states go with chunks."""
+    """Return document numbers (1, seqlen) of the rows that fla's layers join without their padding.
+
+    A chunk's rows are not joined, and only chunks have states: both at once are refused."""
     if cu_seqlens is None:
         return None
-    _refuse(initial_state=initial_state, output_final_state=final or None)
+    _refuse_arguments(initial_state=initial_state, output_final_state=final or None)
     lengths = cu_seqlens.diff()
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)[None]
 
 
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse_arguments(**unsupported: Any) -> None:
+    """Refuse arguments of fla's functions that ours do not support, if they are given."""
+    for name, value in unsupported.items():
         if value is not None:
             raise ValueError(f"{name} is given to one of fla's functions, and ours in its place takes none")
 
 
-# By the names that fla's modules have for them.
+# Our functions, by the names under which fla's modules call theirs.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
-        f"{how}_{name}": _delta_rule
-        for how in ("chunk", "fused_recurrent")
+        f"{prefix}_{name}": _delta_rule
+        for prefix in ("chunk", "fused_recurrent")
         for name in ("gated_delta_rule", "kda", "delta_rule")
     },
     "chunk_hgrn": _hgrn,

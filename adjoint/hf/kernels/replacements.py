@@ -1,10 +1,11 @@
-"""Our kernels in the places of transformers' own code, for the time of a chunk: of functions that its modules
-call by name (`SCANS`, `REGISTRIES`), of mixers that keep their state in themselves (`MIXERS`), and of the
-forwards of norms and MLPs (`ROWS`).
+"""Our kernels in the places of transformers' own code, while a chunk runs.
 
-A function and a mixer are known by their names, and the comparison on first use tells whether ours are the
-same. A module is known by the code of its class, each time it is called: whatever else has been made of it
-runs as it is."""
+They replace functions that its modules call by name (`SCANS`, `REGISTRIES`), mixers that keep their state in
+themselves (`MIXERS`), and the forwards of norms and MLPs (`REPLACEMENTS`).
+
+A function and a mixer are recognised by their names, and the comparison on first use tells whether ours
+compute the same. A module is recognised by the code of its class, each time it is called: one that has
+been changed in any way runs as it is."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adjoint.engine.step import uncompiled
-from adjoint.hf.cache import ChunkCache, handed
+from adjoint.hf.cache import ChunkCache, last_read
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.kernels import fla
-from adjoint.hf.model_parts import put, replaced
+from adjoint.hf.model_parts import override_attribute, replaced_forwards
 from adjoint.kernels import attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
@@ -43,44 +44,45 @@ from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.parallel.kv import NotAttended
 
 
-class Inside:
-    """What holds while a chunk runs: our functions and forwards, and no gradient checkpointing."""
+class ChunkContext:
+    """The context in which a chunk runs: our functions and forwards, and no gradient checkpointing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.functions = places(model)
-        self.forwards = {**forwards(model), **_of_mixers(model)}
+        self.functions = function_replacements(model)
+        self.forwards = {**replacement_forwards(model), **_mixer_forwards(model)}
         self.without_checkpointing = WithoutCheckpointing(model)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.without_checkpointing())
-            stack.callback(setattr, handed, "state", None)
-            stack.enter_context(rebound(self.functions))
-            stack.enter_context(replaced(self.forwards))
+            stack.callback(setattr, last_read, "state", None)
+            stack.enter_context(rebound_functions(self.functions))
+            stack.enter_context(replaced_forwards(self.forwards))
             yield
 
 
 # --------------------------------------------------------------------------------------- forwards of modules
 
 
-def forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Of each module with the code of one of `ROWS` a forward that computes the same."""
-    rows: dict[type, Replacement | None] = {}
-    made = {}
+def replacement_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """Map each module whose class has the code of one of `REPLACEMENTS` to a forward that computes the
+    same."""
+    row_of_class: dict[type, Replacement | None] = {}
+    forwards = {}
     for module in model.modules():
-        kind = type(module)
-        if kind not in rows:
-            rows[kind] = next((row for row in ROWS if _has_code(kind, row.theirs)), None)
-        if (row := rows[kind]) is not None and "forward" not in vars(module):
-            made[module] = _forward(module, row)
-    return made
+        cls = type(module)
+        if cls not in row_of_class:
+            row_of_class[cls] = next((row for row in REPLACEMENTS if _has_code(cls, row.theirs)), None)
+        if (row := row_of_class[cls]) is not None and "forward" not in vars(module):
+            forwards[module] = _forward(module, row)
+    return forwards
 
 
-def _has_code(kind: type, theirs: type) -> bool:
-    """Whether a class's methods are those of `theirs`, but for what they call their variables."""
-    wanted = {name: method for name, method in vars(theirs).items() if hasattr(method, "__code__")}
-    return all(_code(getattr(kind, name, None)) == _code(method) for name, method in wanted.items())
+def _has_code(cls: type, theirs: type) -> bool:
+    """Whether a class's methods have the code of those of `theirs`, ignoring the names of variables."""
+    methods = {name: method for name, method in vars(theirs).items() if hasattr(method, "__code__")}
+    return all(_code(getattr(cls, name, None)) == _code(method) for name, method in methods.items())
 
 
 def _code(method: Any) -> Any:
@@ -89,21 +91,25 @@ def _code(method: Any) -> Any:
 
 
 def _forward(module: Any, row: Replacement) -> Callable[..., Any]:
-    own = module.forward
+    """Return a forward that uses the replacement's formula if module and inputs fit, else the module's
+    own."""
+    original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        usual = not kwargs and len(args) == row.inputs and row.fits(module)
-        if not usual or not all(_of_its_precision(module, t) for t in args):
-            return own(*args, **kwargs)
+        is_usual_call = not kwargs and len(args) == row.inputs and row.fits(module)
+        if not is_usual_call or not all(_matches_parameters(module, t) for t in args):
+            return original_forward(*args, **kwargs)
         return row.formula(module, *args)
 
     return forward
 
 
-def _of_its_precision(module: nn.Module, given: Any) -> bool:
-    """Not so where a weight is somewhere else until its module's own forward fetches it."""
-    return isinstance(given, Tensor) and all(
-        p is not None and given.dtype == p.dtype and p.dtype in EXACT and given.device == p.device
+def _matches_parameters(module: nn.Module, value: Any) -> bool:
+    """Whether a value is a tensor of the dtype and device of all of the module's parameters.
+
+    False while weights are offloaded until the module's own forward fetches them."""
+    return isinstance(value, Tensor) and all(
+        p is not None and value.dtype == p.dtype and p.dtype in EXACT_DTYPES and value.device == p.device
         for p in module._parameters.values()
     )
 
@@ -165,13 +171,13 @@ class _GatedMLP:
 
 
 class Replacement(NamedTuple):
-    """A class's code, and what stands in its forward's place.
+    """A class's code, and the formula that replaces its forward.
 
     Attributes:
-        theirs: has the methods.
-        inputs: how many tensors the forward is given.
-        formula: (module, *inputs) → what it gives.
-        fits: (module) → whether its attributes are what the formula takes them for.
+        theirs: class with the methods to be recognised.
+        inputs: number of tensors that the forward is given.
+        formula: (module, *inputs) → output.
+        fits: (module) → whether its attributes are of the kind that the formula expects.
     """
 
     theirs: type
@@ -180,39 +186,42 @@ class Replacement(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def _normed(module: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+def _apply_norm(module: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
     return rms_norm(x, module.weight, module.variance_epsilon, gate, getattr(module, "group_size", None))
 
 
-def _is_norm(module: Any) -> bool:
+def _fits_norm(module: Any) -> bool:
+    """Whether a norm has a weight and nothing else, and a plain epsilon."""
     return [*module._parameters] == ["weight"] and type(module.variance_epsilon) is float
 
 
-def _is_mlp(module: Any) -> bool:
+def _fits_mlp(module: Any) -> bool:
+    """Whether an MLP's activation is an unchanged SiLU."""
     return is_untouched(module.act_fn, nn.SiLU, ACT2FN["silu"].__class__)
 
 
-ROWS = (
-    # transformers' own RMSNorm keeps two or three tensors as large as its input for the backward: of a step's
-    # memory 5% (Mamba-2, Llama), and with a gate 20% (Mamba-2), 11% (Bamba); in time both are 0 to 5%
-    Replacement(_RMSNorm, 1, _normed, _is_norm),
-    Replacement(_RMSNormRoundedLast, 1, _normed, _is_norm),
-    Replacement(_GatedBefore, 2, _normed, _is_norm),
+REPLACEMENTS = (
+    # transformers' own RMSNorm keeps two or three tensors as large as its input for the backward. Ours saves
+    # 5% of a step's memory (Mamba-2, Llama), with a gate 20% (Mamba-2) and 11% (Bamba); 0 to 5% of its time.
+    Replacement(_RMSNorm, 1, _apply_norm, _fits_norm),
+    Replacement(_RMSNormRoundedLast, 1, _apply_norm, _fits_norm),
+    Replacement(_GatedBefore, 2, _apply_norm, _fits_norm),
     Replacement(
         _GatedBehind,
         2,
-        lambda module, x, gate: gated(gate, _normed(module, x)),
-        lambda module: _is_norm(module) and module.activation in ("silu", "swish"),
+        lambda module, x, gate: gated(gate, _apply_norm(module, x)),
+        lambda module: _fits_norm(module) and module.activation in ("silu", "swish"),
     ),
-    # the gated MLP: theirs keeps four tensors as wide as it is, ours two: of a step's memory 11 to 12%
+    # transformers' gated MLP keeps four tensors of its width, ours two: 11 to 12% of a step's memory.
     Replacement(
         _GatedMLP,
         1,
         lambda module, x: gated_linear(module.gate_proj(x), module.up_proj(x), module.down_proj),
-        _is_mlp,
+        _fits_mlp,
     ),
 )
-EXACT = (torch.float32, torch.float64)  # of other weights each class has its own places where it rounds
+# With weights of lower precision each class rounds in places of its own.
+EXACT_DTYPES = (torch.float32, torch.float64)
 
 
 # -------------------------------------------------------------------------------------------------- functions
@@ -237,11 +246,14 @@ def _mamba_selective_scan(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """transformers' signature: everything (batch, d_inner or d_state, seqlen)."""
-    state, handed.state = handed.state, None
-    if state is not None and state.dim() == 4:  # (batch, heads, d_inner, d_state): of Zamba, head by head
+    """Run the selective scan, with transformers' signature.
+
+    Tensors are (batch, d_inner or d_state, seqlen). The initial state is not among the arguments:
+    Mamba-1's mixers read it from the cache, so the last one read there is used."""
+    state, last_read.state = last_read.state, None
+    if state is not None and state.dim() == 4:  # Zamba's (batch, heads, d_inner, d_state): a call per head
         state, rest = state[:, 0], state[:, 1:]
-        handed.state = rest if rest.shape[1] else None
+        last_read.state = rest if rest.shape[1] else None
     u, delta, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
     gate = None if z is None else z.transpose(1, 2)
     y, final = selective_scan(u, delta, A, B, C, D, gate, delta_bias, delta_softplus, initial_state=state)
@@ -265,8 +277,8 @@ def _mamba2_chunk_scan(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """transformers' signature: x (batch, seqlen, nheads, headdim)."""
-    if hidden_states.device.type == "cpu":  # where theirs gives float32 at least; its kernels keep bfloat16
+    """Run the SSD scan, with transformers' signature: hidden_states (batch, seqlen, nheads, headdim)."""
+    if hidden_states.device.type == "cpu":  # as transformers' CPU code; its kernels return bfloat16
         hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
     if dt_limit[0] > 0 or dt_limit[1] != float("inf"):
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -288,8 +300,12 @@ def _chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> Any:
-    """transformers' signature: query and key (batch, seqlen, k_heads, d_k), value (batch, seqlen, v_heads,
-    d_v)."""
+    """Run the gated delta rule, with transformers' signature.
+
+    Args:
+        query, key: (batch, seqlen, k_heads, d_k).
+        value: (batch, seqlen, v_heads, d_v).
+    """
     q, k = (t.to(accumulate_dtype(query.dtype)) for t in (query, key))
     if use_qk_l2norm_in_kernel:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
@@ -308,8 +324,12 @@ def _causal_conv1d(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' signature: hidden_states (batch, channels, seqlen), the inputs before a chunk in front of
-    it, and weight (channels, d_conv)."""
+    """Run the causal convolution, with transformers' signature.
+
+    Args:
+        hidden_states: (batch, channels, seqlen), with the inputs before a chunk in front of it.
+        weight: (channels, d_conv).
+    """
     x, silu = hidden_states.transpose(1, 2), activation in ("silu", "swish")
     y = causal_conv1d(x.to(weight.dtype), weight, bias, silu=silu)[0]
     y = y if silu or activation is None else ACT2FN[activation](y)
@@ -328,10 +348,15 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    tokens, seen = query.shape[2], key.shape[2]
+    """Run attention; a chunk without a mask attends to the past and, causally, to itself.
+
+    Raises:
+        NotAttended: keys are distributed over ranks, and attention is more than causal.
+    """
+    tokens, key_length = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    spread = attention.is_spread(key)
-    if spread and (
+    is_distributed = attention.is_spread(key)
+    if is_distributed and (
         attention_mask is not None or dropout or not causal or kwargs.get("position_bias") is not None
     ):
         raise NotAttended(
@@ -339,15 +364,17 @@ def _attention(
             "or a bias of positions), for which keys would have to be in one process: leave sequence_group "
             "out"
         )
-    if attention_mask is None and (spread or 1 < tokens < seen) and causal:
-        if torch.is_autocast_enabled(query.device.type):  # which does not reach into a function of one's own
+    if attention_mask is None and (is_distributed or 1 < tokens < key_length) and causal:
+        if torch.is_autocast_enabled(query.device.type):  # autocast does not cast inside an autograd.Function
             dtype = torch.get_autocast_dtype(query.device.type)
             query = query.to(dtype)
             if dropout:
                 key, value = key.to(dtype), value.to(dtype)
         if not dropout and kwargs.get("position_bias") is None:
             return attention.past_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
-        attention_mask = torch.ones(tokens, seen, dtype=torch.bool, device=query.device).tril(seen - tokens)
+        attention_mask = torch.ones(tokens, key_length, dtype=torch.bool, device=query.device).tril(
+            key_length - tokens
+        )
         attention_mask = attention_mask[None, None]
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
@@ -355,14 +382,14 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """No mask where attention is plainly causal: `_attention` knows where the diagonal is."""
+    """Return no mask where attention is plainly causal: `_attention` knows where the diagonal is."""
     plain = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
     if plain and kwargs.get("attention_mask") is None:
         return None
     return sdpa_mask(*args, **kwargs)
 
 
-# By the names that the Python modules of mixers have for them.
+# Our functions, by the names under which the Python modules of mixers call theirs.
 SCANS = {
     "causal_conv1d_fn": _causal_conv1d,
     "mamba_selective_scan": _mamba_selective_scan,
@@ -370,31 +397,36 @@ SCANS = {
     "torch_chunk_gated_delta_rule": _chunk_gated_delta_rule,
     "chunk_kimi_delta_attention": _chunk_gated_delta_rule,
 }
-# In registries. The configuration goes on saying "sdpa": models look there for what to hand over, such as a
-# mask of the keys that sparse attention has picked.
+# Our functions in transformers' registries. The configuration still says "sdpa": models read it to decide
+# what they pass, such as a mask of the keys that sparse attention has picked.
 REGISTRIES: list[tuple[Any, dict[str, Any]]] = [
     (ALL_ATTENTION_FUNCTIONS, {"sdpa": _attention}),
     (ALL_MASK_ATTENTION_FUNCTIONS, {"sdpa": _mask}),
 ]
 
 
-Places = Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]
+FunctionReplacements = Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]
 
 
-def places(model: nn.Module) -> Places:
-    """Mappings from names to functions, of the Python modules of a model's classes and of transformers'
-    registries, and ours for each."""
-    found = _namespaces(model)
-    pairs = [(names, {name: f for name, f in _table(names).items() if name in names}) for names in found]
+def function_replacements(model: nn.Module) -> FunctionReplacements:
+    """Return the mappings in which a model's code looks up functions, with ours for each.
+
+    They are the namespaces of the Python modules that define the model's classes, and transformers'
+    registries."""
+    namespaces = _namespaces(model)
+    pairs = [
+        (names, {name: f for name, f in _functions_for(names).items() if name in names})
+        for names in namespaces
+    ]
     return [(names, ours) for names, ours in pairs if ours] + REGISTRIES
 
 
-def _table(names: dict[str, Any]) -> dict[str, Any]:
+def _functions_for(names: dict[str, Any]) -> dict[str, Any]:
     return fla.FUNCTIONS if names["__name__"].startswith("fla.") else SCANS
 
 
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
-    """Of the Python modules of a model's classes."""
+    """Return the namespaces of the Python modules that define a model's classes."""
     modules = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
     return [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
 
@@ -402,114 +434,127 @@ def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
 # ----------------------------------------------------------------------------------------- functions by name
 
 
-class _Running(threading.local):
-    chunks = 0  # of wrapped models that this thread is in
-    references = 0  # which of `by_pytorch` it is in
+class _ThreadState(threading.local):
+    chunks = 0  # chunks of wrapped models that this thread is running
+    references = 0  # contexts of `pytorch_references` that it is in
 
 
-_running = _Running()
+_thread_state = _ThreadState()
 _lock = threading.Lock()
-_inside: collections.Counter[tuple[int, str]] = collections.Counter()  # of each name, the threads in it
-_before: dict[tuple[int, str], Any] = {}
+# How many threads use each name that is bound to a dispatcher.
+_threads_inside: collections.Counter[tuple[int, str]] = collections.Counter()
+_original_functions: dict[tuple[int, str], Any] = {}
 
 
 @contextlib.contextmanager
-def rebound(places: Places) -> Iterator[None]:
-    """Meanwhile names have other functions in this thread: (mapping, {name: function}) each, the names of a
-    module or a registry. Every thread sees these mappings, so what stands there asks whose call it is; models
-    that run in other threads get what was there before. A name is always given the same function.
+def rebound_functions(functions: FunctionReplacements) -> Iterator[None]:
+    """Bind names to other functions in this thread, for the time of the context.
 
-    transformers has interfaces for attention and masks, by a name in the configuration; but models read that
-    name for what they hand over, so it must stay "sdpa". For scans and convolutions it has none: mixers call
-    them by their modules' own names."""
-    with _in_place(places):
-        _running.chunks += 1
+    Args:
+        functions: pairs of a mapping (a module's namespace or a registry) and {name: function}. A name is
+            always given the same function.
+
+    Every thread sees these mappings, so a dispatcher in the function's place asks which thread calls;
+    models that run in other threads get the original. transformers has interfaces for attention and masks,
+    by a name in the configuration; but models read that name to decide what they pass, so it must stay
+    "sdpa". For scans and convolutions it has none: mixers call them by their modules' own names.
+    """
+    with _dispatchers_installed(functions):
+        _thread_state.chunks += 1
         try:
             yield
         finally:
-            _running.chunks -= 1
+            _thread_state.chunks -= 1
 
 
 @contextlib.contextmanager
-def by_pytorch(model: nn.Module) -> Iterator[None]:
-    """Meanwhile transformers' functions, where they would run kernels of another library, run by PyTorch in
-    this thread: as a reference, which kernels that round products to TF32 are none of."""
-    found = []
+def pytorch_references(model: nn.Module) -> Iterator[None]:
+    """Run transformers' functions in PyTorch, in this thread, where they would run another library's kernels.
+
+    They serve as a reference, which kernels that round products to TF32 could not."""
+    functions = []
     for names in _namespaces(model):
-        before = {name: getattr(value, "theirs", value) for name, value in names.items()}
-        table = _table(names)
+        originals = {name: getattr(value, "theirs", value) for name, value in names.items()}
+        table = _functions_for(names)
         always = table if table is fla.FUNCTIONS else ()
-        ours = {name: table.get(name, f) for name, f in before.items() if name in always or _of_hub(f)}
-        found.append((names, ours))
-    with _in_place(found), _unfused(model):
-        _running.references += 1
+        ours = {
+            name: table.get(name, f) for name, f in originals.items() if name in always or _is_hub_function(f)
+        }
+        functions.append((names, ours))
+    with _dispatchers_installed(functions), _without_fused_loss(model):
+        _thread_state.references += 1
         try:
             yield
         finally:
-            _running.references -= 1
+            _thread_state.references -= 1
 
 
 @contextlib.contextmanager
-def _unfused(model: Any) -> Iterator[None]:
-    """Meanwhile fla's model makes its loss by PyTorch."""
+def _without_fused_loss(model: Any) -> Iterator[None]:
+    """Make an fla model compute its loss by PyTorch, for the time of the context."""
     with contextlib.ExitStack() as stack:
         for setting in ("fuse_cross_entropy", "fuse_linear_cross_entropy") if fla.is_of_fla(model) else ():
             if getattr(model.config, setting, False):
-                stack.callback(put(model.config, setting, False))
+                stack.callback(override_attribute(model.config, setting, False))
         yield
 
 
-def _of_hub(value: Any) -> bool:
-    """Whether it is a function that transformers runs by another library where that is installed."""
-    inside = getattr(value, "__globals__", None)
-    return inside is vars(hub_kernels) and hasattr(value, "__wrapped__")
+def _is_hub_function(value: Any) -> bool:
+    """Whether transformers runs the function by another library if that is installed."""
+    module_globals = getattr(value, "__globals__", None)
+    return module_globals is vars(hub_kernels) and hasattr(value, "__wrapped__")
 
 
 @contextlib.contextmanager
-def _in_place(places: Places) -> Iterator[None]:
+def _dispatchers_installed(functions: FunctionReplacements) -> Iterator[None]:
+    """Put dispatchers into the mappings while at least one thread needs them."""
     with _lock:
-        for mapping, ours in places:
+        for mapping, ours in functions:
             for name, function in ours.items():
-                if not _inside[id(mapping), name]:
-                    _before[id(mapping), name] = mapping[name]
+                if not _threads_inside[id(mapping), name]:
+                    _original_functions[id(mapping), name] = mapping[name]
                     mapping[name] = dispatch_by_thread(function, mapping[name])
-                _inside[id(mapping), name] += 1
+                _threads_inside[id(mapping), name] += 1
     try:
         yield
     finally:
         with _lock:
-            for mapping, ours in places:
+            for mapping, ours in functions:
                 for name in ours:
-                    _inside[id(mapping), name] -= 1
-                    if not _inside[id(mapping), name]:
-                        mapping[name] = _before.pop((id(mapping), name))
+                    _threads_inside[id(mapping), name] -= 1
+                    if not _threads_inside[id(mapping), name]:
+                        mapping[name] = _original_functions.pop((id(mapping), name))
 
 
 def dispatch_by_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    reference = ours if ours in fla.FUNCTIONS.values() else _in_pytorch(theirs)
+    """Return a function that calls ours, the reference or theirs, depending on the calling thread."""
+    reference = ours if ours in fla.FUNCTIONS.values() else _pytorch_reference(theirs)
 
     @functools.wraps(theirs)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        if _running.chunks:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        if _thread_state.chunks:
             return ours(*args, **kwargs)
-        return (reference if _running.references else theirs)(*args, **kwargs)
+        return (reference if _thread_state.references else theirs)(*args, **kwargs)
 
-    either.theirs = theirs  # type: ignore[attr-defined]
-    return either
+    dispatch.theirs = theirs  # type: ignore[attr-defined]
+    return dispatch
 
 
-def _in_pytorch(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that transformers would run without other libraries; any other, such as a user's, is
-    itself."""
-    if not _of_hub(theirs):
+def _pytorch_reference(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that transformers would run without other libraries.
+
+    Any other function, such as a user's, is its own reference."""
+    if not _is_hub_function(theirs):
         return theirs
-    own: Any = theirs.__wrapped__  # type: ignore[attr-defined]
-    parameters = inspect.signature(own).parameters
+    reference_function: Any = theirs.__wrapped__  # type: ignore[attr-defined]
+    parameters = inspect.signature(reference_function).parameters
     named = {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
 
     def reference(*args: Any, **kwargs: Any) -> Any:
         takes_all = len(named) < len(parameters)
-        return own(*args, **{name: v for name, v in kwargs.items() if takes_all or name in named})
+        return reference_function(
+            *args, **{name: v for name, v in kwargs.items() if takes_all or name in named}
+        )
 
     return reference
 
@@ -535,8 +580,8 @@ def _griffin(module: Any, cache: Any, input_states: Tensor, position_ids: Tensor
     b = u * gate(lru.input_gate_weight, lru.input_gate_bias) * scale.type(u.dtype)
     dtype = accumulate_dtype(b.dtype)
     states = linear_scan((torch.exp(decay) * ~begins).to(dtype), b.to(dtype), cache.recurrent_states[0])
-    cache.set("conv", 0, tail)
-    cache.set("recurrent", 0, states[:, -1])
+    cache.store_state("conv", 0, tail)
+    cache.store_state("recurrent", 0, states[:, -1])
     return module.linear_out(states.to(b.dtype) * y), None
 
 
@@ -546,7 +591,7 @@ def _lightning(module: Any, cache: Any, hidden_states: Tensor, **_: Any) -> Any:
     query, key, value = heads.chunk(3, dim=-1)
     step, decay = torch.ones_like(query[..., 0]), -module.slope_rate.flatten()
     y, state = ssd_scan(value, step, decay, key, query, initial_state=cache.recurrent_states[0])
-    cache.set("recurrent", 0, state)
+    cache.store_state("recurrent", 0, state)
     y = torch.sigmoid(module.output_gate(hidden_states)) * module.norm(y.flatten(-2))
     return module.out_proj(y), None
 
@@ -557,22 +602,23 @@ MIXERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _of_mixers(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Of each mixer that has one of ours, a forward that goes on from a `ChunkCache`."""
-    found = {}
+def _mixer_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """Map each mixer for which `MIXERS` has one of ours to a forward that continues from a `ChunkCache`."""
+    forwards = {}
     for name, module in model.named_modules():
         if (ours := MIXERS.get(type(module).__name__)) is not None:
-            index = next(int(part) for part in reversed(name.split(".")) if part.isdigit())
-            found[module] = _going_on(module, ours, index)
-    return found
+            index = next(int(component) for component in reversed(name.split(".")) if component.isdigit())
+            forwards[module] = _forward_from_cache(module, ours, index)
+    return forwards
 
 
-def _going_on(module: Any, ours: Callable[..., Any], index: int) -> Callable[..., Any]:
-    own = module.forward
+def _forward_from_cache(module: Any, ours: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """Return a forward that runs ours if it is given a `ChunkCache`, else the module's own."""
+    original_forward = module.forward
 
     def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         if not isinstance(past_key_values, ChunkCache):
-            return own(*args, past_key_values=past_key_values, **kwargs)
+            return original_forward(*args, past_key_values=past_key_values, **kwargs)
         return ours(module, past_key_values.layers[index], *args, **kwargs)
 
     return forward
