@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from adjoint.engine.compare import TOKENS, alike
 from adjoint.hf import check, comparison
 from adjoint.hf.call import Call, CallKind
+from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.head import refuse_unsummable_loss, run_checkpointed, summed_loss
-from adjoint.hf.model_parts import backbone_of, layers_of, override_attribute, replaced_forwards
+from adjoint.hf.model_parts import backbone_of, layers_of, replaced_forwards
 from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import uses_fsdp
@@ -77,13 +78,13 @@ def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator
 
 def _recomputed_forward(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
     """Return a layer's forward that the backward runs again, with the layer's MLPs in pieces."""
-    forward = layer.forward
+    forward, without_checkpointing = layer.forward, WithoutCheckpointing(layer)
     split_forwards = {mlp: in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            # Else the layer would be checkpointed twice.
-            stack.callback(override_attribute(layer, "gradient_checkpointing", False))
+            # Else the layer, or layers inside it as Zamba has them, would be checkpointed twice.
+            stack.enter_context(without_checkpointing())
             stack.enter_context(replaced_forwards(split_forwards))
             return forward(*args, **kwargs)
 
