@@ -93,7 +93,7 @@ def _usage() -> str:
     return f"usage: adjoint COMMAND ...\n\ncommands:\n{rows}\n\n{closing}"
 
 
-def _format_warning(message: Warning | str, *where: object, **more: object) -> str:
+def _format_warning(message: Warning | str, *location: object, **more: object) -> str:
     """A warning as one line, without the place in the code that a user of a command has no use for."""
     return f"warning: {' '.join(str(message).split())}\n"
 

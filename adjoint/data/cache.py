@@ -207,13 +207,13 @@ def _build(
             "notes": list(writer.chats.notes.values()),
         }
         rows = np.array(writer.documents, np.uint64).reshape(-1, 2)
-        beside = place.with_name(f"{place.name}-{meta['digest']}.npy")
-        with atomic_file(beside) as unfinished_rows, open(unfinished_rows, "wb") as file:
+        table_file = place.with_name(f"{place.name}-{meta['digest']}.npy")
+        with atomic_file(table_file) as unfinished_rows, open(unfinished_rows, "wb") as file:
             np.save(file, rows)
         publish(unfinished, place.with_name(f"{place.name}-{meta['digest']}.bin"))
     finally:
         unfinished.unlink(missing_ok=True)
-    meta["checksum"] = _checksum(place.name, meta, beside)
+    meta["checksum"] = _checksum(place.name, meta, table_file)
     write_atomically(place.with_name(f"{place.name}.json"), json.dumps(meta, indent=1))
 
 

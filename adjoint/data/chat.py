@@ -84,18 +84,18 @@ class ChatEncoder:
         """The messages without `MARKS`, and whether each is to be predicted if it is an answer."""
         messages, predicted = [], []
         for i, message in enumerate(chat.messages, 1):
-            where = f"{chat.place}: message {i}"
+            place = f"{chat.place}: message {i}"
             present = {name: value for name, value in message.items() if value not in (None, "", [], {})}
-            marks = {name: _mark(present[name], f"{where}: {name}") for name in MARKS if name in present}
+            marks = {name: _mark(present[name], f"{place}: {name}") for name in MARKS if name in present}
             if len(set(marks.values())) > 1:
                 said = " and ".join(f"{name} {message[name]}" for name in marks)
-                raise UserError(f"{where} has {said}, which contradict each other")
+                raise UserError(f"{place} has {said}, which contradict each other")
             if True in marks.values() and message["role"] != "assistant":
                 name = next(iter(marks))
-                self._note(f"{where} has {name} {message[name]}, but answers alone are predicted", name)
+                self._note(f"{place} has {name} {message[name]}, but answers alone are predicted", name)
             for name in present.keys() - _KNOWN_FIELDS - set(MARKS):
                 if not re.search(rf"\b{re.escape(name)}\b", template):
-                    self._note(f"{where} has a field {name!r}, which the chat template does not read", name)
+                    self._note(f"{place} has a field {name!r}, which the chat template does not read", name)
             messages.append({name: value for name, value in message.items() if name not in MARKS})
             predicted.append(False not in marks.values())
         return messages, predicted
@@ -113,11 +113,11 @@ def _why_no_chats(tokenizer: Tokenizer) -> str:
     )
 
 
-def _mark(value: Any, where: str) -> bool:
+def _mark(value: Any, place: str) -> bool:
     """Whether a mark asks for a message to be trained on."""
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    raise UserError(f"{where} is {value!r}; an answer is predicted or not: give 0 or 1, true or false")
+    raise UserError(f"{place} is {value!r}; an answer is predicted or not: give 0 or 1, true or false")
 
 
 def _is_closed(tokenizer: FileTokenizer, ids: list[int], separator: list[int]) -> bool:
@@ -138,10 +138,14 @@ def _check_messages(messages: list[dict[str, Any]], place: str) -> None:
             )
         if content is None and not any(message.get(field) for field in HELD):
             raise UserError(f"{place}: message {i} holds nothing: its content is null")
-        for part in content if isinstance(content, list) else ():
-            text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        for block in content if isinstance(content, list) else ():
+            text = (
+                block.get("text")
+                if isinstance(block, dict) and block.get("type", "text") == "text"
+                else block
+            )
             if not isinstance(text, str):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                kind = block.get("type") if isinstance(block, dict) else type(block).__name__
                 raise UserError(f"{place}: message {i} has a part of the type {kind!r}; only text is read")
 
 
@@ -315,11 +319,11 @@ def _forms_of_arguments(messages: list[dict[str, Any]]) -> Iterator[list[dict[st
             for m in messages
         ]
 
-    seen: list[list[dict[str, Any]]] = []
+    forms: list[list[dict[str, Any]]] = []
     for change in (_decoded, lambda arguments: arguments, _as_json):
         form = with_arguments(change)
-        if form not in seen:
-            seen.append(form)
+        if form not in forms:
+            forms.append(form)
             yield form
 
 
@@ -357,9 +361,9 @@ def _check_rendered(rendered: str, messages: list[dict[str, Any]], chat: Chat) -
             for leaf in _leaves(value):
                 place = min(_places(leaf, text, first), default=None)
                 if place is None or as_python:
-                    what = "leaves out" if place is None else "writes as Python does"
+                    fault = "leaves out" if place is None else "writes as Python does"
                     raise UserError(
-                        f"{chat.place}: the chat template {what} the {field} of message {i} "
+                        f"{chat.place}: the chat template {fault} the {field} of message {i} "
                         f"({leaf.strip()[:60]!r}); take it out of the record, or give the tokenizer a "
                         "template that knows its form"
                     )

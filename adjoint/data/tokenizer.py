@@ -257,8 +257,8 @@ def tokenizer_files(path: str) -> list[Path]:
         return [place]
     if not any(file for pattern in _PATTERNS for file in place.glob(pattern)):
         return []
-    found = {file for pattern in _PATTERNS + _BESIDE for file in place.glob(pattern) if file.is_file()}
-    return sorted(found)
+    files = {file for pattern in _PATTERNS + _BESIDE for file in place.glob(pattern) if file.is_file()}
+    return sorted(files)
 
 
 def check_bytes(directory: str, vocab_size: int) -> None:
@@ -333,8 +333,8 @@ _PROBE = "A probe: 12 \u00e9t\u00e9s,\n\tand  more."  # a text on which two ways
 
 def _says_everything(folder: Path, file: Path) -> bool:
     """Whether a tokenizer.json is all there is to read: it has another name, or no file beside it."""
-    beside = {folder / "config.json", *tokenizer_files(str(folder))} - {file}
-    return file.exists() and (file.name != "tokenizer.json" or not any(f.is_file() for f in beside))
+    siblings = {folder / "config.json", *tokenizer_files(str(folder))} - {file}
+    return file.exists() and (file.name != "tokenizer.json" or not any(f.is_file() for f in siblings))
 
 
 def _first_line(error: Exception) -> str:

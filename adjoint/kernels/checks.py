@@ -13,7 +13,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of states and sums of values of `dtype`: float64 and complex numbers for themselves, float32 for all
     else."""
     if dtype.is_complex:
-        return max(dtype, torch.complex64, key=lambda one: one.itemsize)
+        return max(dtype, torch.complex64, key=lambda candidate: candidate.itemsize)
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -24,23 +24,23 @@ def is_untouched(module: nn.Module, *kinds: type) -> bool:
     return type(module) in kinds and not hooks and "forward" not in vars(module)
 
 
-def differentiable_once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def differentiable_once(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Of an autograd function's backward: it refuses create_graph=True. PyTorch's `once_differentiable` lets
     it pass where the cotangents require no gradient, a loss's among them, and the gradient is then taken for
     a constant."""
 
-    def of(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx: Any, *cotangents: Any) -> Any:
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"{what} is differentiable once: its gradient has no gradient (create_graph=True)"
+                    f"{operation} is differentiable once: its gradient has no gradient (create_graph=True)"
                 )
             return backward(ctx, *cotangents)
 
         return once
 
-    return of
+    return decorate
 
 
 def shape(name: str, x: Tensor | None, *expected: int) -> None:

@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
     parser.add("--dtype", dtype, reads(Dtype))
     request = parser.parse_args(argv)
     checkpoint = find_checkpoint(request.run)
-    told = export(checkpoint, request.to, request.format, request.dtype)
-    print(f"{request.to}: {told}, from {os.path.relpath(checkpoint)}")
+    summary = export(checkpoint, request.to, request.format, request.dtype)
+    print(f"{request.to}: {summary}, from {os.path.relpath(checkpoint)}")
     return 0
 
 
@@ -83,10 +83,10 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
         if source is None:
             stack, weights = from_checkpoint(checkpoint)
             weights = {name: _cast(t, dtype) for name, t in weights.items()}
-            told = _write(work, layout, *FORMATS[layout].convert(stack, weights))
+            summary = _write(work, layout, *FORMATS[layout].convert(stack, weights))
         else:
-            told = _write_pretrained(work, checkpoint, dtype or _dtype_of(source, trusted))
-        told += _write_tokenizer(work, trained.get("data", {}))
+            summary = _write_pretrained(work, checkpoint, dtype or _dtype_of(source, trusted))
+        summary += _write_tokenizer(work, trained.get("data", {}))
         for written in (*work.iterdir(), work):
             flush(written)
         os.replace(work, folder)  # of an empty folder too, and of nothing else
@@ -94,7 +94,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    return told
+    return summary
 
 
 def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
@@ -138,8 +138,8 @@ def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
     return ", its tokenizer" if files else f", without its tokenizer {tokenizer}, which is not there any more"
 
 
-def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> str:
-    (work / "config.json").write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+def _write(work: Path, layout: str, config: dict[str, Any], weights: Weights) -> str:
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if layout == "transformers":
         write_file(work / "model.safetensors", weights, {"format": "pt"})  # transformers asks for that word
     else:
@@ -148,6 +148,6 @@ def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> 
             torch.save(weights, file)
         except RuntimeError as error:  # its way to say that the disk is full
             raise OSError(None, " ".join(str(error).split())[:200], str(file)) from error
-    name = given["architectures"][0] if layout == "transformers" else "MambaLMHeadModel"
+    name = config["architectures"][0] if layout == "transformers" else "MambaLMHeadModel"
     size = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
     return f"{name} of {layout}, {size:,} parameters, {_named_dtypes(weights)}"

@@ -19,8 +19,8 @@ class Carried:
     """The final states of the last batch, a tuple for each layer of `span`; None before the first batch.
     `how` is `training.carry_state`."""
 
-    def __init__(self, how: str, span: Sequence[int]) -> None:
-        self.how, self.span = how, span
+    def __init__(self, carry_state: str, span: Sequence[int]) -> None:
+        self.how, self.span = carry_state, span
         self.states: list[State] | None = None
 
     def start(self, goes_on: bool, seed: int) -> list[State] | None:
@@ -46,8 +46,8 @@ class Carried:
     def load(self, stored: StoredTensors, device: torch.device) -> None:
         """Load the states from a checkpoint's `STEM` files; they stay None if it has none."""
         if self.how != "none" and stored.files_by_name:
-            found = [sorted(stored.read_entries(f"layers.{k}").items()) for k in self.span]
-            self.states = [tuple(s.to(device) for _, s in state) for state in found]
+            states = [sorted(stored.read_entries(f"layers.{k}").items()) for k in self.span]
+            self.states = [tuple(s.to(device) for _, s in state) for state in states]
 
 
 def _noise(state: State, seed: int, layer: int) -> State:

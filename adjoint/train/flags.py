@@ -46,10 +46,10 @@ class Flags(argparse.ArgumentParser):
         Raises:
             UserError: it has a flag that there is not, with the one that may be meant, or a stray word.
         """
-        given, rest = self.parse_known_args(args, namespace)
+        arguments, rest = self.parse_known_args(args, namespace)
         if rest:
             raise self.unknown(rest[0])
-        return given
+        return arguments
 
     def parse_with_keys(self, argv: list[str]) -> tuple[Any, list[str]]:
         """Parse the command's own flags; return them, and the words that may be keys of a configuration.
@@ -57,12 +57,12 @@ class Flags(argparse.ArgumentParser):
         Raises:
             UserError: one of these has no section, as no key has, and is like a flag of the command.
         """
-        given, rest = self.parse_known_args(argv)
+        arguments, rest = self.parse_known_args(argv)
         for word in rest:
             flag = word.partition("=")[0]
             if flag.startswith("--") and "." not in flag and nearest(flag, self._flags(), cutoff=0.8):
                 raise self.unknown(word)
-        return given, rest
+        return arguments, rest
 
     def _flags(self) -> list[str]:
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -72,8 +72,8 @@ class Flags(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
             return UserError(f"{word!r}: {self.prog} takes no such argument; see {self.prog} --help")
-        meant = nearest(flag, self._flags(), cutoff=0.6)
-        hint = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
+        suggestion = nearest(flag, self._flags(), cutoff=0.6)
+        hint = f"did you mean {suggestion}?" if suggestion else f"see {self.prog} --help"
         return UserError(f"{flag}: {self.prog} does not take it; {hint}")
 
     def error(self, message: str) -> Never:
@@ -107,8 +107,8 @@ def new_folder(text: str) -> Path:
     return Path(text)
 
 
-def nearest(key: str, known: Collection[str], cutoff: float = 0.65) -> str | None:
+def nearest(key: str, candidates: Collection[str], cutoff: float = 0.65) -> str | None:
     """The known name most similar to ``key``, with or without its section; None if none is similar."""
-    short = {name.rpartition(".")[2]: name for name in known}
-    matches = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=cutoff)
+    short = {name.rpartition(".")[2]: name for name in candidates}
+    matches = difflib.get_close_matches(key, [*candidates, *short], n=1, cutoff=cutoff)
     return short.get(matches[0], matches[0]) if matches else None

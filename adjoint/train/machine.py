@@ -171,11 +171,11 @@ def terminal_bar(total: int, unit: str, **settings: Any) -> Any:
 
 def versions(*packages: str) -> dict[str, str]:
     """Installed versions of `packages`; those that are not installed are left out."""
-    found = {}
+    versions_by_name = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions_by_name[package] = importlib.metadata.version(package)
+    return versions_by_name
 
 
 def vectors() -> str:

@@ -101,8 +101,8 @@ class StackLM(LanguageModel):
         return self.method.engine_spec(seqlen, default).chunk_size
 
     def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
-        how = {"method": self.method, "sequence_group": self.group, **states}
-        return self.module(ids, labels=labels, seq_idx=seq_idx, **how)
+        options = {"method": self.method, "sequence_group": self.group, **states}
+        return self.module(ids, labels=labels, seq_idx=seq_idx, **options)
 
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
         generator = torch.Generator(prompt.device).manual_seed(settings.seed)

@@ -83,20 +83,20 @@ class Several(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Those of all parts, to be read and written."""
-        return [group for part in self.parts for group in part.param_groups]
+        return [group for optimizer in self.parts for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """By parameter, to be read."""
-        return {p: s for part in self.parts for p, s in part.state.items()}
+        return {p: s for optimizer in self.parts for p, s in optimizer.state.items()}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
+        for optimizer in self.parts:
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
+        for optimizer in self.parts:
+            optimizer.zero_grad(set_to_none)
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -130,7 +130,9 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
     flat: dict[str, Tensor] = {}
     for key, value in state.items():
         if is_traceable_wrapper_subclass(value):
-            flat |= {f"{key}.{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+            flat |= {
+                f"{key}.{attribute}": getattr(value, attribute) for attribute in value.__tensor_flatten__()[0]
+            }
         else:
             flat[key] = torch.as_tensor(value)
     return flat
@@ -142,7 +144,7 @@ def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]
     for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit
 
-        parts = [flat[f"{key}.{part}"] for part in OptimState8bit.tensor_attrs]
+        parts = [flat[f"{key}.{attribute}"] for attribute in OptimState8bit.tensor_attrs]
         signed = bool(flat[f"{key}.qmap"].min() < 0)
         state[key] = OptimState8bit(*parts, signed, parameter.dtype)
     return state

@@ -205,16 +205,16 @@ def described(
 
     model = unwrap(load(directory, method, None, trust_remote_code))
     with _naming(directory):
-        found = examine(model, example_tokens(model)[0])
+        outline = examine(model, example_tokens(model)[0])
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         named = dict(model.named_parameters())
         save_file(
-            {name: named[name].detach().contiguous() for name in found.names}, folder / "model.safetensors"
+            {name: named[name].detach().contiguous() for name in outline.names}, folder / "model.safetensors"
         )
         flush(folder / "model.safetensors")
-    return found
+    return outline
 
 
 @torch.no_grad()

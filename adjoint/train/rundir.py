@@ -35,9 +35,13 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
     if run.resume != "never":
         checkpoint = Path(run.resume)
         verify_checkpoint(checkpoint)
-        own = checkpoint.absolute().parent
-        if own.name == "checkpoints" and (not run.dir or Path(run.dir).resolve() == own.parent.resolve()):
-            return RunFolder(Path(run.dir) if run.dir else Path(os.path.relpath(own.parent))), checkpoint
+        run_folder = checkpoint.absolute().parent
+        if run_folder.name == "checkpoints" and (
+            not run.dir or Path(run.dir).resolve() == run_folder.parent.resolve()
+        ):
+            return RunFolder(
+                Path(run.dir) if run.dir else Path(os.path.relpath(run_folder.parent))
+            ), checkpoint
     if not run.dir:
         return _new_folder(run.name or "default"), checkpoint
     if any((Path(run.dir) / name).exists() for name in _CONTENTS):
@@ -136,12 +140,12 @@ class RunFolder:
     def check(self) -> None:
         """Raises a UserError where the folder is no longer there: what is written to it would be lost."""
         assert self._metrics is not None, "start() comes first"
-        mine = os.fstat(self._metrics.fileno())
+        opened_file = os.fstat(self._metrics.fileno())
         try:
-            there = os.path.samestat(mine, (self.path / "metrics.jsonl").stat())
+            is_same_file = os.path.samestat(opened_file, (self.path / "metrics.jsonl").stat())
         except OSError:
-            there = False
-        if not there:
+            is_same_file = False
+        if not is_same_file:
             raise UserError(
                 f"{self.path}: the run's folder was removed or replaced, and what was in it is lost; "
                 "start the run again"

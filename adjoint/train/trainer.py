@@ -233,9 +233,9 @@ class Trainer:
 
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
-        here = self.config.to_dict()
+        current = self.config.to_dict()
         self.carried.load(StoredTensors(checkpoint, STEM), self.device)
-        return load_checkpoint(checkpoint, self.model.module, self.optimizer, here, verify=False)
+        return load_checkpoint(checkpoint, self.model.module, self.optimizer, current, verify=False)
 
     def _peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)
@@ -273,20 +273,23 @@ class Trainer:
     def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:
         """Fill the gradients from the next batches: the mean loss (None if no token is predicted), tokens,
         each layer's window if picked."""
-        batches, how = self.settings.grad_accumulation, self.settings.carry_state
+        batches, carry_state = self.settings.grad_accumulation, self.settings.carry_state
         self._zero_grad()
         loss, tokens, windows = 0.0, 0, None
         drawn: list[tuple[Start, torch.Tensor]] = []
         for _ in range(batches):
-            start = how != "previous" or not self.data.train.begins, draw_seed() if how == "noise" else 0
+            start = (
+                carry_state != "previous" or not self.data.train.begins,
+                draw_seed() if carry_state == "noise" else 0,
+            )
             drawn.append((start, next(self.data.train)))
         counts = [self._predictions(ids) for _, ids in drawn]
         for i, (start, ids) in enumerate(drawn):
             loss_divisor = (
                 sum(counts) / counts[i] if counts[i] else math.inf
             )  # as in one batch of all of them
-            part, picked = self._gradients(ids, start, (step - 1) * batches + i, loss_divisor)
-            loss += part
+            batch_loss, picked = self._gradients(ids, start, (step - 1) * batches + i, loss_divisor)
+            loss += batch_loss
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)
             if picked is not None:  # the widest of the batches
@@ -321,11 +324,11 @@ class Trainer:
         folder = self.folder.path / "checkpoints"
         best, keep = self._best(), self.settings.keep_checkpoints
         spared = None if best is None else best["step"]
-        given = folder, self.step, self._files(), copy.deepcopy(trainer), torch_states(), keep, spared
+        arguments = folder, self.step, self._files(), copy.deepcopy(trainer), torch_states(), keep, spared
         if self.settings.save_async:
-            self.saving = ThreadPoolExecutor(1).submit(save_checkpoint, *given)
+            self.saving = ThreadPoolExecutor(1).submit(save_checkpoint, *arguments)
         else:
-            save_checkpoint(*given)
+            save_checkpoint(*arguments)
         self.saved_step = self.step
 
     def _wait_for_saving(self) -> None:
@@ -336,8 +339,12 @@ class Trainer:
 
     def _best(self) -> dict[str, Any] | None:
         """The row with the lowest held-out loss of those whose checkpoint is there, or is being written."""
-        there = {step_of(path) for path in list_checkpoints(self.folder.path / "checkpoints")} | {self.step}
-        rows = [row for row in self.folder.rows if "eval_loss" in row and row["step"] in there]
+        steps_with_checkpoint = {
+            step_of(path) for path in list_checkpoints(self.folder.path / "checkpoints")
+        } | {self.step}
+        rows = [
+            row for row in self.folder.rows if "eval_loss" in row and row["step"] in steps_with_checkpoint
+        ]
         return min(rows, key=lambda row: row["eval_loss"], default=None)
 
     def _resume(self, checkpoint: Path) -> None:
@@ -378,11 +385,13 @@ class Trainer:
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         print(f"sample:\n{shown}\n")  # never a control sequence to the terminal
 
-    def _diverged(self, what: str, value: float, step: int) -> None:
-        kept = f"the checkpoint of step {self.saved_step} is kept" if self.saved_step else "none is saved yet"
+    def _diverged(self, quantity: str, value: float, step: int) -> None:
+        checkpoint_note = (
+            f"the checkpoint of step {self.saved_step} is kept" if self.saved_step else "none is saved yet"
+        )
         raise UserError(
-            f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; lower training.lr, raise "
-            f"training.warmup_steps or {'lower' if self.settings.grad_clip else 'set'} training.grad_clip"
+            f"{self.folder.path}: the {quantity} became {value} at step {step}, {checkpoint_note}; "
+            f"lower training.lr, raise training.warmup_steps or {'lower' if self.settings.grad_clip else 'set'} training.grad_clip"
         )
 
     def _announce(self) -> None:

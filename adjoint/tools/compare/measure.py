@@ -80,9 +80,14 @@ def _gradients(point: Point, ids: Tensor) -> Point:
         yield "transformers", _loss(model)
         yield "wrapped", _loss(wrap(model, _method(point)))
 
-    found = gradients_apart(ways(), ids)
-    own, wrapped = found["transformers"], found["wrapped"]
-    return {"length": point["length"], **wrapped, "loss": own["loss"], "wrapped_loss": wrapped["loss"]}
+    comparison = gradients_apart(ways(), ids)
+    unwrapped_row, wrapped = comparison["transformers"], comparison["wrapped"]
+    return {
+        "length": point["length"],
+        **wrapped,
+        "loss": unwrapped_row["loss"],
+        "wrapped_loss": wrapped["loss"],
+    }
 
 
 def _configuration(point: Point) -> Any:
@@ -120,5 +125,5 @@ def _limit(size: float, device: torch.device) -> None:
     with contextlib.suppress(ImportError, KeyError, OSError, ValueError):  # not Linux
         import resource
 
-        held = int(memory.proc_fields("self/status")["VmData"].split()[0]) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (held + int(size), resource.RLIM_INFINITY))
+        data_bytes = int(memory.proc_fields("self/status")["VmData"].split()[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + int(size), resource.RLIM_INFINITY))

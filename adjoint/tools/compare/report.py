@@ -34,10 +34,11 @@ def show(result: Mapping[str, Any]) -> None:
         table.append((way, *(cells.get(n, "") for n in lengths), fits_text(fits)))
     head = ("", *map(tokens, lengths), f"fits in {size_text(settings['limit'])}")
     print_table(head, table, "peak memory · time of forward + backward")
-    where = result["environment"]["gpu"] or f"{result['environment']['cores']} cores"
+    hardware = result["environment"]["gpu"] or f"{result['environment']['cores']} cores"
     print(
         "memory: a step's peak above the imports, weights and gradients included, without an "
-        f"optimizer; time: median of {settings['repeat']} steps; ~: by a line through the last two; {where}"
+        f"optimizer; time: median of {settings['repeat']} steps; ~: by a line through the last two; "
+        f"{hardware}"
     )
     for line in conclusion(result):
         print(line)
@@ -93,9 +94,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     for place, (field, unit, label) in enumerate(panels, 1):
         axes = figure.add_subplot(1, 2, place)
         for way, (colour, dash) in STYLES.items():
-            mine = [(row["length"], row[field] / unit) for row in rows if row["way"] == way]
-            if mine:
-                axes.plot(*zip(*mine, strict=True), "o", linestyle=dash, color=colour, label=way)
+            points = [(row["length"], row[field] / unit) for row in rows if row["way"] == way]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o", linestyle=dash, color=colour, label=way)
         axes.set_yscale("log")
         plain_ticks(axes)
         axes.set(xlabel="tokens", ylabel=label)

@@ -45,7 +45,7 @@ def evaluate(
 
     count = max(1, budget // (length * len(DEPTHS)))
     keys = np.random.default_rng(0).integers(10000, 100000, count).tolist()
-    found: dict[float, list[Tensor]] = {depth: [] for depth in DEPTHS}
+    answers_by_depth: dict[float, list[Tensor]] = {depth: [] for depth in DEPTHS}
     for i, key in enumerate(tqdm(keys, desc=f"{length:,} tokens", unit="needle", disable=None)):
         pieces = pass_key(tokenizer, key)
         room = length - sum(piece.shape[1] for piece in pieces)
@@ -57,9 +57,9 @@ def evaluate(
         start = i * (len(text) - room) // max(1, count - 1)
         for depth in DEPTHS:
             ids, labels = hidden(text[None, start : start + room], *pieces, depth)
-            found[depth].append(_graded(model, ids.to(device), labels.to(device)))
+            answers_by_depth[depth].append(_graded(model, ids.to(device), labels.to(device)))
     rows = []
-    for depth, graded in found.items():
+    for depth, graded in answers_by_depth.items():
         accuracy, loss = torch.cat(graded).mean(0).tolist()
         rows.append({"length": length, "depth": depth, "accuracy": accuracy, "loss": loss, "needles": count})
     return rows
@@ -80,8 +80,8 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """The cells: a line per depth, a column per run and length: accuracy and loss; last, how many needles."""
     columns = curves(rows)
     lines = [["depth", *columns], *([f"{depth:.0%}"] for depth in DEPTHS), ["needles"]]
-    for mine in columns.values():
-        cells = [*(f"{row['accuracy']:.0%} ({row['loss']:.2f})" for row in mine), str(mine[0]["needles"])]
+    for curve in columns.values():
+        cells = [*(f"{row['accuracy']:.0%} ({row['loss']:.2f})" for row in curve), str(curve[0]["needles"])]
         for line, cell in zip(lines[1:], cells, strict=True):
             line.append(cell)
     return lines

@@ -46,7 +46,7 @@ class Journal:
     def add(self, point: Mapping[str, Any], result: Point) -> None:
         """Keep `result` for `point`, on disk at once."""
         self.done[self.key(point)] = result
-        entries = ({"key": key, "result": found} for key, found in self.done.items())
+        entries = ({"key": key, "result": stored} for key, stored in self.done.items())
         write_atomically(self.path, "\n".join([self.head, *map(json.dumps, entries)]) + "\n")
 
 

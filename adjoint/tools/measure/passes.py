@@ -73,27 +73,27 @@ def gradients_apart(ways: Iterable[tuple[str, Passes]], ids: Tensor) -> dict[str
     relative to the gradient's size or, if that is smaller, to `SHARE` of all gradients': where a gradient is
     zero but for rounding, as of biases of keys, its own size says nothing."""
     expected: dict[str, Tensor | None] = {}
-    found: dict[str, Point] = {}
+    results: dict[str, Point] = {}
     for way, (model, loss_of) in ways:
         model.zero_grad()
         loss = loss_of(ids)
         loss.backward()
-        own = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         model.zero_grad()
-        expected = expected or own
+        expected = expected or gradients
         least = SHARE * math.hypot(*(float(g.double().norm()) for g in expected.values() if g is not None))
-        apart, worst = max((_apart(grad, expected[name], least), name) for name, grad in own.items())
-        found[way] = {"difference": apart, "parameter": worst, "loss": loss.item()}
-        del model, loss_of, loss, own  # before the next model is made
-    return found
+        distance, worst = max((_apart(grad, expected[name], least), name) for name, grad in gradients.items())
+        results[way] = {"difference": distance, "parameter": worst, "loss": loss.item()}
+        del model, loss_of, loss, gradients  # before the next model is made
+    return results
 
 
 def _apart(got: Tensor | None, expected: Tensor | None, least: float) -> float:
     if got is None or expected is None:
         return 0.0 if got is expected else math.inf
     size = max(float(expected.double().norm()), least)
-    apart = float((got.double() - expected.double()).norm()) / (size or 1.0)
-    return apart if math.isfinite(apart) else math.inf
+    distance = float((got.double() - expected.double()).norm()) / (size or 1.0)
+    return distance if math.isfinite(distance) else math.inf
 
 
 def synchronize(device: str | torch.device) -> None:
@@ -158,13 +158,13 @@ def fits(sizes: Sequence[tuple[int, int]], limit: float, failed: int | None = No
         failed = above if failed is None else min(above, failed)
     if not within:
         return {"measured": None, "failed": failed, "extrapolated": None, "through": [], "at_least": False}
-    known, last = sizes[: len(within) + 1], within[-1][0]
-    line = min(longest(known, limit), BEYOND * last, failed or math.inf)
+    line_points, last = sizes[: len(within) + 1], within[-1][0]
+    line = min(longest(line_points, limit), BEYOND * last, failed or math.inf)
     return {
         "measured": last,
         "failed": failed,
         "extrapolated": max(int(line), last),
-        "through": [n for n, _ in known[-2:]],
+        "through": [n for n, _ in line_points[-2:]],
         "at_least": line == BEYOND * last,
     }
 

@@ -94,8 +94,8 @@ def shares_of(timeline: Timeline, columns: int) -> dict[tuple[int, str], np.ndar
     for span in timeline.spans:
         spans[span.worker, span.tile.kind].append((span.start, span.stop))
     edges, shares = np.linspace(0, timeline.seconds, columns + 1), {}
-    for key, own in spans.items():
-        times = np.array(own)
+    for key, busy_times in spans.items():
+        times = np.array(busy_times)
         done = np.diff(times).cumsum()  # so many seconds at each stop, and as many at the next start
         worked = np.stack([np.insert(done, 0, 0)[:-1], done], axis=1)
         shares[key] = np.diff(np.interp(edges, times.ravel(), worked.ravel())) * columns / timeline.seconds

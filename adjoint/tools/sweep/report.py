@@ -21,11 +21,11 @@ Result = Mapping[str, Any]
 
 def _of_methods(result: Result) -> dict[str, list[Result]]:
     """The rows of each method that is compared with the reference."""
-    found: dict[str, list[Result]] = {}
+    rows_by_method: dict[str, list[Result]] = {}
     for row in result["rows"]:
         if row["method"] != result["settings"]["baseline"]:
-            found.setdefault(row["method"], []).append(row)
-    return found
+            rows_by_method.setdefault(row["method"], []).append(row)
+    return rows_by_method
 
 
 def _layers(row: Result) -> dict[str, Result]:
@@ -33,8 +33,8 @@ def _layers(row: Result) -> dict[str, Result]:
     return {name: values for name, values in row["layer"].items() if name.startswith("layers.")}
 
 
-def _error(part: Result) -> float:
-    return math.inf if part["relative_error"] is None else part["relative_error"]
+def _error(agreement: Result) -> float:
+    return math.inf if agreement["relative_error"] is None else agreement["relative_error"]
 
 
 def _worst(row: Result) -> float:
@@ -94,7 +94,8 @@ def show(result: Result) -> None:
         parts = [("layer", layer) for layer in layers[:: -(-len(layers) // _MOST_LAYERS)]]
         parts += [("kind", kind) for kind in rows[0]["kind"]]
         cells = (
-            [part, *(error_text(row[scope][part]["relative_error"]) for row in rows)] for scope, part in parts
+            [name_in_scope, *(error_text(row[scope][name_in_scope]["relative_error"]) for row in rows)]
+            for scope, name_in_scope in parts
         )
         print_table(("part", *windows), cells, f"relative error of {name}, by window")
     device = environment["gpu"] or f"{environment['cpu']}, threads: {environment['threads']}"
@@ -133,12 +134,14 @@ def write_csv(result: Result, path: Path) -> None:
         write(("method", "window", "scope", "name", "cosine", "relative_error", *cost))
         for row in result["rows"]:
             parts = [("overall", "overall", row)]
-            parts += [(scope, name, part) for scope in ("layer", "kind") for name, part in row[scope].items()]
-            for scope, name, part in parts:
+            parts += [
+                (scope, name, values) for scope in ("layer", "kind") for name, values in row[scope].items()
+            ]
+            for scope, name, values in parts:
                 window = row["window"]
                 if row["windows"] is not None and name.startswith("layers."):
                     window = row["windows"][int(name.removeprefix("layers."))]
-                agreement = part["cosine"], part["relative_error"]
+                agreement = values["cosine"], values["relative_error"]
                 write((row["method"], window, scope, name, *agreement, *(row[key] for key in cost)))
 
 
@@ -157,7 +160,7 @@ def draw(result: Result, path: Path) -> None:
     for name, rows in methods.items():
         plain = [row for row in rows if row["window"] != "auto"]
         at = [windows.index(row["window"]) for row in plain]
-        layers = [[_height(_error(part)) for part in _layers(row).values()] for row in plain]
+        layers = [[_height(_error(agreement)) for agreement in _layers(row).values()] for row in plain]
         (line,) = axes.plot(at, [_height(_error(row)) for row in plain], "o-", label=conclusion(name, rows))
         colour = line.get_color()
         axes.plot(at, [_height(_worst(row)) for row in plain], "--", color=colour)
