@@ -99,7 +99,7 @@ def _format_warning(message: Warning | str, *location: object, **more: object) -
 
 
 def _explain(error: Exception) -> str | None:
-    """What the user can mend as one line: what, where, how. None for an error that is ours."""
+    """Explain an error that the user can fix in one line: what, where, how. None for an error of adjoint."""
     from adjoint.memory import out_of_memory  # imports torch, for which --help need not wait
 
     text = " ".join(str(error).split()) or type(error).__name__

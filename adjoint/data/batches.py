@@ -304,7 +304,7 @@ class EvalBatches:
 
 @dataclass(frozen=True)
 class Data:
-    """What `open_data` returns.
+    """Training and held-out batches of a text, as `open_data` returns them.
 
     Attributes:
         train: Endless training batches, with the cursor. eval: Held-out batches; may be empty.

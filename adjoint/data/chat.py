@@ -199,14 +199,14 @@ class _Rendered:
             raise _TemplateError(f"{self.chat.place}: {name}'s chat template refuses it ({reason})") from None
 
     def answers(self, predicted: list[bool]) -> list[Span]:
-        """Where the answers are that are to be predicted; `predicted` has a value for each message."""
+        """Return the spans of the answers to predict; `predicted` has a value for each message."""
         if _GENERATION.search(self.template):
             return self._marked_answers(predicted)
         numbers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and predicted[i]]
         return [self._added_by(i) for i in numbers]
 
     def _added_by(self, i: int) -> Span:
-        """What message i adds to the messages before it and the generation prompt."""
+        """Return the span that message i adds after the earlier messages and the generation prompt."""
         place = f"{self.chat.place}: the chat template writes message {i + 1}"
         through = self._through(i)
         before = self.render(self.messages[:i], prompt=True) if i else self._before_first(through)
@@ -232,7 +232,7 @@ class _Rendered:
         return through if prompt is None or not prompted.endswith(prompt) else prompted.removesuffix(prompt)
 
     def _generation_prompt(self) -> str | None:
-        """What the template writes to ask for an answer; None if it cannot be told."""
+        """Return the text that the template writes to ask for an answer; None if it cannot be determined."""
         question = [{"role": "user", "content": "?"}]
         prompted, plain = self.render(question, prompt=True), self.render(question)
         for end in ("", self.tokenizer.renderer.eos_token or ""):  # which may end what no prompt follows
@@ -241,7 +241,7 @@ class _Rendered:
         return None
 
     def _before_first(self, through: str) -> str:
-        """What stands before an answer that nothing precedes: what any answer there begins with."""
+        """Return the text before an answer that is the first message: the common beginning of all such answers."""
         texts = [self.render([{"role": "assistant", "content": content}]) for content in ("0", "1")]
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         before = "".join(character for character, _ in same)
@@ -255,7 +255,7 @@ class _Rendered:
         return before
 
     def _marked_answers(self, predicted: list[bool]) -> list[Span]:
-        """What the template has inside ``{% generation %}``."""
+        """Return the spans inside ``{% generation %}`` that belong to predicted answers."""
         spans = self._brackets(self.messages)
         answers = [message["role"] == "assistant" for message in self.messages]
         excluded = [i for i, answer in enumerate(answers) if answer and not predicted[i]]
@@ -398,7 +398,7 @@ def _python_forms(value: Any) -> Iterator[str]:
 
 
 def _places(leaf: str, text: str, first: int = 0) -> list[Span]:
-    """Where a squeezed text has a leaf: as it is, or JSON-escaped."""
+    """Return the spans of a leaf in a squeezed text, as it is or JSON-escaped."""
     forms = {_squeezed(leaf), *(_squeezed(json.dumps(leaf, ensure_ascii=a)[1:-1]) for a in (False, True))}
     starts = [(text.find(form, first), len(form)) for form in forms]
     return [Span(start, start + size) for start, size in starts if start >= 0]
@@ -483,8 +483,8 @@ def _owners_by_offsets(
 def _owners_by_prefixes(
     tokenizer: FileTokenizer, ids: list[int], text: str, spans: list[Span], place: str
 ) -> np.ndarray:
-    """As `_owners_by_offsets`, for a tokenizer that does not say which characters a token covers: a span's
-    tokens are those that the text up to its end has more than the text before it."""
+    """Return the same as `_owners_by_offsets`, for a tokenizer without offsets: a span owns the tokens that
+    the text up to its end has beyond those of the text before it."""
     owners = np.full(len(ids), -1)
     for number, span in enumerate(spans):
         before, through = tokenizer.encode(text[: span.start]), tokenizer.encode(text[: span.stop])

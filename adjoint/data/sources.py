@@ -1,4 +1,4 @@
-"""Which files the text comes from, and the documents in them.
+"""Files that text comes from, and the documents in them.
 
 A *source* is one file on disk; it holds one document (.txt, .md, .py) or many (.jsonl: one per line;
 .parquet: one per row; .json: one per element of its array). Sources have a fixed order, so the same files
@@ -38,7 +38,7 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or a `table` of the datasets library.
+    """A file of text, or a `table` of the datasets library.
 
     `name`, relative and with /, determines its split; `size` in bytes, 0 for a streamed table; `lenient`:
     skip the file if it is not UTF-8, instead of raising an error; `changed_ns`: its mtime, which can be set
@@ -54,7 +54,7 @@ class Source:
 
     @property
     def identity(self) -> list[Any]:
-        """What determines its documents."""
+        """The values that determine the source's documents; the token cache is keyed by them."""
         location = self.name if self.table is not None else os.path.abspath(self.path)
         return [location, self.name, self.size, self.changed_ns]
 
@@ -303,8 +303,8 @@ def _parsed(text: str, place: str, expected: str) -> list[Any]:
         value = None
     if not isinstance(value, list):
         raise UserError(
-            f"{place} is a string ({text.strip()[:60]!r}) that is not {expected} as JSON; write {expected}, or "
-            "name another field with data.text_field"
+            f"{place} is a string ({text.strip()[:60]!r}) that is not {expected} as JSON; write {expected}, "
+            "or name another field with data.text_field"
         )
     return value
 
@@ -333,8 +333,8 @@ def _fields(field: str | None) -> list[str]:
 
 
 def _present(names: Collection[str], field: str | None, place: object) -> list[str]:
-    """Which of the existing fields to read: the one asked for, or else `messages`, and `text` if that is
-    null."""
+    """Return the fields to read of those that a record has: `field`, or else `messages`, and `text` for
+    records whose `messages` is null."""
     fields = [each for each in _fields(field) if each in names]
     if not fields:
         raise UserError(f"{place}: no field {field or 'text'!r}; {_named(names)}")

@@ -95,7 +95,7 @@ class FileTokenizer:
 
     @property
     def continues(self) -> str | None:
-        """What tokens begin with that continue a word, such as "##"."""
+        """The prefix of tokens that continue a word, such as "##"."""
         return getattr(getattr(self._backend, "model", None), "continuing_subword_prefix", None)
 
     @property
@@ -287,7 +287,7 @@ def load_tokenizer(
 
 
 def describe_boundaries(tokenizer: Tokenizer) -> str:
-    """What documents of plain text begin and end with, in words."""
+    """Say what documents of plain text begin and end with."""
     end, begin = tokenizer.decode(tokenizer.separator_ids), tokenizer.decode(tokenizer.bos_ids)
     words = [f"begin with {begin!r}"] * bool(begin) + [f"end with {end!r}"] * bool(end)
     return f"documents {' and '.join(words)}" if words else "nothing between documents"

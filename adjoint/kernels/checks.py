@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of states and sums of values of `dtype`: float64 and complex numbers for themselves, float32 for all
-    else."""
+    """Return the dtype of states and sums of values of `dtype`: float64 stays, complex numbers are at least
+    complex64, all else is float32."""
     if dtype.is_complex:
         return max(dtype, torch.complex64, key=lambda candidate: candidate.itemsize)
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -25,9 +25,11 @@ def is_untouched(module: nn.Module, *kinds: type) -> bool:
 
 
 def differentiable_once(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of an autograd function's backward: it refuses create_graph=True. PyTorch's `once_differentiable` lets
-    it pass where the cotangents require no gradient, a loss's among them, and the gradient is then taken for
-    a constant."""
+    """Decorate an autograd function's backward so that it refuses create_graph=True.
+
+    PyTorch's `once_differentiable` does not refuse where the cotangents require no gradient, as that of a
+    loss, and the gradient is then treated as a constant.
+    """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
@@ -69,7 +71,7 @@ def reset_of(seq_idx: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
 
 
 def starts_in(seq_idx: Tensor) -> list[list[int]]:
-    """Of each row of seq_idx (batch, seqlen), the tokens at which its documents begin, 0 first; the host
+    """Return, for each row of seq_idx (batch, seqlen), the tokens at which documents begin, 0 first. The host
     waits for the device once."""
     begins = torch.ones_like(seq_idx, dtype=torch.bool)
     begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """All that the doctor finds, in what JSON can hold: the rows of `SECTIONS`, whether any backend works,
+    """Examine this installation: JSON types only, the rows of each of `SECTIONS`, whether any backend works,
     and the seconds that it took."""
     began = time.perf_counter()
     host, checks = environment(torch.device("cpu")), self_checks(dispatch.backends())
@@ -106,8 +106,8 @@ def examine() -> dict[str, Any]:
 
 
 def row(name: str, text: str, works: bool | None = None, **more: Any) -> Finding:
-    """A row of a section: what it is of, what is found in words, whether it works (None: that is no
-    question), and more for programs."""
+    """Return a row of a section: its subject, what was observed in words, whether it works (None where the
+    question does not arise), and more fields for programs."""
     return {"name": name, "told": text, "works": works, **more}
 
 

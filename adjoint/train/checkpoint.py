@@ -92,7 +92,7 @@ def model_files(
     states: Mapping[str, torch.Tensor] | None = None,
     copied: bool = False,
 ) -> Callable[[Path], dict[str, dict[str, Any]]]:
-    """What `save_checkpoint` writes of a model in one process.
+    """Return the function that writes a one-process model's tensors into a folder, for `save_checkpoint`.
 
     Args:
         model: its ``state_dict`` is saved; shared tensors (a tied head) once; with adapters, what is trained.

@@ -182,7 +182,7 @@ class TrainingConfig:
 @documented
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is written and whether it continues an earlier one."""
+    """The folder of a run, and whether it continues an earlier one."""
 
     dir: str | None = option(None, "folder of the run; null is runs/NAME, or runs/NAME-2, … if that exists.")
     name: FolderName | None = option(None, "NAME above; null is the name of the configuration file.")
@@ -253,7 +253,7 @@ class ClusterConfig:
 
     @property
     def layout(self) -> Layout:
-        """How the run is spread over workers; one shard while "auto" is not resolved yet."""
+        """The distribution of the run over workers; one shard while "auto" is not resolved yet."""
         shards = 1 if self.shards == "auto" else self.shards
         return Layout(shards, self.sequence, self.replicas, self.helpers)
 
@@ -384,7 +384,7 @@ class Setting:
 
 @functools.cache
 def known_keys() -> dict[str, Setting]:
-    """All keys by their dotted names."""
+    """Map the dotted name of each configuration key to its setting."""
     keys: dict[str, Setting] = {}
     for section, value in vars(Config()).items():
         section_keys = _method_keys() if section == "method" else _keys_of(type(value), value)

@@ -15,7 +15,7 @@ from adjoint.train.optimizer import parts_of, take_step
 
 @dataclass(frozen=True)
 class OptimizerInBackward:
-    """What `optimizer_in_backward` returns.
+    """The optimizers and hooks of a model that `optimizer_in_backward` has set up.
 
     Attributes:
         optimizers: one per trained parameter, by its name: to set learning rates and for `state_dict`.

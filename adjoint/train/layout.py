@@ -1,4 +1,4 @@
-"""How a run is spread over workers, and what does not go together with that."""
+"""Distribution of a run over workers, and checks of settings that it excludes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adjoint.settings import NotNegative, Positive, check_fields
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread over workers.
+    """The distribution of a run over workers.
 
     Workers have ranks: replica by replica, in each of them shard by shard, the helpers last.
 
@@ -61,11 +61,11 @@ class Layout:
 
     @property
     def helped(self) -> tuple[int, ...]:
-        """For each helper of a replica the shard whose tasks it shares."""
+        """The shard whose tasks each helper of a replica shares."""
         return tuple(i % self.shards for i in range(self.helpers))
 
     def replica(self, rank: int) -> int:
-        """Which replica a worker is of."""
+        """Return the replica of a worker."""
         return rank // self.workers
 
     def worker(self, rank: int) -> int:
@@ -77,7 +77,7 @@ class Layout:
         return self.worker(rank) >= self.owning
 
     def shard(self, rank: int) -> int:
-        """Which shard's layers a worker has, or helps with."""
+        """Return the shard whose layers a worker has, or helps with."""
         worker = self.worker(rank)
         return self.helped[worker - self.owning] if self.helps(rank) else worker // self.sequence
 
@@ -92,7 +92,7 @@ class Layout:
 
     @property
     def everyone(self) -> list[int]:
-        """All workers but the helpers."""
+        """Ranks of the workers that are not helpers."""
         return [rank for rank in range(self.world) if not self.helps(rank)]
 
     @property

@@ -61,7 +61,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def driver_gpus() -> int:
-    """How many GPUs NVIDIA's driver lists, whether PyTorch can use them or not; 0 without a driver."""
+    """Count the GPUs that NVIDIA's driver lists, whether PyTorch can use them or not; 0 without a driver."""
     try:
         nvml, count = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint(0)
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):

@@ -51,14 +51,14 @@ class LanguageModel(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many ids it knows."""
+        """The number of token ids that the model has."""
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         """Tokens of a chunk, under the caller's autocast."""
 
     def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
-        """What has the mean `loss` of a batch; arguments as `Stack.forward`'s, where states are carried also
-        `state` and `return_state`."""
+        """Return an output with the mean `loss` of a batch. Arguments are those of `Stack.forward`, with
+        `state` and `return_state` where states are carried."""
 
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
         """The prompt (1, seqlen) with sampled tokens after it."""

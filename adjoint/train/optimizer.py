@@ -82,12 +82,12 @@ class Several(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of all parts, to be read and written."""
+        """The parameter groups of all optimizers, to be read and written."""
         return [group for optimizer in self.parts for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """By parameter, to be read."""
+        """The state of each parameter, read-only."""
         return {p: s for optimizer in self.parts for p, s in optimizer.state.items()}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]

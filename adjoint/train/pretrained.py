@@ -192,7 +192,7 @@ def _linear_maps(model: Any) -> list[str]:
 def described(
     directory: str, method: Any, folder: Path | None, trust_remote_code: bool = False
 ) -> Pretrained:
-    """What layer shards have to know of the model of a folder.
+    """Describe the model of a folder to the layer shards that train it.
 
     Args:
         folder: to write its weights to, by the names of its parameters; None writes none. A folder's own

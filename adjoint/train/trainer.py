@@ -51,7 +51,7 @@ LossAndWindows = tuple[float, list[int] | None]  # of a batch; None unless the m
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its folder, the optimizer steps done, and the signal that ended it early."""
+    """The end of a run: its folder, the optimizer steps done, and the signal that ended it early."""
 
     path: Path
     step: int
@@ -67,7 +67,7 @@ def train(config: Config) -> Outcome:
 
 
 class Trainer:
-    """One run: model, optimizer, data and where they are written; it goes on from a checkpoint if there is
+    """A training run: its model, optimizer, data and run folder; it continues from a checkpoint if there is
     one."""
 
     # Of the device, if its data sheet is known, and of the products with parameters for a token.
@@ -227,7 +227,7 @@ class Trainer:
             return self._output(ids).loss.item()
 
     def _files(self) -> Callable[[Path], dict[str, dict[str, Any]]]:
-        """What writes the tensors of a checkpoint: `save_checkpoint`'s argument."""
+        """Return the function that writes a checkpoint's tensors, as `save_checkpoint` takes it."""
         copied = self.settings.save_async
         return model_files(self.model.module, self.optimizer, self.carried.tensors(), copied)
 
@@ -391,7 +391,8 @@ class Trainer:
         )
         raise UserError(
             f"{self.folder.path}: the {quantity} became {value} at step {step}, {checkpoint_note}; "
-            f"lower training.lr, raise training.warmup_steps or {'lower' if self.settings.grad_clip else 'set'} training.grad_clip"
+            f"lower training.lr, raise training.warmup_steps or "
+            f"{'lower' if self.settings.grad_clip else 'set'} training.grad_clip"
         )
 
     def _announce(self) -> None:

@@ -32,7 +32,7 @@ OPTIMIZED = {"scan.cpp": "-O2"}  # the others gain by -O3; it takes two thirds o
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder of the compiled kernels."""
     return cache_folder() / "kernels"
 
 
@@ -61,8 +61,8 @@ def march() -> str:
 
 
 def prebuilt(target: str) -> Path:
-    """Where a wheel has the kernels compiled for a target, less the digest and .so. The name tells of which
-    sources: those of a checkout may have changed since."""
+    """Return the path of a wheel's kernels for a target, without the digest and .so. It contains a digest of
+    the sources, because those of a checkout may have changed since."""
     return Path(__file__).parent / "prebuilt" / f"{_sources().hexdigest()[:16]}-{target}"
 
 
@@ -112,7 +112,7 @@ def _features() -> list[str]:
 
 
 def _lacks(target: str) -> set[str]:
-    """What this processor lacks of a target, as far as is known: code for it would be killed."""
+    """Return the features of a target that this processor is known to lack; code for it would be killed."""
     lines = [line for line in _features() if line.startswith("flags")]
     return LEVELS.get(target, set()) - set(" ".join(lines).split()) if lines else set()
 

@@ -74,14 +74,14 @@ def main(argv: list[str]) -> int:
 
 
 def _mark(request: Namespace, settings: dict[str, Any], host: dict[str, Any]) -> str:
-    """What all points of a journal have been measured with."""
+    """Describe the settings, versions, hardware and configuration that all points of a journal share."""
     config = request.folder
     text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
     return json.dumps([settings, host["versions"], host["gpu"] or host["cpu"], text])
 
 
 def _settings(request: Namespace, config: Config) -> dict[str, Any]:
-    """What every point has in common."""
+    """Return the settings that all points share, as JSON types."""
     from adjoint.hf.chunking import check_method
 
     method = config.method
@@ -235,7 +235,7 @@ def _check(point: Point, settings: dict[str, Any]) -> None:
 
 
 def _skipped(journal: Journal, way: str, length: int, limit: int) -> Point | None:
-    """Why a point need not be run."""
+    """Return the result of a point that need not be run, with the reason; None if it must be."""
     shorter_rows = [row for row in _rows(journal) if row["way"] == way and row["length"] < length]
     if any("memory_bytes" not in row for row in shorter_rows):
         return {"skipped": "a shorter one did not fit"}
@@ -252,7 +252,7 @@ def _killed(point: Point) -> bool:
 
 
 def _rows(journal: Journal) -> Iterator[dict[str, Any]]:
-    """What is known of each way and length, in their order."""
+    """Yield the result of each way and length that the journal has, by length, then way."""
     points = ((json.loads(key), measurement) for key, measurement in journal.done.items())
     timed = [
         (p["length"], WAYS.index(p["way"]), measurement) for p, measurement in points if p["way"] in WAYS
@@ -266,7 +266,7 @@ def _rows(journal: Journal) -> Iterator[dict[str, Any]]:
 
 
 def _fits(rows: list[dict[str, Any]], limit: int) -> dict[str, dict[str, Any]]:
-    """For each way what is known of the longest length: see `fits`."""
+    """Map each way to the longest length that fits in `limit` bytes (see `fits`)."""
     fits_by_way = {}
     for way in dict.fromkeys(row["way"] for row in rows):
         way_rows = [row for row in rows if row["way"] == way]

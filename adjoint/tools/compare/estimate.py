@@ -1,4 +1,4 @@
-"""How long the points of a comparison take, from a pilot on short sequences and from those measured since."""
+"""Estimated time of a comparison's points, from a pilot on short sequences and the points measured since."""
 
 from __future__ import annotations
 

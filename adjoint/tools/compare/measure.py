@@ -25,8 +25,10 @@ FIRST = 64  # tokens of the pass before those that count
 
 
 def measure(point: Point) -> Point:
-    """What is found of a point: `model`, `random`, `dtype`, `device`, `batch`, `length`, `method`, and `way`;
-    "gradients" are compared, the other ways are timed `repeat` times in `limit` bytes."""
+    """Measure a point, which has `model`, `random`, `dtype`, `device`, `batch`, `length`, `method` and `way`.
+
+    The way "gradients" compares them; the other ways are timed `repeat` times in `limit` bytes.
+    """
     vocabulary = _configuration(point).get_text_config().vocab_size
     torch.manual_seed(0)
     ids = torch.randint(vocabulary, (point["batch"], point["length"])).to(point["device"])

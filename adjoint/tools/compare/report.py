@@ -1,4 +1,4 @@
-"""What a comparison found: a table on the terminal, and compare.png."""
+"""Results of a comparison: a table on the terminal, and compare.png."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def conclusion(result: Mapping[str, Any]) -> list[str]:
-    """How far the gradients are apart, and what is gained at the longest length that both ways ran."""
+    """Say how far gradients differ, and what is gained at the longest length that both ways ran."""
     lines, gradients = [], result["gradients"]
     if gradients is not None:
         lines.append(

@@ -25,7 +25,7 @@ LINE = "\nThe pass key is {}.\n"
 def evaluate(
     model: LanguageModel, tokenizer: Tokenizer, text: Tensor, length: int, budget: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """How well a pass key is recalled that a text of one length hides at each of `DEPTHS`.
+    """Measure the recall of a pass key hidden in a text of `length` tokens at each of `DEPTHS`.
 
     The same keys and pieces of the text at every depth; the answer is read along with the text, and each of
     its tokens is predicted from those before it.
@@ -67,8 +67,8 @@ def evaluate(
 
 @torch.no_grad()
 def _graded(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
-    """Of each token of the answer, at the end of ids (1, seqlen), whether it is the most likely one, and its
-    loss: (tokens, 2) float64 on the CPU."""
+    """Return (tokens, 2) float64 on the CPU: whether each token of the answer, which ends ids (1, seqlen), is
+    the most likely one, and its loss."""
     tokens = int((labels >= 0).sum())
     last = model.last_logits(ids, tokens + 1, CHUNK)[0, :-1].double()
     answer = labels[0, -tokens:]
@@ -144,5 +144,5 @@ def pass_key(tokenizer: Tokenizer, key: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_common(lines: list[list[int]]) -> int:
-    """How many of their first tokens are the same."""
+    """Return the number of first tokens that all lines share."""
     return sum(1 for _ in itertools.takewhile(lambda at: len(set(at)) == 1, zip(*lines, strict=False)))

@@ -50,8 +50,8 @@ def evaluate(
 
 
 def _losses(model: LanguageModel, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, float, int]]:
-    """Of each chunk of ids (1, seqlen) its end, its summed loss and its number of predictions; no chunk
-    crosses an edge."""
+    """Return (end, summed loss, number of predictions) of each chunk of ids (1, seqlen); no chunk crosses an
+    edge."""
     spec, targets = EngineSpec(CHUNK, cut_at=edges, least=2), shift_labels(ids)
     chunk_losses = model.chunk_losses(ids, spec)
     predictions = (targets != IGNORE_INDEX)[0]

@@ -36,7 +36,7 @@ class Journal:
 
     @staticmethod
     def key(point: Mapping[str, Any]) -> str:
-        """One string for one point, whatever the order of its fields."""
+        """Return the string that identifies a point, whatever the order of its fields."""
         return json.dumps(dict(point), sort_keys=True)
 
     def get(self, point: Mapping[str, Any]) -> Point | None:

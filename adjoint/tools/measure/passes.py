@@ -68,10 +68,16 @@ def measured(
 
 
 def gradients_apart(ways: Iterable[tuple[str, Passes]], ids: Tensor) -> dict[str, Point]:
-    """How far gradients are from those of the first of some ways of one model, which are made one after the
-    other: for each, the loss, the largest relative L2 distance of a parameter's, and which it is. It is
-    relative to the gradient's size or, if that is smaller, to `SHARE` of all gradients': where a gradient is
-    zero but for rounding, as of biases of keys, its own size says nothing."""
+    """Compare the gradients of several ways to run one model with those of the first way.
+
+    Ways run one after the other. A distance is relative to the L2 norm of the parameter's gradient or, if
+    that is smaller, to `SHARE` of the norm of all gradients: the norm of a gradient that is zero up to
+    rounding, such as that of a bias of keys, is no scale.
+
+    Returns:
+        For each way: "loss", "difference" (the largest relative L2 distance of a parameter's gradient) and
+        "parameter" (its name).
+    """
     expected: dict[str, Tensor | None] = {}
     results: dict[str, Point] = {}
     for way, (model, loss_of) in ways:
@@ -144,7 +150,8 @@ def longest(sizes: Sequence[tuple[int, int]], limit: float) -> float:
 
 
 def fits(sizes: Sequence[tuple[int, int]], limit: float, failed: int | None = None) -> Point:
-    """What fits `limit` bytes, by (length, bytes) that were measured, and the shortest length that failed.
+    """Extrapolate the longest length that fits in `limit` bytes from the (length, bytes) measured and the
+    shortest length that failed.
 
     Of the result: the longest length `measured` to fit; the shortest that did not (`failed`); the length at
     which a line comes to the limit (`extrapolated`), and the lengths it goes through (`through`): the last

@@ -143,7 +143,7 @@ _deadline = math.inf
 
 
 def serve(module: str) -> None:
-    """What the process does: a line of request, then its result, until there are no more."""
+    """Serve requests in the child process: read one per line, write its result, until stdin ends."""
     global _serving, _deadline
     measure, _serving = importlib.import_module(module).measure, True
     for line in sys.stdin:
@@ -159,7 +159,7 @@ def serve(module: str) -> None:
 
 
 def answer(measure: Callable[[Point], Point], point: Point) -> Point:
-    """What `measure` gives, or {"out_of_memory": why} or {"error": one line}."""
+    """Return the result of `measure`, or {"out_of_memory": why} or {"error": one line}."""
     try:
         return measure(point)
     except Exception as error:
@@ -177,7 +177,7 @@ def report(result: Point) -> None:
 
 
 def deadline() -> float:
-    """When the point has to end, by `time.monotonic()`; inf without a limit."""
+    """Return the time at which the point has to end, by `time.monotonic()`; inf without a limit."""
     return _deadline
 
 

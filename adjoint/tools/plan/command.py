@@ -86,7 +86,7 @@ def _compared(request: Request) -> list[Ranked]:
 
 
 def request_of(flags: argparse.Namespace, config: Config) -> Request:
-    """What is planned, for whatever layout.
+    """Return the planning request that a command line and a configuration describe, for any layout.
 
     Raises:
         UserError: layers of a pretrained model are to be measured, or its folder cannot be planned for.
@@ -261,7 +261,7 @@ def _memory_here(kind: str, workers: int) -> tuple[float]:
 
 
 def _layout(devices: int | None, config: Config) -> Layout | None:
-    """That of the configuration, as training takes it; None where it says none, for several devices."""
+    """Return the configured layout, read as training reads it; None if several devices have no layout yet."""
     cluster = config.cluster
     layout = cluster.layout
     if cluster.shards == "auto":

@@ -89,7 +89,7 @@ def joined_spans(spans: Sequence[Span], gap: float) -> list[Span]:
 
 
 def shares_of(timeline: Timeline, columns: int) -> dict[tuple[int, str], np.ndarray]:
-    """Of each worker and kind of tile, the share that it takes of each column's time: (columns,)."""
+    """Return the share of each column's time, (columns,), that each worker spends on each kind of tile."""
     spans: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
         spans[span.worker, span.tile.kind].append((span.start, span.stop))

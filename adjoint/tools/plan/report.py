@@ -1,4 +1,4 @@
-"""What `adjoint plan` says: as plain data, and on the terminal."""
+"""The report of `adjoint plan`: as plain data, and on the terminal."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def _measure(row_keys: list[tuple[str, Window]], comparison: Comparison, journal
 
 
 def _rows(journal: Journal, baseline: str) -> list[dict[str, Any]]:
-    """What is known against this reference: the reference first, then by method and window."""
+    """Return the rows measured against this reference: the reference first, then by method and window."""
     methods = list(dict.fromkeys([baseline, *METHODS]))
     rows = [row for row in journal.done.values() if row["baseline"] == baseline]
     return sorted(rows, key=lambda row: (methods.index(row["method"]), window_order(row["window"])))

@@ -40,7 +40,7 @@ def window_order(window: Window) -> tuple[Any, ...]:
 
 
 class Agreement(NamedTuple):
-    """How near a gradient g is to the reference r.
+    """The agreement of a gradient g with the reference r.
 
     Attributes:
         cosine: g·r / (|g| |r|); None where either is zero or not finite.
@@ -186,7 +186,7 @@ def backprop_fits(model: Stack, input_ids: Tensor) -> bool:
 
 @dataclasses.dataclass
 class Comparison:
-    """One model and some batches, against which methods are measured.
+    """A model and batches on which methods are compared with a reference gradient.
 
     The reference gradients, one a batch, are made when first needed and stay in host memory.
 

@@ -1,4 +1,4 @@
-"""What a sweep found: tables on the terminal, sweep.csv, and sweep.png."""
+"""Results of a sweep: tables on the terminal, sweep.csv, and sweep.png."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _error(agreement: Result) -> float:
 
 
 def _worst(row: Result) -> float:
-    """Of the kinds of parameters: over all, the many that a window hardly touches outweigh the others."""
+    """Return the largest error of a kind of parameter. The error over all parameters would hide it: the many
+    that a window hardly affects outweigh the others."""
     return max(map(_error, row["kind"].values()))
 
 
@@ -55,7 +56,7 @@ def smallest_window(rows: Iterable[Result], error: Callable[[Result], float] = _
 
 
 def conclusion(name: str, rows: Sequence[Result]) -> str:
-    """How long the window of a method must be."""
+    """Say how long the window of a method must be."""
     said, overall, each = [], smallest_window(rows), smallest_window(rows, _worst)
     if overall is not None:
         kinds = f"for each kind of parameter from {each}" if each else "not for every kind of parameter"
