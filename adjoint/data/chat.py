@@ -241,7 +241,7 @@ class _Rendered:
         return None
 
     def _before_first(self, through: str) -> str:
-        """Return the text before an answer that is the first message: the common beginning of all such answers."""
+        """Return the text before an answer that is the first message: all such answers begin with it."""
         texts = [self.render([{"role": "assistant", "content": content}]) for content in ("0", "1")]
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         before = "".join(character for character, _ in same)

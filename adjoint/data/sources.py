@@ -54,7 +54,7 @@ class Source:
 
     @property
     def identity(self) -> list[Any]:
-        """The values that determine the source's documents; the token cache is keyed by them."""
+        """The values that determine the documents, which the token cache is keyed by."""
         location = self.name if self.table is not None else os.path.abspath(self.path)
         return [location, self.name, self.size, self.changed_ns]
 
@@ -198,9 +198,9 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
     """(file, name) of everything that one entry of a key names. Raises OSError and UserError."""
     path = Path(text).expanduser()
     if path.is_dir():
-        if not (expanded := _walk(path)):
+        if not (supported := _walk(path)):
             raise UserError(f"{key} {text}: there is no supported file in it; {_SUPPORTED}")
-        return expanded
+        return supported
     if path.exists():
         if _suffix(path) is None:
             raise UserError(f"{key} {text}: unsupported kind of file; {_SUPPORTED}")

@@ -17,7 +17,7 @@ STEM = "state"  # of the state files in a checkpoint
 
 class Carried:
     """The final states of the last batch, a tuple for each layer of `span`; None before the first batch.
-    `how` is `training.carry_state`."""
+    `carry_state` is the setting of that name."""
 
     def __init__(self, carry_state: str, span: Sequence[int]) -> None:
         self.how, self.span = carry_state, span

@@ -14,7 +14,8 @@ from adjoint.kernels.recurrence import (
 
 
 def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    """Return all states of h_t = a_t h_{t-1} + b_t: b (batch, seqlen, d_state), a like b or (…, 1)."""
+    """Return all states of h_t = a_t h_{t-1} + b_t: b (batch, seqlen, d_state), a like b or
+    (batch, seqlen, 1)."""
     return recurrence(zero_where(a, reset), b, initial_state, reset)
 
 
