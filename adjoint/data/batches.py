@@ -167,7 +167,7 @@ class Batches:
         return self
 
     def __next__(self) -> torch.Tensor:
-        """The next batch: (batch, seqlen) int64 on the CPU; see `adjoint.batch.labelled`."""
+        """Return the next batch: (batch, seqlen) int64 on the CPU; see `adjoint.batch.labelled`."""
         ids = np.empty((self.batch, self.seqlen), np.int64)
         for row in ids:
             starts = self._window_starts(self.epoch)
@@ -207,7 +207,7 @@ class Batches:
         return not self.consecutive or self.position in (0, len(self._window_starts(self.epoch)))
 
     def state_dict(self) -> dict[str, int | str]:
-        """The cursor: plain ints and strings."""
+        """Return the cursor: plain ints and strings."""
         return {"epoch": self.epoch, "position": self.position, "few": self.few, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -327,15 +327,17 @@ class Data:
     predicted: float | None
 
     def seq_idx(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """The document index of each token of a batch (batch, seqlen); None if documents are one stream."""
+        """Return the document index of each token of a batch (batch, seqlen); None if documents are one
+        stream."""
         return from_separator(labelled(ids)[0], self.tokenizer.separator_ids) if self.packed else None
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target of each token of a batch, -100 for none."""
+        """Return the target of each token of a batch, -100 for none."""
         return shift_labels(labelled(ids)[1], self.seq_idx(ids))
 
     def describe_unpredicted(self, steps: int, batches_per_step: int) -> list[str]:
-        """A line each about training and held-out windows in which no token is predicted, if there are some.
+        """Return a line each about training and held-out windows in which no token is predicted, if there are
+        some.
 
         Args:
             steps: how many steps are ahead, of which those of `_COUNTED` tokens are looked at.
@@ -438,7 +440,7 @@ def open_data(
 
 
 def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
-    """A file must not be in two streams, nor in training and held-out text."""
+    """Raise UserError if a file is in two streams, or in training and held-out text."""
     earlier_files: set[Path] = set()
     for sources in [*parts, *held_out]:
         files = {file.path.resolve() for file in sources.files}
@@ -450,7 +452,7 @@ def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
 
 
 def _check_contents(trained: Sequence[TokenCache], held_out: Sequence[TokenCache]) -> None:
-    """Held-out text must not consist mostly of training text, nor the training text of held-out text."""
+    """Raise UserError if half of the held-out text is trained on, or the reverse; warn from one percent."""
     if not held_out:
         return
     tables = [np.concatenate([cache.documents for cache in caches]) for caches in (held_out, trained)]
@@ -468,7 +470,7 @@ def _check_contents(trained: Sequence[TokenCache], held_out: Sequence[TokenCache
 def _check_tokens(
     caches: Sequence[TokenCache], tokenizer: Tokenizer, vocab_size: int | None, config: DataConfig
 ) -> None:
-    """The model's vocabulary must contain all tokens, and separators must occur only between documents."""
+    """Raise UserError if the vocabulary lacks a token, or a packed document contains the separator."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
         token = tokenizer.decode(tokenizer.separator_ids)
         raise UserError(f"data.separator: {token!r} is inside documents too; name another token")

@@ -78,7 +78,7 @@ def open_tokens(
     cache_dir: str | None,
     max_tokens: int | None = None,
 ) -> TokenCache:
-    """The tokens of `sources`, from the cache or tokenised now; a damaged cache is rebuilt. At most
+    """Return the tokens of `sources`, from the cache or tokenised now; a damaged cache is rebuilt. At most
     `max_tokens` are read, held-out ones included. Raises UserError for an unusable source or cache folder."""
     files = [source.identity for source in sources.files]
     settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, tokenizer.bos_ids]
@@ -112,7 +112,7 @@ def _noted(cached: TokenCache) -> TokenCache:
 
 
 def frequencies(tokens: np.ndarray) -> np.ndarray:
-    """The share of each id among tokens (n,), up to the highest there is."""
+    """Return the share of each id among tokens (n,), up to the highest there is."""
     counts = np.zeros(0, np.int64)  # how often each id occurs
     for first in range(0, len(tokens), _SPAN):  # bincount copies what it counts to int64
         span = tokens[first : first + _SPAN]
@@ -140,7 +140,7 @@ def _digest(tokens: np.ndarray) -> str:
 
 
 def _read_cache(folder: Path, key: str) -> TokenCache | None:
-    """The cache, or None if it is missing or damaged."""
+    """Return the cache, or None if it is missing or damaged."""
     try:
         meta = json.loads((folder / f"{key}.json").read_bytes())
         checksum, digest, n_train = meta.pop("checksum"), meta["digest"], meta["n_train"]
@@ -218,7 +218,7 @@ def _build(
 
 
 def _documents(files: Iterable[Source], text_field: str | None, bar: Any) -> Iterator[str | Chat]:
-    """The documents of files; the bar counts characters, approximately."""
+    """Yield the documents of files; the bar counts characters, approximately."""
     for file in files:
         for text in read_documents(file, text_field):
             yield text

@@ -54,7 +54,7 @@ class ChatEncoder:
         self.notes: dict[str, str] = {}
 
     def encode(self, chat: Chat) -> np.ndarray:
-        """A chat's tokens and the separator, (n,) int64; -1 - id for tokens that are not predicted.
+        """Return a chat's tokens and the separator, (n,) int64; -1 - id for tokens that are not predicted.
 
         Raises:
             UserError: the answers cannot be located exactly; the template omits part of a message; or a role
@@ -81,7 +81,7 @@ class ChatEncoder:
         return np.where(predicted, ids, ~np.array(ids, np.int64))
 
     def _read_messages(self, chat: Chat, template: str) -> tuple[list[dict[str, Any]], list[bool]]:
-        """The messages without `MARKS`, and whether each is to be predicted if it is an answer."""
+        """Return the messages without `MARKS`, and whether each is to be predicted if it is an answer."""
         messages, predicted = [], []
         for i, message in enumerate(chat.messages, 1):
             place = f"{chat.place}: message {i}"
@@ -128,7 +128,7 @@ def _is_closed(tokenizer: FileTokenizer, ids: list[int], separator: list[int]) -
 
 
 def _check_messages(messages: list[dict[str, Any]], place: str) -> None:
-    """Raises UserError if a message has a role or content that templates do not handle."""
+    """Raise UserError if a message has a role or content that templates do not handle."""
     for i, message in enumerate(messages, 1):
         role, content = message["role"], message["content"]
         if role != "assistant" and role not in ASKING:
@@ -182,7 +182,7 @@ class _Rendered:
     def render(
         self, messages: list[dict[str, Any]], prompt: bool = False, template: str | None = None
     ) -> str:
-        """The text of messages, with the generation prompt after it if `prompt`."""
+        """Return the text of messages, with the generation prompt after it if `prompt`."""
         apply = self.tokenizer.renderer.apply_chat_template
         options = {
             "chat_template": template or self.template,
@@ -223,7 +223,7 @@ class _Rendered:
         return Span(len(before), len(through))
 
     def _through(self, i: int) -> str:
-        """The text up to the end of message i."""
+        """Return the text up to the end of message i."""
         through = self.render(self.messages[: i + 1])
         if self.text.startswith(through):
             return through
@@ -277,7 +277,8 @@ class _Rendered:
         return chosen
 
     def _brackets(self, messages: list[dict[str, Any]]) -> list[Span]:
-        """The spans inside ``{% generation %}``, found by rendering with a character at each end of them."""
+        """Return the spans inside ``{% generation %}``, found by rendering with a character at each end of
+        them."""
         plain = self.text if messages is self.messages else self.render(messages)
         opening, closing = next(pair for pair in _BRACKETS if not set(pair) & set(plain))
 
@@ -328,7 +329,7 @@ def _forms_of_arguments(messages: list[dict[str, Any]]) -> Iterator[list[dict[st
 
 
 def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
-    """A tool call with other arguments; they are in its `function`, or in itself."""
+    """Return a tool call with other arguments; they are in its `function`, or in itself."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -337,7 +338,7 @@ def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _decoded(arguments: Any) -> Any:
-    """The object that a JSON string holds; anything else as it is."""
+    """Return the object that a JSON string holds; anything else as it is."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else None
     except (ValueError, RecursionError):
@@ -350,7 +351,7 @@ def _as_json(arguments: Any) -> Any:
 
 
 def _check_rendered(rendered: str, messages: list[dict[str, Any]], chat: Chat) -> None:
-    """Raises UserError if the template omits part of a record, or renders it as Python's repr."""
+    """Raise UserError if the template omits part of a record, or renders it as Python's repr."""
     text, at = _squeezed(rendered), 0
     for i, message in enumerate(messages, 1):
         # Templates render messages in order, except system messages, which some put elsewhere.
@@ -376,7 +377,7 @@ def _check_rendered(rendered: str, messages: list[dict[str, Any]], chat: Chat) -
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """The texts in a field of a message, without those that only name the type of a part."""
+    """Yield the texts in a field of a message, without those that only name the type of a part."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from () if name in ("type", "id", "index") else _leaves(each)
@@ -405,7 +406,7 @@ def _places(leaf: str, text: str, first: int = 0) -> list[Span]:
 
 
 def _squeezed(text: str) -> str:
-    """A text without whitespace, which many templates and tokenizers trim."""
+    """Return a text without whitespace, which many templates and tokenizers trim."""
     return "".join(text.split())
 
 
@@ -415,7 +416,7 @@ def _squeezed(text: str) -> str:
 def _predicted_tokens(
     tokenizer: FileTokenizer, text: str, spans: list[Span], place: str
 ) -> tuple[list[int], np.ndarray]:
-    """A text's tokens, and which of them are those of the spans: (n,) bool.
+    """Return a text's tokens, and which of them are those of the spans: (n,) bool.
 
     Raises:
         UserError: a token covers text inside and outside of an answer, or what would be predicted does not
@@ -454,8 +455,8 @@ def _says_the_same(tokenizer: FileTokenizer, ids: list[int], others: list[int]) 
 def _owners_by_offsets(
     tokenizer: FileTokenizer, offsets: list[tuple[int, int]], text: str, spans: list[Span], place: str
 ) -> np.ndarray:
-    """The number of the span that each token belongs to, -1 for none, (n,) int64, by the characters that it
-    covers. Whitespace at a span's edge belongs to the token that it is in."""
+    """Return the number of the span that each token belongs to, -1 for none, (n,) int64, by the characters
+    that it covers. Whitespace at a span's edge belongs to the token that it is in."""
     of_character = np.full(len(text) + 1, -1)
     for number, span in enumerate(spans):
         of_character[span.start : span.stop] = number

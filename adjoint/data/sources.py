@@ -81,9 +81,9 @@ class Chat:
 def find_sources(
     path: str | Iterable[str] | None, key: str = "data.path", *, streaming: bool = False
 ) -> Sources:
-    """The files that a key such as `data.path` names, each once, in a fixed order; for None, the source code
-    of the standard library. `streaming`: tables are downloaded as they are read. Raises UserError, naming
-    the path, if one is unusable."""
+    """Return the files that a key such as `data.path` names, each once, in a fixed order; for None, the
+    source code of the standard library. `streaming`: tables are downloaded as they are read. Raises
+    UserError, naming the path, if one is unusable."""
     try:
         if path is None:
             return _stdlib_sources()
@@ -131,7 +131,7 @@ def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Sour
 
 
 def read_documents(source: Source, text_field: str | None) -> Iterator[str | Chat]:
-    """The documents of one file. Raises UserError if the file or a record in it cannot be read.
+    """Yield the documents of one file. Raises UserError if the file or a record in it cannot be read.
 
     A byte order mark is dropped and line ends are kept; blank .jsonl lines and null texts are skipped. A
     field with a list of messages is a chat. Unless `text_field` names a field, a record's document is its
@@ -165,7 +165,7 @@ def read_documents(source: Source, text_field: str | None) -> Iterator[str | Cha
 
 
 def _opened(path: Path) -> Any:
-    """A file's bytes, decompressed."""
+    """Open a file for reading its bytes, decompressed."""
     if path.name.lower().endswith(".zst"):
         return io.BufferedReader(_pyarrow(path).input_stream(str(path), compression="zstd"))
     return gzip.open(path) if path.name.lower().endswith(".gz") else open(path, "rb")
@@ -246,7 +246,7 @@ def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
 
 
 def _suffix(path: Path) -> str | None:
-    """The supported suffix of a file, without that of its compression; None if it has none."""
+    """Return the supported suffix of a file, without that of its compression; None if it has none."""
     name = path.name.lower()
     name = next((name.removesuffix(end) for end in _COMPRESSED if name.endswith(end)), name)
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
@@ -261,7 +261,7 @@ Records = Iterator[tuple[str, Any]]  # each with its place, for errors
 
 
 def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
-    """The documents of records; null values are skipped, an array is read as the records in it."""
+    """Yield the documents of records; null values are skipped, an array is read as the records in it."""
     for place, record in records:
         if isinstance(record, list):
             numbered = ((f"{place}, element {i}", each) for i, each in enumerate(record, 1))
@@ -271,7 +271,7 @@ def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
 
 
 def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat]:
-    """The document of one record, if it has one."""
+    """Yield the document of one record, if it has one."""
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object with a field {_fields(field)[0]!r}")
     fields = _present(record, field, place)
@@ -296,7 +296,7 @@ def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat
 
 
 def _parsed(text: str, place: str, expected: str) -> list[Any]:
-    """The list that a string holds as JSON."""
+    """Return the list that a string holds as JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -310,7 +310,7 @@ def _parsed(text: str, place: str, expected: str) -> list[Any]:
 
 
 def _check_message_list(messages: list[Any], place: str) -> None:
-    """Raises UserError if a list holds something else than messages, or nothing."""
+    """Raise UserError if a list holds something else than messages, or nothing."""
     example = '{"role": "user", "content": "…"}'
     if not messages:
         raise UserError(f"{place} is an empty list; write messages, {example}, or leave the record out")
@@ -328,7 +328,7 @@ def _check_message_list(messages: list[Any], place: str) -> None:
 
 
 def _fields(field: str | None) -> list[str]:
-    """The fields that may hold a document, the preferred one first."""
+    """Return the fields that may hold a document, the preferred one first."""
     return ["messages", "text"] if field is None else [field, "messages"]
 
 
@@ -350,7 +350,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _array_records(stream: Any, path: Path) -> Records:
-    """The records of a .json file: the elements of an array, one object, or an object on each line."""
+    """Yield the records of a .json file: the elements of an array, one object, or an object on each line."""
     try:
         content = stream.read().decode("utf-8-sig")
         value = json.loads(content)
@@ -373,7 +373,8 @@ def _json_records(stream: Iterable[bytes], path: Path) -> Records:
 
 
 def _table(text: str, key: str, streaming: bool) -> Source:
-    """The table ``hf:NAME[:split]``, loaded with the datasets library; stored on disk unless streamed."""
+    """Return the table ``hf:NAME[:split]``, loaded with the datasets library; stored on disk unless
+    streamed."""
     name, _, split = text.removeprefix("hf:").partition(":")
     split = split or "train"
     path = Path(f"hf:{name}:{split}")
@@ -415,13 +416,13 @@ def _parquet_records(stream: Any, path: Path, field: str | None) -> Records:
 
 
 def _columns(names: Sequence[str], field: str | None, path: Path) -> list[str]:
-    """The columns to read."""
+    """Return the columns to read."""
     fields = _present(names, field, path)
     return fields + [each for each in ("tools", *_UNREAD_FIELDS) if each in names and each not in fields]
 
 
 def _as_json(row: dict[str, Any]) -> dict[str, Any]:
-    """A table's row without nulls: a column gives every message the keys of all messages."""
+    """Return a table's row without nulls: a column gives every message the keys of all messages."""
     row = {name: _without_nulls(value) for name, value in row.items()}
     for name, value in row.items():
         if isinstance(value, list) and name != "tools":

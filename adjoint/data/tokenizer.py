@@ -66,7 +66,8 @@ class FileTokenizer:
     _prefix: list[int]  # tokens that it adds before a text
 
     def __init__(self, path: str, separator: str | None = None, trust_remote_code: bool = False) -> None:
-        """Raises UserError: no such path, not a tokenizer, or no separator found in it."""
+        """Load the tokenizer. Raises UserError: no such path, not a tokenizer, or no separator found in
+        it."""
         self.name, self.trust_remote_code = path, trust_remote_code
         place = Path(path).expanduser()
         if not place.exists():
@@ -188,7 +189,7 @@ class FileTokenizer:
         return lambda texts: [e.ids for e in run(texts, add_special_tokens=False)]
 
     def _beginning(self) -> tuple[int, ...]:
-        """The token that the tokenizer adds before a text, if it is one that begins texts."""
+        """Return the token that the tokenizer adds before a text, if it is one that begins texts."""
         if not self._prefix or tuple(self._prefix) == self.separator_ids:
             return ()  # the end of one document is the beginning of the next
         if self._bos is not None and self._prefix == [self._vocab.get(self._bos)]:
@@ -246,12 +247,12 @@ BYTES = range(256, 513)  # sizes of vocabularies that may be bytes, with special
 
 
 def tokenizer_in(directory: str) -> str | None:
-    """A Hugging Face folder as a value of `data.tokenizer`; None if it has no tokenizer."""
+    """Return a Hugging Face folder as a value of `data.tokenizer`; None if it has no tokenizer."""
     return directory if tokenizer_files(directory) else None
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """The files of a tokenizer folder, or a tokenizer.json itself; empty if there is no tokenizer."""
+    """Return the files of a tokenizer folder, or a tokenizer.json itself; empty if there is no tokenizer."""
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
@@ -262,7 +263,7 @@ def tokenizer_files(path: str) -> list[Path]:
 
 
 def check_bytes(directory: str, vocab_size: int) -> None:
-    """Raises UserError if a folder has no tokenizer and its model cannot be byte-level."""
+    """Raise UserError if a folder has no tokenizer and its model cannot be byte-level."""
     if vocab_size not in BYTES:
         raise UserError(
             f"data.tokenizer: {directory} has no tokenizer, and a vocabulary of {vocab_size} is not bytes; "
@@ -294,7 +295,7 @@ def describe_boundaries(tokenizer: Tokenizer) -> str:
 
 
 def byte_tokenizer_files(separator: str | None) -> dict[str, Any]:
-    """The files, by name, of a tokenizer folder of transformers with the ids of `ByteTokenizer`.
+    """Return the files, by name, of a tokenizer folder of transformers with the ids of `ByteTokenizer`.
 
     Byte 0 is the padding token; it ends texts unless another separator was trained with.
     """
@@ -342,19 +343,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _added_before(with_special: list[int], without: list[int]) -> list[int]:
-    """The tokens that stand before a text's own."""
+    """Return the tokens that stand before a text's own."""
     starts = range(len(with_special) - len(without) + 1)
     start = next((i for i in starts if with_special[i : i + len(without)] == without), 0)
     return list(with_special[:start])
 
 
 def _token_name(token: Any) -> str | None:
-    """A token of a configuration, which is its text or an object with `content`."""
+    """Return the text of a configuration's token, which is that text or an object with `content`."""
     return token if isinstance(token, str) or token is None else token.get("content")
 
 
 def _check_added_tokens(name: str, folder: Path, vocab: dict[str, int]) -> None:
-    """Raises UserError if a file beside tokenizer.json gives a token another id."""
+    """Raise UserError if a file beside tokenizer.json gives a token another id."""
     decoder: dict[str, Any] = _configured(folder, "added_tokens_decoder") or {}
     claims = [(_token_name(token), int(number)) for number, token in decoder.items()]
     for token, number in [*claims, *_read_json(folder / "added_tokens.json").items()]:
@@ -366,7 +367,7 @@ def _check_added_tokens(name: str, folder: Path, vocab: dict[str, int]) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """An object in a JSON file; empty if there is none."""
+    """Return the object in a JSON file; empty if there is none."""
     try:
         content = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
@@ -375,8 +376,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _configured(folder: Path, key: str) -> Any:
-    """A value of a folder's tokenizer_config.json, or else of its special_tokens_map.json, or else its file
-    KEY.jinja; None if none has it."""
+    """Return a value of a folder's tokenizer_config.json, or else of its special_tokens_map.json, or else its
+    file KEY.jinja; None if none has it."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (value := _read_json(folder / name).get(key)) is not None:
             return value

@@ -122,7 +122,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def packages() -> list[Finding]:
-    """The packages the system can use: the version, or None."""
+    """Return a row per package that adjoint can use: its version, or how to install it."""
     rows = []
     for extra, name in ((extra, name) for extra, names in PACKAGES.items() for name in names):
         version = versions(name).get(name)
@@ -150,7 +150,7 @@ def devices(host: dict[str, Any]) -> list[Finding]:
 
 
 def cuda_devices() -> list[dict[str, Any]]:
-    """The CUDA devices (or MIG slices) this process can compute on."""
+    """Return the CUDA devices (or MIG slices) this process can compute on."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
         {
@@ -165,7 +165,7 @@ def cuda_devices() -> list[dict[str, Any]]:
 
 
 def backends() -> list[Finding]:
-    """Each backend: usable, the compiled one from where; or why not."""
+    """Return a row per backend: usable (with the path of the compiled kernels), or the reason why not."""
     origins = {"cpu": f": {cpu_build.load()[1]}"}
     rows = [row(name, f"usable{origins.get(name, '')}", True) for name in dispatch.backends()]
     for name, reason in dispatch.unusable_backends().items():
@@ -175,8 +175,8 @@ def backends() -> list[Finding]:
 
 
 def choices() -> list[Finding]:
-    """The backend that `backend=None` takes, and why those asked before it are not: a row per device and
-    operation. Where there is no CUDA device: what would be tried first on one."""
+    """Return a row per device and operation: the backend that `backend=None` takes, and why those before it
+    are passed over. Without a CUDA device, the rows of CUDA say what one would try first."""
     rows = []
     for kind, operation in itertools.product(("cpu", "cuda"), dispatch.operations()):
         dtypes_by_backend, passed_over = dict[str, list[str]](), dict[str, str]()

@@ -102,7 +102,7 @@ def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
 
 
 def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
-    """The dtype of a Hugging Face folder's weights; None for the run's."""
+    """Return the dtype of a Hugging Face folder's weights; None for the run's."""
     config = configuration(source, trust_remote_code)
     dtype = config.dtype if config.dtype is not None else config.get_text_config().dtype
     name = str(dtype).removeprefix("torch.")
@@ -110,7 +110,7 @@ def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
 
 
 def _write_pretrained(work: Path, checkpoint: Path, dtype: str | None) -> str:
-    """A run of a Hugging Face model: its own `save_pretrained`, with the run's weights."""
+    """Write a run of a Hugging Face model by its own `save_pretrained`, with the run's weights."""
     from adjoint.hf.wrap import unwrap
 
     model = unwrap(trained_model(checkpoint, Backprop()))
@@ -126,7 +126,8 @@ def _named_dtypes(weights: Weights) -> str:
 
 
 def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
-    """The tokenizer that a run was trained with, by its `data` settings; what was written, in words."""
+    """Write the tokenizer that a run was trained with, by its `data` settings; return what was written, in
+    words."""
     tokenizer = data.get("tokenizer")
     if tokenizer in (None, "byte"):
         for name, content in byte_tokenizer_files(data.get("separator")).items():

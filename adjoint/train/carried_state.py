@@ -24,8 +24,9 @@ class Carried:
         self.states: list[State] | None = None
 
     def start(self, goes_on: bool, seed: int) -> list[State] | None:
-        """The states that the next batch starts from; None for zeros, as when it does not continue the last.
-        Each layer has its own noise generator, so that a shard draws the same noise as the whole model."""
+        """Return the states that the next batch starts from; None for zeros, as when it does not continue the
+        last. Each layer has its own noise generator, so that a shard draws the same noise as the whole
+        model."""
         if self.states is None or not goes_on:
             return None
         if self.how == "other":  # the states of another row, too
@@ -39,7 +40,7 @@ class Carried:
         self.states = [reset_rows(tuple(s.detach() for s in state), ended) for state in states]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The states by layer name, for a checkpoint."""
+        """Return the states by layer name, for a checkpoint."""
         states = zip(self.span, self.states or [()] * len(self.span), strict=True)
         return {f"layers.{k}|{i}": s for k, state in states for i, s in enumerate(state)}
 

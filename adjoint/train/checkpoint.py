@@ -164,8 +164,8 @@ def load_checkpoint(
 
 
 def trained_model(checkpoint: Path, method: Any) -> Any:
-    """The transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are merged
-    into its weights."""
+    """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
+    merged into its weights."""
     from adjoint.train.pretrained import load
 
     config = read_trainer(checkpoint)["config"]
@@ -178,7 +178,7 @@ def trained_model(checkpoint: Path, method: Any) -> Any:
 
 
 def check_config(path: Path, config: dict[str, Any]) -> None:
-    """Raises UserError, naming the first differing key, where the checkpoint is of another model, or of an
+    """Raise UserError, naming the first differing key, where the checkpoint is of another model, or of an
     optimizer with another state, or where the pretrained model's folder changed since."""
     stored = read_trainer(path).get("config", {})
     ignored = {"trust_remote_code"}  # a permission
@@ -234,7 +234,7 @@ def set_aside_after(directory: str | Path, step: int) -> list[Path]:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer | None, named: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The state of named parameters as "<name>|<state key>"."""
+    """Return the state of named parameters as "<name>|<state key>"."""
     state = {} if optimizer is None else optimizer.state
     return {
         f"{name}|{key}": value.detach().contiguous()

@@ -322,7 +322,7 @@ class Config:
         return plain(dataclasses.asdict(self) | {"method": method})
 
     def to_yaml(self) -> str:
-        """The configuration as YAML that ``--config`` reads back to an equal configuration."""
+        """Return the configuration as YAML that ``--config`` reads back to an equal configuration."""
         import yaml
 
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
@@ -369,7 +369,7 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
 
 
 def plain(value: Any) -> Any:
-    """A value as it comes back from JSON: tuples as lists, paths as text."""
+    """Return a value as it comes back from JSON: tuples as lists, paths as text."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -393,7 +393,7 @@ def known_keys() -> dict[str, Setting]:
 
 
 def _method_keys() -> dict[str, Setting]:
-    """The keys of all methods together."""
+    """Return the keys of all methods together."""
     keys = {"name": Setting(Literal[tuple(METHODS)], Config().method.name, "how the gradient is computed")}
     takers: dict[str, list[str]] = {}
     for method, cls in METHODS.items():
@@ -408,7 +408,7 @@ def _method_keys() -> dict[str, Setting]:
 
 
 def _keys_of(cls: type, defaults: object) -> dict[str, Setting]:
-    """The fields of a dataclass, and of nested dataclasses."""
+    """Return the fields of a dataclass and of nested dataclasses as settings."""
     keys, helps = dict[str, Setting](), helps_of(cls)
     for name, hint in hints_of(cls).items():
         inner = next((t for t in get_args(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)), None)
@@ -474,7 +474,7 @@ def _parser(prog: str, show_all: bool = False) -> Flags:
 
 
 def _file_values(path: str) -> Iterator[tuple[str, Any]]:
-    """The dotted keys and values of a YAML file. Raises UserError if it has no sections."""
+    """Yield the dotted keys and values of a YAML file. Raises UserError if it has no sections."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -512,7 +512,7 @@ def _file_values(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _environment() -> Iterator[tuple[str, str, str]]:
-    """The dotted key, value and name of each environment variable ADJOINT_SECTION__KEY."""
+    """Yield the dotted key, value and name of each environment variable ADJOINT_SECTION__KEY."""
     spelled = {name.lower(): name for name in known_keys()}
     pattern = re.compile(f"ADJOINT_(.*__|({'|'.join(vars(Config()))})_)", re.IGNORECASE)
     for variable, text in sorted(os.environ.items()):
@@ -522,7 +522,7 @@ def _environment() -> Iterator[tuple[str, str, str]]:
 
 
 def _pretrained(default: ModelConfig, settings: dict[str, Any]) -> ModelConfig:
-    """The sizes of a Hugging Face model; sizes that are also given must agree with them."""
+    """Return the sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.train.pretrained import sizes
 
     keys = ("from_pretrained", "lora", "trust_remote_code")
@@ -541,7 +541,7 @@ def _unknown(name: str, origin: str) -> UserError:
 
 
 def _method(name: str, settings: dict[str, Any]) -> Any:
-    """The method of `adjoint.methods` with the given arguments; None keeps the method's default."""
+    """Return the method of `adjoint.methods` with the given arguments; None keeps the method's default."""
     fields = {method: {f.name: f.default for f in dataclasses.fields(cls)} for method, cls in METHODS.items()}
     arguments = {key: value for key, value in settings.items() if value is not None}
     for key in sorted(arguments.keys() - fields[name].keys()):
@@ -562,8 +562,8 @@ def _method(name: str, settings: dict[str, Any]) -> Any:
 
 
 def _build(values: dict[str, Any], weights: bool = True) -> Config:
-    """The configuration with the given dotted keys; all others have their defaults. `weights`: whether to
-    download the weights of a model on the hub."""
+    """Return the configuration with the given dotted keys; all others have their defaults. `weights`: whether
+    to download the weights of a model on the hub."""
     defaults = vars(Config())
     by_section: dict[str, dict[str, Any]] = {section: {} for section in defaults}
     for key, value in values.items():

@@ -128,7 +128,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def _tensor_samples(file: Path) -> dict[str, bytes]:
-    """The header entry and sampled bytes of each tensor of a safetensors file."""
+    """Return the header entry and sampled bytes of each tensor of a safetensors file."""
     entries = {}
     try:
         with open(file, "rb") as stream:
@@ -147,7 +147,8 @@ def _tensor_samples(file: Path) -> dict[str, bytes]:
 
 
 def _sampled(file: Path, first: int, length: int, samples: int) -> bytes:
-    """The length of a span of a file, and evenly spaced samples of it, its beginning and end among them."""
+    """Return the length of a span of a file, and evenly spaced samples of it, its beginning and end among
+    them."""
     last = max(0, length - _SAMPLE_BYTES)
     starts = sorted({last * k // (samples - 1) for k in range(samples)})
     parts = [str(length).encode()]

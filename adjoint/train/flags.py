@@ -68,7 +68,7 @@ class Flags(argparse.ArgumentParser):
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
     def unknown(self, word: str) -> UserError:
-        """An error for a word that is no flag of the command, with the flag that may be meant."""
+        """Return an error for a word that is no flag of the command, with the flag that may be meant."""
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
             return UserError(f"{word!r}: {self.prog} takes no such argument; see {self.prog} --help")
@@ -84,12 +84,12 @@ class Flags(argparse.ArgumentParser):
 
 
 def reads(hint: Any) -> Callable[[str], Any]:
-    """A reader for `Flags.add` that takes the values of an annotation (`adjoint.settings`)."""
+    """Return a reader for `Flags.add` that takes the values of an annotation (`adjoint.settings`)."""
     return lambda text: read_value(text, hint)
 
 
 def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A reader for `Flags.add` of lists such as ``4K,64K``: one or more values, without duplicates."""
+    """Return a reader for `Flags.add` of lists such as ``4K,64K``: one or more values, without duplicates."""
 
     def values(text: str) -> list[Any]:
         words = [word.strip() for word in text.split(",") if word.strip()]
@@ -101,14 +101,14 @@ def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def new_folder(text: str) -> Path:
-    """A reader for `Flags.add` of a folder to write to."""
+    """Return the folder to write to that a flag names; a reader for `Flags.add`."""
     if Path(text).is_file():
         raise ValueError(f"{text}: is a file; name a folder")
     return Path(text)
 
 
 def nearest(key: str, candidates: Collection[str], cutoff: float = 0.65) -> str | None:
-    """The known name most similar to ``key``, with or without its section; None if none is similar."""
+    """Return the known name most similar to ``key``, with or without its section; None if none is similar."""
     short = {name.rpartition(".")[2]: name for name in candidates}
     matches = difflib.get_close_matches(key, [*candidates, *short], n=1, cutoff=cutoff)
     return short.get(matches[0], matches[0]) if matches else None

@@ -92,6 +92,6 @@ class SteppedInBackward:
         return step
 
     def norm(self) -> float:
-        """The L2 norm of the gradients since the last call."""
+        """Return the L2 norm of the gradients since the last call."""
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum().sqrt().item() if squares else 0.0

@@ -24,7 +24,8 @@ _uncompiled = threading.Lock()
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()
 ) -> list[dict[str, Any]]:
-    """The two groups of AdamW: what decays (the matrices of projections and convolutions) and what does not.
+    """Return the two groups of AdamW: what decays (the matrices of projections and convolutions) and what
+    does not.
 
     Not decayed: biases, norms and everything else with fewer than two dimensions; ``A_log``, ``D``,
     ``dt_bias``, ``B_bias``, ``C_bias``; parameters marked ``_no_weight_decay``; embeddings, and so a head
@@ -100,12 +101,12 @@ class Several(torch.optim.Optimizer):
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that `Several` is made of; another one by itself."""
+    """Return the optimizers that `Several` is made of; another one by itself."""
     return optimizer.parts if isinstance(optimizer, Several) else [optimizer]
 
 
 def take_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """An optimizer's step at a learning rate.
+    """Take an optimizer's step at a learning rate.
 
     torchao has the rate in a tensor, and compiles the step for each shape of a parameter. On a CPU that takes
     a minute or two: there it runs operation by operation.
@@ -125,8 +126,8 @@ def take_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A parameter's optimizer state as plain tensors: of 8-bit moments codes, scales and what codes stand
-    for, "exp_avg.codes" and so on."""
+    """Return a parameter's optimizer state as plain tensors: of 8-bit moments codes, scales and what codes
+    stand for, "exp_avg.codes" and so on."""
     flat: dict[str, Tensor] = {}
     for key, value in state.items():
         if is_traceable_wrapper_subclass(value):
@@ -139,7 +140,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """The reverse of `flattened`."""
+    """Rebuild a parameter's optimizer state: the reverse of `flattened`."""
     state = {key: value for key, value in flat.items() if "." not in key}
     for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit
@@ -151,20 +152,21 @@ def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]
 
 
 def share_in_8bit(parameters: Iterable[Tensor]) -> float:
-    """The share of weights whose moments adamw8bit has in 8 bits: those of tensors large enough that whole
-    blocks make up."""
+    """Return the share of weights whose moments adamw8bit has in 8 bits: those of tensors large enough that
+    whole blocks make up."""
     sizes = [p.numel() for p in parameters]
     return sum(n for n in sizes if n >= SMALLEST and n % BLOCK == 0) / sum(sizes)
 
 
 def moment_bytes(weights: int, element: int, in_8bit: float) -> int:
-    """Bytes of AdamW's two moments of so many weights of `element` bytes; a share of them has moments in 8
-    bits, with a float32 scale a block."""
+    """Return the bytes of AdamW's two moments of so many weights of `element` bytes; a share of them has
+    moments in 8 bits, with a float32 scale a block."""
     return round(2 * weights * (element + in_8bit * (1 + 4 / BLOCK - element)))
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """The rate of step ``step``, counted from 1: linear up to ``lr``, then by ``schedule`` to ``min_lr``."""
+    """Return the rate of step ``step``, counted from 1: linear up to ``lr``, then by ``schedule`` to
+    ``min_lr``."""
     if step <= config.warmup:
         return config.lr * step / config.warmup
     falling = config.decay if config.schedule == "wsd" else config.steps - config.warmup

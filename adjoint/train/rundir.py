@@ -22,7 +22,7 @@ _CONTENTS = ("config.yaml", "metrics.jsonl", "checkpoints")
 
 
 def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
-    """The folder to write to, locked, and the checkpoint to continue from (None: from the beginning).
+    """Return the folder to write to, locked, and the checkpoint to continue from (None: from the beginning).
 
     Raises:
         UserError: the folder holds another run and ``run.resume`` does not say to go on with it, another
@@ -52,8 +52,8 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
 
 
 def resume_command(path: Path, launcher: str = "") -> str:
-    """The command that goes on with a run. Data paths and the like are in its config.yaml; only where the run
-    is has to be said again.
+    """Return the command that goes on with a run. Data paths and the like are in its config.yaml; only where
+    the run is has to be said again.
 
     Args:
         launcher: torchrun with its arguments, in place of Python.
@@ -68,8 +68,8 @@ def resume_command(path: Path, launcher: str = "") -> str:
 
 
 def find_checkpoint(name: str, flag: str = "") -> Path:
-    """The checkpoint that a command line names: a run's newest good one, or one itself. `runs/` may be left
-    out. A UserError where there is none."""
+    """Return the checkpoint that a command line names: a run's newest good one, or one itself. `runs/` may be
+    left out. A UserError where there is none."""
     called = f"{flag} {name}".strip()
     path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
     if path is None:
@@ -80,7 +80,8 @@ def find_checkpoint(name: str, flag: str = "") -> Path:
 
 
 def _numbered(name: str) -> tuple[Path, Path]:
-    """The latest of runs/NAME, runs/NAME-2, … (the first, where there is none yet), and the one after it."""
+    """Return the latest of runs/NAME, runs/NAME-2, … (the first, where there is none yet), and the one after
+    it."""
     pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
     matches = [pattern.fullmatch(p.name) for p in RUNS.iterdir()] if RUNS.is_dir() else []
     last = max((int(match[1] or 1) for match in matches if match), default=0)
@@ -138,7 +139,7 @@ class RunFolder:
         self.close()
 
     def check(self) -> None:
-        """Raises a UserError where the folder is no longer there: what is written to it would be lost."""
+        """Raise a UserError where the folder is no longer there: what is written to it would be lost."""
         assert self._metrics is not None, "start() comes first"
         opened_file = os.fstat(self._metrics.fileno())
         try:
@@ -186,7 +187,8 @@ def _lock(path: Path) -> int:
 
 
 def _read_rows(file: Path, last_step: int) -> list[dict[str, Any]]:
-    """The rows up to a step. A kill may have cut the last line short: what does not parse is left out."""
+    """Return the rows up to a step. A kill may have cut the last line short: what does not parse is left
+    out."""
     rows = []
     if file.exists():
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():

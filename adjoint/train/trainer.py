@@ -163,7 +163,7 @@ class Trainer:
         return stop.signal is not None
 
     def _picked_chunk_size(self) -> int:
-        """Tokens of a chunk of a training batch."""
+        """Return the tokens of a chunk of a training batch."""
         with autocast(self.precision, self.device):
             return self.model.chunk_size(self.rows, self.config.data.seqlen)
 
@@ -190,7 +190,7 @@ class Trainer:
         return loss.item(), getattr(output, "windows", None)
 
     def _output(self, ids: torch.Tensor, **states: Any) -> Any:
-        """The model's output on a batch, by the method."""
+        """Return the model's output on a batch, by the method."""
         tokens, labels = (t.to(self.device) for t in labelled(ids))
         return self.model.output(tokens, labels, self.data.seq_idx(tokens), **states)
 
@@ -222,7 +222,7 @@ class Trainer:
             )
 
     def _loss_of(self, ids: torch.Tensor) -> float:
-        """The mean loss of a batch, without gradients."""
+        """Return the mean loss of a batch, without gradients."""
         with autocast(self.precision, self.device):
             return self._output(ids).loss.item()
 
@@ -302,7 +302,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> float | None:
-        """Mean loss over the held-out text, nats per token; None if no token of it is predicted."""
+        """Return the mean loss over the held-out text, nats per token; None if no token of it is
+        predicted."""
         total, count = 0.0, 0
         for ids in self.data.eval:
             predictions = self._predictions(ids)
@@ -332,13 +333,14 @@ class Trainer:
         self.saved_step = self.step
 
     def _wait_for_saving(self) -> None:
-        """Until a thread has written its checkpoint; raises what went wrong there."""
+        """Wait until a thread has written its checkpoint, and raise the error that it met, if any."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.result()
 
     def _best(self) -> dict[str, Any] | None:
-        """The row with the lowest held-out loss of those whose checkpoint is there, or is being written."""
+        """Return the row with the lowest held-out loss of those whose checkpoint is there, or is being
+        written."""
         steps_with_checkpoint = {
             step_of(path) for path in list_checkpoints(self.folder.path / "checkpoints")
         } | {self.step}

@@ -112,7 +112,7 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
 
 
 def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> None:
-    """Measures what the journal lacks: gradients first, then lengths as they grow.
+    """Measure what the journal lacks: gradients first, then lengths as they grow.
 
     Raises:
         UserError: the model cannot be measured, or its gradients differ.
@@ -124,7 +124,7 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
     with progress(len(points)) as tell:
 
         def measure(key: Point) -> Point:
-            """A point in a process of its own."""
+            """Measure a point in a process of its own."""
             answer = process.measure(key)
             process.close()
             if "error" in answer and not _killed(answer):
@@ -224,7 +224,7 @@ def _search(
 
 
 def _check(point: Point, settings: dict[str, Any]) -> None:
-    """Raises a UserError where the gradients of the model wrapped are not its own."""
+    """Raise a UserError where the gradients of the model wrapped are not its own."""
     limit = tolerance([getattr(torch, settings["dtype"])])
     if settings["method"]["name"] == Exact.name and not point.get("difference", 0.0) <= limit:
         raise UserError(
@@ -280,7 +280,7 @@ def _fits(rows: list[dict[str, Any]], limit: int) -> dict[str, dict[str, Any]]:
 
 
 def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
-    """The command line: what is the command's own, and a configuration that has its method."""
+    """Return the command's own arguments, and a configuration with its method."""
     parser = Flags(
         prog="adjoint compare",
         usage="%(prog)s MODEL [--lengths 4K,16K,64K] [--memory 8GB] [--method exact] …",

@@ -54,7 +54,7 @@ class TimeEstimate:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds in words, to two digits or so: 40 s, 12 min, 2.5 h."""
+    """Return seconds in words, to two digits or so: 40 s, 12 min, 2.5 h."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     if seconds < 90 * 60:

@@ -48,7 +48,7 @@ def measure(point: Point) -> Point:
 
 
 def _pilot(point: Point, ids: Tensor) -> Point:
-    """Seconds of a pass of each of some `ways` at each of some `lengths`, up to that of the point."""
+    """Return the seconds of a pass of each of the point's `ways` at each of its `lengths`."""
     passes = dict[str, list[float]]()
     for way in point["ways"]:
         model, loss = _passes(point | {"way": way})
@@ -66,7 +66,7 @@ def _step(loss: Callable[[Tensor], Tensor], ids: Tensor) -> None:
 
 
 def _passes(point: Point) -> Passes:
-    """The model, run in the point's way."""
+    """Return the model and its loss, run in the point's way."""
     model = _model(point).train()
     if point["way"] == "checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -74,8 +74,8 @@ def _passes(point: Point) -> Passes:
 
 
 def _gradients(point: Point, ids: Tensor) -> Point:
-    """The largest relative L2 difference of a parameter's gradient, of the model wrapped and not; without
-    dropout, which would draw other numbers."""
+    """Return the largest relative L2 difference of a parameter's gradient between the model wrapped and not;
+    without dropout, which would draw other numbers."""
 
     def ways() -> Iterator[tuple[str, Passes]]:
         model = _model(point).eval()
@@ -118,7 +118,7 @@ def _loss(model: Any) -> Passes:
 
 
 def _limit(size: float, device: torch.device) -> None:
-    """Lets allocations fail that go beyond `size` bytes, on top of what is there."""
+    """Let allocations fail that go beyond `size` bytes, on top of what is there."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), device)

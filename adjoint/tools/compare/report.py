@@ -25,7 +25,7 @@ STYLES = {
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Prints the table and the conclusion."""
+    """Print the table and the conclusion."""
     settings, rows = result["settings"], result["rows"]
     lengths = sorted({row["length"] for row in rows})
     table = []

@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
 
 
 def load(run: str, device: torch.device, precision: str, trust_remote_code: bool = False) -> Loaded:
-    """A run's newest checkpoint, or a folder of transformers, or a model of the Hugging Face hub.
+    """Load a run's newest checkpoint, or a folder of transformers, or a model of the Hugging Face hub.
 
     Raises:
         UserError: it is none of these.
@@ -133,7 +133,8 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
 
 
 def _model_folder(run: str) -> str | None:
-    """The folder of transformers that a name is of, or its files of the hub; None where it names a run."""
+    """Return the transformers folder that a name stands for, downloaded from the hub if need be; None if it
+    names a run."""
     if Path(run).exists() or (RUNS / run).exists():
         refuse_adapter(Path(run), "adjoint eval")
         return run if (Path(run) / "config.json").is_file() else None
@@ -146,7 +147,7 @@ def _model_folder(run: str) -> str | None:
 
 
 def _held_out(loaded: Loaded, path: str | None, longest: int) -> Tensor:
-    """The held-out tokens, (n,) int64; of a text that is named, all.
+    """Return the held-out tokens, (n,) int64; for a text that is named, all of its tokens.
 
     Args:
         path: of another text. longest: how many tokens there must be at least.

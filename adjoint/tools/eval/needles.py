@@ -77,7 +77,8 @@ def _graded(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The cells: a line per depth, a column per run and length: accuracy and loss; last, how many needles."""
+    """Return the table's cells: a line per depth, a column per run and length: accuracy and loss; last, how
+    many needles."""
     columns = curves(rows)
     lines = [["depth", *columns], *([f"{depth:.0%}"] for depth in DEPTHS), ["needles"]]
     for curve in columns.values():
@@ -88,7 +89,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A Matplotlib figure with a heat map a run: accuracy by depth and length."""
+    """Return a Matplotlib figure with a heat map a run: accuracy by depth and length."""
     runs = list(dict.fromkeys(row["run"] for row in rows))
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     across = min(5, len(runs))
@@ -116,8 +117,8 @@ def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:
 def hidden(
     haystack: Tensor, needle: Tensor, question: Tensor, answer: Tensor, depth: float
 ) -> tuple[Tensor, Tensor]:
-    """A haystack with a needle put in, behind the share `depth` of it, and at its end the question and its
-    answer: (batch, tokens) int64 each.
+    """Return a haystack with a needle put in, behind the share `depth` of it, and at its end the question and
+    its answer: (batch, tokens) int64 each.
 
     Returns:
         ids and labels (batch, seqlen) int64; labels, which the model shifts, are -100 but for the answer's.
@@ -130,7 +131,7 @@ def hidden(
 
 
 def pass_key(tokenizer: Tokenizer, key: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A needle in words, "The pass key is 48213." on a line of its own (after Mohtashami & Jaggi 2023,
+    """Return a needle in words, "The pass key is 48213." on a line of its own (after Mohtashami & Jaggi 2023,
     "Landmark attention", section 4.2); its question, the line up to the key; and the answer, the key of five
     digits: (1, tokens) int64 each.
 

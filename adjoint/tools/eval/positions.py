@@ -22,7 +22,7 @@ FIRST = 64  # tokens of the first bin; each further one ends at twice the positi
 def evaluate(
     model: LanguageModel, text: Tensor, length: int, budget: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """The loss by position in windows of one length, a row per bin of positions.
+    """Return the loss by position in windows of one length, a row per bin of positions.
 
     Args:
         text: (n,) int64, n >= length.
@@ -63,7 +63,8 @@ def _losses(model: LanguageModel, ids: Tensor, edges: tuple[int, ...]) -> list[t
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The cells: a line per bin of positions, a column per run and length of window; last, the mean."""
+    """Return the table's cells: a line per bin of positions, a column per run and length of window; last, the
+    mean."""
     columns = curves(rows)
     lines = [["positions", *columns]]
     for start in sorted({row["start"] for row in rows}):
@@ -87,7 +88,7 @@ def curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def loss_curves(rows: list[dict[str, Any]]) -> Any:
-    """A Matplotlib figure: a colour per run, a dash per length; how many windows each is a mean of."""
+    """Return a Matplotlib figure: a colour per run, a dash per length; how many windows each is a mean of."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     runs = list(dict.fromkeys(row["run"] for row in rows))

@@ -40,7 +40,7 @@ class Journal:
         return json.dumps(dict(point), sort_keys=True)
 
     def get(self, point: Mapping[str, Any]) -> Point | None:
-        """The result kept for `point`, or None."""
+        """Return the result kept for `point`, or None."""
         return self.done.get(self.key(point))
 
     def add(self, point: Mapping[str, Any], result: Point) -> None:

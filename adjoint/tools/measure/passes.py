@@ -33,8 +33,8 @@ def measured(
     repeat: Callable[[Callable[[], object]], list[float]],
     above: str = "imports",
 ) -> Point:
-    """Bytes at the peak, above what the process held before and in all (imports included), seconds of each
-    forward + backward, and the loss.
+    """Return the bytes at the peak, above what the process held before and in all (imports included), seconds
+    of each forward + backward, and the loss.
 
     Args:
         prepare: makes the model. ids: (batch, seqlen).
@@ -111,7 +111,7 @@ def synchronize(device: str | torch.device) -> None:
 def repeated(
     run: Callable[[], object], device: str, repeat_s: float, least: int = 3, most: int = 200
 ) -> list[float]:
-    """Seconds of each of several runs, the device waited for.
+    """Return the seconds of each of several runs, each ended by a device synchronization.
 
     They go on until they have taken `repeat_s` together and are `least`; they are never more than `most`, and
     fewer than `least` if those took five times as long.
@@ -129,7 +129,7 @@ def repeated(
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The median pass; the first of several also paid for touching memory for the first time."""
+    """Return the median pass; the first of several also paid for touching memory for the first time."""
     return statistics.median(seconds[1:] or seconds)
 
 
@@ -144,7 +144,7 @@ def predicted_bytes(sizes: Sequence[tuple[int, int]], length: int) -> int | None
 
 
 def longest(sizes: Sequence[tuple[int, int]], limit: float) -> float:
-    """The length at which that line comes to `limit` bytes; infinite where it does not rise."""
+    """Return the length at which that line comes to `limit` bytes; infinite where it does not rise."""
     n, size, slope = _line(sizes)
     return n + (limit - size) / slope if slope else math.inf
 
@@ -177,7 +177,7 @@ def fits(sizes: Sequence[tuple[int, int]], limit: float, failed: int | None = No
 
 
 def _line(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, float]:
-    """The last length, its bytes, and bytes per token beyond it; noise never makes it fall."""
+    """Return the last length, its bytes, and bytes per token beyond it; noise never makes it fall."""
     last = list(dict(sorted(sizes)).items())[-2:]
     (a, low), (b, high) = last if len(last) == 2 else [(0, 0), *last]
     return b, high, max((high - low) / (b - a), 0.0)

@@ -69,7 +69,7 @@ class Process:
         self.lines: queue.Queue[str | None] = queue.Queue()
 
     def measure(self, point: Point, limit_s: float = math.inf) -> Point:
-        """The point's result; {"out_of_memory": why} or {"error": one line} where there is none."""
+        """Return the point's result; {"out_of_memory": why} or {"error": one line} where there is none."""
         deadline = time.monotonic() + limit_s
         child = self._started()
         assert child.stdin is not None

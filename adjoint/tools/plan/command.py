@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compared(request: Request) -> list[Ranked]:
-    """The layouts, the best first, with a bar on a terminal.
+    """Rank the layouts, the best first, with a progress bar on a terminal.
 
     Raises:
         UserError: none fits: the message is that of the one that is nearest to it.
@@ -151,7 +151,7 @@ def _timed(setup: Setup, tokens: int, threads: int | None, device: torch.device)
 
 
 def _rate(flags: argparse.Namespace, setup: Setup) -> tuple[float, str]:
-    """FLOPs a second that a device of full speed keeps up, and why, a phrase."""
+    """Return the FLOPs per second that a full-speed device sustains, and a phrase that says why."""
     if flags.device_tflops is not None:
         return 1e12 * flags.device_tflops, f"{flags.device_tflops:g} TFLOP/s a device, as given"
     named = flags.device or UNNAMED
@@ -212,7 +212,7 @@ def _picture(text: str) -> str:
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """The plan's own flags, and the configuration. Beside the flags there are
+    """Return the plan's own flags, and the configuration. Beside the flags there are
 
         layout    of the workers; None to find one
         limits    bytes of each worker's device, None where they are not known
@@ -254,7 +254,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def _memory_here(kind: str, workers: int) -> tuple[float]:
-    """Bytes of a GPU of this machine, or of its memory that each of so many processes gets."""
+    """Return the bytes of a GPU of this machine, or each worker's share of its main memory."""
     if kind == "cuda":
         return (float(torch.cuda.get_device_properties(0).total_memory),)
     return (max(1.0, total_memory_bytes() / workers - IMPORTED),)

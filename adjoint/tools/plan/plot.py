@@ -25,7 +25,7 @@ COLUMNS = 2000  # more than are drawn: to scale an image down does not alias
 
 
 def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, title: str = "") -> None:
-    """Draws a simulated step; idle time is white, numbers are chunks (of a windowed vjp: layer·chunk).
+    """Draw a simulated step; idle time is white, numbers are chunks (of a windowed vjp: layer·chunk).
 
     Args:
         labels: of each worker, such as "shard 0, layers 0-5".

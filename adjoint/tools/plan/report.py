@@ -22,7 +22,7 @@ SHOWN = 6  # layouts, of those that were compared
 def as_dict(
     fit: Fit, spans: Sequence[range], estimate: Estimate, source: str, ranked: Sequence[Ranked] = ()
 ) -> dict[str, Any]:
-    """The plan in plain types. Sizes are bytes, times seconds.
+    """Return the plan in plain types. Sizes are bytes, times seconds.
 
     Args:
         spans: each shard's layers.
@@ -71,7 +71,7 @@ def as_dict(
 
 
 def labels_of(spans: Sequence[range], layout: Layout) -> list[str]:
-    """A name for each worker of a replica."""
+    """Return a name for each worker of a replica."""
     names = []
     for i, span in enumerate(spans):
         turns = [""] if layout.sequence == 1 else [f", turn {turn}" for turn in range(layout.sequence)]
@@ -80,7 +80,7 @@ def labels_of(spans: Sequence[range], layout: Layout) -> list[str]:
 
 
 def show(plan: dict[str, Any]) -> None:
-    """Prints the plan."""
+    """Print the plan."""
     model, method, step = plan["model"], plan["method"], plan["step"]
     mixers = model.get("class", model.get("mixer"))
     kinds = mixers if isinstance(mixers, str) else "+".join(dict.fromkeys(mixers))
@@ -126,7 +126,7 @@ def _show_memory(plan: dict[str, Any]) -> None:
 
 
 def _show_layouts(layouts: Sequence[dict[str, Any]]) -> None:
-    """A row a layout, the fastest that fits first, with what puts it behind the first."""
+    """Print a row per layout, the fastest that fits first, with the reason why it is not the best."""
     rows = [
         (
             *(str(layout[key]) for key in ("shards", "sequence", "replicas")),

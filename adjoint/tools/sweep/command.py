@@ -137,7 +137,7 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
 
 
 def _files(folder: Path) -> str:
-    """A mark that changes with the files of a model's folder."""
+    """Return a mark that changes with the files of a model's folder."""
     file_stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir()]
     return hashlib.sha256(json.dumps(sorted(file_stats)).encode()).hexdigest()
 
@@ -159,7 +159,7 @@ def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Windo
 
 
 def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[list[torch.Tensor], str, str]:
-    """The batches, what they are in words, and a mark that changes with them."""
+    """Return the batches, a description of them, and a mark that changes with them."""
     data = config.data
     if request.data == "random":
         generator = torch.Generator().manual_seed(request.seed)
@@ -186,7 +186,7 @@ def _announce(request: Namespace, result: Mapping[str, Any], baseline: str) -> N
 
 
 def _measure(row_keys: list[tuple[str, Window]], comparison: Comparison, journal: Journal) -> None:
-    """Measures the rows that the journal lacks."""
+    """Measure the rows that the journal lacks."""
     with progress(len(row_keys)) as tell:
         for name, window in row_keys:
             key = {"method": name, "window": window, "baseline": comparison.baseline}
@@ -267,7 +267,8 @@ def _is_pretrained(model: str) -> bool:
 
 
 def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
-    """The sweep's own flags, windows in the order of `window_order`, and the configuration of model and data.
+    """Return the sweep's own flags, windows in the order of `window_order`, and the configuration of model
+    and data.
 
     Raises:
         UserError: naming the flag, what is wrong with it and what would be right.

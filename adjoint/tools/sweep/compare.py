@@ -35,7 +35,7 @@ Window = int | Literal["auto"] | None  # tokens, picked a layer, or the whole se
 
 
 def window_order(window: Window) -> tuple[Any, ...]:
-    """A key to sort windows by: tokens, then None, the whole sequence, then "auto"."""
+    """Return a key to sort windows by: tokens, then None, the whole sequence, then "auto"."""
     return window == "auto", window is None, window or 0
 
 
@@ -57,7 +57,8 @@ class Agreement(NamedTuple):
 def gradient(
     model: Stack, input_ids: Tensor, method: Any, precision: str = "float32"
 ) -> tuple[NamedGradients, list[int] | None]:
-    """The gradient of the mean loss by parameter name, and the windows that the method picked, one per layer.
+    """Return the gradient of the mean loss by parameter name, and the windows that the method picked, one per
+    layer.
 
     Leaves `.grad` None.
 
@@ -128,17 +129,17 @@ def takes(name: str, argument: str) -> bool:
 def build(
     name: str, window: Window, seqlen: int, chunk_size: int | None, tolerance: float | None = None
 ) -> Any:
-    """The method `name` with a window (None: all of seqlen), a chunk size and the tolerance of window "auto",
-    where it takes them."""
+    """Return the method `name` with a window (None: all of seqlen), a chunk size and the tolerance of window
+    "auto", where it takes them."""
     values: dict[str, Any] = {"window": seqlen if window is None else window, "chunk_size": chunk_size}
     values |= {"tolerance": tolerance} if window == "auto" else {}
     return METHODS[name](**{key: value for key, value in values.items() if takes(name, key)})
 
 
 def counted_vjps(name: str, windows: Sequence[int | None], seqlen: int) -> int | None:
-    """The vjps of the paper's Algorithm 4 with these windows, one a layer (None: all of seqlen), counted
-    once for the whole batch; None for backprop. Here products that share a token are added up before they
-    are differentiated: 3 × seqlen × n_layer vjps, whatever the window.
+    """Return the vjps of the paper's Algorithm 4 with these windows, one a layer (None: all of seqlen),
+    counted once for the whole batch; None for backprop. Here products that share a token are added up before
+    they are differentiated: 3 × seqlen × n_layer vjps, whatever the window.
     """
     if name == Backprop.name:
         return None
@@ -211,7 +212,7 @@ class Comparison:
         self._references: list[NamedGradients] = []
 
     def row(self, name: str, window: Window) -> dict[str, Any]:
-        """Measures one method with one window (None: all) on every batch.
+        """Measure one method with one window (None: all) on every batch.
 
         Returns:
             JSON's types only: method, window, baseline, windows (a layer's each, the longest of the batches',
@@ -273,7 +274,7 @@ class Comparison:
         return gradient(self.model, ids.to(self.device), method, self.precision)
 
     def _checked(self, gradients: NamedGradients) -> NamedGradients:
-        """A reference gradient, in host memory."""
+        """Return a reference gradient, in host memory."""
         for name, g in gradients.items():
             if not torch.isfinite(g).all():
                 raise UserError(

@@ -20,7 +20,7 @@ Result = Mapping[str, Any]
 
 
 def _of_methods(result: Result) -> dict[str, list[Result]]:
-    """The rows of each method that is compared with the reference."""
+    """Return the rows of each method that is compared with the reference."""
     rows_by_method: dict[str, list[Result]] = {}
     for row in result["rows"]:
         if row["method"] != result["settings"]["baseline"]:
@@ -29,7 +29,7 @@ def _of_methods(result: Result) -> dict[str, list[Result]]:
 
 
 def _layers(row: Result) -> dict[str, Result]:
-    """The layers proper, without embedding, last norm and head."""
+    """Return the layers proper, without embedding, last norm and head."""
     return {name: values for name, values in row["layer"].items() if name.startswith("layers.")}
 
 
@@ -44,8 +44,8 @@ def _worst(row: Result) -> float:
 
 
 def smallest_window(rows: Iterable[Result], error: Callable[[Result], float] = _error) -> str | None:
-    """The smallest measured window of a method from which on the error stays below `SMALL`; None where not
-    even the longest is enough."""
+    """Return the smallest measured window of a method from which on the error stays below `SMALL`; None where
+    not even the longest is enough."""
     best = None
     for row in sorted(rows, key=lambda row: window_order(row["window"]), reverse=True):
         if row["window"] != "auto":
@@ -70,12 +70,12 @@ def conclusion(name: str, rows: Sequence[Result]) -> str:
 
 
 def window_text(window: Window) -> str:
-    """A window: 1,024, full, auto."""
+    """Return a window as text: 1,024, full, auto."""
     return "full" if window is None else window if window == "auto" else f"{window:,}"
 
 
 def error_text(error: float | None) -> str:
-    """A relative error as a reader likes it: 12%, 0.40%, 3.1e-07."""
+    """Return a relative error as short text: 12%, 0.40%, 3.1e-07."""
     if error is None:
         return "not finite"
     if error >= 0.001:
@@ -84,7 +84,7 @@ def error_text(error: float | None) -> str:
 
 
 def show(result: Result) -> None:
-    """Prints the tables and the conclusions."""
+    """Print the tables and the conclusions."""
     settings, environment = result["settings"], result["environment"]
     head = ("method", "window", "error", "cosine", "vjps", "seconds", "memory")
     print_table(head, map(_cells, result["rows"]), f"gradients, against {settings['baseline']}")
@@ -124,7 +124,7 @@ def _cells(row: Result) -> tuple[str, ...]:
 
 
 def write_csv(result: Result, path: Path) -> None:
-    """Writes a line per row and part of the model.
+    """Write a line per row and part of the model.
 
     scope is overall, layer or kind, name the part. window is empty for the whole sequence; where it is auto,
     the lines of layers have the window of that layer.
@@ -147,12 +147,12 @@ def write_csv(result: Result, path: Path) -> None:
 
 
 def _height(error: float) -> float:
-    """An error in the picture; what is not finite is as far off as can be."""
+    """Return the height of an error in the picture; one that is not finite is drawn at the top."""
     return 1.0 if math.isinf(error) else max(error, _FLOOR)
 
 
 def draw(result: Result, path: Path) -> None:
-    """Draws the relative error by window: a line per method, the spread of its layers as a band."""
+    """Draw the relative error by window: a line per method, the spread of its layers as a band."""
     settings, methods = result["settings"], _of_methods(result)
     windows = sorted({row["window"] for rows in methods.values() for row in rows}, key=window_order)
     figure = new_figure(9, 5.2)
