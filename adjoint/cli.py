@@ -93,13 +93,13 @@ def _usage() -> str:
     return f"usage: adjoint COMMAND ...\n\ncommands:\n{rows}\n\n{closing}"
 
 
-def _format_warning(message: Warning | str, *where: object, **more: object) -> str:
+def _format_warning(message: Warning | str, *location: object, **more: object) -> str:
     """A warning as one line, without the place in the code that a user of a command has no use for."""
     return f"warning: {' '.join(str(message).split())}\n"
 
 
 def _explain(error: Exception) -> str | None:
-    """What the user can mend as one line: what, where, how. None for an error that is ours."""
+    """Explain an error that the user can fix in one line: what, where, how. None for an error of adjoint."""
     from adjoint.memory import out_of_memory  # imports torch, for which --help need not wait
 
     text = " ".join(str(error).split()) or type(error).__name__

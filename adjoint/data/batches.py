@@ -167,7 +167,7 @@ class Batches:
         return self
 
     def __next__(self) -> torch.Tensor:
-        """The next batch: (batch, seqlen) int64 on the CPU; see `adjoint.batch.labelled`."""
+        """Return the next batch: (batch, seqlen) int64 on the CPU; see `adjoint.batch.labelled`."""
         ids = np.empty((self.batch, self.seqlen), np.int64)
         for row in ids:
             starts = self._window_starts(self.epoch)
@@ -207,15 +207,17 @@ class Batches:
         return not self.consecutive or self.position in (0, len(self._window_starts(self.epoch)))
 
     def state_dict(self) -> dict[str, int | str]:
-        """The cursor: plain ints and strings."""
+        """Return the cursor: plain ints and strings."""
         return {"epoch": self.epoch, "position": self.position, "few": self.few, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a cursor of `state_dict`. Raises UserError if it is from another run."""
         older = {"carry_state_previous": self.consecutive}  # missing in cursors of older versions
-        for name, here in self._identity().items():
-            if (there := state.get(name, older.get(name))) != here:
-                raise UserError(f"the data cursor to resume from has {name} {there!r}, this run has {here!r}")
+        for name, current in self._identity().items():
+            if (saved := state.get(name, older.get(name))) != current:
+                raise UserError(
+                    f"the data cursor to resume from has {name} {saved!r}, this run has {current!r}"
+                )
         self.epoch, self.position = state["epoch"], state["position"]
         self.few, self._starts_epoch = state.get("few", False), -1  # as the older ones cut the stream
 
@@ -249,14 +251,16 @@ class Mixture:
     def __next__(self) -> torch.Tensor:
         rows = []
         for _ in range(self.batch):
-            due = [(taken + 1) / weight for taken, weight in zip(self.taken, self.weights, strict=True)]
-            part = due.index(min(due))
-            self.taken[part] += 1
-            rows.append(next(self.parts[part]))
+            due = [
+                (rows_drawn + 1) / weight for rows_drawn, weight in zip(self.taken, self.weights, strict=True)
+            ]
+            stream = due.index(min(due))
+            self.taken[stream] += 1
+            rows.append(next(self.parts[stream]))
         return torch.cat(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        parts = [part.state_dict() for part in self.parts]
+        parts = [stream.state_dict() for stream in self.parts]
         return {"weights": self.weights, "taken": list(self.taken), "batch": self.batch, "parts": parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -265,14 +269,14 @@ class Mixture:
                 f"the data cursor to resume from has weights {state.get('weights')} and batch "
                 f"{state.get('batch')}, this run has {self.weights} and {self.batch}"
             )
-        for part, own in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(own)
+        for stream, cursor in zip(self.parts, state["parts"], strict=True):
+            stream.load_state_dict(cursor)
         self.taken = list(state["taken"])
 
 
 def fingerprint_of(cursor: Mapping[str, Any]) -> str:
     """`Data.fingerprint` of a cursor's text."""
-    return " ".join(part["fingerprint"] for part in cursor.get("parts", [cursor]))
+    return " ".join(stream["fingerprint"] for stream in cursor.get("parts", [cursor]))
 
 
 class EvalBatches:
@@ -300,7 +304,7 @@ class EvalBatches:
 
 @dataclass(frozen=True)
 class Data:
-    """What `open_data` returns.
+    """Training and held-out batches of a text, as `open_data` returns them.
 
     Attributes:
         train: Endless training batches, with the cursor. eval: Held-out batches; may be empty.
@@ -323,15 +327,17 @@ class Data:
     predicted: float | None
 
     def seq_idx(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """The document index of each token of a batch (batch, seqlen); None if documents are one stream."""
+        """Return the document index of each token of a batch (batch, seqlen); None if documents are one
+        stream."""
         return from_separator(labelled(ids)[0], self.tokenizer.separator_ids) if self.packed else None
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target of each token of a batch, -100 for none."""
+        """Return the target of each token of a batch, -100 for none."""
         return shift_labels(labelled(ids)[1], self.seq_idx(ids))
 
     def describe_unpredicted(self, steps: int, batches_per_step: int) -> list[str]:
-        """A line each about training and held-out windows in which no token is predicted, if there are some.
+        """Return a line each about training and held-out windows in which no token is predicted, if there are
+        some.
 
         Args:
             steps: how many steps are ahead, of which those of `_COUNTED` tokens are looked at.
@@ -357,11 +363,11 @@ class Data:
         held_out = [(self.targets(ids) != IGNORE_INDEX).any(1) for ids in self.eval]
         if held_out and not (predicted := torch.cat(held_out)).all():
             share = 1 - predicted.double().mean().item()
-            what = "raise data.seqlen or data.eval_tokens, or name other text with data.validation_path"
+            remedy = "raise data.seqlen or data.eval_tokens, or name other text with data.validation_path"
             nothing = "" if predicted.any() else ": there is nothing to evaluate, and no best checkpoint"
             lines.append(
                 f"data.eval_tokens: no token is predicted in {share:.0%} of the held-out windows{nothing}; "
-                f"{what}"
+                f"{remedy}"
             )
         return lines
 
@@ -392,14 +398,16 @@ def open_data(
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.separator, trust_remote_code)
-    weights, own = config.weights, config.validation_path is None
+    weights, splits_training_text = config.weights, config.validation_path is None
     if weights is not None and consecutive:
         raise UserError("data.weights: training.carry_state previous needs one stream; leave one of them out")
     entries = config.path if weights and isinstance(config.path, list) else [config.path]
     streaming = config.max_tokens is not None
     parts = [find_sources(entry, streaming=streaming) for entry in entries]
     others = (
-        [] if own else [find_sources(config.validation_path, "data.validation_path", streaming=streaming)]
+        []
+        if splits_training_text
+        else [find_sources(config.validation_path, "data.validation_path", streaming=streaming)]
     )
     _check_apart(parts, others)
 
@@ -408,7 +416,7 @@ def open_data(
             sources, tokenizer, config.text_field, fraction, config.cache_dir, config.max_tokens
         )
 
-    caches = [tokens_of(sources, config.eval_fraction if own else 0.0) for sources in parts]
+    caches = [tokens_of(sources, config.eval_fraction if splits_training_text else 0.0) for sources in parts]
     held_out = [tokens_of(sources, 0.0) for sources in others]
     _check_tokens([*caches, *held_out], tokenizer, vocab_size, config)
     _check_contents(caches, held_out)
@@ -432,37 +440,37 @@ def open_data(
 
 
 def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
-    """A file must not be in two streams, nor in training and held-out text."""
-    seen: set[Path] = set()
+    """Raise UserError if a file is in two streams, or in training and held-out text."""
+    earlier_files: set[Path] = set()
     for sources in [*parts, *held_out]:
         files = {file.path.resolve() for file in sources.files}
-        if both := files & seen:
+        if both := files & earlier_files:
             if sources in held_out:
                 raise UserError(f"data.validation_path: {min(both)} is trained on too; leave it out")
             raise UserError(f"data.weights: {min(both)} is in two entries of data.path; leave it out of one")
-        seen |= files
+        earlier_files |= files
 
 
 def _check_contents(trained: Sequence[TokenCache], held_out: Sequence[TokenCache]) -> None:
-    """Held-out text must not consist mostly of training text, nor the training text of held-out text."""
+    """Raise UserError if half of the held-out text is trained on, or the reverse; warn from one percent."""
     if not held_out:
         return
-    tables = [np.concatenate([cache.documents for cache in part]) for part in (held_out, trained)]
+    tables = [np.concatenate([cache.documents for cache in caches]) for caches in (held_out, trained)]
     both = np.intersect1d(tables[0][:, 0], tables[1][:, 0])
     shares = [
         float(table[np.isin(table[:, 0], both), 1].sum() / max(table[:, 1].sum(), 1)) for table in tables
     ]
-    what = f"data.validation_path: {shares[0]:.0%} of its text is trained on too"
+    overlap = f"data.validation_path: {shares[0]:.0%} of its text is trained on too"
     if max(shares) >= 0.5:
-        raise UserError(f"{what}, which is {shares[1]:.0%} of the text of data.path; name other text")
+        raise UserError(f"{overlap}, which is {shares[1]:.0%} of the text of data.path; name other text")
     if shares[0] >= 0.01:
-        warnings.warn(what, stacklevel=3)
+        warnings.warn(overlap, stacklevel=3)
 
 
 def _check_tokens(
     caches: Sequence[TokenCache], tokenizer: Tokenizer, vocab_size: int | None, config: DataConfig
 ) -> None:
-    """The model's vocabulary must contain all tokens, and separators must occur only between documents."""
+    """Raise UserError if the vocabulary lacks a token, or a packed document contains the separator."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
         token = tokenizer.decode(tokenizer.separator_ids)
         raise UserError(f"data.separator: {token!r} is inside documents too; name another token")

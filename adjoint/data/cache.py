@@ -78,7 +78,7 @@ def open_tokens(
     cache_dir: str | None,
     max_tokens: int | None = None,
 ) -> TokenCache:
-    """The tokens of `sources`, from the cache or tokenised now; a damaged cache is rebuilt. At most
+    """Return the tokens of `sources`, from the cache or tokenised now; a damaged cache is rebuilt. At most
     `max_tokens` are read, held-out ones included. Raises UserError for an unusable source or cache folder."""
     files = [source.identity for source in sources.files]
     settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, tokenizer.bos_ids]
@@ -112,7 +112,7 @@ def _noted(cached: TokenCache) -> TokenCache:
 
 
 def frequencies(tokens: np.ndarray) -> np.ndarray:
-    """The share of each id among tokens (n,), up to the highest there is."""
+    """Return the share of each id among tokens (n,), up to the highest there is."""
     counts = np.zeros(0, np.int64)  # how often each id occurs
     for first in range(0, len(tokens), _SPAN):  # bincount copies what it counts to int64
         span = tokens[first : first + _SPAN]
@@ -140,7 +140,7 @@ def _digest(tokens: np.ndarray) -> str:
 
 
 def _read_cache(folder: Path, key: str) -> TokenCache | None:
-    """The cache, or None if it is missing or damaged."""
+    """Return the cache, or None if it is missing or damaged."""
     try:
         meta = json.loads((folder / f"{key}.json").read_bytes())
         checksum, digest, n_train = meta.pop("checksum"), meta["digest"], meta["n_train"]
@@ -207,18 +207,18 @@ def _build(
             "notes": list(writer.chats.notes.values()),
         }
         rows = np.array(writer.documents, np.uint64).reshape(-1, 2)
-        beside = place.with_name(f"{place.name}-{meta['digest']}.npy")
-        with atomic_file(beside) as unfinished_rows, open(unfinished_rows, "wb") as file:
+        table_file = place.with_name(f"{place.name}-{meta['digest']}.npy")
+        with atomic_file(table_file) as unfinished_rows, open(unfinished_rows, "wb") as file:
             np.save(file, rows)
         publish(unfinished, place.with_name(f"{place.name}-{meta['digest']}.bin"))
     finally:
         unfinished.unlink(missing_ok=True)
-    meta["checksum"] = _checksum(place.name, meta, beside)
+    meta["checksum"] = _checksum(place.name, meta, table_file)
     write_atomically(place.with_name(f"{place.name}.json"), json.dumps(meta, indent=1))
 
 
 def _documents(files: Iterable[Source], text_field: str | None, bar: Any) -> Iterator[str | Chat]:
-    """The documents of files; the bar counts characters, approximately."""
+    """Yield the documents of files; the bar counts characters, approximately."""
     for file in files:
         for text in read_documents(file, text_field):
             yield text

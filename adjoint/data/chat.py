@@ -54,7 +54,7 @@ class ChatEncoder:
         self.notes: dict[str, str] = {}
 
     def encode(self, chat: Chat) -> np.ndarray:
-        """A chat's tokens and the separator, (n,) int64; -1 - id for tokens that are not predicted.
+        """Return a chat's tokens and the separator, (n,) int64; -1 - id for tokens that are not predicted.
 
         Raises:
             UserError: the answers cannot be located exactly; the template omits part of a message; or a role
@@ -81,21 +81,21 @@ class ChatEncoder:
         return np.where(predicted, ids, ~np.array(ids, np.int64))
 
     def _read_messages(self, chat: Chat, template: str) -> tuple[list[dict[str, Any]], list[bool]]:
-        """The messages without `MARKS`, and whether each is to be predicted if it is an answer."""
+        """Return the messages without `MARKS`, and whether each is to be predicted if it is an answer."""
         messages, predicted = [], []
         for i, message in enumerate(chat.messages, 1):
-            where = f"{chat.place}: message {i}"
+            place = f"{chat.place}: message {i}"
             present = {name: value for name, value in message.items() if value not in (None, "", [], {})}
-            marks = {name: _mark(present[name], f"{where}: {name}") for name in MARKS if name in present}
+            marks = {name: _mark(present[name], f"{place}: {name}") for name in MARKS if name in present}
             if len(set(marks.values())) > 1:
                 said = " and ".join(f"{name} {message[name]}" for name in marks)
-                raise UserError(f"{where} has {said}, which contradict each other")
+                raise UserError(f"{place} has {said}, which contradict each other")
             if True in marks.values() and message["role"] != "assistant":
                 name = next(iter(marks))
-                self._note(f"{where} has {name} {message[name]}, but answers alone are predicted", name)
+                self._note(f"{place} has {name} {message[name]}, but answers alone are predicted", name)
             for name in present.keys() - _KNOWN_FIELDS - set(MARKS):
                 if not re.search(rf"\b{re.escape(name)}\b", template):
-                    self._note(f"{where} has a field {name!r}, which the chat template does not read", name)
+                    self._note(f"{place} has a field {name!r}, which the chat template does not read", name)
             messages.append({name: value for name, value in message.items() if name not in MARKS})
             predicted.append(False not in marks.values())
         return messages, predicted
@@ -113,11 +113,11 @@ def _why_no_chats(tokenizer: Tokenizer) -> str:
     )
 
 
-def _mark(value: Any, where: str) -> bool:
+def _mark(value: Any, place: str) -> bool:
     """Whether a mark asks for a message to be trained on."""
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    raise UserError(f"{where} is {value!r}; an answer is predicted or not: give 0 or 1, true or false")
+    raise UserError(f"{place} is {value!r}; an answer is predicted or not: give 0 or 1, true or false")
 
 
 def _is_closed(tokenizer: FileTokenizer, ids: list[int], separator: list[int]) -> bool:
@@ -128,7 +128,7 @@ def _is_closed(tokenizer: FileTokenizer, ids: list[int], separator: list[int]) -
 
 
 def _check_messages(messages: list[dict[str, Any]], place: str) -> None:
-    """Raises UserError if a message has a role or content that templates do not handle."""
+    """Raise UserError if a message has a role or content that templates do not handle."""
     for i, message in enumerate(messages, 1):
         role, content = message["role"], message["content"]
         if role != "assistant" and role not in ASKING:
@@ -138,10 +138,14 @@ def _check_messages(messages: list[dict[str, Any]], place: str) -> None:
             )
         if content is None and not any(message.get(field) for field in HELD):
             raise UserError(f"{place}: message {i} holds nothing: its content is null")
-        for part in content if isinstance(content, list) else ():
-            text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        for block in content if isinstance(content, list) else ():
+            text = (
+                block.get("text")
+                if isinstance(block, dict) and block.get("type", "text") == "text"
+                else block
+            )
             if not isinstance(text, str):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                kind = block.get("type") if isinstance(block, dict) else type(block).__name__
                 raise UserError(f"{place}: message {i} has a part of the type {kind!r}; only text is read")
 
 
@@ -178,7 +182,7 @@ class _Rendered:
     def render(
         self, messages: list[dict[str, Any]], prompt: bool = False, template: str | None = None
     ) -> str:
-        """The text of messages, with the generation prompt after it if `prompt`."""
+        """Return the text of messages, with the generation prompt after it if `prompt`."""
         apply = self.tokenizer.renderer.apply_chat_template
         options = {
             "chat_template": template or self.template,
@@ -195,14 +199,14 @@ class _Rendered:
             raise _TemplateError(f"{self.chat.place}: {name}'s chat template refuses it ({reason})") from None
 
     def answers(self, predicted: list[bool]) -> list[Span]:
-        """Where the answers are that are to be predicted; `predicted` has a value for each message."""
+        """Return the spans of the answers to predict; `predicted` has a value for each message."""
         if _GENERATION.search(self.template):
             return self._marked_answers(predicted)
         numbers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and predicted[i]]
         return [self._added_by(i) for i in numbers]
 
     def _added_by(self, i: int) -> Span:
-        """What message i adds to the messages before it and the generation prompt."""
+        """Return the span that message i adds after the earlier messages and the generation prompt."""
         place = f"{self.chat.place}: the chat template writes message {i + 1}"
         through = self._through(i)
         before = self.render(self.messages[:i], prompt=True) if i else self._before_first(through)
@@ -219,7 +223,7 @@ class _Rendered:
         return Span(len(before), len(through))
 
     def _through(self, i: int) -> str:
-        """The text up to the end of message i."""
+        """Return the text up to the end of message i."""
         through = self.render(self.messages[: i + 1])
         if self.text.startswith(through):
             return through
@@ -228,7 +232,7 @@ class _Rendered:
         return through if prompt is None or not prompted.endswith(prompt) else prompted.removesuffix(prompt)
 
     def _generation_prompt(self) -> str | None:
-        """What the template writes to ask for an answer; None if it cannot be told."""
+        """Return the text that the template writes to ask for an answer; None if it cannot be determined."""
         question = [{"role": "user", "content": "?"}]
         prompted, plain = self.render(question, prompt=True), self.render(question)
         for end in ("", self.tokenizer.renderer.eos_token or ""):  # which may end what no prompt follows
@@ -237,7 +241,7 @@ class _Rendered:
         return None
 
     def _before_first(self, through: str) -> str:
-        """What stands before an answer that nothing precedes: what any answer there begins with."""
+        """Return the text before an answer that is the first message: all such answers begin with it."""
         texts = [self.render([{"role": "assistant", "content": content}]) for content in ("0", "1")]
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         before = "".join(character for character, _ in same)
@@ -251,7 +255,7 @@ class _Rendered:
         return before
 
     def _marked_answers(self, predicted: list[bool]) -> list[Span]:
-        """What the template has inside ``{% generation %}``."""
+        """Return the spans inside ``{% generation %}`` that belong to predicted answers."""
         spans = self._brackets(self.messages)
         answers = [message["role"] == "assistant" for message in self.messages]
         excluded = [i for i, answer in enumerate(answers) if answer and not predicted[i]]
@@ -273,7 +277,8 @@ class _Rendered:
         return chosen
 
     def _brackets(self, messages: list[dict[str, Any]]) -> list[Span]:
-        """The spans inside ``{% generation %}``, found by rendering with a character at each end of them."""
+        """Return the spans inside ``{% generation %}``, found by rendering with a character at each end of
+        them."""
         plain = self.text if messages is self.messages else self.render(messages)
         opening, closing = next(pair for pair in _BRACKETS if not set(pair) & set(plain))
 
@@ -315,16 +320,16 @@ def _forms_of_arguments(messages: list[dict[str, Any]]) -> Iterator[list[dict[st
             for m in messages
         ]
 
-    seen: list[list[dict[str, Any]]] = []
+    forms: list[list[dict[str, Any]]] = []
     for change in (_decoded, lambda arguments: arguments, _as_json):
         form = with_arguments(change)
-        if form not in seen:
-            seen.append(form)
+        if form not in forms:
+            forms.append(form)
             yield form
 
 
 def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
-    """A tool call with other arguments; they are in its `function`, or in itself."""
+    """Return a tool call with other arguments; they are in its `function`, or in itself."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -333,7 +338,7 @@ def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _decoded(arguments: Any) -> Any:
-    """The object that a JSON string holds; anything else as it is."""
+    """Return the object that a JSON string holds; anything else as it is."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else None
     except (ValueError, RecursionError):
@@ -346,7 +351,7 @@ def _as_json(arguments: Any) -> Any:
 
 
 def _check_rendered(rendered: str, messages: list[dict[str, Any]], chat: Chat) -> None:
-    """Raises UserError if the template omits part of a record, or renders it as Python's repr."""
+    """Raise UserError if the template omits part of a record, or renders it as Python's repr."""
     text, at = _squeezed(rendered), 0
     for i, message in enumerate(messages, 1):
         # Templates render messages in order, except system messages, which some put elsewhere.
@@ -357,9 +362,9 @@ def _check_rendered(rendered: str, messages: list[dict[str, Any]], chat: Chat) -
             for leaf in _leaves(value):
                 place = min(_places(leaf, text, first), default=None)
                 if place is None or as_python:
-                    what = "leaves out" if place is None else "writes as Python does"
+                    fault = "leaves out" if place is None else "writes as Python does"
                     raise UserError(
-                        f"{chat.place}: the chat template {what} the {field} of message {i} "
+                        f"{chat.place}: the chat template {fault} the {field} of message {i} "
                         f"({leaf.strip()[:60]!r}); take it out of the record, or give the tokenizer a "
                         "template that knows its form"
                     )
@@ -372,7 +377,7 @@ def _check_rendered(rendered: str, messages: list[dict[str, Any]], chat: Chat) -
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """The texts in a field of a message, without those that only name the type of a part."""
+    """Yield the texts in a field of a message, without those that only name the type of a part."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from () if name in ("type", "id", "index") else _leaves(each)
@@ -394,14 +399,14 @@ def _python_forms(value: Any) -> Iterator[str]:
 
 
 def _places(leaf: str, text: str, first: int = 0) -> list[Span]:
-    """Where a squeezed text has a leaf: as it is, or JSON-escaped."""
+    """Return the spans of a leaf in a squeezed text, as it is or JSON-escaped."""
     forms = {_squeezed(leaf), *(_squeezed(json.dumps(leaf, ensure_ascii=a)[1:-1]) for a in (False, True))}
     starts = [(text.find(form, first), len(form)) for form in forms]
     return [Span(start, start + size) for start, size in starts if start >= 0]
 
 
 def _squeezed(text: str) -> str:
-    """A text without whitespace, which many templates and tokenizers trim."""
+    """Return a text without whitespace, which many templates and tokenizers trim."""
     return "".join(text.split())
 
 
@@ -411,7 +416,7 @@ def _squeezed(text: str) -> str:
 def _predicted_tokens(
     tokenizer: FileTokenizer, text: str, spans: list[Span], place: str
 ) -> tuple[list[int], np.ndarray]:
-    """A text's tokens, and which of them are those of the spans: (n,) bool.
+    """Return a text's tokens, and which of them are those of the spans: (n,) bool.
 
     Raises:
         UserError: a token covers text inside and outside of an answer, or what would be predicted does not
@@ -450,8 +455,8 @@ def _says_the_same(tokenizer: FileTokenizer, ids: list[int], others: list[int]) 
 def _owners_by_offsets(
     tokenizer: FileTokenizer, offsets: list[tuple[int, int]], text: str, spans: list[Span], place: str
 ) -> np.ndarray:
-    """The number of the span that each token belongs to, -1 for none, (n,) int64, by the characters that it
-    covers. Whitespace at a span's edge belongs to the token that it is in."""
+    """Return the number of the span that each token belongs to, -1 for none, (n,) int64, by the characters
+    that it covers. Whitespace at a span's edge belongs to the token that it is in."""
     of_character = np.full(len(text) + 1, -1)
     for number, span in enumerate(spans):
         of_character[span.start : span.stop] = number
@@ -479,8 +484,8 @@ def _owners_by_offsets(
 def _owners_by_prefixes(
     tokenizer: FileTokenizer, ids: list[int], text: str, spans: list[Span], place: str
 ) -> np.ndarray:
-    """As `_owners_by_offsets`, for a tokenizer that does not say which characters a token covers: a span's
-    tokens are those that the text up to its end has more than the text before it."""
+    """Return the same as `_owners_by_offsets`, for a tokenizer without offsets: a span owns the tokens that
+    the text up to its end has beyond those of the text before it."""
     owners = np.full(len(ids), -1)
     for number, span in enumerate(spans):
         before, through = tokenizer.encode(text[: span.start]), tokenizer.encode(text[: span.stop])

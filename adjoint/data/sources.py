@@ -1,4 +1,4 @@
-"""Which files the text comes from, and the documents in them.
+"""Files that text comes from, and the documents in them.
 
 A *source* is one file on disk; it holds one document (.txt, .md, .py) or many (.jsonl: one per line;
 .parquet: one per row; .json: one per element of its array). Sources have a fixed order, so the same files
@@ -38,7 +38,7 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or a `table` of the datasets library.
+    """A file of text, or a `table` of the datasets library.
 
     `name`, relative and with /, determines its split; `size` in bytes, 0 for a streamed table; `lenient`:
     skip the file if it is not UTF-8, instead of raising an error; `changed_ns`: its mtime, which can be set
@@ -54,9 +54,9 @@ class Source:
 
     @property
     def identity(self) -> list[Any]:
-        """What determines its documents."""
-        where = self.name if self.table is not None else os.path.abspath(self.path)
-        return [where, self.name, self.size, self.changed_ns]
+        """The values that determine the documents, which the token cache is keyed by."""
+        location = self.name if self.table is not None else os.path.abspath(self.path)
+        return [location, self.name, self.size, self.changed_ns]
 
 
 @dataclass(frozen=True)
@@ -81,25 +81,25 @@ class Chat:
 def find_sources(
     path: str | Iterable[str] | None, key: str = "data.path", *, streaming: bool = False
 ) -> Sources:
-    """The files that a key such as `data.path` names, each once, in a fixed order; for None, the source code
-    of the standard library. `streaming`: tables are downloaded as they are read. Raises UserError, naming
-    the path, if one is unusable."""
+    """Return the files that a key such as `data.path` names, each once, in a fixed order; for None, the
+    source code of the standard library. `streaming`: tables are downloaded as they are read. Raises
+    UserError, naming the path, if one is unusable."""
     try:
         if path is None:
             return _stdlib_sources()
         paths = [path] if isinstance(path, str) else list(path)
-        found: dict[Path, Source] = {}
+        files_by_path: dict[Path, Source] = {}
         for each in paths:
             if each.startswith("hf:"):
                 table = _table(each, key, streaming)
-                found[table.path] = table
+                files_by_path[table.path] = table
                 continue
             for file, name in _expand(each, key):
                 # The same file named twice (overlapping globs, links) must not be in both splits.
-                found.setdefault(file.resolve(), _source(file, name))
+                files_by_path.setdefault(file.resolve(), _source(file, name))
     except OSError as error:
         raise UserError(f"{key}: {error.filename}: cannot be read ({error.strerror or error})") from None
-    files = tuple(found.values())
+    files = tuple(files_by_path.values())
     description = ", ".join(paths[:3]) + ", …" * (len(paths) > 3)
     return Sources(files, description if len(files) == 1 else f"{description} ({len(files)} files)")
 
@@ -116,22 +116,22 @@ def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Sour
         return hashlib.blake2b(file.name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
 
     target = fraction * sum(file.size for file in files)
-    held: list[Source] = []
+    held_out: list[Source] = []
     size = 0
     for file in sorted(files, key=name_hash):
         if size + file.size <= 1.1 * target and file.size > 0:
-            held.append(file)
+            held_out.append(file)
             size += file.size
         if size >= 0.9 * target:
             break
     if size < 0.5 * target:
         return list(files), []
-    chosen = {file.path for file in held}
-    return [file for file in files if file.path not in chosen], held
+    chosen = {file.path for file in held_out}
+    return [file for file in files if file.path not in chosen], held_out
 
 
 def read_documents(source: Source, text_field: str | None) -> Iterator[str | Chat]:
-    """The documents of one file. Raises UserError if the file or a record in it cannot be read.
+    """Yield the documents of one file. Raises UserError if the file or a record in it cannot be read.
 
     A byte order mark is dropped and line ends are kept; blank .jsonl lines and null texts are skipped. A
     field with a list of messages is a chat. Unless `text_field` names a field, a record's document is its
@@ -160,12 +160,12 @@ def read_documents(source: Source, text_field: str | None) -> Iterator[str | Cha
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip file ({error})") from None
     except OSError as error:
-        what = "damaged zstd file" if error.errno is None else "cannot be read"
-        raise UserError(f"{path}: {what} ({error.strerror or error})") from None
+        problem = "damaged zstd file" if error.errno is None else "cannot be read"
+        raise UserError(f"{path}: {problem} ({error.strerror or error})") from None
 
 
 def _opened(path: Path) -> Any:
-    """A file's bytes, decompressed."""
+    """Open a file for reading its bytes, decompressed."""
     if path.name.lower().endswith(".zst"):
         return io.BufferedReader(_pyarrow(path).input_stream(str(path), compression="zstd"))
     return gzip.open(path) if path.name.lower().endswith(".gz") else open(path, "rb")
@@ -198,9 +198,9 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
     """(file, name) of everything that one entry of a key names. Raises OSError and UserError."""
     path = Path(text).expanduser()
     if path.is_dir():
-        if not (found := _walk(path)):
+        if not (supported := _walk(path)):
             raise UserError(f"{key} {text}: there is no supported file in it; {_SUPPORTED}")
-        return found
+        return supported
     if path.exists():
         if _suffix(path) is None:
             raise UserError(f"{key} {text}: unsupported kind of file; {_SUPPORTED}")
@@ -225,28 +225,28 @@ def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
     def refuse(error: OSError) -> None:  # os.walk would silently skip an unreadable folder
         raise error
 
-    found: list[Path] = []
-    seen = set()
+    text_files: list[Path] = []
+    visited = set()
     for folder, dirs, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # links may form a cycle
+        if real in visited:  # links may form a cycle
             dirs.clear()
             continue
-        seen.add(real)
+        visited.add(real)
         dirs[:] = sorted(d for d in dirs if d[0] != "." and d != "__pycache__" and d not in skipped)
         files = [Path(folder, name) for name in names if not name.startswith(".")]
         # Pipes are skipped; a dangling link is kept, and refused by name when it is read.
-        found += [
+        text_files += [
             file
             for file in files
             if _suffix(file) not in (None, _NAMED) and (file.is_file() or not file.exists())
         ]
-    named = [(file, file.relative_to(root).as_posix()) for file in found]
+    named = [(file, file.relative_to(root).as_posix()) for file in text_files]
     return sorted(named, key=lambda pair: pair[1])
 
 
 def _suffix(path: Path) -> str | None:
-    """The supported suffix of a file, without that of its compression; None if it has none."""
+    """Return the supported suffix of a file, without that of its compression; None if it has none."""
     name = path.name.lower()
     name = next((name.removesuffix(end) for end in _COMPRESSED if name.endswith(end)), name)
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
@@ -261,7 +261,7 @@ Records = Iterator[tuple[str, Any]]  # each with its place, for errors
 
 
 def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
-    """The documents of records; null values are skipped, an array is read as the records in it."""
+    """Yield the documents of records; null values are skipped, an array is read as the records in it."""
     for place, record in records:
         if isinstance(record, list):
             numbered = ((f"{place}, element {i}", each) for i, each in enumerate(record, 1))
@@ -271,7 +271,7 @@ def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
 
 
 def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat]:
-    """The document of one record, if it has one."""
+    """Yield the document of one record, if it has one."""
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object with a field {_fields(field)[0]!r}")
     fields = _present(record, field, place)
@@ -288,57 +288,57 @@ def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat
         yield Chat(value, tools, place, unread)
     elif isinstance(value, str):
         if not value.isascii() and _HALF_PAIR.search(value):
-            what = "half of a surrogate pair (\\ud800…), which is no text"
-            raise UserError(f"{place}: field {name!r} has {what}")
+            problem = "half of a surrogate pair (\\ud800…), which is no text"
+            raise UserError(f"{place}: field {name!r} has {problem}")
         yield value
     elif value is not None:
         raise UserError(f"{place}: field {name!r} is {type(value).__name__}, not text; {_named(record)}")
 
 
-def _parsed(text: str, where: str, what: str) -> list[Any]:
-    """The list that a string holds as JSON."""
+def _parsed(text: str, place: str, expected: str) -> list[Any]:
+    """Return the list that a string holds as JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, list):
         raise UserError(
-            f"{where} is a string ({text.strip()[:60]!r}) that is not {what} as JSON; write {what}, or name "
-            "another field with data.text_field"
+            f"{place} is a string ({text.strip()[:60]!r}) that is not {expected} as JSON; write {expected}, "
+            "or name another field with data.text_field"
         )
     return value
 
 
-def _check_message_list(messages: list[Any], where: str) -> None:
-    """Raises UserError if a list holds something else than messages, or nothing."""
+def _check_message_list(messages: list[Any], place: str) -> None:
+    """Raise UserError if a list holds something else than messages, or nothing."""
     example = '{"role": "user", "content": "…"}'
     if not messages:
-        raise UserError(f"{where} is an empty list; write messages, {example}, or leave the record out")
+        raise UserError(f"{place} is an empty list; write messages, {example}, or leave the record out")
     if all(isinstance(each, str) for each in messages):
         raise UserError(
-            f"{where} is a list of strings, not text; write one string, or a record for each of them "
+            f"{place} is a list of strings, not text; write one string, or a record for each of them "
             f"(a chat is a list of messages, {example})"
         )
     for i, message in enumerate(messages, 1):
         if not _is_message(message):
             raise UserError(
-                f"{where}: message {i} is {str(message)[:60]}; a message is an object with role and content, "
+                f"{place}: message {i} is {str(message)[:60]}; a message is an object with role and content, "
                 f"{example}"
             )
 
 
 def _fields(field: str | None) -> list[str]:
-    """The fields that may hold a document, the preferred one first."""
+    """Return the fields that may hold a document, the preferred one first."""
     return ["messages", "text"] if field is None else [field, "messages"]
 
 
 def _present(names: Collection[str], field: str | None, place: object) -> list[str]:
-    """Which of the existing fields to read: the one asked for, or else `messages`, and `text` if that is
-    null."""
-    found = [each for each in _fields(field) if each in names]
-    if not found:
+    """Return the fields to read of those that a record has: `field`, or else `messages`, and `text` for
+    records whose `messages` is null."""
+    fields = [each for each in _fields(field) if each in names]
+    if not fields:
         raise UserError(f"{place}: no field {field or 'text'!r}; {_named(names)}")
-    return found if field is None else found[:1]
+    return fields if field is None else fields[:1]
 
 
 def _named(names: Collection[str]) -> str:
@@ -350,7 +350,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _array_records(stream: Any, path: Path) -> Records:
-    """The records of a .json file: the elements of an array, one object, or an object on each line."""
+    """Yield the records of a .json file: the elements of an array, one object, or an object on each line."""
     try:
         content = stream.read().decode("utf-8-sig")
         value = json.loads(content)
@@ -373,7 +373,8 @@ def _json_records(stream: Iterable[bytes], path: Path) -> Records:
 
 
 def _table(text: str, key: str, streaming: bool) -> Source:
-    """The table ``hf:NAME[:split]``, loaded with the datasets library; stored on disk unless streamed."""
+    """Return the table ``hf:NAME[:split]``, loaded with the datasets library; stored on disk unless
+    streamed."""
     name, _, split = text.removeprefix("hf:").partition(":")
     split = split or "train"
     path = Path(f"hf:{name}:{split}")
@@ -415,13 +416,13 @@ def _parquet_records(stream: Any, path: Path, field: str | None) -> Records:
 
 
 def _columns(names: Sequence[str], field: str | None, path: Path) -> list[str]:
-    """The columns to read."""
-    own = _present(names, field, path)
-    return own + [each for each in ("tools", *_UNREAD_FIELDS) if each in names and each not in own]
+    """Return the columns to read."""
+    fields = _present(names, field, path)
+    return fields + [each for each in ("tools", *_UNREAD_FIELDS) if each in names and each not in fields]
 
 
 def _as_json(row: dict[str, Any]) -> dict[str, Any]:
-    """A table's row without nulls: a column gives every message the keys of all messages."""
+    """Return a table's row without nulls: a column gives every message the keys of all messages."""
     row = {name: _without_nulls(value) for name, value in row.items()}
     for name, value in row.items():
         if isinstance(value, list) and name != "tools":

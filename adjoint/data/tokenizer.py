@@ -66,7 +66,8 @@ class FileTokenizer:
     _prefix: list[int]  # tokens that it adds before a text
 
     def __init__(self, path: str, separator: str | None = None, trust_remote_code: bool = False) -> None:
-        """Raises UserError: no such path, not a tokenizer, or no separator found in it."""
+        """Load the tokenizer. Raises UserError: no such path, not a tokenizer, or no separator found in
+        it."""
         self.name, self.trust_remote_code = path, trust_remote_code
         place = Path(path).expanduser()
         if not place.exists():
@@ -95,7 +96,7 @@ class FileTokenizer:
 
     @property
     def continues(self) -> str | None:
-        """What tokens begin with that continue a word, such as "##"."""
+        """The prefix of tokens that continue a word, such as "##"."""
         return getattr(getattr(self._backend, "model", None), "continuing_subword_prefix", None)
 
     @property
@@ -188,7 +189,7 @@ class FileTokenizer:
         return lambda texts: [e.ids for e in run(texts, add_special_tokens=False)]
 
     def _beginning(self) -> tuple[int, ...]:
-        """The token that the tokenizer adds before a text, if it is one that begins texts."""
+        """Return the token that the tokenizer adds before a text, if it is one that begins texts."""
         if not self._prefix or tuple(self._prefix) == self.separator_ids:
             return ()  # the end of one document is the beginning of the next
         if self._bos is not None and self._prefix == [self._vocab.get(self._bos)]:
@@ -246,23 +247,23 @@ BYTES = range(256, 513)  # sizes of vocabularies that may be bytes, with special
 
 
 def tokenizer_in(directory: str) -> str | None:
-    """A Hugging Face folder as a value of `data.tokenizer`; None if it has no tokenizer."""
+    """Return a Hugging Face folder as a value of `data.tokenizer`; None if it has no tokenizer."""
     return directory if tokenizer_files(directory) else None
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """The files of a tokenizer folder, or a tokenizer.json itself; empty if there is no tokenizer."""
+    """Return the files of a tokenizer folder, or a tokenizer.json itself; empty if there is no tokenizer."""
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
     if not any(file for pattern in _PATTERNS for file in place.glob(pattern)):
         return []
-    found = {file for pattern in _PATTERNS + _BESIDE for file in place.glob(pattern) if file.is_file()}
-    return sorted(found)
+    files = {file for pattern in _PATTERNS + _BESIDE for file in place.glob(pattern) if file.is_file()}
+    return sorted(files)
 
 
 def check_bytes(directory: str, vocab_size: int) -> None:
-    """Raises UserError if a folder has no tokenizer and its model cannot be byte-level."""
+    """Raise UserError if a folder has no tokenizer and its model cannot be byte-level."""
     if vocab_size not in BYTES:
         raise UserError(
             f"data.tokenizer: {directory} has no tokenizer, and a vocabulary of {vocab_size} is not bytes; "
@@ -287,14 +288,14 @@ def load_tokenizer(
 
 
 def describe_boundaries(tokenizer: Tokenizer) -> str:
-    """What documents of plain text begin and end with, in words."""
+    """Say what documents of plain text begin and end with."""
     end, begin = tokenizer.decode(tokenizer.separator_ids), tokenizer.decode(tokenizer.bos_ids)
     words = [f"begin with {begin!r}"] * bool(begin) + [f"end with {end!r}"] * bool(end)
     return f"documents {' and '.join(words)}" if words else "nothing between documents"
 
 
 def byte_tokenizer_files(separator: str | None) -> dict[str, Any]:
-    """The files, by name, of a tokenizer folder of transformers with the ids of `ByteTokenizer`.
+    """Return the files, by name, of a tokenizer folder of transformers with the ids of `ByteTokenizer`.
 
     Byte 0 is the padding token; it ends texts unless another separator was trained with.
     """
@@ -333,8 +334,8 @@ _PROBE = "A probe: 12 \u00e9t\u00e9s,\n\tand  more."  # a text on which two ways
 
 def _says_everything(folder: Path, file: Path) -> bool:
     """Whether a tokenizer.json is all there is to read: it has another name, or no file beside it."""
-    beside = {folder / "config.json", *tokenizer_files(str(folder))} - {file}
-    return file.exists() and (file.name != "tokenizer.json" or not any(f.is_file() for f in beside))
+    siblings = {folder / "config.json", *tokenizer_files(str(folder))} - {file}
+    return file.exists() and (file.name != "tokenizer.json" or not any(f.is_file() for f in siblings))
 
 
 def _first_line(error: Exception) -> str:
@@ -342,19 +343,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _added_before(with_special: list[int], without: list[int]) -> list[int]:
-    """The tokens that stand before a text's own."""
+    """Return the tokens that stand before a text's own."""
     starts = range(len(with_special) - len(without) + 1)
     start = next((i for i in starts if with_special[i : i + len(without)] == without), 0)
     return list(with_special[:start])
 
 
 def _token_name(token: Any) -> str | None:
-    """A token of a configuration, which is its text or an object with `content`."""
+    """Return the text of a configuration's token, which is that text or an object with `content`."""
     return token if isinstance(token, str) or token is None else token.get("content")
 
 
 def _check_added_tokens(name: str, folder: Path, vocab: dict[str, int]) -> None:
-    """Raises UserError if a file beside tokenizer.json gives a token another id."""
+    """Raise UserError if a file beside tokenizer.json gives a token another id."""
     decoder: dict[str, Any] = _configured(folder, "added_tokens_decoder") or {}
     claims = [(_token_name(token), int(number)) for number, token in decoder.items()]
     for token, number in [*claims, *_read_json(folder / "added_tokens.json").items()]:
@@ -366,7 +367,7 @@ def _check_added_tokens(name: str, folder: Path, vocab: dict[str, int]) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """An object in a JSON file; empty if there is none."""
+    """Return the object in a JSON file; empty if there is none."""
     try:
         content = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
@@ -375,8 +376,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _configured(folder: Path, key: str) -> Any:
-    """A value of a folder's tokenizer_config.json, or else of its special_tokens_map.json, or else its file
-    KEY.jinja; None if none has it."""
+    """Return a value of a folder's tokenizer_config.json, or else of its special_tokens_map.json, or else its
+    file KEY.jinja; None if none has it."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (value := _read_json(folder / name).get(key)) is not None:
             return value

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of states and sums of values of `dtype`: float64 and complex numbers for themselves, float32 for all
-    else."""
+    """Return the dtype of states and sums of values of `dtype`: float64 stays, complex numbers are at least
+    complex64, all else is float32."""
     if dtype.is_complex:
-        return max(dtype, torch.complex64, key=lambda one: one.itemsize)
+        return max(dtype, torch.complex64, key=lambda candidate: candidate.itemsize)
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -24,23 +24,25 @@ def is_untouched(module: nn.Module, *kinds: type) -> bool:
     return type(module) in kinds and not hooks and "forward" not in vars(module)
 
 
-def differentiable_once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of an autograd function's backward: it refuses create_graph=True. PyTorch's `once_differentiable` lets
-    it pass where the cotangents require no gradient, a loss's among them, and the gradient is then taken for
-    a constant."""
+def differentiable_once(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate an autograd function's backward so that it refuses create_graph=True.
 
-    def of(backward: Callable[..., Any]) -> Callable[..., Any]:
+    PyTorch's `once_differentiable` does not refuse where the cotangents require no gradient, as that of a
+    loss, and the gradient is then treated as a constant.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx: Any, *cotangents: Any) -> Any:
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"{what} is differentiable once: its gradient has no gradient (create_graph=True)"
+                    f"{operation} is differentiable once: its gradient has no gradient (create_graph=True)"
                 )
             return backward(ctx, *cotangents)
 
         return once
 
-    return of
+    return decorate
 
 
 def shape(name: str, x: Tensor | None, *expected: int) -> None:
@@ -69,7 +71,7 @@ def reset_of(seq_idx: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
 
 
 def starts_in(seq_idx: Tensor) -> list[list[int]]:
-    """Of each row of seq_idx (batch, seqlen), the tokens at which its documents begin, 0 first; the host
+    """Return, for each row of seq_idx (batch, seqlen), the tokens at which documents begin, 0 first. The host
     waits for the device once."""
     begins = torch.ones_like(seq_idx, dtype=torch.bool)
     begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]

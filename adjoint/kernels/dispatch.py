@@ -252,7 +252,7 @@ def _passes(backend: str, operation: str, *call: Any) -> bool:
 
 
 def _left_out(backend: str, operation: str) -> str | None:
-    """Why a backend leaves the operation to the reference, None if it does not."""
+    """Say why a backend leaves the operation to the reference; None if it does not."""
     return "it has no kernel for it" if registered(operation).backends.get(backend) is None else None
 
 
@@ -275,7 +275,8 @@ def _warn_of_size(operation: str, name: str, size: int, most: int) -> None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """To what autocast rounds float32 factors of a matrix product on that device; None where it is off."""
+    """Return the dtype to which autocast rounds float32 factors of a matrix product on a device; None where
+    it is off."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None

@@ -25,8 +25,8 @@ def gated_linear(gate: Tensor, value: Tensor, linear: nn.Module) -> Tensor:
     product is not kept either; any other module, one with hooks say, is called as it is."""
     if not _is_plain(linear, gate) or getattr(_local, "kept", False):
         return linear(gated(gate, value))
-    given: tuple[Any, ...] = gate, value, linear.weight, linear.bias
-    return _GatedLinear.apply(*given) if torch.is_grad_enabled() else _GatedLinear.forward(*given)
+    inputs: tuple[Any, ...] = gate, value, linear.weight, linear.bias
+    return _GatedLinear.apply(*inputs) if torch.is_grad_enabled() else _GatedLinear.forward(*inputs)
 
 
 _local = threading.local()

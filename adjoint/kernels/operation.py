@@ -70,7 +70,7 @@ Problem = Callable[[Implementation, int | None, bool, torch.device, torch.dtype]
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """All that the rest of the package needs to know of an operation.
+    """The description of an operation that the rest of the package works with.
 
     Attributes:
         name: of the operation for backends, trials, messages and `adjoint doctor`.

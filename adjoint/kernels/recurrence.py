@@ -15,8 +15,8 @@ SEGMENT = 256  # tokens whose states exist at the same time
 
 
 def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None, cut: Tensor | None = None) -> Tensor:
-    """All states of h_t = a_t h_{t-1} + b_t along dim 1; a and b broadcast against each other, a (batch,
-    seqlen, …).
+    """Return all states of h_t = a_t h_{t-1} + b_t along dim 1; a (batch, seqlen, …) and b broadcast against
+    each other.
 
     Args:
         cut: (batch, seqlen) bool, tokens to which nothing is carried, no NaN either: 0 times NaN would be.

@@ -81,23 +81,23 @@ def main(argv: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """All that the doctor finds, in what JSON can hold: the rows of `SECTIONS`, whether any backend works,
+    """Examine this installation: JSON types only, the rows of each of `SECTIONS`, whether any backend works,
     and the seconds that it took."""
     began = time.perf_counter()
-    here, checks = environment(torch.device("cpu")), self_checks(dispatch.backends())
+    host, checks = environment(torch.device("cpu")), self_checks(dispatch.backends())
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return {
         "system": [
-            row("adjoint", here["versions"]["adjoint"]),
-            row("Python", f"{here['python']}, {sys.executable}"),
+            row("adjoint", host["versions"]["adjoint"]),
+            row("Python", f"{host['python']}, {sys.executable}"),
             row("PyTorch", f"{torch.__version__}, {cuda}"),
-            row("platform", here["system"]),
+            row("platform", host["system"]),
         ],
         "packages": packages(),
-        "devices": devices(here),
+        "devices": devices(host),
         "backends": backends(),
         "choices": choices(),
-        "settings": settings(here["cores"]),
+        "settings": settings(host["cores"]),
         "network": addresses(),
         "checks": checks,
         "works": any(check["works"] for check in checks),
@@ -105,52 +105,52 @@ def examine() -> dict[str, Any]:
     }
 
 
-def row(name: str, told: str, works: bool | None = None, **more: Any) -> Finding:
-    """A row of a section: what it is of, what is found in words, whether it works (None: that is no
-    question), and more for programs."""
-    return {"name": name, "told": told, "works": works, **more}
+def row(name: str, text: str, works: bool | None = None, **more: Any) -> Finding:
+    """Return a row of a section: its subject, what was observed in words, whether it works (None where the
+    question does not arise), and more fields for programs."""
+    return {"name": name, "told": text, "works": works, **more}
 
 
 def show(report: dict[str, Any]) -> None:
     """Print what `examine` has found."""
     marks = {True: "✓", False: "✗", None: " "}
     for section, title in SECTIONS.items():
-        rows = ((marks[found["works"]], found["name"], found["told"]) for found in report[section])
+        rows = ((marks[finding["works"]], finding["name"], finding["told"]) for finding in report[section])
         print_table(("", "", ""), rows, title)
     diagnosis = "works" if report["works"] else "no backend computes a scan right here"
     print(f"\n{marks[report['works']]} {diagnosis} ({report['seconds']:.1f} s)")
 
 
 def packages() -> list[Finding]:
-    """The packages the system can use: the version, or None."""
-    found = []
+    """Return a row per package that adjoint can use: its version, or how to install it."""
+    rows = []
     for extra, name in ((extra, name) for extra, names in PACKAGES.items() for name in names):
         version = versions(name).get(name)
-        told = version or f"missing ({install_command(extra) if extra else f'pip install {name}'})"
-        found.append(row(name, told, None if version is None else True, version=version))
-    return found
+        status = version or f"missing ({install_command(extra) if extra else f'pip install {name}'})"
+        rows.append(row(name, status, None if version is None else True, version=version))
+    return rows
 
 
-def devices(here: dict[str, Any]) -> list[Finding]:
+def devices(host: dict[str, Any]) -> list[Finding]:
     """Processor, what PyTorch can use, and what the driver lists, as `adjoint cluster` does."""
-    memory = here["memory_bytes"] / 2**30
-    cpu = f"{here['cpu']}, {here['cores']} cores, {memory:.1f} GiB, {here['vectors']}"
+    memory = host["memory_bytes"] / 2**30
+    cpu = f"{host['cpu']}, {host['cores']} cores, {memory:.1f} GiB, {host['vectors']}"
     inventory, usable = find(), []
     for gpu in cuda_devices():
-        what = f"{gpu['name']}, sm_{gpu['capability']}, {gpu['multiprocessors']} multiprocessors"
-        usable.append(row(f"cuda:{gpu['index']}", f"{what}, {gpu['memory_bytes'] / 2**30:.1f} GiB"))
+        model = f"{gpu['name']}, sm_{gpu['capability']}, {gpu['multiprocessors']} multiprocessors"
+        usable.append(row(f"cuda:{gpu['index']}", f"{model}, {gpu['memory_bytes'] / 2**30:.1f} GiB"))
     if not torch.cuda.is_available() and inventory.devices:
-        what = "built without CUDA" if torch.version.cuda is None else "not able to use CUDA here"
-        lost = f"the driver lists {len(inventory.devices)} GPUs or slices, but this PyTorch is {what}"
+        build = "built without CUDA" if torch.version.cuda is None else "not able to use CUDA here"
+        lost = f"the driver lists {len(inventory.devices)} GPUs or slices, but this PyTorch is {build}"
         usable.append(row("CUDA", lost, False))
     elif not usable:
         usable.append(row("CUDA", "no device that PyTorch can use"))
-    listed = [row("driver", told) for told in (*map(str, inventory.devices), *inventory.notes)]
+    listed = [row("driver", line) for line in (*map(str, inventory.devices), *inventory.notes)]
     return [row("CPU", cpu), *usable, *listed]
 
 
 def cuda_devices() -> list[dict[str, Any]]:
-    """The CUDA devices (or MIG slices) this process can compute on."""
+    """Return the CUDA devices (or MIG slices) this process can compute on."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
         {
@@ -165,39 +165,41 @@ def cuda_devices() -> list[dict[str, Any]]:
 
 
 def backends() -> list[Finding]:
-    """Each backend: usable, the compiled one from where; or why not."""
-    where = {"cpu": f": {cpu_build.load()[1]}"}
-    found = [row(name, f"usable{where.get(name, '')}", True) for name in dispatch.backends()]
+    """Return a row per backend: usable (with the path of the compiled kernels), or the reason why not."""
+    origins = {"cpu": f": {cpu_build.load()[1]}"}
+    rows = [row(name, f"usable{origins.get(name, '')}", True) for name in dispatch.backends()]
     for name, reason in dispatch.unusable_backends().items():
         slow = "scans on the CPU run in plain PyTorch, many times slower: " if name == "cpu" else ""
-        found.append(row(name, slow + reason, False if slow else None))
-    return found
+        rows.append(row(name, slow + reason, False if slow else None))
+    return rows
 
 
 def choices() -> list[Finding]:
-    """The backend that `backend=None` takes, and why those asked before it are not: a row per device and
-    operation. Where there is no CUDA device: what would be tried first on one."""
-    found = []
+    """Return a row per device and operation: the backend that `backend=None` takes, and why those before it
+    are passed over. Without a CUDA device, the rows of CUDA say what one would try first."""
+    rows = []
     for kind, operation in itertools.product(("cpu", "cuda"), dispatch.operations()):
-        taken, passed_over = dict[str, list[str]](), dict[str, str]()
+        dtypes_by_backend, passed_over = dict[str, list[str]](), dict[str, str]()
         for dtype in DTYPES:
-            given = accumulate_dtype(dtype) if kind == "cpu" else dtype
-            asked = dict(dispatch.considered(operation, torch.device(kind), given))
-            backend = next(name for name, reason in asked.items() if reason is None)
-            taken.setdefault(backend, []).append(str(dtype).removeprefix("torch."))
-            passed_over |= {name: reason for name, reason in asked.items() if reason is not None}
-        told = [f"{name} ({', '.join(dtypes)})" for name, dtypes in taken.items()]
+            compute_dtype = accumulate_dtype(dtype) if kind == "cpu" else dtype
+            reasons = dict(dispatch.considered(operation, torch.device(kind), compute_dtype))
+            backend = next(name for name, reason in reasons.items() if reason is None)
+            dtypes_by_backend.setdefault(backend, []).append(str(dtype).removeprefix("torch."))
+            passed_over |= {name: reason for name, reason in reasons.items() if reason is not None}
+        descriptions = [f"{name} ({', '.join(dtypes)})" for name, dtypes in dtypes_by_backend.items()]
         # how to install them is said where the backends are listed
-        told += [f"not {name}: {reason.partition(' (pip')[0]}" for name, reason in passed_over.items()]
-        where = f"{kind}{'' if kind in _device_kinds() else ' (none here)'}"
+        descriptions += [
+            f"not {name}: {reason.partition(' (pip')[0]}" for name, reason in passed_over.items()
+        ]
+        device_label = f"{kind}{'' if kind in _device_kinds() else ' (none here)'}"
         more: Finding = {
             "device": kind,
             "operation": operation,
-            "backends": taken,
+            "backends": dtypes_by_backend,
             "passed_over": passed_over,
         }
-        found.append(row(f"{where} {operation}", "; ".join(told), **more))
-    return found
+        rows.append(row(f"{device_label} {operation}", "; ".join(descriptions), **more))
+    return rows
 
 
 def _device_kinds() -> list[str]:
@@ -207,12 +209,12 @@ def _device_kinds() -> list[str]:
 def settings(cores: int) -> list[Finding]:
     """Threads, and what the environment says of them and of allocators."""
     threads = torch.get_num_threads()
-    told = f"{threads} on {cores} cores" + (": lower OMP_NUM_THREADS" if threads > cores else "")
-    known = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
-    said = " ".join(f"{name}={value}" for name, value in known.items())
+    description = f"{threads} on {cores} cores" + (": lower OMP_NUM_THREADS" if threads > cores else "")
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+    said = " ".join(f"{name}={value}" for name, value in variables.items())
     return [
-        row("threads", told, threads <= cores, torch=threads),
-        row("environment", said, environment=known),
+        row("threads", description, threads <= cores, torch=threads),
+        row("environment", said, environment=variables),
     ]
 
 
@@ -240,7 +242,7 @@ def addresses() -> list[Finding]:
 
 def self_checks(backends: list[str]) -> list[Finding]:
     """Selective scan and all its gradients by every usable backend, on the devices and dtypes it takes."""
-    found = []
+    rows = []
     for backend, kind, dtype in itertools.product(backends, _device_kinds(), LARGEST_ERROR):
         if (backend, kind) == ("triton", "cpu") or backend in LIBRARIES:
             continue  # Triton's interpreter takes minutes even for this; no library has it, see their trials
@@ -252,10 +254,10 @@ def self_checks(backends: list[str]) -> list[Finding]:
             code = dispatch.choose("selective_scan", backend, device, dtype)
             with torch.no_grad():
                 error = max(trial.errors(code, "selective_scan", device, dtype).values())
-            told = f"relative error {error:.1e}, at most {LARGEST_ERROR[dtype]:.0e}"
+            outcome = f"relative error {error:.1e}, at most {LARGEST_ERROR[dtype]:.0e}"
         except Exception as failure:  # whatever is broken is the answer here
-            told = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+            outcome = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
         name = f"{backend}, {kind}, {str(dtype).removeprefix('torch.')}"
         more = {"backend": backend, "error": error if error < math.inf else None}
-        found.append(row(name, told, error <= LARGEST_ERROR[dtype], **more))
-    return found
+        rows.append(row(name, outcome, error <= LARGEST_ERROR[dtype], **more))
+    return rows

@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
     parser.add("--dtype", dtype, reads(Dtype))
     request = parser.parse_args(argv)
     checkpoint = find_checkpoint(request.run)
-    told = export(checkpoint, request.to, request.format, request.dtype)
-    print(f"{request.to}: {told}, from {os.path.relpath(checkpoint)}")
+    summary = export(checkpoint, request.to, request.format, request.dtype)
+    print(f"{request.to}: {summary}, from {os.path.relpath(checkpoint)}")
     return 0
 
 
@@ -83,10 +83,10 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
         if source is None:
             stack, weights = from_checkpoint(checkpoint)
             weights = {name: _cast(t, dtype) for name, t in weights.items()}
-            told = _write(work, layout, *FORMATS[layout].convert(stack, weights))
+            summary = _write(work, layout, *FORMATS[layout].convert(stack, weights))
         else:
-            told = _write_pretrained(work, checkpoint, dtype or _dtype_of(source, trusted))
-        told += _write_tokenizer(work, trained.get("data", {}))
+            summary = _write_pretrained(work, checkpoint, dtype or _dtype_of(source, trusted))
+        summary += _write_tokenizer(work, trained.get("data", {}))
         for written in (*work.iterdir(), work):
             flush(written)
         os.replace(work, folder)  # of an empty folder too, and of nothing else
@@ -94,7 +94,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    return told
+    return summary
 
 
 def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
@@ -102,7 +102,7 @@ def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
 
 
 def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
-    """The dtype of a Hugging Face folder's weights; None for the run's."""
+    """Return the dtype of a Hugging Face folder's weights; None for the run's."""
     config = configuration(source, trust_remote_code)
     dtype = config.dtype if config.dtype is not None else config.get_text_config().dtype
     name = str(dtype).removeprefix("torch.")
@@ -110,7 +110,7 @@ def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
 
 
 def _write_pretrained(work: Path, checkpoint: Path, dtype: str | None) -> str:
-    """A run of a Hugging Face model: its own `save_pretrained`, with the run's weights."""
+    """Write a run of a Hugging Face model by its own `save_pretrained`, with the run's weights."""
     from adjoint.hf.wrap import unwrap
 
     model = unwrap(trained_model(checkpoint, Backprop()))
@@ -126,7 +126,8 @@ def _named_dtypes(weights: Weights) -> str:
 
 
 def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
-    """The tokenizer that a run was trained with, by its `data` settings; what was written, in words."""
+    """Write the tokenizer that a run was trained with, by its `data` settings; return what was written, in
+    words."""
     tokenizer = data.get("tokenizer")
     if tokenizer in (None, "byte"):
         for name, content in byte_tokenizer_files(data.get("separator")).items():
@@ -138,8 +139,8 @@ def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
     return ", its tokenizer" if files else f", without its tokenizer {tokenizer}, which is not there any more"
 
 
-def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> str:
-    (work / "config.json").write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+def _write(work: Path, layout: str, config: dict[str, Any], weights: Weights) -> str:
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if layout == "transformers":
         write_file(work / "model.safetensors", weights, {"format": "pt"})  # transformers asks for that word
     else:
@@ -148,6 +149,6 @@ def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> 
             torch.save(weights, file)
         except RuntimeError as error:  # its way to say that the disk is full
             raise OSError(None, " ".join(str(error).split())[:200], str(file)) from error
-    name = given["architectures"][0] if layout == "transformers" else "MambaLMHeadModel"
+    name = config["architectures"][0] if layout == "transformers" else "MambaLMHeadModel"
     size = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
     return f"{name} of {layout}, {size:,} parameters, {_named_dtypes(weights)}"

@@ -17,15 +17,16 @@ STEM = "state"  # of the state files in a checkpoint
 
 class Carried:
     """The final states of the last batch, a tuple for each layer of `span`; None before the first batch.
-    `how` is `training.carry_state`."""
+    `carry_state` is the setting of that name."""
 
-    def __init__(self, how: str, span: Sequence[int]) -> None:
-        self.how, self.span = how, span
+    def __init__(self, carry_state: str, span: Sequence[int]) -> None:
+        self.how, self.span = carry_state, span
         self.states: list[State] | None = None
 
     def start(self, goes_on: bool, seed: int) -> list[State] | None:
-        """The states that the next batch starts from; None for zeros, as when it does not continue the last.
-        Each layer has its own noise generator, so that a shard draws the same noise as the whole model."""
+        """Return the states that the next batch starts from; None for zeros, as when it does not continue the
+        last. Each layer has its own noise generator, so that a shard draws the same noise as the whole
+        model."""
         if self.states is None or not goes_on:
             return None
         if self.how == "other":  # the states of another row, too
@@ -39,15 +40,15 @@ class Carried:
         self.states = [reset_rows(tuple(s.detach() for s in state), ended) for state in states]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The states by layer name, for a checkpoint."""
+        """Return the states by layer name, for a checkpoint."""
         states = zip(self.span, self.states or [()] * len(self.span), strict=True)
         return {f"layers.{k}|{i}": s for k, state in states for i, s in enumerate(state)}
 
     def load(self, stored: StoredTensors, device: torch.device) -> None:
         """Load the states from a checkpoint's `STEM` files; they stay None if it has none."""
         if self.how != "none" and stored.files_by_name:
-            found = [sorted(stored.read_entries(f"layers.{k}").items()) for k in self.span]
-            self.states = [tuple(s.to(device) for _, s in state) for state in found]
+            states = [sorted(stored.read_entries(f"layers.{k}").items()) for k in self.span]
+            self.states = [tuple(s.to(device) for _, s in state) for state in states]
 
 
 def _noise(state: State, seed: int, layer: int) -> State:

@@ -92,7 +92,7 @@ def model_files(
     states: Mapping[str, torch.Tensor] | None = None,
     copied: bool = False,
 ) -> Callable[[Path], dict[str, dict[str, Any]]]:
-    """What `save_checkpoint` writes of a model in one process.
+    """Return the function that writes a one-process model's tensors into a folder, for `save_checkpoint`.
 
     Args:
         model: its ``state_dict`` is saved; shared tensors (a tied head) once; with adapters, what is trained.
@@ -100,11 +100,13 @@ def model_files(
         states: recurrent states that the next batch goes on from, by name.
         copied: what is written is all this as it is now, copied to the CPU, and not as it is by then.
     """
-    own = model.state_dict(keep_vars=True)
-    own = {name: tensor for name, tensor in own.items() if not _is_the_folders(model, tensor)}
-    first_names = {id(tensor): name for name, tensor in reversed(own.items())}
+    tensors_by_name = model.state_dict(keep_vars=True)
+    tensors_by_name = {
+        name: tensor for name, tensor in tensors_by_name.items() if not _is_the_folders(model, tensor)
+    }
+    first_names = {id(tensor): name for name, tensor in reversed(tensors_by_name.items())}
     contents: dict[str, Mapping[str, torch.Tensor]] = {
-        "model": {name: own[name] for name in first_names.values()},
+        "model": {name: tensors_by_name[name] for name in first_names.values()},
         "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters())),
     } | ({STEM: states} if states else {})
     if copied:
@@ -162,35 +164,35 @@ def load_checkpoint(
 
 
 def trained_model(checkpoint: Path, method: Any) -> Any:
-    """The transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are merged
-    into its weights."""
+    """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
+    merged into its weights."""
     from adjoint.train.pretrained import load
 
     config = read_trainer(checkpoint)["config"]
-    given = config["model"]
+    model_config = config["model"]
     check_model(checkpoint, config)
-    trusted = given.get("trust_remote_code", False)
-    model = load(given["from_pretrained"], method, given.get("lora"), trusted)
+    trusted = model_config.get("trust_remote_code", False)
+    model = load(model_config["from_pretrained"], method, model_config.get("lora"), trusted)
     load_checkpoint(checkpoint, model, verify=False)
-    return model.merge_and_unload() if given.get("lora") else model
+    return model.merge_and_unload() if model_config.get("lora") else model
 
 
 def check_config(path: Path, config: dict[str, Any]) -> None:
-    """Raises UserError, naming the first differing key, where the checkpoint is of another model, or of an
+    """Raise UserError, naming the first differing key, where the checkpoint is of another model, or of an
     optimizer with another state, or where the pretrained model's folder changed since."""
     stored = read_trainer(path).get("config", {})
     ignored = {"trust_remote_code"}  # a permission
     if records_model(path) and config["model"].get("from_pretrained") is not None:
         ignored |= {"from_pretrained"}  # which may have moved: its content is compared
-    saved, here = (
+    saved, current = (
         {f"model.{k}": v for k, v in c.get("model", {}).items() if k not in ignored} for c in (stored, config)
     )
-    for differs, given in ((saved, stored), (here, config)):
-        differs["training.optimizer"] = given.get("training", {}).get("optimizer", "adamw")
-    for key in [*here, *(key for key in saved if key not in here)]:
-        if saved.get(key) != here.get(key):
+    for differs, source in ((saved, stored), (current, config)):
+        differs["training.optimizer"] = source.get("training", {}).get("optimizer", "adamw")
+    for key in [*current, *(key for key in saved if key not in current)]:
+        if saved.get(key) != current.get(key):
             raise UserError(
-                f"{path}: has {key} {saved.get(key)}, this run has {here.get(key)}; "
+                f"{path}: has {key} {saved.get(key)}, this run has {current.get(key)}; "
                 f"set --{key} {saved.get(key)} or start another run"
             )
     check_model(path, config)
@@ -207,9 +209,13 @@ def changed_keys(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[
             leaves |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
         return leaves
 
-    before, now = flat(stored), flat(current)
-    keys = [key for key in now if key in before and not key.startswith(_MAY_CHANGE)]
-    return [f"{key} {now[key]}, was {before[key]}" for key in keys if now[key] != before[key]]
+    saved_leaves, current_leaves = flat(stored), flat(current)
+    keys = [key for key in current_leaves if key in saved_leaves and not key.startswith(_MAY_CHANGE)]
+    return [
+        f"{key} {current_leaves[key]}, was {saved_leaves[key]}"
+        for key in keys
+        if current_leaves[key] != saved_leaves[key]
+    ]
 
 
 def set_aside_after(directory: str | Path, step: int) -> list[Path]:
@@ -228,7 +234,7 @@ def set_aside_after(directory: str | Path, step: int) -> list[Path]:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer | None, named: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The state of named parameters as "<name>|<state key>"."""
+    """Return the state of named parameters as "<name>|<state key>"."""
     state = {} if optimizer is None else optimizer.state
     return {
         f"{name}|{key}": value.detach().contiguous()
@@ -244,10 +250,12 @@ def load_optimizer(
 ) -> None:
     """Fill an optimizer with the state of its parameters, whatever groups they are in."""
     names = {parameter: name for name, parameter in named.items()}
-    for part in parts_of(optimizer):
-        ordered = [names[parameter] for group in part.param_groups for parameter in group["params"]]
-        own = {i: restored(state[name], named[name]) for i, name in enumerate(ordered) if state.get(name)}
-        part.load_state_dict({"state": own, "param_groups": part.state_dict()["param_groups"]})
+    for each in parts_of(optimizer):
+        ordered = [names[parameter] for group in each.param_groups for parameter in group["params"]]
+        indexed_state = {
+            i: restored(state[name], named[name]) for i, name in enumerate(ordered) if state.get(name)
+        }
+        each.load_state_dict({"state": indexed_state, "param_groups": each.state_dict()["param_groups"]})
 
 
 def _flushed(file: Path) -> dict[str, Any]:
@@ -258,10 +266,10 @@ def _flushed(file: Path) -> dict[str, Any]:
 
 def _load_weights(path: Path, model: nn.Module) -> None:
     """Fill a model. Of a tensor with several names, as a tied table has, the checkpoint needs only one."""
-    stored, own = StoredTensors(path, "model"), model.state_dict(keep_vars=True)
-    given = {id(own[name]) for name in own if name in stored.files_by_name}
-    missing = {n for n, t in own.items() if id(t) not in given and not _is_the_folders(model, t)}
-    differing = sorted(missing | (stored.files_by_name.keys() - own.keys()))
+    stored, tensors = StoredTensors(path, "model"), model.state_dict(keep_vars=True)
+    restored_ids = {id(tensors[name]) for name in tensors if name in stored.files_by_name}
+    missing = {n for n, t in tensors.items() if id(t) not in restored_ids and not _is_the_folders(model, t)}
+    differing = sorted(missing | (stored.files_by_name.keys() - tensors.keys()))
     try:
         if differing:
             raise RuntimeError(f"differing: {', '.join(differing[:3])}")

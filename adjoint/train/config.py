@@ -153,10 +153,10 @@ class TrainingConfig:
             both = f"{self.warmup} steps of warm-up and {self.decay} of decay"
             raise UserError(f"training.decay_steps: {both} are more than training.steps {self.steps}")
         if self.optimizer_in_backward and (self.grad_clip or self.grad_accumulation > 1):
-            given = "grad_clip 0" if self.grad_clip else "grad_accumulation 1"
+            setting = "grad_clip 0" if self.grad_clip else "grad_accumulation 1"
             raise UserError(
                 "training.optimizer_in_backward: steps before all gradients are there, which "
-                f"{given.split()[0]} needs; set --training.{given}"
+                f"{setting.split()[0]} needs; set --training.{setting}"
             )
         if self.optimizer == "adamw8bit" and self.precision == "float64":
             raise UserError("training.optimizer: adamw8bit computes in float32; take adamw for float64")
@@ -182,7 +182,7 @@ class TrainingConfig:
 @documented
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is written and whether it continues an earlier one."""
+    """The folder of a run, and whether it continues an earlier one."""
 
     dir: str | None = option(None, "folder of the run; null is runs/NAME, or runs/NAME-2, … if that exists.")
     name: FolderName | None = option(None, "NAME above; null is the name of the configuration file.")
@@ -253,7 +253,7 @@ class ClusterConfig:
 
     @property
     def layout(self) -> Layout:
-        """How the run is spread over workers; one shard while "auto" is not resolved yet."""
+        """The distribution of the run over workers; one shard while "auto" is not resolved yet."""
         shards = 1 if self.shards == "auto" else self.shards
         return Layout(shards, self.sequence, self.replicas, self.helpers)
 
@@ -322,7 +322,7 @@ class Config:
         return plain(dataclasses.asdict(self) | {"method": method})
 
     def to_yaml(self) -> str:
-        """The configuration as YAML that ``--config`` reads back to an equal configuration."""
+        """Return the configuration as YAML that ``--config`` reads back to an equal configuration."""
         import yaml
 
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
@@ -342,15 +342,15 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
         if re.match("--.", name):
             raise _unknown(name[2:], name)
         raise UserError(f"{unknown[0]!r}: not a flag; keys are given as --section.key value (see --help)")
-    given = [(name, value, file) for file in options.config for name, value in _file_values(file)]
-    given += (from_environment := [each for each in _environment() if each[0] not in vars(options)])
+    entries = [(name, value, file) for file in options.config for name, value in _file_values(file)]
+    entries += (from_environment := [each for each in _environment() if each[0] not in vars(options)])
     if from_environment:
         read = ", ".join(f"{variable}={text}" for _, text, variable in from_environment)
         print(f"from the environment: {read}", file=sys.stderr)
-    given += [(name, text, None) for name, text in vars(options).items() if "." in name]
+    entries += [(name, text, None) for name, text in vars(options).items() if "." in name]
     keys, values = known_keys(), dict[str, Any]()
-    for name, value, file in given:
-        where = f"--{name}" if file is None else f"{file}: {name}"
+    for name, value, file in entries:
+        origin = f"--{name}" if file is None else f"{file}: {name}"
         if name not in keys:
             raise _unknown(name, file)
         try:
@@ -358,7 +358,7 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
         except ValueError as error:
             default = keys[name].default
             example = "" if default is None else f"; its default is {json.dumps(default)}"
-            raise UserError(f"{where}: {error}{example}") from None
+            raise UserError(f"{origin}: {error}{example}") from None
     if values.get("run.name") is None:
         values["run.name"] = Path(options.config[-1]).stem if options.config else "default"
     config = _build(values, weights=prog != "adjoint plan")
@@ -369,7 +369,7 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
 
 
 def plain(value: Any) -> Any:
-    """A value as it comes back from JSON: tuples as lists, paths as text."""
+    """Return a value as it comes back from JSON: tuples as lists, paths as text."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -384,16 +384,16 @@ class Setting:
 
 @functools.cache
 def known_keys() -> dict[str, Setting]:
-    """All keys by their dotted names."""
+    """Map the dotted name of each configuration key to its setting."""
     keys: dict[str, Setting] = {}
     for section, value in vars(Config()).items():
-        found = _method_keys() if section == "method" else _keys_of(type(value), value)
-        keys |= {f"{section}.{name}": key for name, key in found.items()}
+        section_keys = _method_keys() if section == "method" else _keys_of(type(value), value)
+        keys |= {f"{section}.{name}": key for name, key in section_keys.items()}
     return keys
 
 
 def _method_keys() -> dict[str, Setting]:
-    """The keys of all methods together."""
+    """Return the keys of all methods together."""
     keys = {"name": Setting(Literal[tuple(METHODS)], Config().method.name, "how the gradient is computed")}
     takers: dict[str, list[str]] = {}
     for method, cls in METHODS.items():
@@ -408,7 +408,7 @@ def _method_keys() -> dict[str, Setting]:
 
 
 def _keys_of(cls: type, defaults: object) -> dict[str, Setting]:
-    """The fields of a dataclass, and of nested dataclasses."""
+    """Return the fields of a dataclass and of nested dataclasses as settings."""
     keys, helps = dict[str, Setting](), helps_of(cls)
     for name, hint in hints_of(cls).items():
         inner = next((t for t in get_args(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)), None)
@@ -463,18 +463,18 @@ def _parser(prog: str, show_all: bool = False) -> Flags:
         key = keys[name]
         text = f"{key.help} ({in_words(key.hint)}; default: {json.dumps(key.default)})".replace("%", "%%")
         group = first if name in _FIRST_KEYS else groups.get(name.partition(".")[0], parser)
-        given: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": text}
+        options: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": text}
         if group is parser:
-            given["help"] = argparse.SUPPRESS
+            options["help"] = argparse.SUPPRESS
         if name == "run.resume":
-            group.add_argument("--run.resume", "--resume", nargs="?", const="auto", **given)
+            group.add_argument("--run.resume", "--resume", nargs="?", const="auto", **options)
         else:
-            group.add_argument(f"--{name}", **given)
+            group.add_argument(f"--{name}", **options)
     return parser
 
 
 def _file_values(path: str) -> Iterator[tuple[str, Any]]:
-    """The dotted keys and values of a YAML file. Raises UserError if it has no sections."""
+    """Yield the dotted keys and values of a YAML file. Raises UserError if it has no sections."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -503,45 +503,47 @@ def _file_values(path: str) -> Iterator[tuple[str, Any]]:
                 name = f"{section}.{key}"
                 if isinstance(value, dict):
                     yield from ((f"{name}.{inner}", each) for inner, each in value.items())
-                elif value is not None or not any(known.startswith(f"{name}.") for known in known_keys()):
+                elif value is not None or not any(
+                    existing_key.startswith(f"{name}.") for existing_key in known_keys()
+                ):
                     yield name, value
         else:
             raise UserError(f"{path}: {section} is a section; write its keys indented below it")
 
 
 def _environment() -> Iterator[tuple[str, str, str]]:
-    """The dotted key, value and name of each environment variable ADJOINT_SECTION__KEY."""
+    """Yield the dotted key, value and name of each environment variable ADJOINT_SECTION__KEY."""
     spelled = {name.lower(): name for name in known_keys()}
-    meant = re.compile(f"ADJOINT_(.*__|({'|'.join(vars(Config()))})_)", re.IGNORECASE)
+    pattern = re.compile(f"ADJOINT_(.*__|({'|'.join(vars(Config()))})_)", re.IGNORECASE)
     for variable, text in sorted(os.environ.items()):
-        if meant.match(variable):
+        if pattern.match(variable):
             name = variable.removeprefix("ADJOINT_").replace("__", ".").lower()
             yield spelled.get(name, name), text, variable
 
 
-def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
-    """The sizes of a Hugging Face model; sizes that are also given must agree with them."""
+def _pretrained(default: ModelConfig, settings: dict[str, Any]) -> ModelConfig:
+    """Return the sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.train.pretrained import sizes
 
     keys = ("from_pretrained", "lora", "trust_remote_code")
-    ours = {key: given.pop(key) for key in keys if key in given}
-    own: dict[str, Any] = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
-    for key, value in given.items():
-        if value != own.get(key, getattr(default, key)):
+    ours = {key: settings.pop(key) for key in keys if key in settings}
+    model_sizes: dict[str, Any] = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
+    for key, value in settings.items():
+        if value != model_sizes.get(key, getattr(default, key)):
             raise UserError(f"model.{key}: model.from_pretrained has its own; leave {value} out")
-    return dataclasses.replace(default, **ours, **own)
+    return dataclasses.replace(default, **ours, **model_sizes)
 
 
-def _unknown(name: str, where: str) -> UserError:
+def _unknown(name: str, origin: str) -> UserError:
     guess = FOREIGN_KEYS.get(name.rpartition(".")[2]) or nearest(name, known_keys())
-    meant = f"; did you mean {guess}?" if guess in known_keys() else f"; {guess}" * bool(guess)
-    return UserError(f"{where}: unknown key {name}{meant} (--help-all lists all keys)")
+    suggestion = f"; did you mean {guess}?" if guess in known_keys() else f"; {guess}" * bool(guess)
+    return UserError(f"{origin}: unknown key {name}{suggestion} (--help-all lists all keys)")
 
 
-def _method(name: str, given: dict[str, Any]) -> Any:
-    """The method of `adjoint.methods` with the given arguments; None keeps the method's default."""
+def _method(name: str, settings: dict[str, Any]) -> Any:
+    """Return the method of `adjoint.methods` with the given arguments; None keeps the method's default."""
     fields = {method: {f.name: f.default for f in dataclasses.fields(cls)} for method, cls in METHODS.items()}
-    arguments = {key: value for key, value in given.items() if value is not None}
+    arguments = {key: value for key, value in settings.items() if value is not None}
     for key in sorted(arguments.keys() - fields[name].keys()):
         takers = [method for method in METHODS if key in fields[method]]
         if arguments.pop(key) in [fields[method][key] for method in takers]:
@@ -560,29 +562,33 @@ def _method(name: str, given: dict[str, Any]) -> Any:
 
 
 def _build(values: dict[str, Any], weights: bool = True) -> Config:
-    """The configuration with the given dotted keys; all others have their defaults. `weights`: whether to
-    download the weights of a model on the hub."""
+    """Return the configuration with the given dotted keys; all others have their defaults. `weights`: whether
+    to download the weights of a model on the hub."""
     defaults = vars(Config())
-    given: dict[str, dict[str, Any]] = {section: {} for section in defaults}
+    by_section: dict[str, dict[str, Any]] = {section: {} for section in defaults}
     for key, value in values.items():
         section, *outer, name = key.split(".")
-        inner = given[section].setdefault(outer[0], {}) if outer else given[section]
+        inner = by_section[section].setdefault(outer[0], {}) if outer else by_section[section]
         inner[name] = value
     sections, tuned = dict[str, Any](), dict[str, dict[str, Any]]()
-    if (directory := given["model"].get("from_pretrained")) is not None:
+    if (directory := by_section["model"].get("from_pretrained")) is not None:
         from adjoint.train.pretrained import folder_of
 
-        directory = given["model"]["from_pretrained"] = folder_of(directory, weights)
-        lora = {"lr": 2e-4} if "lora" in given["model"] else {}
+        directory = by_section["model"]["from_pretrained"] = folder_of(directory, weights)
+        lora = {"lr": 2e-4} if "lora" in by_section["model"] else {}
         tuned = {"training": FINE_TUNING | lora, "data": {"tokenizer": tokenizer_in(directory)}}
     for section, default in defaults.items():
         try:
             if section == "method":
-                sections[section] = _method(given[section].pop("name", default.name), given[section])
+                sections[section] = _method(
+                    by_section[section].pop("name", default.name), by_section[section]
+                )
             elif section == "model" and directory is not None:
-                sections[section] = _pretrained(default, given[section])
+                sections[section] = _pretrained(default, by_section[section])
             else:
-                sections[section] = dataclasses.replace(default, **tuned.get(section, {}) | given[section])
+                sections[section] = dataclasses.replace(
+                    default, **tuned.get(section, {}) | by_section[section]
+                )
         except ValueError as error:
             text = str(error)
             raise UserError(text if text.startswith(section) else f"{section}: {text}") from error

@@ -56,10 +56,10 @@ def check_model(checkpoint: Path, config: Mapping[str, Any]) -> None:
     digests = _model_digests(model)
     for kind in kinds:
         if digests.get(kind) != recorded[kind]:
-            what, why = _MODEL_FILES[kind]
+            subject, why = _MODEL_FILES[kind]
             raise UserError(
-                f"{checkpoint}: {what} in {model['from_pretrained']} changed since the run began, and {why}; "
-                "put the folder back as it was, or start another run"
+                f"{checkpoint}: {subject} in {model['from_pretrained']} changed since the run began, and "
+                f"{why}; put the folder back as it was, or start another run"
             )
 
 
@@ -106,12 +106,12 @@ def _config_digest(file: Path) -> str:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "unreadable"
-    kept = {key: value for key, value in content.items() if key not in _NOT_THE_MODEL}
-    return _digest([json.dumps(kept, sort_keys=True).encode()])
+    relevant = {key: value for key, value in content.items() if key not in _NOT_THE_MODEL}
+    return _digest([json.dumps(relevant, sort_keys=True).encode()])
 
 
 def _content_digest(files: Iterable[Path]) -> str:
-    return _digest(part for file in sorted(files) for part in (file.name.encode(), file.read_bytes()))
+    return _digest(chunk for file in sorted(files) for chunk in (file.name.encode(), file.read_bytes()))
 
 
 def weights_digest(folder: Path) -> str:
@@ -124,11 +124,11 @@ def weights_digest(folder: Path) -> str:
     if not entries:
         for file in sorted(folder.glob("*.bin")):
             entries[file.name] = _sampled(file, 0, file.stat().st_size, _SAMPLES_PER_FILE)
-    return _digest(part for name in sorted(entries) for part in (name.encode(), entries[name]))
+    return _digest(chunk for name in sorted(entries) for chunk in (name.encode(), entries[name]))
 
 
 def _tensor_samples(file: Path) -> dict[str, bytes]:
-    """The header entry and sampled bytes of each tensor of a safetensors file."""
+    """Return the header entry and sampled bytes of each tensor of a safetensors file."""
     entries = {}
     try:
         with open(file, "rb") as stream:
@@ -137,15 +137,18 @@ def _tensor_samples(file: Path) -> dict[str, bytes]:
         for name, entry in header.items():
             if name != "__metadata__":
                 first, end = entry["data_offsets"]
-                told = json.dumps([entry["dtype"], entry["shape"]]).encode()
-                entries[name] = told + _sampled(file, 8 + size + first, end - first, _SAMPLES_PER_TENSOR)
+                header_entry = json.dumps([entry["dtype"], entry["shape"]]).encode()
+                entries[name] = header_entry + _sampled(
+                    file, 8 + size + first, end - first, _SAMPLES_PER_TENSOR
+                )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
         return {file.name: b"damaged"}
     return entries
 
 
 def _sampled(file: Path, first: int, length: int, samples: int) -> bytes:
-    """The length of a span of a file, and evenly spaced samples of it, its beginning and end among them."""
+    """Return the length of a span of a file, and evenly spaced samples of it, its beginning and end among
+    them."""
     last = max(0, length - _SAMPLE_BYTES)
     starts = sorted({last * k // (samples - 1) for k in range(samples)})
     parts = [str(length).encode()]
@@ -158,6 +161,6 @@ def _sampled(file: Path, first: int, length: int, samples: int) -> bytes:
 
 def _digest(parts: Iterable[bytes]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
+    for chunk in parts:
+        digest.update(len(chunk).to_bytes(8, "little") + chunk)
     return digest.hexdigest()

@@ -46,10 +46,10 @@ class Flags(argparse.ArgumentParser):
         Raises:
             UserError: it has a flag that there is not, with the one that may be meant, or a stray word.
         """
-        given, rest = self.parse_known_args(args, namespace)
+        arguments, rest = self.parse_known_args(args, namespace)
         if rest:
             raise self.unknown(rest[0])
-        return given
+        return arguments
 
     def parse_with_keys(self, argv: list[str]) -> tuple[Any, list[str]]:
         """Parse the command's own flags; return them, and the words that may be keys of a configuration.
@@ -57,23 +57,23 @@ class Flags(argparse.ArgumentParser):
         Raises:
             UserError: one of these has no section, as no key has, and is like a flag of the command.
         """
-        given, rest = self.parse_known_args(argv)
+        arguments, rest = self.parse_known_args(argv)
         for word in rest:
             flag = word.partition("=")[0]
             if flag.startswith("--") and "." not in flag and nearest(flag, self._flags(), cutoff=0.8):
                 raise self.unknown(word)
-        return given, rest
+        return arguments, rest
 
     def _flags(self) -> list[str]:
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
     def unknown(self, word: str) -> UserError:
-        """An error for a word that is no flag of the command, with the flag that may be meant."""
+        """Return an error for a word that is no flag of the command, with the flag that may be meant."""
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
             return UserError(f"{word!r}: {self.prog} takes no such argument; see {self.prog} --help")
-        meant = nearest(flag, self._flags(), cutoff=0.6)
-        hint = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
+        suggestion = nearest(flag, self._flags(), cutoff=0.6)
+        hint = f"did you mean {suggestion}?" if suggestion else f"see {self.prog} --help"
         return UserError(f"{flag}: {self.prog} does not take it; {hint}")
 
     def error(self, message: str) -> Never:
@@ -84,12 +84,12 @@ class Flags(argparse.ArgumentParser):
 
 
 def reads(hint: Any) -> Callable[[str], Any]:
-    """A reader for `Flags.add` that takes the values of an annotation (`adjoint.settings`)."""
+    """Return a reader for `Flags.add` that takes the values of an annotation (`adjoint.settings`)."""
     return lambda text: read_value(text, hint)
 
 
 def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A reader for `Flags.add` of lists such as ``4K,64K``: one or more values, without duplicates."""
+    """Return a reader for `Flags.add` of lists such as ``4K,64K``: one or more values, without duplicates."""
 
     def values(text: str) -> list[Any]:
         words = [word.strip() for word in text.split(",") if word.strip()]
@@ -101,14 +101,14 @@ def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def new_folder(text: str) -> Path:
-    """A reader for `Flags.add` of a folder to write to."""
+    """Return the folder to write to that a flag names; a reader for `Flags.add`."""
     if Path(text).is_file():
         raise ValueError(f"{text}: is a file; name a folder")
     return Path(text)
 
 
-def nearest(key: str, known: Collection[str], cutoff: float = 0.65) -> str | None:
-    """The known name most similar to ``key``, with or without its section; None if none is similar."""
-    short = {name.rpartition(".")[2]: name for name in known}
-    matches = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=cutoff)
+def nearest(key: str, candidates: Collection[str], cutoff: float = 0.65) -> str | None:
+    """Return the known name most similar to ``key``, with or without its section; None if none is similar."""
+    short = {name.rpartition(".")[2]: name for name in candidates}
+    matches = difflib.get_close_matches(key, [*candidates, *short], n=1, cutoff=cutoff)
     return short.get(matches[0], matches[0]) if matches else None

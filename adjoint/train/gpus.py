@@ -42,8 +42,8 @@ GPUS = {
 
 
 def by_driver_name(name: str) -> Gpu | None:
-    """The GPU that the driver calls `name`, such as "NVIDIA H100 PCIe"; None for a MIG slice or a GPU that is
-    not in the table."""
+    """Return the GPU that the driver calls `name`, such as "NVIDIA H100 PCIe"; None for a MIG slice or a GPU
+    that is not in the table."""
     words = set(re.split(r"[\s-]+", name.lower()))
-    found = [gpu for gpu in GPUS.values() if words.issuperset(gpu.name.split("-"))]
-    return None if "mig" in words or not found else max(found, key=lambda gpu: gpu.name.count("-"))
+    matches = [gpu for gpu in GPUS.values() if words.issuperset(gpu.name.split("-"))]
+    return None if "mig" in words or not matches else max(matches, key=lambda gpu: gpu.name.count("-"))

@@ -15,7 +15,7 @@ from adjoint.train.optimizer import parts_of, take_step
 
 @dataclass(frozen=True)
 class OptimizerInBackward:
-    """What `optimizer_in_backward` returns.
+    """The optimizers and hooks of a model that `optimizer_in_backward` has set up.
 
     Attributes:
         optimizers: one per trained parameter, by its name: to set learning rates and for `state_dict`.
@@ -52,11 +52,11 @@ def optimizer_in_backward(
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizers = {name: make_optimizer([parameter]) for name, parameter in named.items()}
-    of = {id(parameter): optimizers[name] for name, parameter in named.items()}
+    optimizer_by_id = {id(parameter): optimizers[name] for name, parameter in named.items()}
 
     def step(parameter: Tensor) -> None:
-        of[id(parameter)].step()
-        of[id(parameter)].zero_grad()
+        optimizer_by_id[id(parameter)].step()
+        optimizer_by_id[id(parameter)].zero_grad()
 
     hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in named.values()]
     return OptimizerInBackward(optimizers, hooks)
@@ -72,26 +72,26 @@ class SteppedInBackward:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.lr = optimizer, 0.0
         self._squares: list[Tensor] = []
-        for part in parts_of(optimizer):
-            for group in part.param_groups:
+        for member in parts_of(optimizer):
+            for group in member.param_groups:
                 for parameter in group["params"]:
-                    parameter.register_post_accumulate_grad_hook(self._step_of(part, group))
+                    parameter.register_post_accumulate_grad_hook(self._step_of(member, group))
 
-    def _step_of(self, part: Optimizer, group: dict[str, Any]) -> Callable[[Tensor], None]:
+    def _step_of(self, member: Optimizer, group: dict[str, Any]) -> Callable[[Tensor], None]:
         def step(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self._squares.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square())
-            groups = part.param_groups
-            part.param_groups = [{**group, "params": [parameter]}]
+            groups = member.param_groups
+            member.param_groups = [{**group, "params": [parameter]}]
             try:
-                take_step(part, self.lr)
+                take_step(member, self.lr)
             finally:
-                part.param_groups = groups
+                member.param_groups = groups
             parameter.grad = None
 
         return step
 
     def norm(self) -> float:
-        """The L2 norm of the gradients since the last call."""
+        """Return the L2 norm of the gradients since the last call."""
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum().sqrt().item() if squares else 0.0

@@ -1,4 +1,4 @@
-"""How a run is spread over workers, and what does not go together with that."""
+"""Distribution of a run over workers, and checks of settings that it excludes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adjoint.settings import NotNegative, Positive, check_fields
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread over workers.
+    """The distribution of a run over workers.
 
     Workers have ranks: replica by replica, in each of them shard by shard, the helpers last.
 
@@ -61,15 +61,15 @@ class Layout:
 
     @property
     def helped(self) -> tuple[int, ...]:
-        """For each helper of a replica the shard whose tasks it shares."""
+        """The shard whose tasks each helper of a replica shares."""
         return tuple(i % self.shards for i in range(self.helpers))
 
     def replica(self, rank: int) -> int:
-        """Which replica a worker is of."""
+        """Return the replica of a worker."""
         return rank // self.workers
 
     def worker(self, rank: int) -> int:
-        """A worker's number within its replica, which is what programs know."""
+        """Return a worker's number within its replica, which is what programs know."""
         return rank % self.workers
 
     def helps(self, rank: int) -> bool:
@@ -77,22 +77,22 @@ class Layout:
         return self.worker(rank) >= self.owning
 
     def shard(self, rank: int) -> int:
-        """Which shard's layers a worker has, or helps with."""
+        """Return the shard whose layers a worker has, or helps with."""
         worker = self.worker(rank)
         return self.helped[worker - self.owning] if self.helps(rank) else worker // self.sequence
 
     def ranks(self, shard: int) -> list[int]:
-        """The workers that own a shard's layers, in all replicas."""
+        """Return the workers that own a shard's layers, in all replicas."""
         return [rank for rank in range(self.world) if not self.helps(rank) and self.shard(rank) == shard]
 
     def helpers_of(self, rank: int) -> list[int]:
-        """The helpers that share a worker's tasks."""
+        """Return the helpers that share a worker's tasks."""
         first = self.workers * self.replica(rank) + self.owning
         return [first + i for i, shard in enumerate(self.helped) if shard == self.shard(rank)]
 
     @property
     def everyone(self) -> list[int]:
-        """All workers but the helpers."""
+        """Ranks of the workers that are not helpers."""
         return [rank for rank in range(self.world) if not self.helps(rank)]
 
     @property
@@ -112,17 +112,18 @@ class Layout:
         return -(-batch // self.replicas)
 
     def at_most(self, chunk_size: int, seqlen: int) -> int:
-        """Tokens of a chunk, fewer where else some worker of a sequence would not have two of them."""
+        """Return the tokens of a chunk, fewer where else some worker of a sequence would not have two of
+        them."""
         return at_most(chunk_size, seqlen, self.sequence)
 
     def chunk_size(self, method: Any, seqlen: int, default: int) -> int:
-        """Tokens of a chunk; where the method does not say, `default` or fewer (`at_most`)."""
+        """Return the tokens of a chunk; where the method does not say, `default` or fewer (`at_most`)."""
         return method.engine_spec(seqlen, self.at_most(default, seqlen)).chunk_size
 
     # ------------------------------------------------------------------------------ what does not go together
 
     def check(self, model: Any, method: Any) -> None:
-        """Raises a UserError where a model (a StackConfig, or what is known of a pretrained one) or a method
+        """Raise a UserError where a model (a StackConfig, or what is known of a pretrained one) or a method
         cannot be spread so."""
         if self.shards > model.n_layer:
             raise UserError(
@@ -141,7 +142,7 @@ class Layout:
         self.check_sequence(method)
 
     def check_sequence(self, method: Any) -> None:
-        """Raises a UserError for a method whose sequences several workers cannot share."""
+        """Raise a UserError for a method whose sequences several workers cannot share."""
         if self.sequence == 1:
             return
         if self.helpers:
@@ -154,7 +155,7 @@ class Layout:
             )
 
     def check_rows(self, batch: int) -> None:
-        """Raises a UserError where some replica would have no row of a batch."""
+        """Raise a UserError where some replica would have no row of a batch."""
         if batch < self.replicas:
             raise UserError(
                 f"cluster.replicas: {self.replicas} replicas for a data.batch of {batch}, and each needs a "
@@ -162,8 +163,8 @@ class Layout:
             )
 
     def check_chunks(self, method: Any, seqlen: int, chunk_size: int | None = None) -> None:
-        """Raises a UserError where some worker of a sequence would have no chunk, of the shortest length
-        there may be where it is not known yet."""
+        """Raise a UserError where some worker of a sequence would have no chunk, of the shortest length there
+        may be where it is not known yet."""
         size = chunk_size or self.chunk_size(method, seqlen, seqlen)
         chunks = -(-seqlen // size)
         if chunks < self.sequence:
@@ -174,7 +175,7 @@ class Layout:
             )
 
     def check_run(self, method: Any, training: Any) -> None:
-        """Raises a UserError for what only one process can do."""
+        """Raise a UserError for what only one process can do."""
         if training.optimizer_in_backward:
             raise UserError("training.optimizer_in_backward: works in one process only; leave it out")
         if getattr(method, "memory", None) is not None:

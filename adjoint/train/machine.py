@@ -31,8 +31,8 @@ PACKAGES = (
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device of ``training.device``; a UserError where there is none. "auto" warns where the driver
-    lists a GPU that PyTorch cannot use."""
+    """Return the torch device of ``training.device``; a UserError where there is none. "auto" warns where the
+    driver lists a GPU that PyTorch cannot use."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -61,7 +61,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def driver_gpus() -> int:
-    """How many GPUs NVIDIA's driver lists, whether PyTorch can use them or not; 0 without a driver."""
+    """Count the GPUs that NVIDIA's driver lists, whether PyTorch can use them or not; 0 without a driver."""
     try:
         nvml, count = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint(0)
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
@@ -100,7 +100,7 @@ def recorded(path: Path, steps: int) -> Iterator[Callable[[], None]]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context of a forward pass in the precision that `pick_precision` gave."""
+    """Return the context of a forward pass in the precision that `pick_precision` gave."""
     if precision == "bfloat16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return contextlib.nullcontext()
@@ -159,7 +159,8 @@ class StopRequest:
 
 
 def terminal_bar(total: int, unit: str, **settings: Any) -> Any:
-    """A progress bar of tqdm where stderr is a terminal, else None; of several processes, in the first."""
+    """Return a tqdm progress bar where stderr is a terminal, else None; of several processes, only the first
+    has one."""
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         return None
     from tqdm import tqdm
@@ -171,16 +172,16 @@ def terminal_bar(total: int, unit: str, **settings: Any) -> Any:
 
 def versions(*packages: str) -> dict[str, str]:
     """Installed versions of `packages`; those that are not installed are left out."""
-    found = {}
+    versions_by_name = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions_by_name[package] = importlib.metadata.version(package)
+    return versions_by_name
 
 
 def vectors() -> str:
-    """The instruction set that PyTorch's operators use, and the kernels' target where the user has picked
-    one: processors of one name differ in it."""
+    """Return the instruction set that PyTorch's operators use, and the kernels' target where the user has
+    picked one: processors of one name differ in it."""
     target = os.environ.get("ADJOINT_MARCH")
     return torch.backends.cpu.get_cpu_capability() + (f", kernels for {target}" if target else "")
 

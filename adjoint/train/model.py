@@ -37,34 +37,34 @@ class LanguageModel(Protocol):
 
     @staticmethod
     def check(config: Config) -> None:
-        """Raises a UserError for what such a model cannot do, before there is a folder, or text is read."""
+        """Raise a UserError for what such a model cannot do, before there is a folder, or text is read."""
 
     @classmethod
     def from_config(
         cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None
     ) -> LanguageModel:
-        """The model of a configuration, as it is before the first step."""
+        """Return the model of a configuration, as it is before the first step."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path) -> LanguageModel:
-        """The model of a run's checkpoint that is known to be whole, to be evaluated."""
+        """Return the model of a run's checkpoint that is known to be whole, to be evaluated."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids it knows."""
+        """The number of token ids that the model has."""
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        """Tokens of a chunk, under the caller's autocast."""
+        """Return the tokens of a chunk, under the caller's autocast."""
 
     def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
-        """What has the mean `loss` of a batch; arguments as `Stack.forward`'s, where states are carried also
-        `state` and `return_state`."""
+        """Return an output with the mean `loss` of a batch. Arguments are those of `Stack.forward`, with
+        `state` and `return_state` where states are carried."""
 
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
-        """The prompt (1, seqlen) with sampled tokens after it."""
+        """Return the prompt (1, seqlen) with sampled tokens after it."""
 
     def chunk_losses(self, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
-        """The summed loss of each chunk of ids (1, seqlen), without gradients."""
+        """Return the summed loss of each chunk of ids (1, seqlen), without gradients."""
 
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
         """Logits (1, tokens, vocab_size) of the last `tokens` of ids (1, seqlen), without gradients."""
@@ -101,8 +101,8 @@ class StackLM(LanguageModel):
         return self.method.engine_spec(seqlen, default).chunk_size
 
     def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
-        how = {"method": self.method, "sequence_group": self.group, **states}
-        return self.module(ids, labels=labels, seq_idx=seq_idx, **how)
+        options = {"method": self.method, "sequence_group": self.group, **states}
+        return self.module(ids, labels=labels, seq_idx=seq_idx, **options)
 
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
         generator = torch.Generator(prompt.device).manual_seed(settings.seed)
@@ -195,5 +195,5 @@ class PretrainedLM(LanguageModel):
 
 
 def model_class(pretrained: str | None) -> type[LanguageModel]:
-    """The class for a value of `model.from_pretrained`."""
+    """Return the class for a value of `model.from_pretrained`."""
     return StackLM if pretrained is None else PretrainedLM

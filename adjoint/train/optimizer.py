@@ -24,7 +24,8 @@ _uncompiled = threading.Lock()
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()
 ) -> list[dict[str, Any]]:
-    """The two groups of AdamW: what decays (the matrices of projections and convolutions) and what does not.
+    """Return the two groups of AdamW: what decays (the matrices of projections and convolutions) and what
+    does not.
 
     Not decayed: biases, norms and everything else with fewer than two dimensions; ``A_log``, ``D``,
     ``dt_bias``, ``B_bias``, ``C_bias``; parameters marked ``_no_weight_decay``; embeddings, and so a head
@@ -82,30 +83,30 @@ class Several(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of all parts, to be read and written."""
-        return [group for part in self.parts for group in part.param_groups]
+        """The parameter groups of all optimizers, to be read and written."""
+        return [group for optimizer in self.parts for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """By parameter, to be read."""
-        return {p: s for part in self.parts for p, s in part.state.items()}
+        """The state of each parameter, read-only."""
+        return {p: s for optimizer in self.parts for p, s in optimizer.state.items()}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
+        for optimizer in self.parts:
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
+        for optimizer in self.parts:
+            optimizer.zero_grad(set_to_none)
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that `Several` is made of; another one by itself."""
+    """Return the optimizers that `Several` is made of; another one by itself."""
     return optimizer.parts if isinstance(optimizer, Several) else [optimizer]
 
 
 def take_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """An optimizer's step at a learning rate.
+    """Take an optimizer's step at a learning rate.
 
     torchao has the rate in a tensor, and compiles the step for each shape of a parameter. On a CPU that takes
     a minute or two: there it runs operation by operation.
@@ -125,44 +126,47 @@ def take_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A parameter's optimizer state as plain tensors: of 8-bit moments codes, scales and what codes stand
-    for, "exp_avg.codes" and so on."""
+    """Return a parameter's optimizer state as plain tensors: of 8-bit moments codes, scales and what codes
+    stand for, "exp_avg.codes" and so on."""
     flat: dict[str, Tensor] = {}
     for key, value in state.items():
         if is_traceable_wrapper_subclass(value):
-            flat |= {f"{key}.{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+            flat |= {
+                f"{key}.{attribute}": getattr(value, attribute) for attribute in value.__tensor_flatten__()[0]
+            }
         else:
             flat[key] = torch.as_tensor(value)
     return flat
 
 
 def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """The reverse of `flattened`."""
+    """Rebuild a parameter's optimizer state: the reverse of `flattened`."""
     state = {key: value for key, value in flat.items() if "." not in key}
     for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit
 
-        parts = [flat[f"{key}.{part}"] for part in OptimState8bit.tensor_attrs]
+        parts = [flat[f"{key}.{attribute}"] for attribute in OptimState8bit.tensor_attrs]
         signed = bool(flat[f"{key}.qmap"].min() < 0)
         state[key] = OptimState8bit(*parts, signed, parameter.dtype)
     return state
 
 
 def share_in_8bit(parameters: Iterable[Tensor]) -> float:
-    """The share of weights whose moments adamw8bit has in 8 bits: those of tensors large enough that whole
-    blocks make up."""
+    """Return the share of weights whose moments adamw8bit has in 8 bits: those of tensors large enough that
+    whole blocks make up."""
     sizes = [p.numel() for p in parameters]
     return sum(n for n in sizes if n >= SMALLEST and n % BLOCK == 0) / sum(sizes)
 
 
 def moment_bytes(weights: int, element: int, in_8bit: float) -> int:
-    """Bytes of AdamW's two moments of so many weights of `element` bytes; a share of them has moments in 8
-    bits, with a float32 scale a block."""
+    """Return the bytes of AdamW's two moments of so many weights of `element` bytes; a share of them has
+    moments in 8 bits, with a float32 scale a block."""
     return round(2 * weights * (element + in_8bit * (1 + 4 / BLOCK - element)))
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """The rate of step ``step``, counted from 1: linear up to ``lr``, then by ``schedule`` to ``min_lr``."""
+    """Return the rate of step ``step``, counted from 1: linear up to ``lr``, then by ``schedule`` to
+    ``min_lr``."""
     if step <= config.warmup:
         return config.lr * step / config.warmup
     falling = config.decay if config.schedule == "wsd" else config.steps - config.warmup

@@ -31,8 +31,8 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def folder_of(name: str, weights: bool = True, key: str = KEY) -> str:
-    """A folder as it is; of a name of the hub the folder in huggingface_hub's cache that its files are
-    downloaded to.
+    """Return a folder as it is; for a name of the hub, the folder in huggingface_hub's cache that its files
+    are downloaded to.
 
     Args:
         weights: whether the model's weights are needed too.
@@ -160,7 +160,7 @@ def _check_generation_config(file: Path, key: str) -> None:
 
 
 def _adapted(model: Any, lora: Mapping[str, Any]) -> Any:
-    """A model with adapters, the rest of it frozen."""
+    """Return a model with adapters, the rest of it frozen."""
     try:
         import peft
     except ImportError:
@@ -178,7 +178,7 @@ def _adapted(model: Any, lora: Mapping[str, Any]) -> Any:
 
 
 def _linear_maps(model: Any) -> list[str]:
-    """The modules that get an adapter where none are named."""
+    """Return the modules that get an adapter where none are named."""
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
     left_out = set(_UNADAPTED)
     if any(name.endswith(".experts") for name in modules):  # whose own these names stand for too
@@ -192,7 +192,7 @@ def _linear_maps(model: Any) -> list[str]:
 def described(
     directory: str, method: Any, folder: Path | None, trust_remote_code: bool = False
 ) -> Pretrained:
-    """What layer shards have to know of the model of a folder.
+    """Describe the model of a folder to the layer shards that train it.
 
     Args:
         folder: to write its weights to, by the names of its parameters; None writes none. A folder's own
@@ -205,21 +205,22 @@ def described(
 
     model = unwrap(load(directory, method, None, trust_remote_code))
     with _naming(directory):
-        found = examine(model, example_tokens(model)[0])
+        outline = examine(model, example_tokens(model)[0])
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         named = dict(model.named_parameters())
         save_file(
-            {name: named[name].detach().contiguous() for name in found.names}, folder / "model.safetensors"
+            {name: named[name].detach().contiguous() for name in outline.names}, folder / "model.safetensors"
         )
         flush(folder / "model.safetensors")
-    return found
+    return outline
 
 
 @torch.no_grad()
 def continued(model: Any, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int) -> Tensor:
-    """The prompt (1, seqlen) with sampled tokens after it; the random numbers go on as if none were drawn.
+    """Return the prompt (1, seqlen) with sampled tokens after it; the random numbers go on as if none were
+    drawn.
 
     Raises:
         UserError: the model's own `generate` fails, as that of a model with code of its own may.

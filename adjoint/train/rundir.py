@@ -22,7 +22,7 @@ _CONTENTS = ("config.yaml", "metrics.jsonl", "checkpoints")
 
 
 def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
-    """The folder to write to, locked, and the checkpoint to continue from (None: from the beginning).
+    """Return the folder to write to, locked, and the checkpoint to continue from (None: from the beginning).
 
     Raises:
         UserError: the folder holds another run and ``run.resume`` does not say to go on with it, another
@@ -35,9 +35,13 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
     if run.resume != "never":
         checkpoint = Path(run.resume)
         verify_checkpoint(checkpoint)
-        own = checkpoint.absolute().parent
-        if own.name == "checkpoints" and (not run.dir or Path(run.dir).resolve() == own.parent.resolve()):
-            return RunFolder(Path(run.dir) if run.dir else Path(os.path.relpath(own.parent))), checkpoint
+        run_folder = checkpoint.absolute().parent
+        if run_folder.name == "checkpoints" and (
+            not run.dir or Path(run.dir).resolve() == run_folder.parent.resolve()
+        ):
+            return RunFolder(
+                Path(run.dir) if run.dir else Path(os.path.relpath(run_folder.parent))
+            ), checkpoint
     if not run.dir:
         return _new_folder(run.name or "default"), checkpoint
     if any((Path(run.dir) / name).exists() for name in _CONTENTS):
@@ -48,8 +52,8 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
 
 
 def resume_command(path: Path, launcher: str = "") -> str:
-    """The command that goes on with a run. Data paths and the like are in its config.yaml; only where the run
-    is has to be said again.
+    """Return the command that goes on with a run. Data paths and the like are in its config.yaml; only where
+    the run is has to be said again.
 
     Args:
         launcher: torchrun with its arguments, in place of Python.
@@ -64,8 +68,8 @@ def resume_command(path: Path, launcher: str = "") -> str:
 
 
 def find_checkpoint(name: str, flag: str = "") -> Path:
-    """The checkpoint that a command line names: a run's newest good one, or one itself. `runs/` may be left
-    out. A UserError where there is none."""
+    """Return the checkpoint that a command line names: a run's newest good one, or one itself. `runs/` may be
+    left out. A UserError where there is none."""
     called = f"{flag} {name}".strip()
     path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
     if path is None:
@@ -76,7 +80,8 @@ def find_checkpoint(name: str, flag: str = "") -> Path:
 
 
 def _numbered(name: str) -> tuple[Path, Path]:
-    """The latest of runs/NAME, runs/NAME-2, … (the first, where there is none yet), and the one after it."""
+    """Return the latest of runs/NAME, runs/NAME-2, … (the first, where there is none yet), and the one after
+    it."""
     pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
     matches = [pattern.fullmatch(p.name) for p in RUNS.iterdir()] if RUNS.is_dir() else []
     last = max((int(match[1] or 1) for match in matches if match), default=0)
@@ -134,14 +139,14 @@ class RunFolder:
         self.close()
 
     def check(self) -> None:
-        """Raises a UserError where the folder is no longer there: what is written to it would be lost."""
+        """Raise a UserError where the folder is no longer there: what is written to it would be lost."""
         assert self._metrics is not None, "start() comes first"
-        mine = os.fstat(self._metrics.fileno())
+        opened_file = os.fstat(self._metrics.fileno())
         try:
-            there = os.path.samestat(mine, (self.path / "metrics.jsonl").stat())
+            is_same_file = os.path.samestat(opened_file, (self.path / "metrics.jsonl").stat())
         except OSError:
-            there = False
-        if not there:
+            is_same_file = False
+        if not is_same_file:
             raise UserError(
                 f"{self.path}: the run's folder was removed or replaced, and what was in it is lost; "
                 "start the run again"
@@ -182,7 +187,8 @@ def _lock(path: Path) -> int:
 
 
 def _read_rows(file: Path, last_step: int) -> list[dict[str, Any]]:
-    """The rows up to a step. A kill may have cut the last line short: what does not parse is left out."""
+    """Return the rows up to a step. A kill may have cut the last line short: what does not parse is left
+    out."""
     rows = []
     if file.exists():
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():

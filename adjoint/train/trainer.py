@@ -51,7 +51,7 @@ LossAndWindows = tuple[float, list[int] | None]  # of a batch; None unless the m
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its folder, the optimizer steps done, and the signal that ended it early."""
+    """The end of a run: its folder, the optimizer steps done, and the signal that ended it early."""
 
     path: Path
     step: int
@@ -67,7 +67,7 @@ def train(config: Config) -> Outcome:
 
 
 class Trainer:
-    """One run: model, optimizer, data and where they are written; it goes on from a checkpoint if there is
+    """A training run: its model, optimizer, data and run folder; it continues from a checkpoint if there is
     one."""
 
     # Of the device, if its data sheet is known, and of the products with parameters for a token.
@@ -163,7 +163,7 @@ class Trainer:
         return stop.signal is not None
 
     def _picked_chunk_size(self) -> int:
-        """Tokens of a chunk of a training batch."""
+        """Return the tokens of a chunk of a training batch."""
         with autocast(self.precision, self.device):
             return self.model.chunk_size(self.rows, self.config.data.seqlen)
 
@@ -190,7 +190,7 @@ class Trainer:
         return loss.item(), getattr(output, "windows", None)
 
     def _output(self, ids: torch.Tensor, **states: Any) -> Any:
-        """The model's output on a batch, by the method."""
+        """Return the model's output on a batch, by the method."""
         tokens, labels = (t.to(self.device) for t in labelled(ids))
         return self.model.output(tokens, labels, self.data.seq_idx(tokens), **states)
 
@@ -222,20 +222,20 @@ class Trainer:
             )
 
     def _loss_of(self, ids: torch.Tensor) -> float:
-        """The mean loss of a batch, without gradients."""
+        """Return the mean loss of a batch, without gradients."""
         with autocast(self.precision, self.device):
             return self._output(ids).loss.item()
 
     def _files(self) -> Callable[[Path], dict[str, dict[str, Any]]]:
-        """What writes the tensors of a checkpoint: `save_checkpoint`'s argument."""
+        """Return the function that writes a checkpoint's tensors, as `save_checkpoint` takes it."""
         copied = self.settings.save_async
         return model_files(self.model.module, self.optimizer, self.carried.tensors(), copied)
 
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
-        here = self.config.to_dict()
+        current = self.config.to_dict()
         self.carried.load(StoredTensors(checkpoint, STEM), self.device)
-        return load_checkpoint(checkpoint, self.model.module, self.optimizer, here, verify=False)
+        return load_checkpoint(checkpoint, self.model.module, self.optimizer, current, verify=False)
 
     def _peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)
@@ -273,20 +273,23 @@ class Trainer:
     def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:
         """Fill the gradients from the next batches: the mean loss (None if no token is predicted), tokens,
         each layer's window if picked."""
-        batches, how = self.settings.grad_accumulation, self.settings.carry_state
+        batches, carry_state = self.settings.grad_accumulation, self.settings.carry_state
         self._zero_grad()
         loss, tokens, windows = 0.0, 0, None
         drawn: list[tuple[Start, torch.Tensor]] = []
         for _ in range(batches):
-            start = how != "previous" or not self.data.train.begins, draw_seed() if how == "noise" else 0
+            start = (
+                carry_state != "previous" or not self.data.train.begins,
+                draw_seed() if carry_state == "noise" else 0,
+            )
             drawn.append((start, next(self.data.train)))
         counts = [self._predictions(ids) for _, ids in drawn]
         for i, (start, ids) in enumerate(drawn):
             loss_divisor = (
                 sum(counts) / counts[i] if counts[i] else math.inf
             )  # as in one batch of all of them
-            part, picked = self._gradients(ids, start, (step - 1) * batches + i, loss_divisor)
-            loss += part
+            batch_loss, picked = self._gradients(ids, start, (step - 1) * batches + i, loss_divisor)
+            loss += batch_loss
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)
             if picked is not None:  # the widest of the batches
@@ -299,7 +302,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> float | None:
-        """Mean loss over the held-out text, nats per token; None if no token of it is predicted."""
+        """Return the mean loss over the held-out text, nats per token; None if no token of it is
+        predicted."""
         total, count = 0.0, 0
         for ids in self.data.eval:
             predictions = self._predictions(ids)
@@ -321,23 +325,28 @@ class Trainer:
         folder = self.folder.path / "checkpoints"
         best, keep = self._best(), self.settings.keep_checkpoints
         spared = None if best is None else best["step"]
-        given = folder, self.step, self._files(), copy.deepcopy(trainer), torch_states(), keep, spared
+        arguments = folder, self.step, self._files(), copy.deepcopy(trainer), torch_states(), keep, spared
         if self.settings.save_async:
-            self.saving = ThreadPoolExecutor(1).submit(save_checkpoint, *given)
+            self.saving = ThreadPoolExecutor(1).submit(save_checkpoint, *arguments)
         else:
-            save_checkpoint(*given)
+            save_checkpoint(*arguments)
         self.saved_step = self.step
 
     def _wait_for_saving(self) -> None:
-        """Until a thread has written its checkpoint; raises what went wrong there."""
+        """Wait until a thread has written its checkpoint, and raise the error that it met, if any."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.result()
 
     def _best(self) -> dict[str, Any] | None:
-        """The row with the lowest held-out loss of those whose checkpoint is there, or is being written."""
-        there = {step_of(path) for path in list_checkpoints(self.folder.path / "checkpoints")} | {self.step}
-        rows = [row for row in self.folder.rows if "eval_loss" in row and row["step"] in there]
+        """Return the row with the lowest held-out loss of those whose checkpoint is there, or is being
+        written."""
+        steps_with_checkpoint = {
+            step_of(path) for path in list_checkpoints(self.folder.path / "checkpoints")
+        } | {self.step}
+        rows = [
+            row for row in self.folder.rows if "eval_loss" in row and row["step"] in steps_with_checkpoint
+        ]
         return min(rows, key=lambda row: row["eval_loss"], default=None)
 
     def _resume(self, checkpoint: Path) -> None:
@@ -378,11 +387,14 @@ class Trainer:
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         print(f"sample:\n{shown}\n")  # never a control sequence to the terminal
 
-    def _diverged(self, what: str, value: float, step: int) -> None:
-        kept = f"the checkpoint of step {self.saved_step} is kept" if self.saved_step else "none is saved yet"
+    def _diverged(self, quantity: str, value: float, step: int) -> None:
+        checkpoint_note = (
+            f"the checkpoint of step {self.saved_step} is kept" if self.saved_step else "none is saved yet"
+        )
         raise UserError(
-            f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; lower training.lr, raise "
-            f"training.warmup_steps or {'lower' if self.settings.grad_clip else 'set'} training.grad_clip"
+            f"{self.folder.path}: the {quantity} became {value} at step {step}, {checkpoint_note}; "
+            f"lower training.lr, raise training.warmup_steps or "
+            f"{'lower' if self.settings.grad_clip else 'set'} training.grad_clip"
         )
 
     def _announce(self) -> None:

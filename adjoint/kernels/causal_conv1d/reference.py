@@ -8,8 +8,8 @@ from adjoint.kernels.recurrence import zero_where
 
 
 def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | None):
-    """For each tap j the input it sees, (batch, seqlen, channels), 0 where it would reach into another
-    document, and whether it does, None where none can."""
+    """Yield, for each tap j: j, its input (batch, seqlen, channels), 0 where it would reach into another
+    document, and the mask of those tokens, None where no tap can."""
     batch, seqlen, channels = x.shape
     before = (
         x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state.transpose(1, 2)

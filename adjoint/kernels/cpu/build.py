@@ -32,7 +32,7 @@ OPTIMIZED = {"scan.cpp": "-O2"}  # the others gain by -O3; it takes two thirds o
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder of the compiled kernels."""
     return cache_folder() / "kernels"
 
 
@@ -61,15 +61,15 @@ def march() -> str:
 
 
 def prebuilt(target: str) -> Path:
-    """Where a wheel has the kernels compiled for a target, less the digest and .so. The name tells of which
-    sources: those of a checkout may have changed since."""
+    """Return the path of a wheel's kernels for a target, without the digest and .so. It contains a digest of
+    the sources, because those of a checkout may have changed since."""
     return Path(__file__).parent / "prebuilt" / f"{_sources().hexdigest()[:16]}-{target}"
 
 
 def _intact_prebuilt() -> Path | None:
     """A wheel's kernels for this processor, or for $ADJOINT_MARCH."""
-    wanted = os.environ.get("ADJOINT_MARCH")
-    targets = (wanted,) if wanted else PREBUILT.get(platform.machine(), ())
+    configured = os.environ.get("ADJOINT_MARCH")
+    targets = (configured,) if configured else PREBUILT.get(platform.machine(), ())
     return next((path for t in targets if not _lacks(t) and (path := intact(prebuilt(t)))), None)
 
 
@@ -112,7 +112,7 @@ def _features() -> list[str]:
 
 
 def _lacks(target: str) -> set[str]:
-    """What this processor lacks of a target, as far as is known: code for it would be killed."""
+    """Return the features of a target that this processor is known to lack; code for it would be killed."""
     lines = [line for line in _features() if line.startswith("flags")]
     return LEVELS.get(target, set()) - set(" ".join(lines).split()) if lines else set()
 
@@ -187,13 +187,13 @@ def _has_openmp(cxx: str, folder: Path) -> bool:
 def _compile(cxx: str, flags: Sequence[str], stem: Path) -> None:
     if is_heard():
         LOGGER.info("compiling the CPU kernels, once for this processor: half a minute or less")
-    here = Path(__file__).parent
+    source_folder = Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=stem.parent) as scratch:
         built = Path(scratch) / "kernels.so"
         objects = [Path(scratch) / f"{name}.o" for name in SOURCES]
         _run_all(
-            [cxx, OPTIMIZED.get(name, "-O3"), *flags, "-c", str(here / name), "-o", str(made)]
-            for name, made in zip(SOURCES, objects, strict=True)
+            [cxx, OPTIMIZED.get(name, "-O3"), *flags, "-c", str(source_folder / name), "-o", str(object_file)]
+            for name, object_file in zip(SOURCES, objects, strict=True)
         )
         _run_all([[cxx, *flags, "-shared", "-o", str(built), *map(str, objects)]])
         _publish(built, stem)
@@ -229,9 +229,9 @@ def load() -> tuple[ctypes.CDLL | None, str]:
         return None, "disabled by ADJOINT_DISABLE_CPU_KERNELS"
     if lacks := _lacks(march()):
         return None, f"ADJOINT_MARCH={march()}, and this processor has no {', '.join(sorted(lacks))}"
-    if (found := _intact_prebuilt()) is not None:
+    if (library := _intact_prebuilt()) is not None:
         with contextlib.suppress(OSError):  # a system that cannot load it may be able to compile
-            return ctypes.CDLL(str(found)), f"{found}"
+            return ctypes.CDLL(str(library)), f"{library}"
     cxx = compiler()
     if cxx is None:
         return None, "no C++ compiler found (install g++ or clang++, or set CXX)"

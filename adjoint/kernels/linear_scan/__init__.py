@@ -54,7 +54,7 @@ def linear_scan(
     backend: str | None = None,
     halo: int = 0,
 ) -> Tensor:
-    """All states of h_t = A_t h_{t-1} + b_t (the generic selective SSM; docs/method.md §1).
+    """Return all states of h_t = A_t h_{t-1} + b_t (the generic selective SSM; docs/method.md §1).
 
     Args:
         a: (batch, seqlen, 1) scalar, (batch, seqlen, d_state) diagonal or (batch, seqlen, d_state, d_state)

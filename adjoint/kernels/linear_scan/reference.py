@@ -14,7 +14,8 @@ from adjoint.kernels.recurrence import (
 
 
 def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    """All states of h_t = a_t h_{t-1} + b_t: b (batch, seqlen, d_state), a like b or (batch, seqlen, 1)."""
+    """Return all states of h_t = a_t h_{t-1} + b_t: b (batch, seqlen, d_state), a like b or
+    (batch, seqlen, 1)."""
     return recurrence(zero_where(a, reset), b, initial_state, reset)
 
 
@@ -31,7 +32,7 @@ def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):
 
 
 def dense_scan_forward(A: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    """All states of h_t = A_t h_{t-1} + b_t: A (batch, seqlen, d_state, d_state), b (batch, seqlen,
+    """Return all states of h_t = A_t h_{t-1} + b_t: A (batch, seqlen, d_state, d_state), b (batch, seqlen,
     d_state)."""
     h = torch.zeros_like(b[:, 0]) if initial_state is None else initial_state
     states = []

@@ -136,7 +136,7 @@ def selective_scan(
 
 
 def _in_groups(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, *rest):
-    """One scan per group: channels know nothing of each other."""
+    """Scan each group on its own; channels are independent of each other."""
     ngroups = B.shape[2]
     channels = (u, 2), (delta, 2), (A, 0), (D, 0), (z, 2), (delta_bias, 0), (initial_state, 1)
     pieces = [[None] * ngroups if t is None else t.chunk(ngroups, dim) for t, dim in channels]

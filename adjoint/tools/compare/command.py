@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
     """`adjoint compare`: exit code 0; 130 after Ctrl-C, with what was finished."""
     request, config = read_arguments(argv)
     settings = _settings(request, config)
-    here = environment(torch.device(request.device))
-    journal = Journal(request.out / "points.jsonl", _mark(request, settings, here), fresh=request.fresh)
+    host = environment(torch.device(request.device))
+    journal = Journal(request.out / "points.jsonl", _mark(request, settings, host), fresh=request.fresh)
     if journal.discarded:
         print(
             f"{request.out}: has results of other settings, versions or another machine; measuring all",
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     rows = list(_rows(journal))
     result = {
         "settings": settings,
-        "environment": here,
+        "environment": host,
         "complete": complete,
         "rows": rows,
         "fits": _fits(rows, settings["limit"]),
@@ -73,15 +73,15 @@ def main(argv: list[str]) -> int:
     return 0 if complete else 130
 
 
-def _mark(request: Namespace, settings: dict[str, Any], here: dict[str, Any]) -> str:
-    """What all points of a journal have been measured with."""
+def _mark(request: Namespace, settings: dict[str, Any], host: dict[str, Any]) -> str:
+    """Describe the settings, versions, hardware and configuration that all points of a journal share."""
     config = request.folder
     text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
-    return json.dumps([settings, here["versions"], here["gpu"] or here["cpu"], text])
+    return json.dumps([settings, host["versions"], host["gpu"] or host["cpu"], text])
 
 
 def _settings(request: Namespace, config: Config) -> dict[str, Any]:
-    """What every point has in common."""
+    """Return the settings that all points share, as JSON types."""
     from adjoint.hf.chunking import check_method
 
     method = config.method
@@ -112,7 +112,7 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
 
 
 def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> None:
-    """Measures what the journal lacks: gradients first, then lengths as they grow.
+    """Measure what the journal lacks: gradients first, then lengths as they grow.
 
     Raises:
         UserError: the model cannot be measured, or its gradients differ.
@@ -124,12 +124,12 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
     with progress(len(points)) as tell:
 
         def measure(key: Point) -> Point:
-            """A point in a process of its own."""
+            """Measure a point in a process of its own."""
             answer = process.measure(key)
             process.close()
             if "error" in answer and not _killed(answer):
-                what = "" if key["way"] == PILOT else f"{key['way']}, {key['length']:,} tokens: "
-                raise UserError(f"{request.model}: {what}{answer['error']}")
+                point_name = "" if key["way"] == PILOT else f"{key['way']}, {key['length']:,} tokens: "
+                raise UserError(f"{request.model}: {point_name}{answer['error']}")
             return answer
 
         def remaining(points: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -159,8 +159,8 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
             times = _estimate(measure, settings, lengths, request.ways, journal)
             left = remaining(points)
             if left:
-                then = ", then a search for the longest that fit" if request.search else ""
-                tell(f"{len(left)} points, about {duration_text(times.of_points(left))}{then}", 0)
+                search_note = ", then a search for the longest that fit" if request.search else ""
+                tell(f"{len(left)} points, about {duration_text(times.of_points(left))}{search_note}", 0)
             for number, (way, length) in enumerate(points):
                 answer = point(way, length, points[number + 1 :])
                 if way == GRADIENTS:
@@ -209,10 +209,10 @@ def _search(
 ) -> None:
     """Double the length of each way until it does not fit."""
     rows, doubled = list(_rows(journal)), []
-    for way, known in _fits(rows, limit).items():
-        if known["measured"] is not None:
-            at = known["measured"]
-            while at < (known["extrapolated"] or 0) and known["failed"] is None:
+    for way, fit in _fits(rows, limit).items():
+        if fit["measured"] is not None:
+            at = fit["measured"]
+            while at < (fit["extrapolated"] or 0) and fit["failed"] is None:
                 at *= 2
                 doubled.append((way, at))
     if doubled:
@@ -223,62 +223,64 @@ def _search(
             n *= 2
 
 
-def _check(found: Point, settings: dict[str, Any]) -> None:
-    """Raises a UserError where the gradients of the model wrapped are not its own."""
+def _check(point: Point, settings: dict[str, Any]) -> None:
+    """Raise a UserError where the gradients of the model wrapped are not its own."""
     limit = tolerance([getattr(torch, settings["dtype"])])
-    if settings["method"]["name"] == Exact.name and not found.get("difference", 0.0) <= limit:
+    if settings["method"]["name"] == Exact.name and not point.get("difference", 0.0) <= limit:
         raise UserError(
-            f"the gradient of {found['parameter']} differs by {found['difference']:.1e} when the model is "
+            f"the gradient of {point['parameter']} differs by {point['difference']:.1e} when the model is "
             f"wrapped, more than the {limit:g} of rounding in {settings['dtype']}: nothing was timed; in "
             "float32 (--dtype float32) this is a bug in adjoint: report it with the model's config.json"
         )
 
 
 def _skipped(journal: Journal, way: str, length: int, limit: int) -> Point | None:
-    """Why a point need not be run."""
-    mine = [row for row in _rows(journal) if row["way"] == way and row["length"] < length]
-    if any("memory_bytes" not in row for row in mine):
+    """Return the result of a point that need not be run, with the reason; None if it must be."""
+    shorter_rows = [row for row in _rows(journal) if row["way"] == way and row["length"] < length]
+    if any("memory_bytes" not in row for row in shorter_rows):
         return {"skipped": "a shorter one did not fit"}
-    expected = predicted_bytes([(row["length"], row["memory_bytes"]) for row in mine], length) or 0
+    expected = predicted_bytes([(row["length"], row["memory_bytes"]) for row in shorter_rows], length) or 0
     return {"skipped": f"{expected / 1e9:.1f} GB predicted"} if expected > 2 * limit else None
 
 
-def _killed(found: Point) -> bool:
+def _killed(point: Point) -> bool:
     """Whether the process was ended from outside, as the system does where memory is full."""
-    return any(f"ended by {name}" in found.get("error", "") for name in ("SIGKILL", "SIGABRT"))
+    return any(f"ended by {name}" in point.get("error", "") for name in ("SIGKILL", "SIGABRT"))
 
 
 # -------------------------------------------------------------------------------------------------- results
 
 
 def _rows(journal: Journal) -> Iterator[dict[str, Any]]:
-    """What is known of each way and length, in their order."""
-    points = ((json.loads(key), found) for key, found in journal.done.items())
-    timed = [(p["length"], WAYS.index(p["way"]), found) for p, found in points if p["way"] in WAYS]
-    for length, way, found in sorted(timed, key=lambda row: row[:2]):
+    """Yield the result of each way and length that the journal has, by length, then way."""
+    points = ((json.loads(key), measurement) for key, measurement in journal.done.items())
+    timed = [
+        (p["length"], WAYS.index(p["way"]), measurement) for p, measurement in points if p["way"] in WAYS
+    ]
+    for length, way, measurement in sorted(timed, key=lambda row: row[:2]):
         row: dict[str, Any] = {"way": WAYS[way], "length": length}
-        if "memory_bytes" in found:
-            yield row | found | {"seconds_per_step": typical(found["seconds"])}
+        if "memory_bytes" in measurement:
+            yield row | measurement | {"seconds_per_step": typical(measurement["seconds"])}
         else:
-            yield row | {"why": next(iter(found.values()))}
+            yield row | {"why": next(iter(measurement.values()))}
 
 
 def _fits(rows: list[dict[str, Any]], limit: int) -> dict[str, dict[str, Any]]:
-    """For each way what is known of the longest length: see `fits`."""
-    found = {}
+    """Map each way to the longest length that fits in `limit` bytes (see `fits`)."""
+    fits_by_way = {}
     for way in dict.fromkeys(row["way"] for row in rows):
-        mine = [row for row in rows if row["way"] == way]
-        sizes = [(row["length"], row["memory_bytes"]) for row in mine if "memory_bytes" in row]
-        failed = min((row["length"] for row in mine if "memory_bytes" not in row), default=None)
-        found[way] = fits(sizes, limit, failed)
-    return found
+        way_rows = [row for row in rows if row["way"] == way]
+        sizes = [(row["length"], row["memory_bytes"]) for row in way_rows if "memory_bytes" in row]
+        failed = min((row["length"] for row in way_rows if "memory_bytes" not in row), default=None)
+        fits_by_way[way] = fits(sizes, limit, failed)
+    return fits_by_way
 
 
 # ----------------------------------------------------------------------------------------- the command line
 
 
 def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
-    """The command line: what is the command's own, and a configuration that has its method."""
+    """Return the command's own arguments, and a configuration with its method."""
     parser = Flags(
         prog="adjoint compare",
         usage="%(prog)s MODEL [--lengths 4K,16K,64K] [--memory 8GB] [--method exact] …",
@@ -290,8 +292,10 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         "optimizer.",
     )
     add, least = parser.add, reads(Positive)
-    what = "a folder with a transformers model, or a config.json; without weights they are random; or a name "
-    add("model", what + "on the Hugging Face hub", metavar="MODEL")
+    model_help = (
+        "a folder with a transformers model, or a config.json; without weights they are random; or a name "
+    )
+    add("model", model_help + "on the Hugging Face hub", metavar="MODEL")
     add("--lengths", "sequence lengths in tokens", comma_list(reads(SeqLen)), default="4K,16K,64K")
     memory = "memory limit of a step, such as 8GB; default: three quarters of the device's"
     add("--memory", memory, size_bytes)
@@ -306,13 +310,13 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     add("--out", "folder for the results", new_folder, default="compare")
     trust = "let Python code that comes with the model run: read it first"
     add("--trust-remote-code", trust, action="store_true")
-    given, rest = parser.parse_known_args(argv)
+    request, rest = parser.parse_known_args(argv)
     for word in rest:
         if not word.startswith("--method.") and word.startswith("-"):
             raise parser.unknown(word)
     from adjoint.train.pretrained import configuration, folder_of
 
-    given.folder = Path(folder_of(given.model, key=parser.prog))
-    configuration(str(given.folder), given.trust_remote_code, parser.prog)
-    given.ways = [way for way in WAYS if way in given.ways]
-    return given, load_config(["--method.name", given.method, *rest], "adjoint compare")
+    request.folder = Path(folder_of(request.model, key=parser.prog))
+    configuration(str(request.folder), request.trust_remote_code, parser.prog)
+    request.ways = [way for way in WAYS if way in request.ways]
+    return request, load_config(["--method.name", request.method, *rest], "adjoint compare")

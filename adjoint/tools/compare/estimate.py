@@ -1,4 +1,4 @@
-"""How long the points of a comparison take, from a pilot on short sequences and from those measured since."""
+"""Estimated time of a comparison's points, from a pilot on short sequences and the points measured since."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TimeEstimate:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds in words, to two digits or so: 40 s, 12 min, 2.5 h."""
+    """Return seconds in words, to two digits or so: 40 s, 12 min, 2.5 h."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     if seconds < 90 * 60:

@@ -25,8 +25,10 @@ FIRST = 64  # tokens of the pass before those that count
 
 
 def measure(point: Point) -> Point:
-    """What is found of a point: `model`, `random`, `dtype`, `device`, `batch`, `length`, `method`, and `way`;
-    "gradients" are compared, the other ways are timed `repeat` times in `limit` bytes."""
+    """Measure a point, which has `model`, `random`, `dtype`, `device`, `batch`, `length`, `method` and `way`.
+
+    The way "gradients" compares them; the other ways are timed `repeat` times in `limit` bytes.
+    """
     vocabulary = _configuration(point).get_text_config().vocab_size
     torch.manual_seed(0)
     ids = torch.randint(vocabulary, (point["batch"], point["length"])).to(point["device"])
@@ -46,7 +48,7 @@ def measure(point: Point) -> Point:
 
 
 def _pilot(point: Point, ids: Tensor) -> Point:
-    """Seconds of a pass of each of some `ways` at each of some `lengths`, up to that of the point."""
+    """Return the seconds of a pass of each of the point's `ways` at each of its `lengths`."""
     passes = dict[str, list[float]]()
     for way in point["ways"]:
         model, loss = _passes(point | {"way": way})
@@ -64,7 +66,7 @@ def _step(loss: Callable[[Tensor], Tensor], ids: Tensor) -> None:
 
 
 def _passes(point: Point) -> Passes:
-    """The model, run in the point's way."""
+    """Return the model and its loss, run in the point's way."""
     model = _model(point).train()
     if point["way"] == "checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -72,17 +74,22 @@ def _passes(point: Point) -> Passes:
 
 
 def _gradients(point: Point, ids: Tensor) -> Point:
-    """The largest relative L2 difference of a parameter's gradient, of the model wrapped and not; without
-    dropout, which would draw other numbers."""
+    """Return the largest relative L2 difference of a parameter's gradient between the model wrapped and not;
+    without dropout, which would draw other numbers."""
 
     def ways() -> Iterator[tuple[str, Passes]]:
         model = _model(point).eval()
         yield "transformers", _loss(model)
         yield "wrapped", _loss(wrap(model, _method(point)))
 
-    found = gradients_apart(ways(), ids)
-    own, wrapped = found["transformers"], found["wrapped"]
-    return {"length": point["length"], **wrapped, "loss": own["loss"], "wrapped_loss": wrapped["loss"]}
+    comparison = gradients_apart(ways(), ids)
+    unwrapped_row, wrapped = comparison["transformers"], comparison["wrapped"]
+    return {
+        "length": point["length"],
+        **wrapped,
+        "loss": unwrapped_row["loss"],
+        "wrapped_loss": wrapped["loss"],
+    }
 
 
 def _configuration(point: Point) -> Any:
@@ -111,7 +118,7 @@ def _loss(model: Any) -> Passes:
 
 
 def _limit(size: float, device: torch.device) -> None:
-    """Lets allocations fail that go beyond `size` bytes, on top of what is there."""
+    """Let allocations fail that go beyond `size` bytes, on top of what is there."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), device)
@@ -120,5 +127,5 @@ def _limit(size: float, device: torch.device) -> None:
     with contextlib.suppress(ImportError, KeyError, OSError, ValueError):  # not Linux
         import resource
 
-        held = int(memory.proc_fields("self/status")["VmData"].split()[0]) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (held + int(size), resource.RLIM_INFINITY))
+        data_bytes = int(memory.proc_fields("self/status")["VmData"].split()[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + int(size), resource.RLIM_INFINITY))

@@ -1,4 +1,4 @@
-"""What a comparison found: a table on the terminal, and compare.png."""
+"""Results of a comparison: a table on the terminal, and compare.png."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLES = {
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Prints the table and the conclusion."""
+    """Print the table and the conclusion."""
     settings, rows = result["settings"], result["rows"]
     lengths = sorted({row["length"] for row in rows})
     table = []
@@ -34,17 +34,18 @@ def show(result: Mapping[str, Any]) -> None:
         table.append((way, *(cells.get(n, "") for n in lengths), fits_text(fits)))
     head = ("", *map(tokens, lengths), f"fits in {size_text(settings['limit'])}")
     print_table(head, table, "peak memory · time of forward + backward")
-    where = result["environment"]["gpu"] or f"{result['environment']['cores']} cores"
+    hardware = result["environment"]["gpu"] or f"{result['environment']['cores']} cores"
     print(
         "memory: a step's peak above the imports, weights and gradients included, without an "
-        f"optimizer; time: median of {settings['repeat']} steps; ~: by a line through the last two; {where}"
+        f"optimizer; time: median of {settings['repeat']} steps; ~: by a line through the last two; "
+        f"{hardware}"
     )
     for line in conclusion(result):
         print(line)
 
 
 def conclusion(result: Mapping[str, Any]) -> list[str]:
-    """How far the gradients are apart, and what is gained at the longest length that both ways ran."""
+    """Say how far gradients differ, and what is gained at the longest length that both ways ran."""
     lines, gradients = [], result["gradients"]
     if gradients is not None:
         lines.append(
@@ -93,9 +94,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     for place, (field, unit, label) in enumerate(panels, 1):
         axes = figure.add_subplot(1, 2, place)
         for way, (colour, dash) in STYLES.items():
-            mine = [(row["length"], row[field] / unit) for row in rows if row["way"] == way]
-            if mine:
-                axes.plot(*zip(*mine, strict=True), "o", linestyle=dash, color=colour, label=way)
+            points = [(row["length"], row[field] / unit) for row in rows if row["way"] == way]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o", linestyle=dash, color=colour, label=way)
         axes.set_yscale("log")
         plain_ticks(axes)
         axes.set(xlabel="tokens", ylabel=label)

@@ -83,13 +83,13 @@ def main(argv: list[str]) -> int:
         text = _held_out(loaded, request.path, max(lengths))
         tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator, loaded.trusts_code)
         for length in lengths:
-            given = text, length, request.tokens or TOKENS[request.needles], device
+            text_arguments = text, length, request.tokens or TOKENS[request.needles], device
             with autocast(precision, device):
                 if request.needles:
-                    found = needles.evaluate(model, tokenizer, *given)
+                    results = needles.evaluate(model, tokenizer, *text_arguments)
                 else:
-                    found = positions.evaluate(model, *given)
-            rows += [{"run": run, **row} for row in found]
+                    results = positions.evaluate(model, *text_arguments)
+            rows += [{"run": run, **row} for row in results]
     if request.needles:
         name, (head, *lines), figure = "needles", needles.table(rows), needles.heat_maps(rows)
     else:
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
 
 
 def load(run: str, device: torch.device, precision: str, trust_remote_code: bool = False) -> Loaded:
-    """A run's newest checkpoint, or a folder of transformers, or a model of the Hugging Face hub.
+    """Load a run's newest checkpoint, or a folder of transformers, or a model of the Hugging Face hub.
 
     Raises:
         UserError: it is none of these.
@@ -133,7 +133,8 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
 
 
 def _model_folder(run: str) -> str | None:
-    """The folder of transformers that a name is of, or its files of the hub; None where it names a run."""
+    """Return the transformers folder that a name stands for, downloaded from the hub if need be; None if it
+    names a run."""
     if Path(run).exists() or (RUNS / run).exists():
         refuse_adapter(Path(run), "adjoint eval")
         return run if (Path(run) / "config.json").is_file() else None
@@ -146,7 +147,7 @@ def _model_folder(run: str) -> str | None:
 
 
 def _held_out(loaded: Loaded, path: str | None, longest: int) -> Tensor:
-    """The held-out tokens, (n,) int64; of a text that is named, all.
+    """Return the held-out tokens, (n,) int64; for a text that is named, all of its tokens.
 
     Args:
         path: of another text. longest: how many tokens there must be at least.
@@ -157,8 +158,8 @@ def _held_out(loaded: Loaded, path: str | None, longest: int) -> Tensor:
     """
     named = dataclasses.replace(loaded.data, seqlen=2, batch=1, eval_tokens=1 << 62)
     if path:
-        whole: dict[str, Any] = {"validation_path": None, "weights": None, "max_tokens": None}
-        named = dataclasses.replace(named, path=path, eval_fraction=0.0, **whole)
+        all_tokens: dict[str, Any] = {"validation_path": None, "weights": None, "max_tokens": None}
+        named = dataclasses.replace(named, path=path, eval_fraction=0.0, **all_tokens)
     opened = open_data(named, vocab_size=loaded.model.vocab_size, trust_remote_code=loaded.trusts_code)
     if not path and loaded.trained not in (None, opened.fingerprint):
         raise UserError(

@@ -25,7 +25,7 @@ LINE = "\nThe pass key is {}.\n"
 def evaluate(
     model: LanguageModel, tokenizer: Tokenizer, text: Tensor, length: int, budget: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """How well a pass key is recalled that a text of one length hides at each of `DEPTHS`.
+    """Measure the recall of a pass key hidden in a text of `length` tokens at each of `DEPTHS`.
 
     The same keys and pieces of the text at every depth; the answer is read along with the text, and each of
     its tokens is predicted from those before it.
@@ -45,7 +45,7 @@ def evaluate(
 
     count = max(1, budget // (length * len(DEPTHS)))
     keys = np.random.default_rng(0).integers(10000, 100000, count).tolist()
-    found: dict[float, list[Tensor]] = {depth: [] for depth in DEPTHS}
+    answers_by_depth: dict[float, list[Tensor]] = {depth: [] for depth in DEPTHS}
     for i, key in enumerate(tqdm(keys, desc=f"{length:,} tokens", unit="needle", disable=None)):
         pieces = pass_key(tokenizer, key)
         room = length - sum(piece.shape[1] for piece in pieces)
@@ -57,9 +57,9 @@ def evaluate(
         start = i * (len(text) - room) // max(1, count - 1)
         for depth in DEPTHS:
             ids, labels = hidden(text[None, start : start + room], *pieces, depth)
-            found[depth].append(_graded(model, ids.to(device), labels.to(device)))
+            answers_by_depth[depth].append(_graded(model, ids.to(device), labels.to(device)))
     rows = []
-    for depth, graded in found.items():
+    for depth, graded in answers_by_depth.items():
         accuracy, loss = torch.cat(graded).mean(0).tolist()
         rows.append({"length": length, "depth": depth, "accuracy": accuracy, "loss": loss, "needles": count})
     return rows
@@ -67,8 +67,8 @@ def evaluate(
 
 @torch.no_grad()
 def _graded(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
-    """Of each token of the answer, at the end of ids (1, seqlen), whether it is the most likely one, and its
-    loss: (tokens, 2) float64 on the CPU."""
+    """Return (tokens, 2) float64 on the CPU: whether each token of the answer, which ends ids (1, seqlen), is
+    the most likely one, and its loss."""
     tokens = int((labels >= 0).sum())
     last = model.last_logits(ids, tokens + 1, CHUNK)[0, :-1].double()
     answer = labels[0, -tokens:]
@@ -77,18 +77,19 @@ def _graded(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The cells: a line per depth, a column per run and length: accuracy and loss; last, how many needles."""
+    """Return the table's cells: a line per depth, a column per run and length: accuracy and loss; last, how
+    many needles."""
     columns = curves(rows)
     lines = [["depth", *columns], *([f"{depth:.0%}"] for depth in DEPTHS), ["needles"]]
-    for mine in columns.values():
-        cells = [*(f"{row['accuracy']:.0%} ({row['loss']:.2f})" for row in mine), str(mine[0]["needles"])]
+    for curve in columns.values():
+        cells = [*(f"{row['accuracy']:.0%} ({row['loss']:.2f})" for row in curve), str(curve[0]["needles"])]
         for line, cell in zip(lines[1:], cells, strict=True):
             line.append(cell)
     return lines
 
 
 def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A Matplotlib figure with a heat map a run: accuracy by depth and length."""
+    """Return a Matplotlib figure with a heat map a run: accuracy by depth and length."""
     runs = list(dict.fromkeys(row["run"] for row in rows))
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     across = min(5, len(runs))
@@ -116,8 +117,8 @@ def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:
 def hidden(
     haystack: Tensor, needle: Tensor, question: Tensor, answer: Tensor, depth: float
 ) -> tuple[Tensor, Tensor]:
-    """A haystack with a needle put in, behind the share `depth` of it, and at its end the question and its
-    answer: (batch, tokens) int64 each.
+    """Return a haystack with a needle put in, behind the share `depth` of it, and at its end the question and
+    its answer: (batch, tokens) int64 each.
 
     Returns:
         ids and labels (batch, seqlen) int64; labels, which the model shifts, are -100 but for the answer's.
@@ -130,7 +131,7 @@ def hidden(
 
 
 def pass_key(tokenizer: Tokenizer, key: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A needle in words, "The pass key is 48213." on a line of its own (after Mohtashami & Jaggi 2023,
+    """Return a needle in words, "The pass key is 48213." on a line of its own (after Mohtashami & Jaggi 2023,
     "Landmark attention", section 4.2); its question, the line up to the key; and the answer, the key of five
     digits: (1, tokens) int64 each.
 
@@ -144,5 +145,5 @@ def pass_key(tokenizer: Tokenizer, key: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_common(lines: list[list[int]]) -> int:
-    """How many of their first tokens are the same."""
+    """Return the number of first tokens that all lines share."""
     return sum(1 for _ in itertools.takewhile(lambda at: len(set(at)) == 1, zip(*lines, strict=False)))

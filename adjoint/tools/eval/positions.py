@@ -22,7 +22,7 @@ FIRST = 64  # tokens of the first bin; each further one ends at twice the positi
 def evaluate(
     model: LanguageModel, text: Tensor, length: int, budget: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """The loss by position in windows of one length, a row per bin of positions.
+    """Return the loss by position in windows of one length, a row per bin of positions.
 
     Args:
         text: (n,) int64, n >= length.
@@ -50,56 +50,57 @@ def evaluate(
 
 
 def _losses(model: LanguageModel, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, float, int]]:
-    """Of each chunk of ids (1, seqlen) its end, its summed loss and its number of predictions; no chunk
-    crosses an edge."""
+    """Return (end, summed loss, number of predictions) of each chunk of ids (1, seqlen); no chunk crosses an
+    edge."""
     spec, targets = EngineSpec(CHUNK, cut_at=edges, least=2), shift_labels(ids)
-    found = model.chunk_losses(ids, spec)
+    chunk_losses = model.chunk_losses(ids, spec)
     predictions = (targets != IGNORE_INDEX)[0]
     cuts = list(itertools.pairwise(spec.cuts(ids.shape[1])))
     return [
         (b, loss, int(predictions[a:b].sum()))
-        for (a, b), loss in zip(cuts, torch.stack(found).tolist(), strict=True)
+        for (a, b), loss in zip(cuts, torch.stack(chunk_losses).tolist(), strict=True)
     ]
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The cells: a line per bin of positions, a column per run and length of window; last, the mean."""
+    """Return the table's cells: a line per bin of positions, a column per run and length of window; last, the
+    mean."""
     columns = curves(rows)
     lines = [["positions", *columns]]
     for start in sorted({row["start"] for row in rows}):
         stop = max(row["stop"] for row in rows if row["start"] == start)
-        found = [next((row for row in mine if row["start"] == start), None) for mine in columns.values()]
-        lines.append([f"{start:,}–{stop:,}", *("" if r is None else f"{r['loss']:.4f}" for r in found)])
+        bin_rows = [next((row for row in curve if row["start"] == start), None) for curve in columns.values()]
+        lines.append([f"{start:,}–{stop:,}", *("" if r is None else f"{r['loss']:.4f}" for r in bin_rows)])
     means = []
-    for mine in columns.values():
-        total = sum(row["predictions"] for row in mine)
-        means.append(f"{sum(row['loss'] * row['predictions'] for row in mine) / total:.4f}")
+    for curve in columns.values():
+        total = sum(row["predictions"] for row in curve)
+        means.append(f"{sum(row['loss'] * row['predictions'] for row in curve) / total:.4f}")
     return [*lines, ["all", *means]]
 
 
 def curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Rows by what they are of: the length, and the run where there are several."""
-    several, found = len({row["run"] for row in rows}) > 1, dict[str, list[dict[str, Any]]]()
+    several, rows_by_curve = len({row["run"] for row in rows}) > 1, dict[str, list[dict[str, Any]]]()
     for row in rows:
         name = f"{row['run']}, " * several + f"{row['length']:,} tokens"
-        found.setdefault(name, []).append(row)
-    return found
+        rows_by_curve.setdefault(name, []).append(row)
+    return rows_by_curve
 
 
 def loss_curves(rows: list[dict[str, Any]]) -> Any:
-    """A Matplotlib figure: a colour per run, a dash per length; how many windows each is a mean of."""
+    """Return a Matplotlib figure: a colour per run, a dash per length; how many windows each is a mean of."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     runs = list(dict.fromkeys(row["run"] for row in rows))
     dashes = dict(zip(sorted({row["length"] for row in rows}), itertools.cycle(["-", "--", ":", "-."])))
-    for name, mine in curves(rows).items():
-        first = mine[0]  # which has a prediction of every position, of every window
+    for name, curve in curves(rows).items():
+        first = curve[0]  # which has a prediction of every position, of every window
         windows = first["predictions"] // min(first["stop"], first["length"] - 1)
-        middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in mine]
+        middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in curve]
         colour = f"C{runs.index(first['run'])}"
         look = {"color": colour, "linestyle": dashes[first["length"]], "marker": "o", "markersize": 4}
         label = f"{name}, windows: {windows:,}"
-        axes.plot(middles, [row["loss"] for row in mine], label=label, **look)
+        axes.plot(middles, [row["loss"] for row in curve], label=label, **look)
     axes.set(xscale="log", xlabel="position in the window", ylabel="loss (nats per token)")
     axes.set_title("loss by position, held-out text")
     axes.grid(alpha=0.25)

@@ -36,17 +36,17 @@ class Journal:
 
     @staticmethod
     def key(point: Mapping[str, Any]) -> str:
-        """One string for one point, whatever the order of its fields."""
+        """Return the string that identifies a point, whatever the order of its fields."""
         return json.dumps(dict(point), sort_keys=True)
 
     def get(self, point: Mapping[str, Any]) -> Point | None:
-        """The result kept for `point`, or None."""
+        """Return the result kept for `point`, or None."""
         return self.done.get(self.key(point))
 
     def add(self, point: Mapping[str, Any], result: Point) -> None:
         """Keep `result` for `point`, on disk at once."""
         self.done[self.key(point)] = result
-        entries = ({"key": key, "result": found} for key, found in self.done.items())
+        entries = ({"key": key, "result": stored} for key, stored in self.done.items())
         write_atomically(self.path, "\n".join([self.head, *map(json.dumps, entries)]) + "\n")
 
 

@@ -33,8 +33,8 @@ def measured(
     repeat: Callable[[Callable[[], object]], list[float]],
     above: str = "imports",
 ) -> Point:
-    """Bytes at the peak, above what the process held before and in all (imports included), seconds of each
-    forward + backward, and the loss.
+    """Return the bytes at the peak, above what the process held before and in all (imports included), seconds
+    of each forward + backward, and the loss.
 
     Args:
         prepare: makes the model. ids: (batch, seqlen).
@@ -68,32 +68,38 @@ def measured(
 
 
 def gradients_apart(ways: Iterable[tuple[str, Passes]], ids: Tensor) -> dict[str, Point]:
-    """How far gradients are from those of the first of some ways of one model, which are made one after the
-    other: for each, the loss, the largest relative L2 distance of a parameter's, and which it is. It is
-    relative to the gradient's size or, if that is smaller, to `SHARE` of all gradients': where a gradient is
-    zero but for rounding, as of biases of keys, its own size says nothing."""
+    """Compare the gradients of several ways to run one model with those of the first way.
+
+    Ways run one after the other. A distance is relative to the L2 norm of the parameter's gradient or, if
+    that is smaller, to `SHARE` of the norm of all gradients: the norm of a gradient that is zero up to
+    rounding, such as that of a bias of keys, is no scale.
+
+    Returns:
+        For each way: "loss", "difference" (the largest relative L2 distance of a parameter's gradient) and
+        "parameter" (its name).
+    """
     expected: dict[str, Tensor | None] = {}
-    found: dict[str, Point] = {}
+    results: dict[str, Point] = {}
     for way, (model, loss_of) in ways:
         model.zero_grad()
         loss = loss_of(ids)
         loss.backward()
-        own = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         model.zero_grad()
-        expected = expected or own
+        expected = expected or gradients
         least = SHARE * math.hypot(*(float(g.double().norm()) for g in expected.values() if g is not None))
-        apart, worst = max((_apart(grad, expected[name], least), name) for name, grad in own.items())
-        found[way] = {"difference": apart, "parameter": worst, "loss": loss.item()}
-        del model, loss_of, loss, own  # before the next model is made
-    return found
+        distance, worst = max((_apart(grad, expected[name], least), name) for name, grad in gradients.items())
+        results[way] = {"difference": distance, "parameter": worst, "loss": loss.item()}
+        del model, loss_of, loss, gradients  # before the next model is made
+    return results
 
 
 def _apart(got: Tensor | None, expected: Tensor | None, least: float) -> float:
     if got is None or expected is None:
         return 0.0 if got is expected else math.inf
     size = max(float(expected.double().norm()), least)
-    apart = float((got.double() - expected.double()).norm()) / (size or 1.0)
-    return apart if math.isfinite(apart) else math.inf
+    distance = float((got.double() - expected.double()).norm()) / (size or 1.0)
+    return distance if math.isfinite(distance) else math.inf
 
 
 def synchronize(device: str | torch.device) -> None:
@@ -105,7 +111,7 @@ def synchronize(device: str | torch.device) -> None:
 def repeated(
     run: Callable[[], object], device: str, repeat_s: float, least: int = 3, most: int = 200
 ) -> list[float]:
-    """Seconds of each of several runs, the device waited for.
+    """Return the seconds of each of several runs, each ended by a device synchronization.
 
     They go on until they have taken `repeat_s` together and are `least`; they are never more than `most`, and
     fewer than `least` if those took five times as long.
@@ -123,7 +129,7 @@ def repeated(
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The median pass; the first of several also paid for touching memory for the first time."""
+    """Return the median pass; the first of several also paid for touching memory for the first time."""
     return statistics.median(seconds[1:] or seconds)
 
 
@@ -138,13 +144,14 @@ def predicted_bytes(sizes: Sequence[tuple[int, int]], length: int) -> int | None
 
 
 def longest(sizes: Sequence[tuple[int, int]], limit: float) -> float:
-    """The length at which that line comes to `limit` bytes; infinite where it does not rise."""
+    """Return the length at which that line comes to `limit` bytes; infinite where it does not rise."""
     n, size, slope = _line(sizes)
     return n + (limit - size) / slope if slope else math.inf
 
 
 def fits(sizes: Sequence[tuple[int, int]], limit: float, failed: int | None = None) -> Point:
-    """What fits `limit` bytes, by (length, bytes) that were measured, and the shortest length that failed.
+    """Extrapolate the longest length that fits in `limit` bytes from the (length, bytes) measured and the
+    shortest length that failed.
 
     Of the result: the longest length `measured` to fit; the shortest that did not (`failed`); the length at
     which a line comes to the limit (`extrapolated`), and the lengths it goes through (`through`): the last
@@ -158,19 +165,19 @@ def fits(sizes: Sequence[tuple[int, int]], limit: float, failed: int | None = No
         failed = above if failed is None else min(above, failed)
     if not within:
         return {"measured": None, "failed": failed, "extrapolated": None, "through": [], "at_least": False}
-    known, last = sizes[: len(within) + 1], within[-1][0]
-    line = min(longest(known, limit), BEYOND * last, failed or math.inf)
+    line_points, last = sizes[: len(within) + 1], within[-1][0]
+    line = min(longest(line_points, limit), BEYOND * last, failed or math.inf)
     return {
         "measured": last,
         "failed": failed,
         "extrapolated": max(int(line), last),
-        "through": [n for n, _ in known[-2:]],
+        "through": [n for n, _ in line_points[-2:]],
         "at_least": line == BEYOND * last,
     }
 
 
 def _line(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, float]:
-    """The last length, its bytes, and bytes per token beyond it; noise never makes it fall."""
+    """Return the last length, its bytes, and bytes per token beyond it; noise never makes it fall."""
     last = list(dict(sorted(sizes)).items())[-2:]
     (a, low), (b, high) = last if len(last) == 2 else [(0, 0), *last]
     return b, high, max((high - low) / (b - a), 0.0)

@@ -55,21 +55,21 @@ class Process:
         self,
         module: str,
         env: Mapping[str, str] | None = None,
-        partial: Callable[[Point], object] = lambda found: None,
+        partial: Callable[[Point], object] = lambda _result: None,
         *,
         quiet: bool = True,
     ) -> None:
         code = "import sys; from adjoint.tools.measure import process; process.serve(sys.argv[1])"
         self.module = module
         self.command = (sys.executable, "-c", code, module)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-        self.env, self.partial, self.quiet = kept | dict(env or {}), partial, quiet
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        self.env, self.partial, self.quiet = inherited | dict(env or {}), partial, quiet
         self.child: subprocess.Popen[str] | None = None
         self.stderr: IO[str] | None = None
         self.lines: queue.Queue[str | None] = queue.Queue()
 
     def measure(self, point: Point, limit_s: float = math.inf) -> Point:
-        """The point's result; {"out_of_memory": why} or {"error": one line} where there is none."""
+        """Return the point's result; {"out_of_memory": why} or {"error": one line} where there is none."""
         deadline = time.monotonic() + limit_s
         child = self._started()
         assert child.stdin is not None
@@ -120,13 +120,13 @@ class Process:
         return self.child
 
     def _ended(self, code: int) -> str:
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         said: list[str] = []
         if self.stderr is not None and code > 0:
             self.stderr.seek(0)
             said = self.stderr.read().strip().splitlines()
         self.close()
-        return f"its process ended {how}" + (f": {said[-1][:300]}" if said else "")
+        return f"its process ended {reason}" + (f": {said[-1][:300]}" if said else "")
 
 
 def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
@@ -143,7 +143,7 @@ _deadline = math.inf
 
 
 def serve(module: str) -> None:
-    """What the process does: a line of request, then its result, until there are no more."""
+    """Serve requests in the child process: read one per line, write its result, until stdin ends."""
     global _serving, _deadline
     measure, _serving = importlib.import_module(module).measure, True
     for line in sys.stdin:
@@ -159,7 +159,7 @@ def serve(module: str) -> None:
 
 
 def answer(measure: Callable[[Point], Point], point: Point) -> Point:
-    """What `measure` gives, or {"out_of_memory": why} or {"error": one line}."""
+    """Return the result of `measure`, or {"out_of_memory": why} or {"error": one line}."""
     try:
         return measure(point)
     except Exception as error:
@@ -170,14 +170,14 @@ def answer(measure: Callable[[Point], Point], point: Point) -> Point:
         return {"error": kind + said[:600]}
 
 
-def report(found: Point) -> None:
+def report(result: Point) -> None:
     """Tell the parent what the point has found so far."""
     if _serving:
-        _say(PARTIAL, found)
+        _say(PARTIAL, result)
 
 
 def deadline() -> float:
-    """When the point has to end, by `time.monotonic()`; inf without a limit."""
+    """Return the time at which the point has to end, by `time.monotonic()`; inf without a limit."""
     return _deadline
 
 
@@ -192,5 +192,5 @@ def _spoiled() -> bool:
     return False
 
 
-def _say(kind: str, what: Point) -> None:
-    print(kind + json.dumps(what), flush=True)
+def _say(kind: str, message: Point) -> None:
+    print(kind + json.dumps(message), flush=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-    """Prints columns to the right; the first, and those without a heading, to the left."""
+    """Print columns to the right; the first, and those without a heading, to the left."""
     lines = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if title:
@@ -18,7 +18,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str =
 
 
 def size_text(size: float) -> str:
-    """Bytes as 0.0123 MB, 812 MB or 1.50 GB."""
+    """Return a size in bytes as text: 0.0123 MB, 812 MB or 1.50 GB."""
     return f"{size / 1e6:.3g} MB" if size < 999.5e6 else f"{size / 1e9:,.2f} GB"
 
 
@@ -31,7 +31,7 @@ def tokens(n: int) -> str:
 
 
 def fits_text(fits: Mapping[str, Any]) -> str:
-    """The longest length that fits, and how that is known."""
+    """Say which length is the longest that fits, and whether it was measured or extrapolated."""
     if fits["measured"] is None:
         return f"< {tokens(fits['failed'])}"
     n = fits["extrapolated"]
@@ -40,7 +40,7 @@ def fits_text(fits: Mapping[str, Any]) -> str:
 
 
 def ticks_of_lengths(axes: Any, lengths: Sequence[int]) -> None:
-    """A logarithmic axis of tokens, with a tick for each length."""
+    """Make the axis of tokens logarithmic, with a tick for each length."""
     axes.set_xscale("log")
     axes.set_xticks(lengths, map(tokens, lengths))
     axes.minorticks_off()

@@ -40,60 +40,60 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a bad argument, or a run that does not fit: the message says what would.
     """
-    given, config = read_arguments(argv)
-    request, ranked = request_of(given, config), []
-    layout = given.layout
+    flags, config = read_arguments(argv)
+    request, ranked = request_of(flags, config), []
+    layout = flags.layout
     if layout is None:
         ranked = _compared(request)
         layout = ranked[0].layout
     fit = request.fit(layout)
     spans = fit.assign()
-    estimate = request.estimate(fit, spans, tiles=ALL if given.timeline else plan_time.MOST_TILES)
+    estimate = request.estimate(fit, spans, tiles=ALL if flags.timeline else plan_time.MOST_TILES)
     if ranked:
         ranked[0] = dataclasses.replace(ranked[0], estimate=estimate)
-    found = as_dict(fit, spans, estimate, request.costs(fit.setup).source, ranked)
-    if given.json:
-        print(json.dumps(found, indent=1))
+    report = as_dict(fit, spans, estimate, request.costs(fit.setup).source, ranked)
+    if flags.json:
+        print(json.dumps(report, indent=1))
     else:
-        show(found)
-    if given.timeline:
+        show(report)
+    if flags.timeline:
         from adjoint.tools.plan.plot import plot_timeline
 
         setup = fit.setup
-        what = f"{setup.seqlen:,} tokens in {setup.chunks} chunks of {setup.spec.chunk_size:,}"
-        title = f"One step of {setup.method.name}: {what}, {setup.model.n_layer} layers"
-        plot_timeline(estimate.timeline, labels_of(spans, layout), given.timeline, title)
+        subtitle = f"{setup.seqlen:,} tokens in {setup.chunks} chunks of {setup.spec.chunk_size:,}"
+        title = f"One step of {setup.method.name}: {subtitle}, {setup.model.n_layer} layers"
+        plot_timeline(estimate.timeline, labels_of(spans, layout), flags.timeline, title)
     return 0
 
 
 def _compared(request: Request) -> list[Ranked]:
-    """The layouts, the best first, with a bar on a terminal.
+    """Rank the layouts, the best first, with a progress bar on a terminal.
 
     Raises:
         UserError: none fits: the message is that of the one that is nearest to it.
     """
     with tqdm(desc="comparing layouts", unit="layout", delay=1, leave=False, disable=None) as bar:
 
-        def show(done: int, of: int) -> None:
-            bar.total = of
+        def show(done: int, total: int) -> None:
+            bar.total = total
             bar.update(done - bar.n)
 
         ranked = rank(request, show)
     if not ranked[0].fits:
-        nearest = min(ranked, key=lambda one: one.memory or float("inf"))
+        nearest = min(ranked, key=lambda layout: layout.memory or float("inf"))
         request.fit(nearest.layout).assign()
     return ranked
 
 
-def request_of(given: argparse.Namespace, config: Config) -> Request:
-    """What is planned, for whatever layout.
+def request_of(flags: argparse.Namespace, config: Config) -> Request:
+    """Return the planning request that a command line and a configuration describe, for any layout.
 
     Raises:
         UserError: layers of a pretrained model are to be measured, or its folder cannot be planned for.
     """
     precision: str = config.training.precision
     if precision == "auto":
-        precision = "bfloat16" if given.kind == "cuda" else "float32"
+        precision = "bfloat16" if flags.kind == "cuda" else "float32"
     model: Any = config.model
     if config.model.from_pretrained is not None:
         from adjoint.plan.pretrained import outlined
@@ -101,18 +101,18 @@ def request_of(given: argparse.Namespace, config: Config) -> Request:
         if config.model.lora is not None:
             raise UserError("model.lora: a plan counts all weights as trained; leave it out")
         model = outlined(config.model.from_pretrained, config.model.trust_remote_code)
-    machine = Machine(given.kind, precision, None if given.limits is None else min(given.limits))
+    machine = Machine(flags.kind, precision, None if flags.limits is None else min(flags.limits))
     sizes = config.data.batch, config.data.seqlen
     setup = Setup(model_of(model), config.method, *sizes, Layout(), machine, config.training)
-    costs = functools.partial(_measured if given.measure else _counted, given)
-    return Request(setup, given.devices, given.limits, costs, given.bandwidth)
+    costs = functools.partial(_measured if flags.measure else _counted, flags)
+    return Request(setup, flags.devices, flags.limits, costs, flags.bandwidth)
 
 
-def _counted(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
-    return plan_time.counted(setup, *_rate(given, setup))
+def _counted(flags: argparse.Namespace, setup: Setup) -> plan_time.Costs:
+    return plan_time.counted(setup, *_rate(flags, setup))
 
 
-def _measured(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
+def _measured(flags: argparse.Namespace, setup: Setup) -> plan_time.Costs:
     """Costs of this machine, whose cores the workers share. A pretrained model's are counted, at the rate of
     a layer of attention and MLP."""
     timed = setup
@@ -120,22 +120,22 @@ def _measured(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
         timed = dataclasses.replace(setup, model=model_of(config), method=Exact())
     largest = max([layer.weights for layer in timed.model.layers] + [int(timed.model.head_flops / 2)])
     # a few seconds a layer on a slow CPU, and enough tokens to fill it
-    most = 4096 if given.kind == "cuda" else max(64, int(1e10 / largest / setup.batch))
-    tokens, workers, threads = min(setup.spec.chunk_size, most), given.devices, setup.training.threads
+    most = 4096 if flags.kind == "cuda" else max(64, int(1e10 / largest / setup.batch))
+    tokens, workers, threads = min(setup.spec.chunk_size, most), flags.devices, setup.training.threads
     slower = 1.0
-    if given.kind == "cpu" and workers > 1:
+    if flags.kind == "cpu" and workers > 1:
         cores = usable_cores()
         threads = threads or max(1, cores // workers)
         slower = max(1.0, threads * workers / cores)
-    if (setup.batch, tokens) not in given.measured:
-        found = _timed(timed, tokens, threads, torch.device(given.kind))
-        given.measured[setup.batch, tokens] = found.slower_by(slower)
-    found = given.measured[setup.batch, tokens]
+    if (setup.batch, tokens) not in flags.measured:
+        costs = _timed(timed, tokens, threads, torch.device(flags.kind))
+        flags.measured[setup.batch, tokens] = costs.slower_by(slower)
+    costs = flags.measured[setup.batch, tokens]
     if timed is setup:
-        return found
+        return costs
     layer = timed.model.layers[0]
-    rate = setup.batch * (layer.flops + layer.pairs * tokens / 2) / found.forward[0]
-    source = f"{found.source}: of attention and MLP, {rate / 1e12:.2g} TFLOP/s"
+    rate = setup.batch * (layer.flops + layer.pairs * tokens / 2) / costs.forward[0]
+    source = f"{costs.source}: of attention and MLP, {rate / 1e12:.2g} TFLOP/s"
     return plan_time.counted(setup, rate, source)
 
 
@@ -143,24 +143,24 @@ def _timed(setup: Setup, tokens: int, threads: int | None, device: torch.device)
     """`measured`, with a bar on a terminal."""
     with tqdm(desc="timing layers on this machine", unit="layer", leave=False, disable=None) as bar:
 
-        def show(done: int, of: int) -> None:
-            bar.total = of
+        def show(done: int, total: int) -> None:
+            bar.total = total
             bar.update(done - bar.n)
 
         return plan_time.measured(setup, tokens, threads, device, show)
 
 
-def _rate(given: argparse.Namespace, setup: Setup) -> tuple[float, str]:
-    """FLOPs a second that a device of full speed keeps up, and why, a phrase."""
-    if given.device_tflops is not None:
-        return 1e12 * given.device_tflops, f"{given.device_tflops:g} TFLOP/s a device, as given"
-    named = given.device or UNNAMED
+def _rate(flags: argparse.Namespace, setup: Setup) -> tuple[float, str]:
+    """Return the FLOPs per second that a full-speed device sustains, and a phrase that says why."""
+    if flags.device_tflops is not None:
+        return 1e12 * flags.device_tflops, f"{flags.device_tflops:g} TFLOP/s a device, as given"
+    named = flags.device or UNNAMED
     gpu = GPUS[named]
     peak = {"float32": gpu.float32, "float64": gpu.float32 / 2}.get(setup.machine.precision, gpu.bfloat16)
     rate = SUSTAINED * peak
-    how = f"{SUSTAINED:.0%} of its peak, {rate:.3g} TFLOP/s"
-    other = "" if given.device else ": name another GPU with --device"
-    return 1e12 * rate, f"assuming an {named.upper()} at {how}{other}"
+    assumption = f"{SUSTAINED:.0%} of its peak, {rate:.3g} TFLOP/s"
+    other = "" if flags.device else ": name another GPU with --device"
+    return 1e12 * rate, f"assuming an {named.upper()} at {assumption}{other}"
 
 
 # ----------------------------------------------------------------------------------------- command line
@@ -212,7 +212,7 @@ def _picture(text: str) -> str:
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """The plan's own flags, and the configuration. Beside the flags there are
+    """Return the plan's own flags, and the configuration. Beside the flags there are
 
         layout    of the workers; None to find one
         limits    bytes of each worker's device, None where they are not known
@@ -224,44 +224,44 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
-    given, words = _parser().parse_with_keys(argv)
-    if given.seqlen is not None:
-        words += ["--data.seqlen", str(given.seqlen)]
+    flags, words = _parser().parse_with_keys(argv)
+    if flags.seqlen is not None:
+        words += ["--data.seqlen", str(flags.seqlen)]
     config = load_config(words, "adjoint plan")
-    limits, given.measured = given.device_memory, {}
-    if limits is None and given.device is not None:
-        limits = (float(GPUS[given.device].memory),)
-    if given.devices is None and limits is not None and len(limits) > 1:
-        given.devices = len(limits)
-    given.layout = _layout(given.devices, config)
-    given.devices = given.devices or given.layout.world
-    wanted, here = config.training.device, torch.cuda.is_available()
-    gpus = wanted.startswith("cuda") or (wanted == "auto" and (limits is not None or here))
-    given.kind = "cuda" if gpus else "cpu"
-    if given.device is given.device_tflops is None and (not gpus or (here and limits is None)):
-        given.measure, limits = True, limits or _memory_here(given.kind, given.devices)
-    if limits is not None and len(limits) not in (1, given.devices):
+    limits, flags.measured = flags.device_memory, {}
+    if limits is None and flags.device is not None:
+        limits = (float(GPUS[flags.device].memory),)
+    if flags.devices is None and limits is not None and len(limits) > 1:
+        flags.devices = len(limits)
+    flags.layout = _layout(flags.devices, config)
+    flags.devices = flags.devices or flags.layout.world
+    device, has_gpu = config.training.device, torch.cuda.is_available()
+    gpus = device.startswith("cuda") or (device == "auto" and (limits is not None or has_gpu))
+    flags.kind = "cuda" if gpus else "cpu"
+    if flags.device is flags.device_tflops is None and (not gpus or (has_gpu and limits is None)):
+        flags.measure, limits = True, limits or _memory_here(flags.kind, flags.devices)
+    if limits is not None and len(limits) not in (1, flags.devices):
         raise UserError(
-            f"--device-memory: {len(limits)} sizes for {given.devices} devices; give one for all or one of "
+            f"--device-memory: {len(limits)} sizes for {flags.devices} devices; give one for all or one of "
             "each"
         )
-    given.limits = limits if limits is None or len(limits) > 1 else limits * given.devices
-    if given.measure and gpus and not here:
+    flags.limits = limits if limits is None or len(limits) > 1 else limits * flags.devices
+    if flags.measure and gpus and not has_gpu:
         raise UserError("--measure: this machine has no GPU to time; leave it out, or --training.device cpu")
-    if given.measure and given.device_tflops is not None:
+    if flags.measure and flags.device_tflops is not None:
         raise UserError("--measure: does not work with --device-tflops; leave one of them out")
-    return given, config
+    return flags, config
 
 
 def _memory_here(kind: str, workers: int) -> tuple[float]:
-    """Bytes of a GPU of this machine, or of its memory that each of so many processes gets."""
+    """Return the bytes of a GPU of this machine, or each worker's share of its main memory."""
     if kind == "cuda":
         return (float(torch.cuda.get_device_properties(0).total_memory),)
     return (max(1.0, total_memory_bytes() / workers - IMPORTED),)
 
 
 def _layout(devices: int | None, config: Config) -> Layout | None:
-    """That of the configuration, as training takes it; None where it says none, for several devices."""
+    """Return the configured layout, read as training reads it; None if several devices have no layout yet."""
     cluster = config.cluster
     layout = cluster.layout
     if cluster.shards == "auto":

@@ -25,7 +25,7 @@ COLUMNS = 2000  # more than are drawn: to scale an image down does not alias
 
 
 def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, title: str = "") -> None:
-    """Draws a simulated step; idle time is white, numbers are chunks (of a windowed vjp: layer·chunk).
+    """Draw a simulated step; idle time is white, numbers are chunks (of a windowed vjp: layer·chunk).
 
     Args:
         labels: of each worker, such as "shard 0, layers 0-5".
@@ -89,13 +89,13 @@ def joined_spans(spans: Sequence[Span], gap: float) -> list[Span]:
 
 
 def shares_of(timeline: Timeline, columns: int) -> dict[tuple[int, str], np.ndarray]:
-    """Of each worker and kind of tile, the share that it takes of each column's time: (columns,)."""
+    """Return the share of each column's time, (columns,), that each worker spends on each kind of tile."""
     spans: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
         spans[span.worker, span.tile.kind].append((span.start, span.stop))
     edges, shares = np.linspace(0, timeline.seconds, columns + 1), {}
-    for key, own in spans.items():
-        times = np.array(own)
+    for key, busy_times in spans.items():
+        times = np.array(busy_times)
         done = np.diff(times).cumsum()  # so many seconds at each stop, and as many at the next start
         worked = np.stack([np.insert(done, 0, 0)[:-1], done], axis=1)
         shares[key] = np.diff(np.interp(edges, times.ravel(), worked.ravel())) * columns / timeline.seconds

@@ -1,4 +1,4 @@
-"""What `adjoint plan` says: as plain data, and on the terminal."""
+"""The report of `adjoint plan`: as plain data, and on the terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = 6  # layouts, of those that were compared
 def as_dict(
     fit: Fit, spans: Sequence[range], estimate: Estimate, source: str, ranked: Sequence[Ranked] = ()
 ) -> dict[str, Any]:
-    """The plan in plain types. Sizes are bytes, times seconds.
+    """Return the plan in plain types. Sizes are bytes, times seconds.
 
     Args:
         spans: each shard's layers.
@@ -30,7 +30,7 @@ def as_dict(
         ranked: the layouts that were compared, the one planned for first.
     """
     setup, limits = fit.setup, fit.limits
-    layout, found = setup.layout, needs(setup, spans)
+    layout, needs_by_shard = setup.layout, needs(setup, spans)
     tokens = setup.batch * setup.seqlen * setup.training.grad_accumulation * layout.replicas
     return {
         "model": {"parameters": setup.model.num_parameters, **setup.model.described()},
@@ -54,7 +54,7 @@ def as_dict(
                 "parts_bytes": need.parts,
                 "busy_seconds": max(estimate.busy[i * layout.sequence : (i + 1) * layout.sequence]),
             }
-            for i, (span, need) in enumerate(zip(spans, found, strict=True))
+            for i, (span, need) in enumerate(zip(spans, needs_by_shard, strict=True))
         ],
         "step": {
             "seconds": estimate.seconds,
@@ -66,12 +66,12 @@ def as_dict(
             "bytes_busiest_link": estimate.per_link,
             "rests_on": source,
         },
-        "layouts": [one.as_dict() for one in ranked],
+        "layouts": [candidate.as_dict() for candidate in ranked],
     }
 
 
 def labels_of(spans: Sequence[range], layout: Layout) -> list[str]:
-    """A name for each worker of a replica."""
+    """Return a name for each worker of a replica."""
     names = []
     for i, span in enumerate(spans):
         turns = [""] if layout.sequence == 1 else [f", turn {turn}" for turn in range(layout.sequence)]
@@ -79,63 +79,63 @@ def labels_of(spans: Sequence[range], layout: Layout) -> list[str]:
     return names + [f"helper of {shard}" for shard in layout.helped]
 
 
-def show(found: dict[str, Any]) -> None:
-    """Prints the plan."""
-    model, method, step = found["model"], found["method"], found["step"]
+def show(plan: dict[str, Any]) -> None:
+    """Print the plan."""
+    model, method, step = plan["model"], plan["method"], plan["step"]
     mixers = model.get("class", model.get("mixer"))
     kinds = mixers if isinstance(mixers, str) else "+".join(dict.fromkeys(mixers))
     arguments = {
         k: v for k, v in method.items() if k not in ("name", "chunk_size") and v not in (None, False)
     }
-    how = ", ".join([method["name"], *(f"{k} {v}" for k, v in arguments.items())])
-    if found["sequence"] > 1:
-        how += f", each sequence over {found['sequence']} devices in turn"
-    if found["replicas"] > 1:
-        how += f", {found['replicas']} replicas, each"
-    what = (
+    method_line = ", ".join([method["name"], *(f"{k} {v}" for k, v in arguments.items())])
+    if plan["sequence"] > 1:
+        method_line += f", each sequence over {plan['sequence']} devices in turn"
+    if plan["replicas"] > 1:
+        method_line += f", {plan['replicas']} replicas, each"
+    model_line = (
         f"{kinds}, {model['n_layer']} layers, d_model {model['d_model']}, {model['parameters']:,} parameters"
     )
-    data = f"{found['batch']} × {found['seqlen']:,} tokens in chunks of {found['chunk_size']:,}"
-    print(f"model   {what}, {found['precision']}\nmethod  {how}: {data}")
-    _show_devices(found["devices"])
+    data = f"{plan['batch']} × {plan['seqlen']:,} tokens in chunks of {plan['chunk_size']:,}"
+    print(f"model   {model_line}, {plan['precision']}\nmethod  {method_line}: {data}")
+    _show_devices(plan["devices"])
     print()
-    _show_memory(found)
+    _show_memory(plan)
     rate = f"{_seconds(step['seconds'])} a step, {step['tokens_per_second']:,.0f} tokens/s"
     print(f"time    {rate} ({step['rests_on']})")
     if step["workers"] > 1:
         sent, busiest = size_text(step["bytes_sent"]), size_text(step["bytes_busiest_link"])
         idle = f"{step['idle_share']:.1%} of all devices' time"
         print(f"idle    {idle}; {sent} sent a step, {busiest} over the busiest link")
-    if len(found["layouts"]) > 1:
-        _show_layouts(found["layouts"])
+    if len(plan["layouts"]) > 1:
+        _show_layouts(plan["layouts"])
 
 
-def _show_memory(found: dict[str, Any]) -> None:
-    fullest = max(found["devices"], key=lambda d: d["total_bytes"] / (d["memory_bytes"] or 1))
-    need, there, longest = fullest["total_bytes"], fullest["memory_bytes"], found["longest_seqlen"]
-    if there is None:
+def _show_memory(plan: dict[str, Any]) -> None:
+    fullest = max(plan["devices"], key=lambda d: d["total_bytes"] / (d["memory_bytes"] or 1))
+    need, capacity, longest = fullest["total_bytes"], fullest["memory_bytes"], plan["longest_seqlen"]
+    if capacity is None:
         print(f"memory  {size_text(need)} on the fullest device; --device-memory says if it fits")
     else:
         reach = "any length" if longest >= LONGEST // 2 else f"up to {longest:,} tokens"
-        full = f"{size_text(need)} of {size_text(there)} on the fullest device"
-        print(f"memory  fits: {full} ({need / there:.0%}); fits {reach}")
-    host = [device["host_bytes"] for device in found["devices"]]
+        full = f"{size_text(need)} of {size_text(capacity)} on the fullest device"
+        print(f"memory  fits: {full} ({need / capacity:.0%}); fits {reach}")
+    host = [device["host_bytes"] for device in plan["devices"]]
     if any(host):
-        total = size_text(found["sequence"] * sum(host))
+        total = size_text(plan["sequence"] * sum(host))
         print(f"host    {size_text(max(host))} of host memory for the fullest device, {total} in all")
 
 
 def _show_layouts(layouts: Sequence[dict[str, Any]]) -> None:
-    """A row a layout, the fastest that fits first, with what puts it behind the first."""
+    """Print a row per layout, the fastest that fits first, with the reason why it is not the best."""
     rows = [
         (
-            *(str(one[key]) for key in ("shards", "sequence", "replicas")),
-            "-" if one["memory_bytes"] is None else size_text(one["memory_bytes"]),
-            "-" if one["seconds"] is None else _seconds(one["seconds"]),
-            "-" if one["idle_share"] is None else f"{one['idle_share']:.1%}",
-            one["why_not"] or "",
+            *(str(layout[key]) for key in ("shards", "sequence", "replicas")),
+            "-" if layout["memory_bytes"] is None else size_text(layout["memory_bytes"]),
+            "-" if layout["seconds"] is None else _seconds(layout["seconds"]),
+            "-" if layout["idle_share"] is None else f"{layout['idle_share']:.1%}",
+            layout["why_not"] or "",
         )
-        for one in layouts[:SHOWN]
+        for layout in layouts[:SHOWN]
     ]
     print_table(("shards", "sequence", "replicas", "memory", "a step", "idle", ""), rows, "layouts")
     if len(layouts) > SHOWN:
@@ -153,8 +153,8 @@ def _show_devices(devices: Sequence[dict[str, Any]]) -> None:
         first, last = group[0], group[-1]
         sizes = [*(devices[first]["parts_bytes"][name] for name in names), devices[first]["total_bytes"]]
         layers = f"{devices[first]['layers'][0]}-{devices[last]['layers'][1]}"
-        which = str(first) if first == last else f"{first}-{last}"
-        rows.append((which, layers, *(f"{size / scale:.2f}" for size in sizes)))
+        device_range = str(first) if first == last else f"{first}-{last}"
+        rows.append((device_range, layers, *(f"{size / scale:.2f}" for size in sizes)))
     print_table(("device", "layers", *names, f"total {unit}"), rows, "memory")
 
 

@@ -58,14 +58,14 @@ def main(argv: list[str]) -> int:
     """`adjoint sweep`: exit code 0, or 130 after Ctrl-C, with the finished rows written either way."""
     request, config = read_arguments(argv)
     comparison, result = _prepare(request, config)
-    wanted = _wanted(request, comparison)
+    row_keys = _wanted(request, comparison)
     mark = json.dumps(result["settings"], sort_keys=True)
     journal = Journal(request.out / "points.jsonl", mark, fresh=request.fresh)
     if journal.discarded:
         raise UserError(f"--out {request.out}: has other settings; name another folder, or --fresh")
     _announce(request, result, comparison.baseline)
     try:
-        complete = completed(lambda: _measure(wanted, comparison, journal))
+        complete = completed(lambda: _measure(row_keys, comparison, journal))
     finally:
         result["settings"]["baseline"] = comparison.baseline
         result["rows"] = _rows(journal, comparison.baseline)
@@ -137,9 +137,9 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
 
 
 def _files(folder: Path) -> str:
-    """A mark that changes with the files of a model's folder."""
-    found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir()]
-    return hashlib.sha256(json.dumps(sorted(found)).encode()).hexdigest()
+    """Return a mark that changes with the files of a model's folder."""
+    file_stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir()]
+    return hashlib.sha256(json.dumps(sorted(file_stats)).encode()).hexdigest()
 
 
 def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Window]]:
@@ -148,18 +148,18 @@ def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Windo
     Raises:
         UserError: the model takes no windows.
     """
-    wanted: list[tuple[str, Window]] = [(comparison.baseline, None)]
+    row_keys: list[tuple[str, Window]] = [(comparison.baseline, None)]
     for name in request.methods:
         windows = request.windows if compare.takes(name, "window") else [None]
-        wanted += [(name, w) for w in windows if w != "auto" or compare.takes(name, "tolerance")]
-    for name, window in wanted:
+        row_keys += [(name, w) for w in windows if w != "auto" or compare.takes(name, "tolerance")]
+    for name, window in row_keys:
         method = compare.build(name, window, comparison.seqlen, None)
         check_windows(comparison.model.config, method.engine_spec(comparison.seqlen, comparison.seqlen))
-    return list(dict.fromkeys(wanted))
+    return list(dict.fromkeys(row_keys))
 
 
 def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[list[torch.Tensor], str, str]:
-    """The batches, what they are in words, and a mark that changes with them."""
+    """Return the batches, a description of them, and a mark that changes with them."""
     data = config.data
     if request.data == "random":
         generator = torch.Generator().manual_seed(request.seed)
@@ -185,10 +185,10 @@ def _announce(request: Namespace, result: Mapping[str, Any], baseline: str) -> N
         print("note: backpropagation does not fit in memory here; Exact, equal to rounding, is used instead")
 
 
-def _measure(wanted: list[tuple[str, Window]], comparison: Comparison, journal: Journal) -> None:
-    """Measures the rows that the journal lacks."""
-    with progress(len(wanted)) as tell:
-        for name, window in wanted:
+def _measure(row_keys: list[tuple[str, Window]], comparison: Comparison, journal: Journal) -> None:
+    """Measure the rows that the journal lacks."""
+    with progress(len(row_keys)) as tell:
+        for name, window in row_keys:
             key = {"method": name, "window": window, "baseline": comparison.baseline}
             tell("", 1)
             if journal.get(key) is None:
@@ -197,7 +197,7 @@ def _measure(wanted: list[tuple[str, Window]], comparison: Comparison, journal: 
 
 
 def _rows(journal: Journal, baseline: str) -> list[dict[str, Any]]:
-    """What is known against this reference: the reference first, then by method and window."""
+    """Return the rows measured against this reference: the reference first, then by method and window."""
     methods = list(dict.fromkeys([baseline, *METHODS]))
     rows = [row for row in journal.done.values() if row["baseline"] == baseline]
     return sorted(rows, key=lambda row: (methods.index(row["method"]), window_order(row["window"])))
@@ -230,7 +230,7 @@ def _parser() -> Flags:
         "of adjoint train are flags here too (--data.path, --model.d_model, …). The sweep runs "
         "in float32 unless --training.precision says otherwise.",
     )
-    add, whole = parser.add, reads(Positive)
+    add, positive = parser.add, reads(Positive)
     add("--out", "folder for sweep.json, sweep.csv and sweep.png", new_folder, required=True)
     add("--config", "configuration, as for adjoint train", action="append")
     windows = (
@@ -247,10 +247,10 @@ def _parser() -> Flags:
     add("--model", model + "the run's configuration is used, and the tokenizer in the folder")
     add("--model.from_pretrained", "the same as --model", dest="from_pretrained")
     methods = f"{Truncated.name},{LayerLocal.name}"
-    known = comma_list(reads(Literal[tuple(METHODS)]))
-    add("--methods", f"some of {', '.join(METHODS)}", known, default=methods)
-    add("--batches", "batches to average over", whole, default="3")
-    add("--chunk-size", "tokens per chunk; default: picked by the method", whole)
+    method_list = comma_list(reads(Literal[tuple(METHODS)]))
+    add("--methods", f"some of {', '.join(METHODS)}", method_list, default=methods)
+    add("--batches", "batches to average over", positive, default="3")
+    add("--chunk-size", "tokens per chunk; default: picked by the method", positive)
     add("--seed", "seed of fresh weights and of the data", reads(NotNegative), default="0")
     data = "config: the configuration's text; random: random tokens"
     add("--data", data, reads(Literal["config", "random"]), default="config")
@@ -267,42 +267,43 @@ def _is_pretrained(model: str) -> bool:
 
 
 def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
-    """The sweep's own flags, windows in the order of `window_order`, and the configuration of model and data.
+    """Return the sweep's own flags, windows in the order of `window_order`, and the configuration of model
+    and data.
 
     Raises:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
-    given, rest = _parser().parse_with_keys(argv)
-    for window in given.windows or ():
+    flags, rest = _parser().parse_with_keys(argv)
+    for window in flags.windows or ():
         needs = "tolerance" if window == "auto" else "window"
-        if not any(compare.takes(name, needs) for name in given.methods):
+        if not any(compare.takes(name, needs) for name in flags.methods):
             takers = ", ".join(name for name in METHODS if compare.takes(name, needs))
             raise UserError(f"--windows {window_text(window)}: is for {takers}; add one to --methods")
     for word in rest:
         for prefix, instead in _INSTEAD.items():
             if word.startswith(prefix):
                 raise UserError(f"{word}: a sweep does not take it; use {instead}")
-        if given.model is not None and word.startswith("--model."):
-            raise UserError(f"{word}: the model is that of --model {given.model}; leave one of them out")
-    configs = given.config or []
-    if given.from_pretrained is not None:
-        if given.model is not None:
+        if flags.model is not None and word.startswith("--model."):
+            raise UserError(f"{word}: the model is that of --model {flags.model}; leave one of them out")
+    configs = flags.config or []
+    if flags.from_pretrained is not None:
+        if flags.model is not None:
             raise UserError("--model.from_pretrained: is the same as --model; leave one of them out")
-        given.model = given.from_pretrained
+        flags.model = flags.from_pretrained
     tokenizer = []
-    if given.model is not None and _is_pretrained(given.model):
-        if not Path(given.model).exists():
+    if flags.model is not None and _is_pretrained(flags.model):
+        if not Path(flags.model).exists():
             from adjoint.train.pretrained import folder_of
 
-            given.model = folder_of(given.model, key="--model")
-        own_tokenizer = tokenizer_in(given.model)
+            flags.model = folder_of(flags.model, key="--model")
+        own_tokenizer = tokenizer_in(flags.model)
         tokenizer = ["--data.tokenizer", own_tokenizer] if own_tokenizer else []
-    elif given.model is not None and not configs:
-        own = find_checkpoint(given.model, "--model").parent.parent / "config.yaml"
-        configs = [str(own)] * own.is_file()
+    elif flags.model is not None and not configs:
+        run_config = find_checkpoint(flags.model, "--model").parent.parent / "config.yaml"
+        configs = [str(run_config)] * run_config.is_file()
     words = [word for file in configs for word in ("--config", file)] + tokenizer + rest
-    words += ["--data.seqlen", given.seqlen] * (given.seqlen is not None)
+    words += ["--data.seqlen", flags.seqlen] * (flags.seqlen is not None)
     config = load_config(words, "adjoint sweep")
     if config.model.from_pretrained is not None:
         raise UserError(
@@ -310,8 +311,8 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
             "folder as --model"
         )
     seqlen = config.data.seqlen
-    windows = given.windows or [*(4**i for i in range(32) if 4**i < seqlen), None, "auto"]
+    windows = flags.windows or [*(4**i for i in range(32) if 4**i < seqlen), None, "auto"]
     # one that covers all tokens is None
     full = {None if isinstance(window, int) and window >= seqlen else window for window in windows}
-    given.windows = sorted(full, key=window_order)
-    return given, config
+    flags.windows = sorted(full, key=window_order)
+    return flags, config

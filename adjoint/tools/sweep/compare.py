@@ -35,12 +35,12 @@ Window = int | Literal["auto"] | None  # tokens, picked a layer, or the whole se
 
 
 def window_order(window: Window) -> tuple[Any, ...]:
-    """A key to sort windows by: tokens, then None, the whole sequence, then "auto"."""
+    """Return a key to sort windows by: tokens, then None, the whole sequence, then "auto"."""
     return window == "auto", window is None, window or 0
 
 
 class Agreement(NamedTuple):
-    """How near a gradient g is to the reference r.
+    """The agreement of a gradient g with the reference r.
 
     Attributes:
         cosine: g·r / (|g| |r|); None where either is zero or not finite.
@@ -57,7 +57,8 @@ class Agreement(NamedTuple):
 def gradient(
     model: Stack, input_ids: Tensor, method: Any, precision: str = "float32"
 ) -> tuple[NamedGradients, list[int] | None]:
-    """The gradient of the mean loss by parameter name, and the windows that the method picked, one per layer.
+    """Return the gradient of the mean loss by parameter name, and the windows that the method picked, one per
+    layer.
 
     Leaves `.grad` None.
 
@@ -70,16 +71,18 @@ def gradient(
     with autocast(precision, input_ids.device):
         output = model(input_ids, labels=input_ids, method=method)
     output.loss.backward()
-    found = {
+    gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
         if p.requires_grad
     }
     model.zero_grad(set_to_none=True)
-    return found, output.windows
+    return gradients, output.windows
 
 
-def compare(reference: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, dict[str, Agreement]]:
+def compare(
+    reference: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> dict[str, dict[str, Agreement]]:
     """Agreement by scope ("overall", "layer", "kind") and by name within it.
 
     Layers are "layers.0", …, and what is outside them by its own name: embedding, norm_f, lm_head. Kinds are
@@ -88,25 +91,25 @@ def compare(reference: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dic
     """
     sums: dict[str, dict[str, Tensor]] = {"overall": {}, "layer": {}, "kind": {}}
     for name, r in reference.items():
-        g, r = found[name].double().flatten(), r.to(found[name].device).double().flatten()
+        g, r = gradients[name].double().flatten(), r.to(gradients[name].device).double().flatten()
         d = g - r
         products = torch.stack([g @ r, g @ g, r @ r, d @ d]).cpu()
         in_layer = re.match(r"layers\.\d+", name)
         layer = in_layer[0] if in_layer else name.partition(".")[0]
         kind = re.sub(r"^layers\.\d+\.(mixer\.)?|\.(weight|bias)$", "", name)
-        for scope, part in (("overall", "overall"), ("layer", layer), ("kind", kind)):
-            sums[scope][part] = sums[scope].get(part, 0) + products
+        for scope, name_in_scope in (("overall", "overall"), ("layer", layer), ("kind", kind)):
+            sums[scope][name_in_scope] = sums[scope].get(name_in_scope, 0) + products
     return {
-        scope: {part: _agreement(*products.tolist()) for part, products in parts.items()}
+        scope: {name_in_scope: _agreement(*products.tolist()) for name_in_scope, products in parts.items()}
         for scope, parts in sums.items()
     }
 
 
-def _agreement(dot: float, found: float, reference: float, difference: float) -> Agreement:
-    if not all(map(math.isfinite, (dot, found, reference, difference))):
+def _agreement(dot: float, squared_norm: float, reference: float, difference: float) -> Agreement:
+    if not all(map(math.isfinite, (dot, squared_norm, reference, difference))):
         return Agreement(None, None)
     error = math.sqrt(difference / reference) if reference else None if difference else 0.0
-    return Agreement(dot / math.sqrt(found * reference) if found and reference else None, error)
+    return Agreement(dot / math.sqrt(squared_norm * reference) if squared_norm and reference else None, error)
 
 
 def _mean(agreements: Sequence[Agreement]) -> dict[str, float | None]:
@@ -126,17 +129,17 @@ def takes(name: str, argument: str) -> bool:
 def build(
     name: str, window: Window, seqlen: int, chunk_size: int | None, tolerance: float | None = None
 ) -> Any:
-    """The method `name` with a window (None: all of seqlen), a chunk size and the tolerance of window "auto",
-    where it takes them."""
+    """Return the method `name` with a window (None: all of seqlen), a chunk size and the tolerance of window
+    "auto", where it takes them."""
     values: dict[str, Any] = {"window": seqlen if window is None else window, "chunk_size": chunk_size}
     values |= {"tolerance": tolerance} if window == "auto" else {}
     return METHODS[name](**{key: value for key, value in values.items() if takes(name, key)})
 
 
 def counted_vjps(name: str, windows: Sequence[int | None], seqlen: int) -> int | None:
-    """The vjps of the paper's Algorithm 4 with these windows, one a layer (None: all of seqlen), counted
-    once for the whole batch; None for backprop. Here products that share a token are added up before they
-    are differentiated: 3 × seqlen × n_layer vjps, whatever the window.
+    """Return the vjps of the paper's Algorithm 4 with these windows, one a layer (None: all of seqlen),
+    counted once for the whole batch; None for backprop. Here products that share a token are added up before
+    they are differentiated: 3 × seqlen × n_layer vjps, whatever the window.
     """
     if name == Backprop.name:
         return None
@@ -165,17 +168,17 @@ def backprop_fits(model: Stack, input_ids: Tensor) -> bool:
 
     What the forward keeps is measured on a short piece and scaled: linear in seqlen for these layers.
     """
-    piece, kept = input_ids[:, :_PROBE], dict[int, int]()
+    piece, saved_bytes = input_ids[:, :_PROBE], dict[int, int]()
 
     def note(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved_bytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         _ = model(piece, labels=piece, method=Backprop()).loss
     for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    needed = sum(kept.values()) / piece.shape[1] * input_ids.shape[1]
+        saved_bytes.pop(parameter.untyped_storage().data_ptr(), None)
+    needed = sum(saved_bytes.values()) / piece.shape[1] * input_ids.shape[1]
     return needed < _SHARE_OF_MEMORY * memory_left(input_ids.device)
 
 
@@ -184,7 +187,7 @@ def backprop_fits(model: Stack, input_ids: Tensor) -> bool:
 
 @dataclasses.dataclass
 class Comparison:
-    """One model and some batches, against which methods are measured.
+    """A model and batches on which methods are compared with a reference gradient.
 
     The reference gradients, one a batch, are made when first needed and stay in host memory.
 
@@ -209,7 +212,7 @@ class Comparison:
         self._references: list[NamedGradients] = []
 
     def row(self, name: str, window: Window) -> dict[str, Any]:
-        """Measures one method with one window (None: all) on every batch.
+        """Measure one method with one window (None: all) on every batch.
 
         Returns:
             JSON's types only: method, window, baseline, windows (a layer's each, the longest of the batches',
@@ -236,19 +239,19 @@ class Comparison:
             with PeakMemory(self.device) as peak:
                 synchronize(self.device)
                 started = time.perf_counter()
-                found, windows = self._gradient(ids, method)
+                gradients, windows = self._gradient(ids, method)
                 synchronize(self.device)
                 seconds.append(time.perf_counter() - started)
             peaks.append(peak.bytes)
             if windows is not None:
                 picked = list(map(max, picked or windows, windows))
             if reference and len(self._references) <= i:
-                self._references.append(self._checked(found))
-            agreements.append(compare(self._references[i], found))
-            del found  # its memory is not the next measurement's
+                self._references.append(self._checked(gradients))
+            agreements.append(compare(self._references[i], gradients))
+            del gradients  # its memory is not the next measurement's
         means = {
-            scope: {part: _mean([a[scope][part] for a in agreements]) for part in parts}
-            for scope, parts in agreements[0].items()
+            scope: {name: _mean([a[scope][name] for a in agreements]) for name in names}
+            for scope, names in agreements[0].items()
         }
         reach: Sequence[int | None] = (
             picked or [None if window == "auto" else window] * self.model.config.n_layer
@@ -270,12 +273,12 @@ class Comparison:
     def _gradient(self, ids: Tensor, method: Any) -> tuple[NamedGradients, list[int] | None]:
         return gradient(self.model, ids.to(self.device), method, self.precision)
 
-    def _checked(self, found: NamedGradients) -> NamedGradients:
-        """A reference gradient, in host memory."""
-        for name, g in found.items():
+    def _checked(self, gradients: NamedGradients) -> NamedGradients:
+        """Return a reference gradient, in host memory."""
+        for name, g in gradients.items():
             if not torch.isfinite(g).all():
                 raise UserError(
                     f"the gradient of {name} by {self.baseline} is not finite on this data: "
                     "sweep a model that has not diverged, or set --training.precision float32"
                 )
-        return {name: g.cpu() for name, g in found.items()}
+        return {name: g.cpu() for name, g in gradients.items()}

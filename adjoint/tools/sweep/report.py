@@ -1,4 +1,4 @@
-"""What a sweep found: tables on the terminal, sweep.csv, and sweep.png."""
+"""Results of a sweep: tables on the terminal, sweep.csv, and sweep.png."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ Result = Mapping[str, Any]
 
 
 def _of_methods(result: Result) -> dict[str, list[Result]]:
-    """The rows of each method that is compared with the reference."""
-    found: dict[str, list[Result]] = {}
+    """Return the rows of each method that is compared with the reference."""
+    rows_by_method: dict[str, list[Result]] = {}
     for row in result["rows"]:
         if row["method"] != result["settings"]["baseline"]:
-            found.setdefault(row["method"], []).append(row)
-    return found
+            rows_by_method.setdefault(row["method"], []).append(row)
+    return rows_by_method
 
 
 def _layers(row: Result) -> dict[str, Result]:
-    """The layers proper, without embedding, last norm and head."""
+    """Return the layers proper, without embedding, last norm and head."""
     return {name: values for name, values in row["layer"].items() if name.startswith("layers.")}
 
 
-def _error(part: Result) -> float:
-    return math.inf if part["relative_error"] is None else part["relative_error"]
+def _error(agreement: Result) -> float:
+    return math.inf if agreement["relative_error"] is None else agreement["relative_error"]
 
 
 def _worst(row: Result) -> float:
-    """Of the kinds of parameters: over all, the many that a window hardly touches outweigh the others."""
+    """Return the largest error of a kind of parameter. The error over all parameters would hide it: the many
+    that a window hardly affects outweigh the others."""
     return max(map(_error, row["kind"].values()))
 
 
 def smallest_window(rows: Iterable[Result], error: Callable[[Result], float] = _error) -> str | None:
-    """The smallest measured window of a method from which on the error stays below `SMALL`; None where not
-    even the longest is enough."""
+    """Return the smallest measured window of a method from which on the error stays below `SMALL`; None where
+    not even the longest is enough."""
     best = None
     for row in sorted(rows, key=lambda row: window_order(row["window"]), reverse=True):
         if row["window"] != "auto":
@@ -55,7 +56,7 @@ def smallest_window(rows: Iterable[Result], error: Callable[[Result], float] = _
 
 
 def conclusion(name: str, rows: Sequence[Result]) -> str:
-    """How long the window of a method must be."""
+    """Say how long the window of a method must be."""
     said, overall, each = [], smallest_window(rows), smallest_window(rows, _worst)
     if overall is not None:
         kinds = f"for each kind of parameter from {each}" if each else "not for every kind of parameter"
@@ -69,12 +70,12 @@ def conclusion(name: str, rows: Sequence[Result]) -> str:
 
 
 def window_text(window: Window) -> str:
-    """A window: 1,024, full, auto."""
+    """Return a window as text: 1,024, full, auto."""
     return "full" if window is None else window if window == "auto" else f"{window:,}"
 
 
 def error_text(error: float | None) -> str:
-    """A relative error as a reader likes it: 12%, 0.40%, 3.1e-07."""
+    """Return a relative error as short text: 12%, 0.40%, 3.1e-07."""
     if error is None:
         return "not finite"
     if error >= 0.001:
@@ -83,7 +84,7 @@ def error_text(error: float | None) -> str:
 
 
 def show(result: Result) -> None:
-    """Prints the tables and the conclusions."""
+    """Print the tables and the conclusions."""
     settings, environment = result["settings"], result["environment"]
     head = ("method", "window", "error", "cosine", "vjps", "seconds", "memory")
     print_table(head, map(_cells, result["rows"]), f"gradients, against {settings['baseline']}")
@@ -94,7 +95,8 @@ def show(result: Result) -> None:
         parts = [("layer", layer) for layer in layers[:: -(-len(layers) // _MOST_LAYERS)]]
         parts += [("kind", kind) for kind in rows[0]["kind"]]
         cells = (
-            [part, *(error_text(row[scope][part]["relative_error"]) for row in rows)] for scope, part in parts
+            [name_in_scope, *(error_text(row[scope][name_in_scope]["relative_error"]) for row in rows)]
+            for scope, name_in_scope in parts
         )
         print_table(("part", *windows), cells, f"relative error of {name}, by window")
     device = environment["gpu"] or f"{environment['cpu']}, threads: {environment['threads']}"
@@ -122,7 +124,7 @@ def _cells(row: Result) -> tuple[str, ...]:
 
 
 def write_csv(result: Result, path: Path) -> None:
-    """Writes a line per row and part of the model.
+    """Write a line per row and part of the model.
 
     scope is overall, layer or kind, name the part. window is empty for the whole sequence; where it is auto,
     the lines of layers have the window of that layer.
@@ -133,22 +135,24 @@ def write_csv(result: Result, path: Path) -> None:
         write(("method", "window", "scope", "name", "cosine", "relative_error", *cost))
         for row in result["rows"]:
             parts = [("overall", "overall", row)]
-            parts += [(scope, name, part) for scope in ("layer", "kind") for name, part in row[scope].items()]
-            for scope, name, part in parts:
+            parts += [
+                (scope, name, values) for scope in ("layer", "kind") for name, values in row[scope].items()
+            ]
+            for scope, name, values in parts:
                 window = row["window"]
                 if row["windows"] is not None and name.startswith("layers."):
                     window = row["windows"][int(name.removeprefix("layers."))]
-                agreement = part["cosine"], part["relative_error"]
+                agreement = values["cosine"], values["relative_error"]
                 write((row["method"], window, scope, name, *agreement, *(row[key] for key in cost)))
 
 
 def _height(error: float) -> float:
-    """An error in the picture; what is not finite is as far off as can be."""
+    """Return the height of an error in the picture; one that is not finite is drawn at the top."""
     return 1.0 if math.isinf(error) else max(error, _FLOOR)
 
 
 def draw(result: Result, path: Path) -> None:
-    """Draws the relative error by window: a line per method, the spread of its layers as a band."""
+    """Draw the relative error by window: a line per method, the spread of its layers as a band."""
     settings, methods = result["settings"], _of_methods(result)
     windows = sorted({row["window"] for rows in methods.values() for row in rows}, key=window_order)
     figure = new_figure(9, 5.2)
@@ -157,7 +161,7 @@ def draw(result: Result, path: Path) -> None:
     for name, rows in methods.items():
         plain = [row for row in rows if row["window"] != "auto"]
         at = [windows.index(row["window"]) for row in plain]
-        layers = [[_height(_error(part)) for part in _layers(row).values()] for row in plain]
+        layers = [[_height(_error(agreement)) for agreement in _layers(row).values()] for row in plain]
         (line,) = axes.plot(at, [_height(_error(row)) for row in plain], "o-", label=conclusion(name, rows))
         colour = line.get_color()
         axes.plot(at, [_height(_worst(row)) for row in plain], "--", color=colour)
