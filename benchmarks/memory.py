@@ -111,8 +111,8 @@ class Memory(steps.StepBenchmark):
             for name, m in METHODS.items() if name in options.methods
         ]  # fmt: skip
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
-        return {"model": WIDTHS, "repeats": options.repeats} | super().payload(options, found)
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
+        return {"model": WIDTHS, "repeats": options.repeats} | super().payload(options, measurements)
 
     def named(self, row: Row) -> str:
         return f"**{row['label']}**" if row["method"] == BASE else row["label"]

@@ -88,9 +88,10 @@ class Wrapped(steps.StepBenchmark):
             for model, way in itertools.product(options.models, options.ways)
         ]  # fmt: skip
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         return [
-            row | {"kept_bytes": kept(row["model"], row["length"])} for row in super().rows(options, found)
+            row | {"kept_bytes": kept(row["model"], row["length"])}
+            for row in super().rows(options, measurements)
         ]
 
     def named(self, row: Row) -> str:

@@ -76,8 +76,8 @@ def _draw_losses(axes: Any, result: Row, task: str, style: Row, apart: bool) -> 
             seeds = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
         at = [min((i + 0.5) * block, steps) for i in range(len(seeds[0]))]
         _draw_curve(axes, at, seeds, style[method], method)
-    what = "training loss" if baseline is None else "training loss above Backprop's"
-    axes.set(xlabel="step", ylabel=f"{what}, nats per token")
+    label = "training loss" if baseline is None else "training loss above Backprop's"
+    axes.set(xlabel="step", ylabel=f"{label}, nats per token")
 
 
 def _draw_accuracy(axes: Any, result: Row, task: str, style: Row) -> None:
@@ -99,9 +99,9 @@ def _draw_accuracy(axes: Any, result: Row, task: str, style: Row) -> None:
     small: Row = {"textcoords": "offset points", "fontsize": 8, "color": "#666666"}
     before = before_training(result, task)
     if before:
-        known = [100 * before[d] for d in distances]
-        axes.plot(distances, known, color="#888888", linewidth=1.2, linestyle=(0, (5, 2)))
-        axes.annotate("before", (distances[0], known[0]), xytext=(0, 4), **small)
+        percentages = [100 * before[d] for d in distances]
+        axes.plot(distances, percentages, color="#888888", linewidth=1.2, linestyle=(0, (5, 2)))
+        axes.annotate("before", (distances[0], percentages[0]), xytext=(0, 4), **small)
     axes.axhline(100 / ALPHABET, color="#888888", linewidth=1, linestyle=":")
     axes.annotate("chance", (distances[-1], 100 / ALPHABET), xytext=(0, 3), ha="right", **small)
     axes.set_xscale("log", base=2)

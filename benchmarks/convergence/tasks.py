@@ -92,13 +92,13 @@ def questions(
         ids[b, previous] = TRIGGER
         while True:
             gap = int(generator.choice(distances))
-            here = previous + gap
-            if here > seqlen - 2:  # the answer stands at here + 1
+            position = previous + gap
+            if position > seqlen - 2:  # the answer stands at position + 1
                 break
-            ids[b, here] = TRIGGER
-            labels[b, here + 1] = ids[b, previous + 1]
-            distance[b, here] = gap
-            previous = here
+            ids[b, position] = TRIGGER
+            labels[b, position + 1] = ids[b, previous + 1]
+            distance[b, position] = gap
+            previous = position
     return Questions(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(distance))
 
 
@@ -140,13 +140,13 @@ class RecallData:
         held_out = questions(np.random.default_rng([2]), HELD_OUT_SEQUENCES, self.seqlen, self.distances)
         logits = torch.cat([model(ids).logits[:, :-1] for ids in held_out.ids.split(32)])
         target, distance = held_out.labels[:, 1:], held_out.distance[:, :-1]
-        asked, right = target != IGNORE_INDEX, logits.argmax(-1) == target
-        loss = torch.nn.functional.cross_entropy(logits[asked].double(), target[asked])
-        found = {str(d): right[distance == d].double() for d in self.distances}
+        is_question, right = target != IGNORE_INDEX, logits.argmax(-1) == target
+        loss = torch.nn.functional.cross_entropy(logits[is_question].double(), target[is_question])
+        correct = {str(d): right[distance == d].double() for d in self.distances}
         return {
             "held_out": loss.item(),
-            "accuracy": {d: hits.mean().item() if len(hits) else None for d, hits in found.items()},
-            "questions": {d: len(hits) for d, hits in found.items()},
+            "accuracy": {d: hits.mean().item() if len(hits) else None for d, hits in correct.items()},
+            "questions": {d: len(hits) for d, hits in correct.items()},
         }
 
 

@@ -90,14 +90,14 @@ def results(
     op: Op, function: Callable[..., Any], leaves: Tensors, dy: Tensor, backward: bool = True
 ) -> Tensors:
     """Outputs, and with `backward` the gradient of each leaf that asks for one, by name."""
-    made = function(**leaves)
-    ys = made if isinstance(made, tuple) else (made,)
-    found = dict(zip(op.outputs, (y.detach() for y in ys), strict=True))
+    outputs = function(**leaves)
+    ys = outputs if isinstance(outputs, tuple) else (outputs,)
+    tensors = dict(zip(op.outputs, (y.detach() for y in ys), strict=True))
     if backward:
-        wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-        gradients = torch.autograd.grad(ys, list(wanted.values()), [dy.to(y.dtype) for y in ys])
-        found |= dict(zip(wanted, gradients, strict=True))
-    return found
+        differentiable = {name: x for name, x in leaves.items() if x.requires_grad}
+        gradients = torch.autograd.grad(ys, list(differentiable.values()), [dy.to(y.dtype) for y in ys])
+        tensors |= dict(zip(differentiable, gradients, strict=True))
+    return tensors
 
 
 def answer(op: Op, size: Size, device: str, dtype: torch.dtype) -> Tensors:

@@ -61,9 +61,9 @@ class Shards(Benchmark):
     def environment(self, options: argparse.Namespace) -> Row:
         return report.environment("ray") | {"threads": 1}
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         return {"tolerance": TOLERANCE, **{name: getattr(options, name) for name in SIZES},
-                "runs": [result for _, result in found if "tiles" in result]}  # fmt: skip
+                "runs": [result for _, result in measurements if "tiles" in result]}  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         """One worker alone waits for nobody, whatever the method: the first method's will do."""
@@ -73,8 +73,8 @@ class Shards(Benchmark):
         shared = {name: getattr(options, name) for name in SIZES}
         return [{"method": m, "shards": n, "sequence": turn, **shared} for m, n, turn in groups]
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [replay.row_of(result) for _, result in found if "tiles" in result]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [replay.row_of(result) for _, result in measurements if "tiles" in result]
 
     def failed(self, result: Row) -> bool:
         return any(abs(row["error"]) > TOLERANCE for row in result["rows"])
@@ -84,8 +84,8 @@ class Shards(Benchmark):
         super().save({key: value for key, value in result.items() if key != "runs"}, stem)
         stem.mkdir(parents=True, exist_ok=True)
         for run in result["runs"]:
-            which = run["shards"] if run["sequence"] == 1 else f"in-turn-{run['sequence']}"
-            path = stem / f"{run['method']}-{which}.json"
+            suffix = run["shards"] if run["sequence"] == 1 else f"in-turn-{run['sequence']}"
+            path = stem / f"{run['method']}-{suffix}.json"
             write_atomically(path, json.dumps(run | {"environment": result["environment"]}) + "\n")
 
     def load(self, stem: Path) -> Row:
@@ -107,10 +107,10 @@ class Shards(Benchmark):
             f"wall times from {result['repeats']} others."
         )
         title = f"Wall time of a batch, forward and backward, over real shards and simulated. {outcome}"
-        where = footer(result["environment"], f"{result['slots']} slots in the simulation")
+        conditions = footer(result["environment"], f"{result['slots']} slots in the simulation")
         lines = [[cell(row) for _, cell in COLUMNS] for row in rows]
         table = report.markdown_table([head for head, _ in COLUMNS], lines)
-        return f"{title}\n\n{sizes}\n{where}\n\n{table}"
+        return f"{title}\n\n{sizes}\n{conditions}\n\n{table}"
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         """Of the `exact` run of the most shards."""
@@ -150,10 +150,10 @@ def draw(run: Point) -> Any:
     from matplotlib.patches import Patch
 
     tiles = {str(a.tile): a.tile for p in replay.plan_of(run).programs for a in p if isinstance(a, Run)}
-    found = [Span(worker, start, stop, tiles[name]) for worker, name, start, stop in run["spans"]]
+    tile_spans = [Span(worker, start, stop, tiles[name]) for worker, name, start, stop in run["spans"]]
     simulated = replay.simulated(run)
-    last = max(span.stop for span in found)
-    panels = (("measured", found, last), ("simulated", simulated.spans, simulated.seconds))
+    last = max(span.stop for span in tile_spans)
+    panels = (("measured", tile_spans, last), ("simulated", simulated.spans, simulated.seconds))
     end, number = max(last, simulated.seconds), len(simulated.busy)
     figure, axes = report.pyplot().subplots(
         2, 1, sharex=True, figsize=(11, 2.2 + 0.7 * number), squeeze=False

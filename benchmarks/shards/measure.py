@@ -34,8 +34,8 @@ def measure(point: Point) -> Point:
         d_model=point["d_model"], n_layer=point["layers"], mixer=point["mixer"], tie_embeddings=False
     )
     with torch.device("meta"):
-        whole = Stack(model, 0)
-        state = whole.initial_state(point["batch"])[0]
+        stack = Stack(model, 0)
+        state = stack.initial_state(point["batch"])[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocab_size, (point["batch"], point["seqlen"]), generator=generator).numpy()
     training = TrainingConfig(device="cpu", precision="float32", threads=1)
@@ -53,7 +53,7 @@ def measure(point: Point) -> Point:
                 "chunk_size": size,
                 "window": window,
                 "d_conv": model.d_conv,
-                "costs": list(costs_of(whole.stages())),
+                "costs": list(costs_of(stack.stages())),
                 "slots": point["slots"],
             }
             chunk = (point["batch"], size, model.d_model)

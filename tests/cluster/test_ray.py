@@ -274,12 +274,17 @@ def test_the_readmes_job_joins_its_cluster_and_takes_what_it_has(tmp_path: Path)
         start_new_session=True,
     )
     try:
-        there = environment | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+        job_environment = environment | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
         starting = ("Could not find any running Ray", "Failed to connect", "No available agent", "aborted")
         deadline = time.monotonic() + 300
         while True:
             done = subprocess.run(
-                [ray, *submit[1:]], cwd=REPOSITORY, env=there, capture_output=True, text=True, timeout=300
+                [ray, *submit[1:]],
+                cwd=REPOSITORY,
+                env=job_environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
             )
             if not any(word in done.stderr for word in starting):
                 break
@@ -322,8 +327,8 @@ def _started_by(ancestor: int) -> dict[int, tuple[int, str]]:
 
 def _listening() -> set[tuple[str, int]]:
     """Addresses that TCP connections may be made to, and the processes that take them."""
-    found = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return {(line.split()[3], int(pid)) for line in found for pid in re.findall(r"pid=(\d+)", line)}
+    sockets = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {(line.split()[3], int(pid)) for line in sockets for pid in re.findall(r"pid=(\d+)", line)}
 
 
 @pytest.mark.parametrize(("failures", "reached"), [(placement.STARTS - 1, True), (placement.STARTS, False)])
@@ -331,11 +336,11 @@ def test_a_ray_that_does_not_start_in_its_time_is_started_again(
     monkeypatch: pytest.MonkeyPatch, failures: int, reached: bool
 ) -> None:
     ray = pytest.importorskip("ray")
-    asked = []
+    calls = []
 
     def init(*_: Any, **__: Any) -> None:
-        asked.append("init")
-        if len(asked) <= failures:
+        calls.append("init")
+        if len(calls) <= failures:
             raise Exception("The current node timed out during startup. This could happen because")
 
     for name, function in {"init": init, "shutdown": lambda: None, "is_initialized": lambda: False}.items():
@@ -346,4 +351,4 @@ def test_a_ray_that_does_not_start_in_its_time_is_started_again(
     else:
         with pytest.raises(UserError, match="Ray did not start within its 30 s, tried 4 times"):
             placement.connect(2, Resources())
-    assert len(asked) == placement.STARTS
+    assert len(calls) == placement.STARTS

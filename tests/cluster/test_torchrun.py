@@ -29,8 +29,8 @@ def torchrun(rank: int, world: int) -> dict[str, str]:
 
 
 def srun(rank: int, world: int) -> dict[str, str]:
-    own = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(world), "SLURM_LOCALID": str(rank)}
-    return {**own, "SLURM_JOB_ID": "1", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+    variables = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(world), "SLURM_LOCALID": str(rank)}
+    return {**variables, "SLURM_JOB_ID": "1", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
 
 
 def started(
