@@ -55,12 +55,12 @@ class Figure(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Of the stored results."""
+        """Return the folder of the stored results."""
         words = self.options.split()
         return ROOT / words[words.index("--out") + 1] if "--out" in words else RESULTS
 
     def command(self, quick: bool = False) -> str:
-        """What measures and publishes it; or tries its benchmark."""
+        """Return the command that measures and publishes it, or with `quick` one that tries its benchmark."""
         flags = f"{self.quick} --out {RUNS / 'quick'}" if quick else f"{self.options} --publish"
         return " ".join(["python -m", f"benchmarks.{self.benchmark.name}", *flags.split()])
 

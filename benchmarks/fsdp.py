@@ -42,7 +42,7 @@ def measure(point: Point) -> Point:
 
 
 def _one(rank: int, folder: str, point: Point) -> None:
-    """One of the processes."""
+    """Measure one of the processes, and write its result into the folder."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -100,7 +100,7 @@ class Fsdp(Benchmark):
         ]
 
     def failed(self, result: Row) -> bool:
-        """Where wrapping takes more memory than checkpointing."""
+        """Whether wrapping takes more memory than checkpointing somewhere."""
         return any(row.get("memory_bytes_ratio", 0) > 1 for row in result["rows"] if row["way"] == "wrapped")
 
     def markdown(self, result: Row) -> str:

@@ -38,7 +38,7 @@ MEMORY = re.compile(r"LD|ST|SHFL|RED|ATOM")
 
 
 def machine_code(ptx: str) -> str:
-    """What nvdisasm prints of the assembled kernel."""
+    """Return nvdisasm's output for the assembled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         ptxas, _ = aot.run_ptxas(ptx, folder)
         disassemble = [str(ptxas.with_name("nvdisasm")), "-c", f"{folder}/kernel.cubin"]

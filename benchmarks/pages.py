@@ -49,7 +49,7 @@ def written(page: Path) -> str:
 
 @functools.cache
 def tables() -> list[tuple[str, str, str]]:
-    """Of all pages: the page, its mark, the table."""
+    """Return the tables of all pages: the page, its mark, the table."""
     figures = (figure for figure in FIGURES if figure.folder == RESULTS and figure.file.exists())
     shown = [table for figure in figures for table in figure.benchmark.tables(figure.stored())]
     return shown + [(document, mark, make()) for document, mark, make in TABLES]

@@ -22,7 +22,7 @@ BLACK, GREY = "#000000", "#7A7A7A"
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Where and with what a benchmark ran: commit, date, hardware, system, versions, also of `packages`."""
+    """Return the conditions of a run: commit, date, hardware, system, versions, also of `packages`."""
     conditions = {"commit": commit(), **machine.environment()}
     conditions["versions"] |= machine.versions(*packages)
     return conditions

@@ -106,7 +106,7 @@ def longest(method: str, gpus: int) -> Iterator[Row]:
 
 
 def table_1() -> Iterator[Row]:
-    """One vjp, of a network with P inputs for a batch, in 16 bits: by the formula and counted."""
+    """Yield the cost of a vjp of a network with P inputs for a batch, in 16 bits: formula and count."""
     shapes = {"unstructured": (N * N, N * P), "diagonal": (N, N), "scalar": (1, N)}
     for structure, outputs in shapes.items():
         for network, out in zip(("𝒜", "ℬ, 𝒞"), outputs, strict=True):

@@ -86,7 +86,7 @@ class TrainedWindows(Benchmark):
             str(p["n_layer"]): r["loss"] for p, r in measurements if r.get("loss") is not None}}  # fmt: skip
 
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
-        """Of each model and window, the errors of all parameters and of each kind."""
+        """Return errors per model and window, of all parameters and of each kind."""
         return [
             {
                 "n_layer": point["n_layer"],

@@ -81,7 +81,7 @@ class Wrapped(steps.StepBenchmark):
         super().arguments(parser)
 
     def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
-        """In several processes at 16,384 tokens: the README shows them."""
+        """Return the curves, repeated in several processes at 16,384 tokens, which the README shows."""
         return [
             steps.Curve({"model": model, "way": way}, way, WIDTHS | self.models[model][0], self.ways[way],
                         self.models[model][2], (16384,))

@@ -122,7 +122,7 @@ Runs = dict[tuple[Any, ...], tuple[dict[int, Point], str]]
 
 
 def by_run(measurements: Found, *fields: str) -> Runs:
-    """These fields of the points → the results by seed, and the first error."""
+    """Group results by these fields of their points: each group's results by seed, and its first error."""
     runs: Runs = {}
     for point, result in measurements:
         key = tuple(point[name] for name in fields)
@@ -165,7 +165,7 @@ def summary(results: dict[int, Point], baseline: dict[int, Point]) -> Row:
 
 
 def curve(task: str, method: str, results: dict[int, Point]) -> Row:
-    """What is drawn of a row, by seed."""
+    """Return the curve that is drawn of a row, for each seed."""
     first = next(iter(results.values()))
     drawn: Row = {"task": task, "method": method}
 

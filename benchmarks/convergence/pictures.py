@@ -27,7 +27,7 @@ OTHER = ("#7A7A7A", "-", 1.2)
 
 
 def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """How each method is drawn."""
+    """Return the line style of each method."""
     names = ("color", "linestyle", "linewidth")
     return {m: dict(zip(names, LOOKS.get(m, OTHER), strict=True)) for m in methods}
 
@@ -65,7 +65,7 @@ def _draw_curve(
 
 
 def _draw_losses(axes: Any, result: Row, task: str, style: Row, apart: bool) -> None:
-    """With `apart`: each seed's difference from Backprop's with the same seed."""
+    """Draw each seed's losses; with `apart`, their differences from Backprop's with the same seed."""
     block, steps = result["block_steps"], result["tasks"][task]["steps"]
     curves = {curve["method"]: curve["losses"] for curve in curves_of(result, task)}
     baseline = curves.get("backprop") if apart else None

@@ -23,7 +23,7 @@ def label(method: str) -> str:
 
 
 def provenance(result: Row) -> str:
-    """One paragraph: what was run, where, when."""
+    """Return a paragraph on what was run, on which machine, and when."""
     env, model, tasks = result["environment"], result["model"], result["tasks"]
     steps = ", ".join(f"{name} {task['steps']}" for name, task in tasks.items())
     return (
@@ -95,8 +95,10 @@ def picked_windows(result: Row) -> dict[tuple[str, int], list[float]]:
 
 
 def half_learned(result: Row, curve: Row) -> list[int | None]:
-    """Of each seed, the step from which a block's mean training loss of recall first was below half of
-    guessing's, ln(ALPHABET); None where it never was."""
+    """Return each seed's step at which recall was half learned, None if it never was.
+
+    It is the first step from which a block's mean training loss is below half of guessing's, ln(ALPHABET).
+    """
     steps: list[int | None] = []
     for losses in curve["losses"].values():
         first = next((i for i, loss in enumerate(losses, 1) if loss < math.log(ALPHABET) / 2), None)

@@ -31,7 +31,7 @@ HELD_OUT_TOKENS = 65536
 
 @dataclass(frozen=True)
 class Task:
-    """One task and the training that was found to learn it with `Backprop`.
+    """A task, and a training that learns it with `Backprop`.
 
     Attributes:
         label: how pictures and tables call it.
@@ -103,7 +103,7 @@ def questions(
 
 
 def distances_within(seqlen: int, distances: Sequence[int] = DISTANCES) -> list[int]:
-    """Those of `distances` that sequences of this length can ask about.
+    """Return the `distances` that sequences of this length can ask about.
 
     Raises:
         UserError: seqlen leaves none.
@@ -135,8 +135,11 @@ class RecallData:
 
     @torch.no_grad()
     def evaluate(self, model: Any) -> dict[str, Any]:
-        """On held-out sequences, the same for every seed: the mean loss in nats a question, and by distance
-        the share answered rightly and the number of questions."""
+        """Evaluate on held-out sequences, which are the same for every seed.
+
+        Returns:
+            The mean loss in nats per question; by distance the accuracy, and the number of questions.
+        """
         held_out = questions(np.random.default_rng([2]), HELD_OUT_SEQUENCES, self.seqlen, self.distances)
         logits = torch.cat([model(ids).logits[:, :-1] for ids in held_out.ids.split(32)])
         target, distance = held_out.labels[:, 1:], held_out.distance[:, :-1]

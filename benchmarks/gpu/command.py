@@ -180,9 +180,12 @@ def status(result: Point) -> str:
 
 
 def shares(point: Point, result: Point, rates: roof.Rates | None) -> Row:
-    """Of times of an operation, the share of what is least at the rates of stage a. Of a step the MFU: FLOPs
-    that it asks for (recomputation does not count) a second, over the rate of a large matrix product of stage
-    a, and over the GPU's data sheet."""
+    """Return how much of the device's rates a point reaches.
+
+    For the times of an operation: the least time possible at the rates of stage a, over the measured one. For
+    a step its MFU: required FLOPs per second (recomputation does not count), over the rate of a large matrix
+    product of stage a, and over that of the GPU's data sheet.
+    """
     if point["kind"] == "times" and rates and "both_ms" in result:
         forward, backward = OPS[point["op"]].work(point["size"])
         itemsize, roof_shares = getattr(torch, point["dtype"]).itemsize, {}
@@ -229,7 +232,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def why(row: Row) -> str:
-    """Why a point has no numbers; of a library that is missing once, not once a size."""
+    """Return a line on why a point has no numbers; it is the same for all sizes if a library is missing."""
     said = next(row[key] for key in STATES if key in row)
     name = row["point"].get("contender", row["name"]) if row["status"] == "missing" else row["name"]
     return f"- {name}: {row['status']}; {said}\n"

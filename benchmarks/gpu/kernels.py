@@ -25,8 +25,7 @@ REPEAT_S = 0.2  # how long a pass is repeated
 
 
 def fast_backend(device: str) -> str:
-    """Whose code is to run on a device: Triton's on a GPU, on a CPU the compiled one where there is a
-    compiler."""
+    """Return the backend that should run on a device: Triton on a GPU, compiled C++ on a CPU if possible."""
     if device.startswith("cuda"):
         return "triton"
     return "cpu" if "cpu" in dispatch.backends() else "reference"

@@ -65,7 +65,7 @@ def prepared(point: Point) -> tuple[adjoint.Stack, Tensor, int]:
 
 
 def tile(point: Point) -> Point:
-    """One layer on one chunk as `Exact` runs it: the forward, and the backward (linearize and pullback).
+    """Time a layer on a chunk as `Exact` runs it: the forward, and the backward (linearize and pullback).
 
     device_ms: the GPU's own time, by events. wall_ms: a tile of many in a row. host_ms: what queueing one
     takes. Where wall is well above device, the GPU waits for the host. launches: of kernels, by the profiler.
@@ -102,7 +102,7 @@ def _timed(run: Callable[[Mark], object], device: torch.device) -> Point:
         run(lambda: None)
 
     def seconds(times: int) -> tuple[float, float]:
-        """Of one of several runs in a row: until it was queued, and until all are done."""
+        """Return seconds per run of several in a row: until it was queued, and until all are done."""
         synchronize(device)
         began = time.perf_counter()
         for _ in range(times):

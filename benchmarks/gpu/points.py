@@ -165,7 +165,7 @@ def comparison(shared: Point, runs: dict[str, Point], length: int, **more: Any) 
 
 
 def comparisons(s: SimpleNamespace, model: Point) -> Iterator[list[Point]]:
-    """Of stage d."""
+    """Yield the points of stage d."""
     finer = "float64" if s.device == "cpu" else "float32"
     exact: Point = {"method": "Exact"}
     for precision, layers in ((s.precision, s.layers), (finer, s.layers[-2:])):

@@ -188,8 +188,7 @@ def best_rates(measurements: Found) -> roof.Rates:
 
 
 def outcome(contender: Contender, results: Sequence[Point], name: str, size: Mapping[str, int]) -> Row:
-    """What became of a contender's pass, by its processes: medians of their medians, or why there are
-    none."""
+    """Return a contender's result for a pass: medians of its processes' medians, or why there are none."""
     absent = contender.missing()
     if absent:
         return {"status": "missing", "note": f"{absent} is not installed"}
@@ -246,7 +245,7 @@ def milliseconds(value: float) -> str:
 
 
 def foot(result: Row) -> str:
-    """How it was measured, in one line."""
+    """Return the conditions of the measurement, in one line."""
     conditions = (
         result["dtype"],
         f"allocator {result['allocator']}",

@@ -44,7 +44,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation.
+    """An operation of the kernel benchmark.
 
     Attributes:
         sizes: `sizes[device][name]`.
@@ -112,7 +112,7 @@ def answer(op: Op, size: Size, device: str, dtype: torch.dtype) -> Tensors:
 
 
 def _selective_inputs(s: Size, normal: Normal) -> Tensors:
-    """As a Mamba block at initialisation gives them: steps of 0.001 to 0.1, decay rates of 1 to d_state."""
+    """Draw inputs as of a Mamba block at initialisation: steps of 0.001 to 0.1, decay rates 1 to d_state."""
     tokens = s["batch"], s["seqlen"]
     rate = torch.arange(1.0, s["d_state"] + 1, device=normal(1).device)
     return {
@@ -221,7 +221,7 @@ def _head_inputs(s: Size, normal: Normal) -> Tensors:
 
 
 def _head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """This package's loss by slices, as a mean over the valid targets."""
+    """Return this package's sliced loss as a mean over the valid targets."""
     return linear_cross_entropy(hidden, weight, targets) / (targets != -100).sum()
 
 

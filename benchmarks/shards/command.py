@@ -66,7 +66,7 @@ class Shards(Benchmark):
                 "runs": [result for _, result in measurements if "tiles" in result]}  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        """One worker alone waits for nobody, whatever the method: the first method's will do."""
+        """Return the points; a single worker runs the first method only, as it waits for nobody by any."""
         groups = [(m, n, 1) for m in options.methods for n in options.shards
                   if n > 1 or m == options.methods[0]]  # fmt: skip
         groups += [("exact", 1, n) for n in options.in_turn if n > 1 and "exact" in options.methods]
@@ -93,7 +93,7 @@ class Shards(Benchmark):
         return super().load(stem) | {"runs": runs}
 
     def markdown(self, result: Row) -> str:
-        """What was run where, and a line a run."""
+        """Return a table with a line per run, below what was run on which machine."""
         rows, limit = result["rows"], result["tolerance"]
         windowed = f", window {result['window']:,}" if any(row["method"] != "exact" for row in rows) else ""
         misses = [f"{row['method']} on {workers(row)}" for row in rows if abs(row["error"]) > limit]
@@ -113,7 +113,7 @@ class Shards(Benchmark):
         return f"{title}\n\n{sizes}\n{conditions}\n\n{table}"
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
-        """Of the `exact` run of the most shards."""
+        """Yield a picture of the `exact` run of the most shards."""
         drawn = [run for run in result["runs"] if run["method"] == "exact"] or result["runs"]
         if drawn:
             yield "", draw(max(drawn, key=lambda run: run["shards"])), footer(result["environment"])
@@ -123,7 +123,7 @@ class Shards(Benchmark):
 
 
 def workers(row: Row) -> str:
-    """How the work is split."""
+    """Return the split of the work over workers, as text."""
     return f"{row['sequence']} in turn" if row["sequence"] > 1 else str(row["shards"])
 
 

@@ -32,7 +32,7 @@ TOLERANCE = 0.20  # of the measured time
 
 
 class Traced(Protocol):
-    """What `adjoint.cluster.shard.Traced` is."""
+    """The fields of `adjoint.cluster.shard.Traced` that the simulation reads."""
 
     @property
     def action(self) -> str: ...
@@ -120,8 +120,10 @@ def simulated(run: dict[str, Any]) -> Timeline:
 
 
 def summary(run: dict[str, Any], repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is left of the repeats: of the even ones each tile's mean, since what is predicted are sums of
-    them; wall times and a drawing of the odd ones."""
+    """Summarize the repeats: each tile's mean over the even ones, wall times and spans of the odd ones.
+
+    Means, since predictions are sums of tiles.
+    """
     schedule, calibration, test = plan_of(run), repeats[::2], repeats[1::2]
     walls = [wall_seconds(repeat["traces"]) for repeat in test]
     middle = test[walls.index(statistics.median_low(walls))]
@@ -140,7 +142,7 @@ def summary(run: dict[str, Any], repeats: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def wall_seconds(traces: Sequence[Sequence[Any]]) -> float:
-    """From the first action of any worker to the last, on the machine's one clock."""
+    """Return the seconds from the first action of any worker to the last, on the machine's one clock."""
     return max(trace[-1].stop for trace in traces) - min(trace[0].start for trace in traces)
 
 
