@@ -116,8 +116,8 @@ def machine_seconds() -> float | None:
 def message_seconds(actors: Sequence[Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Measure the cost of a message from the first worker to the second, neither of which computes.
 
-    It lasts from when it was handed over to when it was received; handing over keeps the sender busy, which its
-    trace holds.
+    It lasts from when it was handed over to when it was received; handing over keeps the sender busy, which
+    its trace holds.
 
     Returns:
         Medians: `latency_seconds` of a message of one number, and `message_seconds`, which one of each of

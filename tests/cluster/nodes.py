@@ -89,7 +89,7 @@ def run(settings: dict[str, Any], argv: list[str]) -> int:
         )
         group_module.ShardActor = faults.FaultyActor  # type: ignore[misc]
         request = Path(os.environ[faults.VARIABLE]).with_suffix(".node")
-        how, replace = settings.get("lose", "removed"), settings.get("replace")
+        way, replace = settings.get("lose", "removed"), settings.get("replace")
         with ThreadPoolExecutor(1) as thread:  # Ray adds nodes in the main thread only
             training = thread.submit(main, argv)
             while not training.done():
@@ -98,7 +98,7 @@ def run(settings: dict[str, Any], argv: list[str]) -> int:
                     name := request.read_text()
                 ):  # by a shard on it, in the midst of its work
                     request.unlink()
-                    lose_node(cluster, name, how, replace)
+                    lose_node(cluster, name, way, replace)
             return training.result()
     finally:
         ray.shutdown()

@@ -187,8 +187,8 @@ def test_nccl_between_whole_gpus_only() -> None:
     piece, sibling = Device("MIG-a", A100, 2, 10, "1g.10gb"), Device("MIG-b", A100, 2, 10, "1g.10gb")
     assert backend([gpu, other_gpu]) == "nccl"
     mixed = [gpu, piece], [piece, sibling], [gpu, other_gpu, None], [None, None], [gpu, gpu], [gpu]
-    for found in mixed:
-        assert backend(found) == backend(found[::-1]) == "gloo"
+    for group in mixed:
+        assert backend(group) == backend(group[::-1]) == "gloo"
     assert backend([gpu, other_gpu], "gloo") == "gloo"
     with pytest.raises(UserError, match=r"cluster\.transport: nccl needs a whole GPU for each worker"):
         backend([gpu, piece], "nccl")

@@ -56,7 +56,7 @@ def helpers_of(workers: list[PipelineWorker]) -> list[ThreadHelper]:
 
 def taken(helpers: list[ThreadHelper]) -> int:
     """Chunks of layers that helpers have pulled back."""
-    tiles_of_all = [t for one in helpers for tiles, _ in one.taken for t in tiles]
+    tiles_of_all = [t for helper in helpers for tiles, _ in helper.taken for t in tiles]
     return sum(t.count for t in tiles_of_all if t.kind in ("backward", "windowed"))
 
 

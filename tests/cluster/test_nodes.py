@@ -145,7 +145,7 @@ def test_without_a_place_the_run_stops_and_says_how_to_go_on(ask_for: Any, tmp_p
 
 
 def test_auto_goes_on_with_the_nodes_that_are_left(ask_for: Any, tmp_path: Path) -> None:
-    """In float64 the number of shards makes no difference to the last bit where no table is tied."""
+    """A run goes on with fewer nodes, to the last bit in float64 where no table is tied."""
     flags = {"model__n_layer": 3, "model__tie_embeddings": "false", "training__precision": "float64"}
     undisturbed = tmp_path / "whole"
     undisturbed.mkdir()

@@ -50,8 +50,8 @@ def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback
             group.kill()
 
     tokens = 24576  # a worker's
-    one, two, four = peak(1, tokens), peak(2, 2 * tokens), peak(4, 4 * tokens)
-    assert two <= 1.15 * one and four <= 1.15 * one, (one, two, four)
+    single, double, quadruple = peak(1, tokens), peak(2, 2 * tokens), peak(4, 4 * tokens)
+    assert double <= 1.15 * single and quadruple <= 1.15 * single, (single, double, quadruple)
 
 
 # ------------------------------------------------------------------------------------------------ what fits
@@ -214,7 +214,7 @@ def test_a_run_may_change_its_layout(ray_on_loopback: None, tmp_path: Path, layo
 
 @pytest.mark.slow
 def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Its workers run as nice as it does, and meet in a file that a kill would not leave."""
+    """Workers of a local run have its niceness, and meet in a file that a kill would not leave."""
     argv = ["nice", "-n", "3", sys.executable, "train.py"]
     argv += tiny(tmp_path, cluster__shards=2, training__steps=400)[1:]
     environment = {**os.environ, "RAY_TMPDIR": "/tmp", "TMPDIR": str(tmp_path)}

@@ -72,8 +72,10 @@ def test_processes_train_as_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With unequal rows, or sharing sequences; process 0 alone writes, and a run that goes on ends with the
-    same bits."""
+    """Processes train as one, with unequal rows or shared sequences; process 0 alone writes.
+
+    A run that goes on ends with the same bits.
+    """
     assert train_tiny(tmp_path, **FLAGS, **flags, run__dir=tmp_path / "one") == 0
     flags = flags | {"cluster__sequence": sequence}
     argv = tiny(tmp_path, **FLAGS, **flags)
