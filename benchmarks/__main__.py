@@ -49,10 +49,10 @@ def measured(figure: Figure, command: str) -> list[str]:
 def write() -> None:
     """Put published tables and numbers into the documents; print what is wrong with these."""
     for page in PAGES:
-        if (now := written(page)) != page.read_text():
-            write_atomically(page, now)
+        if (rewritten := written(page)) != page.read_text():
+            write_atomically(page, rewritten)
             print(f"{page.relative_to(ROOT)} has new numbers")
-        for fault in faults(page, now):
+        for fault in faults(page, rewritten):
             print(fault, file=sys.stderr)
 
 
@@ -63,12 +63,14 @@ def listed() -> str:
         if not figure.file.exists():
             lines.append([figure.shown, f"`{figure.command()}`", "not measured yet", "", ""])
             continue
-        made = figure.stored()["environment"]
+        environment = figure.stored()["environment"]
         try:
             changed = ", ".join(figure.changed()) or "none"
         except LookupError as error:
             changed = str(error)
-        lines.append([figure.shown, f"`{figure.command()}`", made["commit"], made["date"][:10], changed])
+        lines.append(
+            [figure.shown, f"`{figure.command()}`", environment["commit"], environment["date"][:10], changed]
+        )
     heads = ("shown in", "command", "commit", "date", "changed since")
     return markdown_table(heads, lines, left=(0, 1, 2, 3, 4))
 

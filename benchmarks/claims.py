@@ -50,9 +50,9 @@ from benchmarks.sources import (
 MST, KORTHIKANTI, ADJOINT = "MsT", "Korthikanti et al.", "adjoint sharding"
 
 
-def claim(where: str, what: str, theirs: str, ours: str, how: str) -> Row:
-    """A line of the summary. how: "counted" on fake tensors, "simulated", or "arithmetic"."""
-    return {"where": where, "what": what, "theirs": theirs, "ours": ours, "how": how}
+def claim(section: str, quantity: str, theirs: str, ours: str, method: str) -> Row:
+    """Return a line of the summary. method: "counted" on fake tensors, "simulated", or "arithmetic"."""
+    return {"where": section, "what": quantity, "theirs": theirs, "ours": ours, "how": method}
 
 
 # ------------------------------------------------------------------------- the Mini-Sequence Transformer
@@ -95,9 +95,9 @@ def step_of(model: str, way: str, tokens: int) -> tuple[int, int, int]:
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         live.begin()
         loss = _loss(llama, way, ids)
-        kept = live.live - weights
+        saved_bytes = live.live - weights
         loss.backward()
-        return weights, kept, live.peak
+        return weights, saved_bytes, live.peak
 
 
 def _forget(weight: Tensor) -> None:
@@ -137,22 +137,22 @@ def mst_longest(model: str, accumulated: bool) -> Iterator[Row]:
 def mst_ablation() -> Iterator[Row]:
     """Tables 7 to 10: Llama3-8B at 4,096 tokens; Adam's two moments and, in its own step, as much again."""
     tokens, model = 4096, "Llama3-8B"
-    (weights, kept, _), (_, less, recomputed), (_, least, pieces) = (
+    (weights, saved, _), (_, saved_recomputed, recomputed), (_, saved_pieces, pieces) = (
         step_of(model, way, tokens) for way in (PLAIN, RECOMPUTED, PIECES)
     )
     peak = step_of(model, PLAIN, tokens)[2]
-    found = [
+    comparisons = [
         ("table 7", "peak of the first step, plain", 75, max(5 * weights, peak + weights)),
         ("table 8", "peak, optimizer in the backward", 74, 2 * weights + peak),
         ("table 9", "peak, activation recomputation as well", 52, 2 * weights + recomputed),
         ("table 10", "peak, MsT as well", 49, 2 * weights + pieces),
-        ("tables 7, 8", "what the forward keeps, plain", 29, kept),
-        ("table 9", "what the forward keeps, recomputation", 7, less),
-        ("table 10", "what the forward keeps, MsT", 4, least),
+        ("tables 7, 8", "what the forward keeps, plain", 29, saved),
+        ("table 9", "what the forward keeps, recomputation", 7, saved_recomputed),
+        ("table 10", "what the forward keeps, MsT", 4, saved_pieces),
     ]
-    for where, what, theirs, ours in found:
+    for table, quantity, theirs, ours in comparisons:
         yield claim(
-            where, f"Llama3-8B, 4,096 tokens: {what}", f"{theirs} GB", f"{ours / GIB:.1f} GiB", "counted"
+            table, f"Llama3-8B, 4,096 tokens: {quantity}", f"{theirs} GB", f"{ours / GIB:.1f} GiB", "counted"
         )
 
 
@@ -201,14 +201,14 @@ class Traffic(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         read, outputs = ([t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor)]
-                         for tree in ((args, kwargs), made))  # fmt: skip
+                         for tree in ((args, kwargs), result))  # fmt: skip
         places = {t.untyped_storage()._cdata for t in read}
         written = [t for t in outputs if t.untyped_storage()._cdata not in places]
         if (written or func._schema.is_mutable) and "empty" not in func._opname:
             self.bytes += sum(t.nbytes for t in (*read, *(written or outputs)))
-        return made
+        return result
 
 
 def mst_traffic() -> Iterator[Row]:
@@ -276,8 +276,8 @@ def _head_in(pieces: int, tokens: int) -> tuple[int, int]:
         hidden = torch.zeros(1, tokens, HIDDEN).requires_grad_()
         return nn.Linear(HIDDEN, VOCABULARY, bias=False), hidden, torch.zeros(1, tokens, dtype=torch.int64)
 
-    def run(given: tuple[Any, Tensor, Tensor]) -> None:
-        head, hidden, targets = given
+    def run(inputs: tuple[Any, Tensor, Tensor]) -> None:
+        head, hidden, targets = inputs
         if pieces == 1:
             loss = nn.functional.cross_entropy(head(hidden).flatten(0, 1), targets.flatten())
         else:
@@ -291,8 +291,8 @@ def _mlp_in(pieces: int, tokens: int) -> tuple[int, int]:
     def make() -> tuple[Any, Tensor]:
         return _llama_mlp(), torch.zeros(1, tokens, HIDDEN).requires_grad_()
 
-    def run(given: tuple[Any, Tensor]) -> None:
-        mlp, hidden = given
+    def run(inputs: tuple[Any, Tensor]) -> None:
+        mlp, hidden = inputs
         (mlp if pieces == 1 else in_pieces(mlp.forward, pieces))(hidden).sum().backward()
 
     return peak_and_operations(make, run)
@@ -347,7 +347,7 @@ class Gathered(torch.autograd.Function):
 
 
 class RankLayer(nn.Module):
-    """What one of t ranks has of a layer of theirs: figures 4 and 5, collectives as copies on one rank."""
+    """One of t ranks' share of a layer, as in figures 4 and 5; collectives are copies on one rank."""
 
     def __init__(
         self, h: int, heads: int, t: int = 1, sequence: bool = False, selective: bool = False
@@ -366,8 +366,8 @@ class RankLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part.unflatten(-1, (self.heads, self.head)).transpose(1, 2).contiguous()
-            for part in self._enter(self.ln1(x), self.qkv).chunk(3, dim=-1)
+            projection.unflatten(-1, (self.heads, self.head)).transpose(1, 2).contiguous()
+            for projection in self._enter(self.ln1(x), self.qkv).chunk(3, dim=-1)
         )
         core: Any = (
             checkpoint(self.core, q, k, v, use_reentrant=False) if self.selective else self.core(q, k, v)
@@ -388,16 +388,16 @@ class RankLayer(nn.Module):
         return y[:, : y.shape[1] // self.t].clone() if self.sequence else y
 
 
-def rank_layer(h: int, heads: int, shape: tuple[int, int], full: bool = False, **how: Any) -> float:
+def rank_layer(h: int, heads: int, shape: tuple[int, int], full: bool = False, **parallelism: Any) -> float:
     """Bytes that a rank's layer keeps for batch and tokens `shape`, over sbh."""
 
     def call(layer: Any, x: Tensor) -> Any:
         return checkpoint(layer, x, use_reentrant=False) if full else layer(x)
 
     batch, tokens = shape
-    parts = how["t"] if how.get("sequence") else 1
-    found = kept_by(lambda: RankLayer(h, heads, **how), call, (batch, tokens // parts, h))
-    return found / (batch * tokens * h)
+    parts = parallelism["t"] if parallelism.get("sequence") else 1
+    saved_bytes = kept_by(lambda: RankLayer(h, heads, **parallelism), call, (batch, tokens // parts, h))
+    return saved_bytes / (batch * tokens * h)
 
 
 def korthikanti_layer() -> Iterator[Row]:
@@ -412,13 +412,13 @@ def korthikanti_layer() -> Iterator[Row]:
          {"t": T, "sequence": True, "selective": True}),
         ("table 2", "full recomputation", 2, {"full": True}),
     ]  # fmt: skip
-    for where, what, formula, how in rows:
-        found = rank_layer(H, HEADS, (B, S), **how)
+    for table, variant, formula, settings in rows:
+        saved_bytes = rank_layer(H, HEADS, (B, S), **settings)
         yield claim(
-            where,
-            f"22B: bytes that a layer keeps over sbh, {what}",
+            table,
+            f"22B: bytes that a layer keeps over sbh, {variant}",
             f"{formula:.2f}",
-            f"{found:.2f}",
+            f"{saved_bytes:.2f}",
             "counted",
         )
 
@@ -458,7 +458,7 @@ def korthikanti_pipeline() -> Iterator[Row]:
         return F.cross_entropy(logits.flatten(0, 1), torch.zeros(B * S, dtype=torch.int64))
 
     formula = 1 + 4 * (1 + vocabulary / H)
-    found = (
+    saved_bytes = (
         kept_by(ends, call, (B, S, H)) / UNIT - 2
     )  # without what enters: an embedding's output is not kept
     layer = 34 + 5 * HEADS * S / H
@@ -466,14 +466,14 @@ def korthikanti_pipeline() -> Iterator[Row]:
         "section 4.5",
         "22B: embedding, last norm, head and loss: bytes kept over sbh",
         f"{formula:.1f}",
-        f"{found:.1f}",
+        f"{saved_bytes:.1f}",
         "counted",
     )
     yield claim(
         "section 4.5",
         "the same as a share of 48 layers",
         "below 0.01%",
-        f"{100 * found / depth / layer:.2f}%",
+        f"{100 * saved_bytes / depth / layer:.2f}%",
         "counted",
     )
 
@@ -481,12 +481,12 @@ def korthikanti_pipeline() -> Iterator[Row]:
 def korthikanti_saved() -> Iterator[Row]:
     """Section 5: what selective recomputation saves and what it adds; both count one layer."""
     for name, heads, h, saved, added in (("GPT-3", 96, 12288, 70, 2.7), ("MT-NLG", 128, 20480, 65, 1.6)):
-        whole, selective = (rank_layer(h, heads, (1, S), selective=how) for how in (False, True))
+        all_saved, selective = (rank_layer(h, heads, (1, S), selective=flag) for flag in (False, True))
         yield claim(
             "section 5",
             f"{name}: activations that selective recomputation saves",
             f"{saved}%",
-            f"{100 * (1 - selective / whole):.0f}%",
+            f"{100 * (1 - selective / all_saved):.0f}%",
             "counted",
         )
         forward, backward, core = layer_operations(h, heads)
@@ -503,27 +503,27 @@ def layer_operations(h: int, heads: int) -> tuple[int, int, int]:
     """Operations of the products of a layer for a sequence: forward, backward, and attention's core alone."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    found = []
+    totals = []
     with fake_tensors(torch.bfloat16) as fake, fake:
         layer = RankLayer(h, heads)
-        x, one = torch.zeros(1, S, h, requires_grad=True), torch.zeros(1, heads, S, h // heads)
-        for run in (lambda: layer(x), lambda: layer(x).sum().backward(), lambda: layer.core(one, one, one)):
+        x, qkv = torch.zeros(1, S, h, requires_grad=True), torch.zeros(1, heads, S, h // heads)
+        for run in (lambda: layer(x), lambda: layer(x).sum().backward(), lambda: layer.core(qkv, qkv, qkv)):
             with FlopCounterMode(display=False) as operations:
                 run()
-            found.append(operations.get_total_flops())
-    forward, both, core = found
+            totals.append(operations.get_total_flops())
+    forward, both, core = totals
     return forward, both - forward, core
 
 
 def korthikanti_times() -> Iterator[Row]:
     """Table 4: times of a 22B layer, beside operations of its products."""
     forward, backward, core = layer_operations(H, HEADS)
-    for what, theirs, ours in (
+    for comparison, theirs, ours in (
         ("backward over forward", f"{11.9 / 7.7:.2f}", f"{backward / forward:.2f}"),
         ("full recomputation adds", "39%", f"{100 * forward / (forward + backward):.0f}%"),
         ("selective recomputation adds", "7%", f"{100 * core / (forward + backward):.1f}%"),
     ):
-        yield claim("table 4", f"22B layer, time against operations: {what}", theirs, ours, "counted")
+        yield claim("table 4", f"22B layer, time against operations: {comparison}", theirs, ours, "counted")
 
 
 # ------------------------------------------------------------------------------------------ adjoint sharding
@@ -586,9 +586,9 @@ GROUPS: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
 
 def measure(point: Point) -> Point:
     """The rows of a point: the group's function with the other values of the point."""
-    source, made = GROUPS[point["group"]]
-    given = {key: value for key, value in point.items() if key != "group"}
-    return {"rows": [{"source": source, **row} for row in made(**given)]}
+    source, make_rows = GROUPS[point["group"]]
+    arguments = {key: value for key, value in point.items() if key != "group"}
+    return {"rows": [{"source": source, **row} for row in make_rows(**arguments)]}
 
 
 class Claims(Benchmark):
@@ -604,15 +604,15 @@ class Claims(Benchmark):
     def points(self, options: argparse.Namespace) -> list[Point]:
         several: dict[str, list[Point]] = {
             "mst-longest": [{"model": model, "accumulated": stay} for model, stay in LONGEST],
-            "mst-pieces": [{"part": part, "pieces": m} for part, theirs in THEIR_GIB.items() for m in theirs],
+            "mst-pieces": [{"part": name, "pieces": m} for name, theirs in THEIR_GIB.items() for m in theirs],
         }
         return [{"group": group, **point} for group in options.groups for point in several.get(group, [{}])]
 
     def shared(self, point: Point) -> str:
         return "all"
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [row for _, result in found for row in result.get("rows", ())]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [row for _, result in measurements for row in result.get("rows", ())]
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
         claims = [row for row in result["rows"] if "how" in row]
@@ -622,10 +622,10 @@ class Claims(Benchmark):
                 [row[name] for name in ("source", "where", "what", "theirs", "ours", "how")] for row in claims
             ]
             yield self.document, self.name, report.markdown_table(heads, lines, left=(0, 1, 2, 5))
-        for part in THEIR_GIB:
-            rows = [row for row in result["rows"] if row.get("part") == part]
+        for module in THEIR_GIB:
+            rows = [row for row in result["rows"] if row.get("part") == module]
             if rows:
-                yield self.document, part, _pieces(rows)
+                yield self.document, module, _pieces(rows)
 
     def markdown(self, result: Row) -> str:
         return "\n".join(f"{mark}:\n\n{table}" for _, mark, table in self.tables(result))
@@ -637,11 +637,11 @@ def _pieces(rows: Sequence[Row]) -> str:
     heads = ["M", *(f"{n:,}" for n in standard), "their time", "counted operations"]
     lines = []
     for pieces in dict.fromkeys(row["pieces"] for row in rows):
-        mine = [row for row in rows if row["pieces"] == pieces]
-        cells = [f"{row['their_bytes'] / GIB:.2f} · {row['bytes'] / GIB:.2f}" for row in mine]
-        times = [row["their_seconds"] / standard[row["tokens"]]["their_seconds"] for row in mine]
+        piece_rows = [row for row in rows if row["pieces"] == pieces]
+        cells = [f"{row['their_bytes'] / GIB:.2f} · {row['bytes'] / GIB:.2f}" for row in piece_rows]
+        times = [row["their_seconds"] / standard[row["tokens"]]["their_seconds"] for row in piece_rows]
         spread = "× 1.00" if pieces == 1 else f"× {min(times):.2f} to {max(times):.2f}"
-        operations = mine[0]["operations"] / standard[mine[0]["tokens"]]["operations"]
+        operations = piece_rows[0]["operations"] / standard[piece_rows[0]["tokens"]]["operations"]
         lines.append(["standard" if pieces == 1 else str(pieces), *cells, spread, f"× {operations:.2f}"])
     return report.markdown_table(heads, lines)
 

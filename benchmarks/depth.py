@@ -72,16 +72,16 @@ class Depth(Benchmark):
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": "1"}
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         """The runs' sizes, how many tokens each has seen, and the processor's seconds for all of them."""
         sizes = {name: getattr(options, name) for name in ("seeds", "steps", "batch", "seqlen")}
         tokens = options.steps * options.batch * options.seqlen
-        seconds = sum(result["core_seconds"] for _, result in found)
+        seconds = sum(result["core_seconds"] for _, result in measurements)
         return {"model": MODEL | THIN | {"n_layer": options.layers}, "lr": TASKS["text"].lr,
                 "tokens": tokens, "core_seconds": seconds, **sizes}  # fmt: skip
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return summaries(found, "layers", baseline=EXACT)
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return summaries(measurements, "layers", baseline=EXACT)
 
     def markdown(self, result: Row) -> str:
         """A line a model and method; below, what was run and where."""

@@ -55,14 +55,14 @@ class Figure(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Of the stored results."""
+        """Return the folder of the stored results."""
         words = self.options.split()
         return ROOT / words[words.index("--out") + 1] if "--out" in words else RESULTS
 
     def command(self, quick: bool = False) -> str:
-        """What measures and publishes it; or tries its benchmark."""
-        given = f"{self.quick} --out {RUNS / 'quick'}" if quick else f"{self.options} --publish"
-        return " ".join(["python -m", f"benchmarks.{self.benchmark.name}", *given.split()])
+        """Return the command that measures and publishes it, or with `quick` one that tries its benchmark."""
+        flags = f"{self.quick} --out {RUNS / 'quick'}" if quick else f"{self.options} --publish"
+        return " ".join(["python -m", f"benchmarks.{self.benchmark.name}", *flags.split()])
 
     @property
     def file(self) -> Path:
@@ -78,15 +78,15 @@ class Figure(NamedTuple):
         """Files it measures whose code is not what it was then; comments and docstrings do not count. Raises
         LookupError where git does not know the commit."""
         commit = self.stored()["environment"]["commit"].rstrip("+")
-        there = subprocess.run(
+        tracked = subprocess.run(
             ["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, check=False, capture_output=True
         )
-        if there.returncode:
+        if tracked.returncode:
             raise LookupError(f"git does not have commit {commit}")
-        now = {path for part in self.measures for path in (ROOT / "adjoint").glob(part)}
+        paths = {path for pattern in self.measures for path in (ROOT / "adjoint").glob(pattern)}
         return [
             path.relative_to(ROOT).as_posix()
-            for path in sorted(now)
+            for path in sorted(paths)
             if code(path.suffix, path.read_text()) != code(path.suffix, _at(commit, path))
         ]
 

@@ -36,9 +36,9 @@ NEMOTRON = ["attention" if k % 7 == 4 else "mamba2" for k in range(28)]
 
 
 def _flags(mixer: list[str], **sizes: Any) -> list[str]:
-    """Of `adjoint plan`, for a hybrid."""
-    given = {"mixer": f"[{', '.join(mixer)}]", "n_layer": len(mixer), "d_state": 128, **sizes}
-    return [word for key, value in given.items() for word in (f"--model.{key}", str(value))]
+    """Return flags of `adjoint plan` for a hybrid."""
+    settings = {"mixer": f"[{', '.join(mixer)}]", "n_layer": len(mixer), "d_state": 128, **sizes}
+    return [word for key, value in settings.items() for word in (f"--model.{key}", str(value))]
 
 
 MODELS = {  # flags of `adjoint plan`
@@ -75,11 +75,12 @@ def measure(point: Point) -> Point:
         return {"why": str(error)}
     if not best.fits or best.estimate is None:
         return {"why": best.why or "no layout fits"}
-    found = best.estimate
+    estimate = best.estimate
     return {
-        "shards": best.layout.shards, "sequence": best.layout.sequence, "seconds": found.seconds,
-        "tokens_per_second": point["tokens"] / found.seconds, "idle_share": found.idle_share,
-        "reduce_seconds": found.reduce_seconds, "bytes_sent": found.bytes_sent, "memory_bytes": best.memory,
+        "shards": best.layout.shards, "sequence": best.layout.sequence, "seconds": estimate.seconds,
+        "tokens_per_second": point["tokens"] / estimate.seconds, "idle_share": estimate.idle_share,
+        "reduce_seconds": estimate.reduce_seconds, "bytes_sent": estimate.bytes_sent,
+        "memory_bytes": best.memory,
     }  # fmt: skip
 
 
@@ -106,7 +107,7 @@ class Fleet(Benchmark):
     def shared(self, point: Point) -> str:
         return "all"
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         gpus = {
             name: {"bytes_per_second": BANDWIDTHS[name], "flops": SUSTAINED * 1e12 * GPUS[name].bfloat16,
                    "memory_bytes": GPUS[name].memory}
@@ -114,18 +115,18 @@ class Fleet(Benchmark):
         }  # fmt: skip
         return {"assumptions": {"share_of_peak": SUSTAINED, "latency_seconds": LATENCY, "gpus": gpus}}
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [{**p, **r} for p, r in found]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [{**p, **r} for p, r in measurements]
 
     def markdown(self, result: Row) -> str:
         """Each model's rows under what they rest on."""
         a = result["assumptions"]
-        of = (
+        assumptions = (
             f"{name} {gpu['memory_bytes'] / 1e9:.1f} GB, {gpu['flops'] / 1e12:.0f} TFLOP/s "
             f"({a['share_of_peak']:.0%} of its peak), {gpu['bytes_per_second'] / 1e9:g} GB/s"
             for name, gpu in a["gpus"].items()
         )
-        head = f"Planned and simulated, nothing measured. Assumed: {'; '.join(of)}; "
+        head = f"Planned and simulated, nothing measured. Assumed: {'; '.join(assumptions)}; "
         lines = [self._line(row, result["rows"]) for row in result["rows"]]
         heads = ["model", "tokens", "GPU", "GPUs", "shards × sequence workers", "step, s", "tokens/s",
                  "per GPU", "idle", "messages, TB", "GB a GPU"]  # fmt: skip
@@ -161,14 +162,14 @@ def draw(rows: Sequence[Row]) -> Any:
     counts = sorted({row["devices"] for row in rows})
     figure, axes = report.pyplot().subplots(figsize=(6.4, 4.6))
     for place, key in enumerate(dict.fromkeys((row["model"], row["tokens"]) for row in rows)):
-        mine = [r for r in rows if (r["model"], r["tokens"]) == key and "seconds" in r]
-        if not mine:
+        curve_rows = [r for r in rows if (r["model"], r["tokens"]) == key and "seconds" in r]
+        if not curve_rows:
             continue
-        mine.sort(key=lambda r: r["devices"])
-        devices = [r["devices"] for r in mine]
-        axes.plot(devices, [r["tokens_per_second"] for r in mine], marker="o", color=f"C{place}",
+        curve_rows.sort(key=lambda r: r["devices"])
+        devices = [r["devices"] for r in curve_rows]
+        axes.plot(devices, [r["tokens_per_second"] for r in curve_rows], marker="o", color=f"C{place}",
                   label=f"{key[0]}, {show.tokens(key[1])}")  # fmt: skip
-        axes.plot(devices, [ideal(r, rows) for r in mine], ":", color=f"C{place}", linewidth=0.9)
+        axes.plot(devices, [ideal(r, rows) for r in curve_rows], ":", color=f"C{place}", linewidth=0.9)
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens per second (planned)")
     axes.set_xticks(counts, [f"{n:,}" for n in counts])
     axes.minorticks_off()

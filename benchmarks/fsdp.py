@@ -37,12 +37,12 @@ def measure(point: Point) -> Point:
     """A point of `steps.measure` with one thing more, `each`: whether gradients are reduced at each chunk."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_one, (folder, point), nprocs=PROCESSES)  # type: ignore[attr-defined]
-        found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(PROCESSES)]
-    return max(found, key=lambda result: result["memory_bytes"])
+        results = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(PROCESSES)]
+    return max(results, key=lambda result: result["memory_bytes"])
 
 
 def _one(rank: int, folder: str, point: Point) -> None:
-    """One of the processes."""
+    """Measure one of the processes, and write its result into the folder."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -83,15 +83,15 @@ class Fsdp(Benchmark):
         runner.add_choice(parser, "--models", ["Mamba-2", "Bamba-like"])
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        of = itertools.product(options.lengths, options.models, WAYS)
+        combinations = itertools.product(options.lengths, options.models, WAYS)
         return [
             {"name": name, "by": way, "length": n, "first": 64, "way": WAYS[way][0], "each": WAYS[way][1],
              "model": wrapped.WIDTHS | wrapped.MODELS[name][0]}
-            for n, name, way in of
+            for n, name, way in combinations
         ]  # fmt: skip
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        groups = steps.grouped(found, "name", "by", "length")
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        groups = steps.grouped(measurements, "name", "by", "length")
         keys = itertools.product(options.models, WAYS, options.lengths)
         return [
             {**dict(zip(("model", "way", "length"), key, strict=True)), **steps.medians(groups[key], key[2])}
@@ -100,7 +100,7 @@ class Fsdp(Benchmark):
         ]
 
     def failed(self, result: Row) -> bool:
-        """Where wrapping takes more memory than checkpointing."""
+        """Whether wrapping takes more memory than checkpointing somewhere."""
         return any(row.get("memory_bytes_ratio", 0) > 1 for row in result["rows"] if row["way"] == "wrapped")
 
     def markdown(self, result: Row) -> str:

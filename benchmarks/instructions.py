@@ -38,7 +38,7 @@ MEMORY = re.compile(r"LD|ST|SHFL|RED|ATOM")
 
 
 def machine_code(ptx: str) -> str:
-    """What nvdisasm prints of the assembled kernel."""
+    """Return nvdisasm's output for the assembled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         ptxas, _ = aot.run_ptxas(ptx, folder)
         disassemble = [str(ptxas.with_name("nvdisasm")), "-c", f"{folder}/kernel.cubin"]
@@ -52,8 +52,8 @@ def loops(code: str) -> list[list[str]]:
     for line in code.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(code_lines)
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
-            code_lines.append(found[1])
+        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
+            code_lines.append(match[1])
     ends: dict[int, int] = {}
     for place, line in enumerate(code_lines):
         target = re.match(r"BRA\b.*?(\.L_x_\d+)", line)
@@ -75,18 +75,20 @@ def measure(capability: int) -> list[Row]:
     for kernel in aot.compile_call(
         aot.MAIN["selective scan, bf16, d_state 16"], capability, frozenset(LOOPS)
     ):
-        found, tokens = loops(machine_code(kernel.ptx)), LOOPS[kernel.name]
-        if len(found) != len(tokens):
-            raise LookupError(f"{kernel.name} has {len(found)} loops where LOOPS knows {len(tokens)}")
+        loop_bodies, tokens = loops(machine_code(kernel.ptx)), LOOPS[kernel.name]
+        if len(loop_bodies) != len(tokens):
+            raise LookupError(f"{kernel.name} has {len(loop_bodies)} loops where LOOPS knows {len(tokens)}")
         share = 32 / CHANNELS.get(kernel.name, 32) * kernel.num_warps
         registers = -(-kernel.registers // 8) * 8
         rows.append({
             "target": f"sm_{capability}",
             "kernel": kernel.name + (", pre-pass" if kernel.name == "forward_kernel" and not rows else ""),
-            "instructions": sum(len(own) / of for own, of in zip(found, tokens, strict=True)) * share,
+            "instructions": share * sum(
+                len(body) / count for body, count in zip(loop_bodies, tokens, strict=True)
+            ),
             "memory": share * sum(
-                sum(bool(MEMORY.match(line)) for line in own) / of
-                for own, of in zip(found, tokens, strict=True)
+                sum(bool(MEMORY.match(line)) for line in body) / count
+                for body, count in zip(loop_bodies, tokens, strict=True)
             ),
             "registers": kernel.registers, "spilled_bytes": kernel.spills, "shared_bytes": kernel.shared,
             "warps": min(65536 // (32 * registers), 32 * kernel.num_warps),

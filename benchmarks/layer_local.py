@@ -77,8 +77,8 @@ class LayerLocalCosine(Benchmark):
     def shared(self, point: Point) -> str:
         return "all"
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [result for _, result in found if "cosines" in result]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [result for _, result in measurements if "cosines" in result]
 
     def markdown(self, result: Row) -> str:
         """A line a structure and share, a column a depth."""

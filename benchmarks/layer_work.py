@@ -48,9 +48,9 @@ class Work(TorchDispatchMode):
         self.summed = False  # a CPU adds each small gradient to its sum at once, a GPU all by one launch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given, outputs = self._tensors((args, kwargs)), self._tensors(made)
-        places = {t.untyped_storage()._cdata for t in given}
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = self._tensors((args, kwargs)), self._tensors(result)
+        places = {t.untyped_storage()._cdata for t in inputs}
         written = [t for t in outputs if t.untyped_storage()._cdata not in places]
         changed = [
             value
@@ -62,9 +62,9 @@ class Work(TorchDispatchMode):
             self.operators += not (sums and self.summed)
             self.summed |= sums
             self.weight_bytes += sum(
-                t.nbytes for t in (*given, *written, *self._tensors(changed)) if self._is_weight(t)
+                t.nbytes for t in (*inputs, *written, *self._tensors(changed)) if self._is_weight(t)
             )
-        return made
+        return result
 
     def _is_weight(self, t: Tensor) -> bool:
         return tuple(t.shape) in self.shapes
@@ -82,11 +82,15 @@ def measure(point: Point) -> Row:
     model, on = StackModel(config), Conditions(1, TOKENS, TOKENS, "bfloat16", "cuda", recompute)
     mode, stage, initial = model.stage(0, on)
     with counting(on, mode):
-        one = example(stage, initial, on, D_MODEL)
-        assert isinstance(one.stage, Layer)
-        matrices = [m.weight for m in one.stage.block.modules() if isinstance(m, torch.nn.Linear)]
+        chunk_example = example(stage, initial, on, D_MODEL)
+        assert isinstance(chunk_example.stage, Layer)
+        matrices = [m.weight for m in chunk_example.stage.block.modules() if isinstance(m, torch.nn.Linear)]
         shapes, sums = {tuple(w.shape) for w in matrices}, Gradients()
-        forward, backward = _alone(one, sums) if how == SINGLE_RANK else (one.forward, lambda: one.pull(sums))
+        forward, backward = (
+            _alone(chunk_example, sums)
+            if how == SINGLE_RANK
+            else (chunk_example.forward, lambda: chunk_example.pull(sums))
+        )
         forward()  # the first time weights are cast and the sums made
         backward()
         with Work(shapes) as in_forward:
@@ -103,7 +107,7 @@ def measure(point: Point) -> Row:
     if how == SINGLE_RANK:
         return row
     counted = model.piece(0, on._replace(start=0)).saved
-    for d, dim in zip(one.d_state, one.stage.grows, strict=True):
+    for d, dim in zip(chunk_example.d_state, chunk_example.stage.grows, strict=True):
         counted -= 0 if dim is None or d is None else d.nbytes  # keys and values are kept elsewhere
     return {**row, "kept_bytes": counted // TOKENS, "formula_bytes": kept_bytes(config, 2, how)}
 
@@ -140,13 +144,17 @@ class LayerWork(Benchmark):
         runner.add_choice(parser, "--mixers", MIXERS)
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        return [{"mixer": m, "recompute": how} for m in options.mixers for how in (SINGLE_RANK, *RECOMPUTE)]
+        return [
+            {"mixer": m, "recompute": recompute}
+            for m in options.mixers
+            for recompute in (SINGLE_RANK, *RECOMPUTE)
+        ]
 
     def shared(self, point: Point) -> str:
         return "all"
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [result for _, result in found if "weight_bytes" in result]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [result for _, result in measurements if "weight_bytes" in result]
 
     def markdown(self, result: Row) -> str:
         """A line a mixer and way."""

@@ -48,7 +48,7 @@ SEGMENT = 1408  # tokens, as many as a chunk of ours; of transformers' Mamba-2 s
 
 
 class Method(NamedTuple):
-    """One curve: what it is called, what is built, how it is drawn and how far it is taken."""
+    """A curve: its name, the model it builds, its line style and its longest length."""
 
     label: str
     model: Point
@@ -111,14 +111,14 @@ class Memory(steps.StepBenchmark):
             for name, m in METHODS.items() if name in options.methods
         ]  # fmt: skip
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
-        return {"model": WIDTHS, "repeats": options.repeats} | super().payload(options, found)
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
+        return {"model": WIDTHS, "repeats": options.repeats} | super().payload(options, measurements)
 
     def named(self, row: Row) -> str:
         return f"**{row['label']}**" if row["method"] == BASE else row["label"]
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
-        """Of the first allocator."""
+        """Yield the figures of the first allocator."""
         rows = [row for row in result["rows"] if row["status"] == "measured" and row["method"] in DRAWN]
         rows = [row for row in rows if row["allocator"] == rows[0]["allocator"]]
         if rows:

@@ -46,11 +46,11 @@ class MiniSequence(Benchmark):
             for name, (n, way) in ways.items()
         ]
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         return [
             {"method": p["method"], "tokens": p["length"], "words": options.words, "bytes": r["memory_bytes"],
              "loss": r["loss"]}
-            for p, r in found if "memory_bytes" in r
+            for p, r in measurements if "memory_bytes" in r
         ]  # fmt: skip
 
     def failed(self, result: Row) -> bool:

@@ -45,7 +45,7 @@ def measure(point: Point) -> Point:
     if mixer == RULE:
         runs = _rules(length)
     elif mixer == PAIR:
-        runs = {one: _steps(one, length)["backprop"] for one in ("mamba2", "mamba3")}
+        runs = {name: _steps(name, length)["backprop"] for name in ("mamba2", "mamba3")}
     else:
         runs = _steps(mixer, length)
     return dict(steps.alternating(runs, point["rounds"]))
@@ -97,13 +97,13 @@ class Mixers(Benchmark):
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         """The repeats are outermost."""
-        of = itertools.product(range(options.repeats), options.lengths, options.mixers)
-        return [{"mixer": m, "length": n, "rounds": options.rounds, "repeat": r} for r, n, m in of]
+        combinations = itertools.product(range(options.repeats), options.lengths, options.mixers)
+        return [{"mixer": m, "length": n, "rounds": options.rounds, "repeat": r} for r, n, m in combinations]
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         """A row a mixer, length and method."""
         rows = []
-        groups = steps.grouped([pair for pair in found if "error" not in pair[1]], "mixer", "length")
+        groups = steps.grouped([pair for pair in measurements if "error" not in pair[1]], "mixer", "length")
         for mixer, n in itertools.product(options.mixers, options.lengths):
             results = groups.get((mixer, n), [])
             for name in results[0] if results else ():

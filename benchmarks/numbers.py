@@ -39,20 +39,20 @@ def rows(name: str, **fields: Any) -> list[Row]:
 
 
 def row(name: str, **fields: Any) -> Row:
-    """The only one of them. Raises ValueError where there are others, or none."""
-    (found,) = rows(name, **fields)
-    return found
+    """Return the only row with these fields; raise ValueError if there are several, or none."""
+    (match,) = rows(name, **fields)
+    return match
 
 
 @functools.cache
 def _stored(name: str) -> Row:
-    found: Row = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
+    contents: Row = json.loads((RESULTS / f"{name}.json").read_text())
+    return contents
 
 
 @functools.cache
 def planned(*flags: str) -> Row:
-    """What `adjoint plan --json` says of the device, for a step of mamba-1.27b at 1,048,576 tokens."""
+    """Return `adjoint plan --json`'s entry of the device, for a step of mamba-1.27b at 1,048,576 tokens."""
     words = "plan --config configs/mamba-1.27b.yaml --seqlen 1M --devices 1 --json"
     with contextlib.redirect_stdout(io.StringIO()) as said:
         main([*words.split(), *flags])
@@ -64,7 +64,7 @@ def planned(*flags: str) -> Row:
 
 
 def recomputed() -> str:
-    """What `recompute` stores, and GB in all with chunks of 4,096 tokens for a device of 45 GB."""
+    """Return a table of what `recompute` stores, and GB in all with chunks of 4,096 on a 45 GB device."""
     stored = {
         "none": "all of it",
         "selective": "what costs most to compute for its size (Korthikanti et al. 2022, section 5): the "
@@ -72,9 +72,9 @@ def recomputed() -> str:
         "full": "the residual stream alone, at the cost of one more forward",
     }
     lines = []
-    for name, what in stored.items():
+    for name, description in stored.items():
         need = planned("--method.recompute", name, "--device-memory", "45GB")["total_bytes"]
-        lines.append([f'`"{name}"`', what, f"{need / 1e9:.1f} GB"])
+        lines.append([f'`"{name}"`', description, f"{need / 1e9:.1f} GB"])
     heads = ("`recompute`", "stored per layer", "1.27B parameters, 1,048,576 tokens in chunks of 4,096 need")
     return report.markdown_table(heads, lines, left=(0, 1))
 
@@ -83,8 +83,8 @@ def positions() -> str:
     """Loss by position with and without carried states: in windows of 1,024 tokens, and of 16,384."""
     lines = []
     for length in (1024, 16384):
-        found = rows("loss_by_position", length=length, run="runs/none")
-        for place in found if length == 1024 else [row for row in found if row["start"] >= 4096]:
+        windows = rows("loss_by_position", length=length, run="runs/none")
+        for place in windows if length == 1024 else [row for row in windows if row["start"] >= 4096]:
             carried = row("loss_by_position", run="runs/previous", length=length, start=place["start"])
             span = f"{place['start']:,}–{place['stop']:,}"
             lines.append([span, f"{length:,}", f"{place['loss']:.3f}", f"{carried['loss']:.3f}"])
@@ -98,11 +98,11 @@ def kernels_by_vectors() -> str:
     """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set."""
     ways = [(said, folder, way) for said, folder in SETS for way in ("forward", "both")]
     lines = []
-    for op in dict.fromkeys(found["op"] for found in rows("avx2/kernels")):
+    for op in dict.fromkeys(measurement["op"] for measurement in rows("avx2/kernels")):
         cells = []
         for _, folder, way in ways:
-            found = row(f"{folder}kernels", op=op, contender="adjoint", **{"pass": way})
-            cells.append(f"{found['ms']:.1f} ms · {found['roof_share']:.0%}")
+            measurement = row(f"{folder}kernels", op=op, contender="adjoint", **{"pass": way})
+            cells.append(f"{measurement['ms']:.1f} ms · {measurement['roof_share']:.0%}")
         lines.append([f"`{op}`", *cells])
     heads = [f"{said}, {'with backward' if way == 'both' else way}" for said, _, way in ways]
     return report.markdown_table(["", *heads], lines)
@@ -112,10 +112,10 @@ def models_by_vectors() -> str:
     """Milliseconds a token at 16,384 tokens, by instruction set."""
     ways = [(said, folder, way) for said, folder in SETS for way in ("transformers", "wrapped")]
     lines = []
-    for model in dict.fromkeys(found["model"] for found in rows("avx2/wrapped")):
-        asked = {"model": model, "length": 16384}
-        found = [row(f"{folder}wrapped", way=way, **asked)["ms_per_token"] for _, folder, way in ways]
-        lines.append([model, *(f"{ms:.2f} ms" for ms in found)])
+    for model in dict.fromkeys(milliseconds["model"] for milliseconds in rows("avx2/wrapped")):
+        fields = {"model": model, "length": 16384}
+        milliseconds = [row(f"{folder}wrapped", way=way, **fields)["ms_per_token"] for _, folder, way in ways]
+        lines.append([model, *(f"{ms:.2f} ms" for ms in milliseconds)])
     return report.markdown_table(["", *(f"{said}, {way}" for said, _, way in ways)], lines)
 
 
@@ -131,48 +131,48 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
 
 
 def growth() -> Numbers:
-    """Of `Exact`, the longer over the shorter sequence."""
+    """Return ratios of `Exact`'s measurements, the longer over the shorter sequence."""
     short, long = rows("exact-growth/memory")
     return {name: long[name] / short[name] for name in ("length", "memory_bytes", "ms_per_token")}
 
 
 def scan() -> Numbers:
     """The selective scan: ms forward, with backward; times as fast as a loop; percent of the roof."""
-    found: Numbers = {}
+    numbers: Numbers = {}
     for way in ("forward", "both"):
         ours, loop = (
             row("kernels", op="selective_scan", contender=contender, **{"pass": way})
             for contender in ("adjoint", "loop")
         )
-        found |= {f"{way}_ms": ours["ms"], f"{way}_loop": loop["ms"] / ours["ms"]}
-        found[f"{way}_roof"] = 100 * ours["roof_share"]
-    return found
+        numbers |= {f"{way}_ms": ours["ms"], f"{way}_loop": loop["ms"] / ours["ms"]}
+        numbers[f"{way}_roof"] = 100 * ours["roof_share"]
+    return numbers
 
 
 def depth_study() -> Numbers:
     """The study of depth: what it took and, by layers, `LayerLocal`'s median loss above `Exact`'s, the least
     and the most of a seed; how far either falls from 2 to 48 layers; `Truncated(16)`'s largest median."""
-    found: Numbers = {"minutes": _stored("depth")["core_seconds"] / 60}
+    numbers: Numbers = {"minutes": _stored("depth")["core_seconds"] / 60}
     for each in rows("depth", method="layer-local"):
-        found |= {f"{name}_{each['layers']}": each[name] for name in ("gap", "gap_min", "gap_max")}
+        numbers |= {f"{name}_{each['layers']}": each[name] for name in ("gap", "gap_min", "gap_max")}
     for name, method in (("local", "layer-local"), ("exact", "exact")):
         shallow, deep = (row("depth", method=method, layers=n)["held_out"] for n in (2, 48))
-        found[f"{name}_fall"] = shallow - deep
-    return found | {"truncated": max(each["gap"] for each in rows("depth", method="truncated-16"))}
+        numbers[f"{name}_fall"] = shallow - deep
+    return numbers | {"truncated": max(each["gap"] for each in rows("depth", method="truncated-16"))}
 
 
 def window_time() -> Numbers:
     """The backward of any window over that of none, at most."""
     dense, others = (
-        [found["ratio"] for found in rows("window_time") if (found["scan"] == "dense") == wanted]
-        for wanted in (True, False)
+        [timing["ratio"] for timing in rows("window_time") if (timing["scan"] == "dense") == is_dense]
+        for is_dense in (True, False)
     )
     return {"dense": max(dense), "most": max(others)}
 
 
 def sixteen_million() -> Numbers:
-    found = row("sixteen-million/memory")
-    return {"resident_gb": found["resident_bytes"] / 1e9, "tokens_per_s": 1e3 / found["ms_per_token"]}
+    run = row("sixteen-million/memory")
+    return {"resident_gb": run["resident_bytes"] / 1e9, "tokens_per_s": 1e3 / run["ms_per_token"]}
 
 
 def versions() -> Numbers:
@@ -180,8 +180,8 @@ def versions() -> Numbers:
     pythons = re.findall(r"python(3\.\d+)", (ROOT / "scripts" / "setup.sh").read_text())
     (oldest,) = re.findall(r'"transformers>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
     (newest,) = re.findall(r"^transformers==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
-    found = min(map(float, pythons)), max(map(float, pythons)), float(oldest), float(newest)
-    return dict(zip(("python", "python_newest", "transformers", "transformers_newest"), found, strict=True))
+    bounds = min(map(float, pythons)), max(map(float, pythons)), float(oldest), float(newest)
+    return dict(zip(("python", "python_newest", "transformers", "transformers_newest"), bounds, strict=True))
 
 
 def constants() -> Numbers:
@@ -207,18 +207,18 @@ def recall() -> Numbers:
 
 
 def loss_by_position() -> Numbers:
-    """How many times the training length it reads."""
-    lengths = [found["length"] for found in rows("loss_by_position")]
+    """Return the longest length over the training length."""
+    lengths = [measurement["length"] for measurement in rows("loss_by_position")]
     return {"beyond": max(lengths) / min(lengths)}
 
 
 def shards() -> Numbers:
     """Percent by which predictions of steps on so many shards were off: least, most."""
-    found: Numbers = {}
+    numbers: Numbers = {}
     for number in (1, 2, 4):
-        off = [100 * abs(found["error"]) for found in rows("shards", shards=number)]
-        found |= {f"least_{number}": min(off), f"most_{number}": max(off)}
-    return found
+        off = [100 * abs(numbers["error"]) for numbers in rows("shards", shards=number)]
+        numbers |= {f"least_{number}": min(off), f"most_{number}": max(off)}
+    return numbers
 
 
 def mini_sequence() -> Numbers:
@@ -229,7 +229,7 @@ def mini_sequence() -> Numbers:
 
 
 def edges() -> Numbers:
-    """Of mamba-1.27b, with 4,096 channels, 16 states and 48 layers in float32."""
+    """Return sizes of chunk edges of mamba-1.27b: 4,096 channels, 16 states, 48 layers, float32."""
     edge = 4096 * 16 * 4 * 48
     return {
         "parameters": rows("sources", table="figure-1", model="mamba-1.27b")[0]["parameters"] / 1e9,
@@ -242,9 +242,9 @@ def held() -> Numbers:
     """GiB on an H200 without what PyTorch's allocator leaves unused, with chunks of 6,656 tokens."""
     flags = ("--device", "h200", "--method.recompute", "none", "--method.chunk_size", "6656")
     gib = {name: size / 2**30 for name, size in planned(*flags)["parts_bytes"].items()}
-    found = {"weights": gib["weights"] + gib["optimizer"]}
-    found |= {name: gib[name] for name in ("gradients", "casts", "chunk", "states")}
-    return found | {"token_mib": gib["chunk"] * 2**10 / 6656, "all": sum(found.values())}
+    gibibytes = {"weights": gib["weights"] + gib["optimizer"]}
+    gibibytes |= {name: gib[name] for name in ("gradients", "casts", "chunk", "states")}
+    return gibibytes | {"token_mib": gib["chunk"] * 2**10 / 6656, "all": sum(gibibytes.values())}
 
 
 def figure_1() -> Numbers:
@@ -257,14 +257,14 @@ def figure_1() -> Numbers:
 
 
 def figure_6() -> Numbers:
-    """How many GPUs' work 40 do by `Exact`; what its network is assumed to do."""
-    found = {}
+    """Return the speed-up of 40 GPUs by `Exact`, and the network that it assumes."""
+    numbers = {}
     for context in (1024, 1 << 20):
-        one, many = (row("scaling", method="Exact", context=context, devices=devices)["days"]
+        one_gpu, forty_gpus = (row("scaling", method="Exact", context=context, devices=devices)["days"]
                      for devices in ("1 GPU", "40 GPUs, simulated"))  # fmt: skip
-        found[f"gpus_{context}"] = one / many
+        numbers[f"gpus_{context}"] = one_gpu / forty_gpus
     assumed = _stored("scaling")["assumptions"]
-    return found | {
+    return numbers | {
         "network_gb": assumed["network_bytes_per_second"] / 1e9,
         "latency_us": assumed["latency_seconds"] * 1e6,
     }
@@ -273,13 +273,13 @@ def figure_6() -> Numbers:
 def slices() -> Numbers:
     """Speed-up of `Exact` on 56 slices of 8 GPUs over one GPU; at most, where two thirds of the work is
     shared."""
-    found = {}
-    for of in ("busy", "idle"):
-        wanted = {"method": "Exact", "shards": 56, "devices": f"56 slices of {of} GPUs", "helpers": 0}
-        (found[of],) = (
-            row["speedup"] for row in _stored("scaling")["slices"] if wanted.items() <= row.items()
+    speedups = {}
+    for load in ("busy", "idle"):
+        fields = {"method": "Exact", "shards": 56, "devices": f"56 slices of {load} GPUs", "helpers": 0}
+        (speedups[load],) = (
+            row["speedup"] for row in _stored("scaling")["slices"] if fields.items() <= row.items()
         )
-    return found | {"most": 1 / (1 / 3 / 8 + 2 / 3 / 56)}
+    return speedups | {"most": 1 / (1 / 3 / 8 + 2 / 3 / 56)}
 
 
 def instructions() -> Numbers:
@@ -291,16 +291,21 @@ def instructions() -> Numbers:
         "backward": "backward_kernel",
         "backward_pass": "adjoint_local_kernel",
     }
-    found = {name: row("instructions", target="sm_90", kernel=kernel) for name, kernel in names.items()}
-    return {name: of["instructions"] for name, of in found.items()} | {"warps": found["backward"]["warps"]}
+    kernels = {name: row("instructions", target="sm_90", kernel=kernel) for name, kernel in names.items()}
+    return {name: counts["instructions"] for name, counts in kernels.items()} | {
+        "warps": kernels["backward"]["warps"]
+    }
 
 
 def whole() -> Numbers:
-    """Of the Mini-Sequence Transformer's whole head and MLP at 80,000 tokens: percent counted of the memory
-    that they measured, GiB that it is short; the head's logits with their copies; its time in 16 pieces."""
+    """Compare the Mini-Sequence Transformer's undivided head and MLP at 80,000 tokens with its paper.
+
+    Percent counted of the memory measured there, GiB that are missing, GiB of the head's logits with their
+    copies, and its time in 16 pieces over that in one.
+    """
     head, mlp, pieces = (
-        row("claims", part=part, pieces=n, tokens=80000)
-        for part, n in (("head", 1), ("mlp", 1), ("head", 16))
+        row("claims", part=module, pieces=n, tokens=80000)
+        for module, n in (("head", 1), ("mlp", 1), ("head", 16))
     )
     return {
         "head": 100 * head["bytes"] / head["their_bytes"], "mlp": 100 * mlp["bytes"] / mlp["their_bytes"],
@@ -320,7 +325,7 @@ def products() -> Numbers:
 
 
 def published() -> Numbers:
-    """What others say."""
+    """Return numbers that others have published."""
     return {
         "mig_1g_mib": 4864,  # a 1g.5gb slice in NVIDIA's list of MIG profiles
         "ray_mb": 100, "ray_s": 15,  # Ray's documentation: a working directory; until a node counts as lost

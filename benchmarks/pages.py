@@ -49,7 +49,7 @@ def written(page: Path) -> str:
 
 @functools.cache
 def tables() -> list[tuple[str, str, str]]:
-    """Of all pages: the page, its mark, the table."""
+    """Return the tables of all pages: the page, its mark, the table."""
     figures = (figure for figure in FIGURES if figure.folder == RESULTS and figure.file.exists())
     shown = [table for figure in figures for table in figure.benchmark.tables(figure.stored())]
     return shown + [(document, mark, make()) for document, mark, make in TABLES]
@@ -67,12 +67,12 @@ def with_numbers(text: str) -> str:
 
 def faults(page: Path, text: str) -> list[str]:
     """Numbers that no mark names, and marks that would end a paragraph, a line each."""
-    found = [(mark.start(), "a line begins with a mark, which ends the paragraph before it")
+    problems = [(mark.start(), "a line begins with a mark, which ends the paragraph before it")
              for mark in re.finditer(r"^[\s>*-]*<!--[=/]", text, re.M)]  # fmt: skip
     if page.name not in DATED:
         prose = text
         for other in (MARKED, NO_PROSE):
-            prose = other.sub(lambda part: re.sub(r"[^\n]", " ", part[0]), prose)
-        found += [(number.start(), f"nobody says where {number[0]} is from (benchmarks/pages.py)")
+            prose = other.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), prose)
+        problems += [(number.start(), f"nobody says where {number[0]} is from (benchmarks/pages.py)")
                   for number in NUMBER.finditer(prose)]  # fmt: skip
-    return [f"{page.name}:{text.count(chr(10), 0, place) + 1}: {fault}" for place, fault in found]
+    return [f"{page.name}:{text.count(chr(10), 0, place) + 1}: {fault}" for place, fault in problems]

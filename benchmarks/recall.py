@@ -76,13 +76,13 @@ def pairs_and_questions(
     room = (seqlen - 2 * pairs) // 2  # places of questions: every second token after the pairs
     weights = ALPHA * np.arange(1, room + 1) ** (ALPHA - 1)
     ids, labels = np.zeros((batch, seqlen), np.int64), np.full((batch, seqlen), IGNORE_INDEX)
-    for row, asked in zip(ids, labels, strict=True):
+    for row, row_labels in zip(ids, labels, strict=True):
         keys = 1 + generator.permutation(KEYS)[:pairs]
         values = 1 + KEYS + generator.integers(0, VALUES, pairs)
         row[: 2 * pairs : 2], row[1 : 2 * pairs : 2] = keys, values
         gaps = generator.choice(room, pairs, replace=False, p=weights / weights.sum())
         row[2 * pairs + 2 * gaps] = keys
-        asked[2 * pairs + 2 * gaps + 1] = values
+        row_labels[2 * pairs + 2 * gaps + 1] = values
     return torch.from_numpy(ids), torch.from_numpy(labels)
 
 
@@ -98,8 +98,8 @@ def needles(generator: np.random.Generator, batch: int, seqlen: int, depth: floa
 def accuracy(model: adjoint.Stack, ids: Tensor, labels: Tensor) -> float:
     """The share of questions whose answer is the model's most likely token."""
     answers = model(ids).logits[:, :-1].argmax(-1)
-    asked = labels[:, 1:] != IGNORE_INDEX
-    return (answers == labels[:, 1:])[asked].double().mean().item()
+    is_question = labels[:, 1:] != IGNORE_INDEX
+    return (answers == labels[:, 1:])[is_question].double().mean().item()
 
 
 class Recall(Benchmark):
@@ -115,11 +115,11 @@ class Recall(Benchmark):
         parser.add_argument("--seed", type=int, default=0, help="of weights and data")
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        given = {name: getattr(options, name) for name in ("seqlen", "steps", "lr", "seed")}
-        return [{"mixer": mixer, **given} for mixer in options.mixers]
+        settings = {name: getattr(options, name) for name in ("seqlen", "steps", "lr", "seed")}
+        return [{"mixer": mixer, **settings} for mixer in options.mixers]
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [{**point, **result} for point, result in found if "recall" in result]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [{**point, **result} for point, result in measurements if "recall" in result]
 
     def markdown(self, result: Row) -> str:
         """A line a mixer: recall by pairs, then needles by length, over all depths."""
@@ -127,8 +127,8 @@ class Recall(Benchmark):
         for row in result["rows"]:
             cells = [f"{row['recall'][str(n)]:.0%}" for n in PAIRS]
             for times in TIMES:
-                found = [row["needle"][f"{row['seqlen'] * times} @ {depth}"] for depth in DEPTHS]
-                cells.append(f"{np.mean(found):.0%}")
+                accuracies = [row["needle"][f"{row['seqlen'] * times} @ {depth}"] for depth in DEPTHS]
+                cells.append(f"{np.mean(accuracies):.0%}")
             lines.append([row["mixer"], *cells])
         seqlen = result["rows"][0]["seqlen"]
         heads = [f"{n} pairs" for n in PAIRS] + [f"needle in {seqlen * times:,}" for times in TIMES]

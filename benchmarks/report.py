@@ -22,10 +22,10 @@ BLACK, GREY = "#000000", "#7A7A7A"
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Where and with what a benchmark ran: commit, date, hardware, system, versions, also of `packages`."""
-    found = {"commit": commit(), **machine.environment()}
-    found["versions"] |= machine.versions(*packages)
-    return found
+    """Return the conditions of a run: commit, date, hardware, system, versions, also of `packages`."""
+    conditions = {"commit": commit(), **machine.environment()}
+    conditions["versions"] |= machine.versions(*packages)
+    return conditions
 
 
 def commit() -> str:
@@ -47,9 +47,9 @@ def footer(environment: Mapping[str, Any], *conditions: str) -> str:
     """The conditions of a measurement, machine, version, date and commit in one line."""
     cores = environment["cores"]
     vectors = f", {environment['vectors']}" if "vectors" in environment else ""
-    where = environment["gpu"] or f"{cores} core{'s' * (cores > 1)} of {environment['cpu']}{vectors}"
+    hardware = environment["gpu"] or f"{cores} core{'s' * (cores > 1)} of {environment['cpu']}{vectors}"
     version = f"torch {environment['versions'].get('torch')}"
-    return " · ".join((*conditions, where, version, environment["date"][:10], environment["commit"]))
+    return " · ".join((*conditions, hardware, version, environment["date"][:10], environment["commit"]))
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
@@ -118,8 +118,8 @@ def with_table(document: str, name: str, table: str) -> str:
 def put_table(document: Path, name: str, table: str) -> None:
     """Write the table between its marks in `document`, unless it is there."""
     before = document.read_text()
-    if (now := with_table(before, name, table)) != before:
-        write_atomically(document, now)
+    if (rewritten := with_table(before, name, table)) != before:
+        write_atomically(document, rewritten)
         print(f"{document.relative_to(ROOT)} shows these results now")
 
 

@@ -42,9 +42,9 @@ Found = list[tuple[Point, Point]]  # points, and what is known of each
 
 def count(text: str) -> int:
     """A `type=` of argparse: 16384, 16K or 1M, and no less than one."""
-    if (found := whole_number(text)) < 1:
+    if (number := whole_number(text)) < 1:
         raise ValueError
-    return found
+    return number
 
 
 def size(text: str) -> int:
@@ -79,7 +79,7 @@ def device(text: str) -> str:
 
 
 def fingerprint(sources: Iterable[Path], environment: Mapping[str, Any], packages: Collection[str]) -> str:
-    """One state of the code, of the machine, and of the versions of `packages`, or of all."""
+    """Return a hash of the code, the machine, and the versions of `packages`, or of all if it is empty."""
     versions = {k: v for k, v in environment["versions"].items() if not packages or k in packages}
     digest = hashlib.sha256(repr((versions, environment["gpu"] or environment["cpu"])).encode())
     for path in sorted(sources):
@@ -91,7 +91,7 @@ def fingerprint(sources: Iterable[Path], environment: Mapping[str, Any], package
 
 
 class Benchmark:
-    """What there is to say of one benchmark. Its module's docstring is the help of its command.
+    """The definition of one benchmark. Its module's docstring is the help of its command.
 
     Attributes:
         name: of its command and of its files.
@@ -127,11 +127,11 @@ class Benchmark:
         """Complete the options; end with `parser.error` where they cannot be."""
 
     def environment(self, options: argparse.Namespace) -> Row:
-        """Where and with what it runs."""
+        """Return the machine and the versions that it runs with."""
         return report.environment()
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
-        """What the results hold besides environment and rows."""
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
+        """Return what the results hold besides environment and rows."""
         return {}
 
     def points(self, options: argparse.Namespace) -> list[Point]:
@@ -143,13 +143,12 @@ class Benchmark:
         words = (v for v in point.values() if isinstance(v, str | int) and not isinstance(v, bool))
         return " ".join(f"{v:,}" if isinstance(v, int) else v for v in [*words][:4])
 
-    def more_points(self, options: argparse.Namespace, found: Found) -> list[Point]:
-        """What is to be measured after those, by what was found."""
+    def more_points(self, options: argparse.Namespace, measurements: Found) -> list[Point]:
+        """Return further points to measure, chosen by the measurements so far."""
         return []
 
-    def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
-        """Why a point is left out, by what has been found before it; "" for no reason to be told, None: run
-        it."""
+    def skip(self, point: Point, measurements: Found, options: argparse.Namespace) -> str | None:
+        """Return why a point is left out; "" for a reason that is not reported, None to run it."""
         return None
 
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
@@ -172,11 +171,11 @@ class Benchmark:
         """A result as the journal keeps it, of a point that took so many seconds."""
         return result
 
-    def broken(self, options: argparse.Namespace, found: Found) -> bool:
+    def broken(self, options: argparse.Namespace, measurements: Found) -> bool:
         """Whether a point failed."""
-        return any("error" in result for _, result in found)
+        return any("error" in result for _, result in measurements)
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         """A line of the results for each thing that was compared."""
         raise NotImplementedError
 
@@ -189,7 +188,7 @@ class Benchmark:
         raise NotImplementedError
 
     def page(self, result: Row) -> str:
-        """What is printed, and written as Markdown."""
+        """Return the Markdown that is printed and written."""
         return self.markdown(result)
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
@@ -256,8 +255,8 @@ class Benchmark:
         sweep = _Sweep(self, options, self.journal(folder, stem, environment, options.fresh))
 
         def save() -> None:
-            found = sweep.known()
-            result.update({**self.payload(options, found), "rows": self.rows(options, found)})
+            measurements = sweep.known()
+            result.update({**self.payload(options, measurements), "rows": self.rows(options, measurements)})
             self.save(result, folder / stem)
 
         sweep.save = save
@@ -281,8 +280,8 @@ class Benchmark:
     def journal(self, folder: Path, stem: str, environment: Row, fresh: bool) -> Journal:
         """The journal folder/partial/stem.jsonl; says on stderr whether it is continued."""
         place = ROOT / "benchmarks"
-        own = [self.module.split(".")[1], *self.uses, "steps", "timing"]
-        sources = [p for name in own for p in (place / f"{name}.py", *(place / name).glob("*.py"))]
+        modules = [self.module.split(".")[1], *self.uses, "steps", "timing"]
+        sources = [p for name in modules for p in (place / f"{name}.py", *(place / name).glob("*.py"))]
         sources = [p for p in sources if p.exists() and p.name not in ("report.py", "command.py")]
         package = (p for p in (ROOT / "adjoint").rglob("*") if p.suffix in {".py", ".cpp", ".h"})
         mark = fingerprint({*sources, *package}, environment, self.packages)
@@ -321,7 +320,7 @@ class Benchmark:
         print(f"wrote {stem}.*")
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        """What documents show of the results: a document, a name of marks in it, the text between them."""
+        """Yield what documents show of the results: a document, the name of marks, the text between them."""
         if self.document:
             picture = f"![{self.caption}]({self.name}.png)\n\n" if self.caption else ""
             yield self.document, self.mark or self.name, picture + self.markdown(result)
@@ -343,8 +342,11 @@ class Benchmark:
 
 
 class _Sweep:
-    """One run: the points that are not settled are measured, in as many processes at a time as `options.jobs`
-    says, or in one. `told` is what is known of points beside the journal."""
+    """A run that measures the points that are not settled, in `options.jobs` processes at a time, or in one.
+
+    Attributes:
+        told: results of points that are not in the journal.
+    """
 
     def __init__(self, benchmark: Benchmark, options: argparse.Namespace, journal: Journal) -> None:
         self.benchmark, self.options, self.journal = benchmark, options, journal
@@ -354,7 +356,7 @@ class _Sweep:
         self.save: Callable[[], object] = lambda: None  # is called after every change
 
     def known(self) -> Found:
-        """What is known of each point."""
+        """Return each point that has a result, with the result."""
         everything = self.journal.done | self.told
         return [(p, everything[k]) for p in self.points if (k := self.journal.key(p)) in everything]
 
@@ -404,8 +406,8 @@ class _Sweep:
         with self.lock:
             for point in () if self.stopped else points:
                 self.progress("", 1)
-                kept = self.journal.get(point)
-                if kept is not None and self.benchmark.settled(kept):
+                result = self.journal.get(point)
+                if result is not None and self.benchmark.settled(result):
                     continue
                 reason = self.benchmark.skip(point, self.known(), self.options)
                 if reason is None:
@@ -415,7 +417,7 @@ class _Sweep:
                     self.told[self.journal.key(point)] = {"skipped": reason}
         return None
 
-    def _tell(self, key: str, found: Point) -> None:
+    def _tell(self, key: str, partial_result: Point) -> None:
         with self.lock:
-            self.told[key] = {"under_way": found}
+            self.told[key] = {"under_way": partial_result}
             self.save()

@@ -46,7 +46,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the answers rest on. The model is the paper's: P 128, N 225, 100 layers, batch 8, 16 bits."""
+    """Assumptions of the answers. The model is the paper's: P 128, N 225, 100 layers, batch 8, 16 bits."""
 
     layers: int = 100
     d_model: int = 128
@@ -73,8 +73,13 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a batch is run on: layer shards, helpers of each (what they are sent is not counted), the rate of
-    messages, and the speed of a worker, that of a whole GPU being 1."""
+    """The workers that a batch is run on.
+
+    Attributes:
+        shards: layer shards. bytes_per_second: of messages.
+        helpers: of each shard; what they are sent is not counted.
+        speed: of a worker; that of a whole GPU is 1.
+    """
 
     shards: int
     bytes_per_second: float
@@ -83,14 +88,14 @@ class Setup:
 
 
 def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, setup: Setup) -> float:
-    """One batch of sequences over layer shards, simulated."""
+    """Simulate one batch of sequences over layer shards; return its seconds."""
     shards, helpers = setup.shards, setup.helpers
-    own = partition([1.0] * a.layers, shards)
+    partitioned = partition([1.0] * a.layers, shards)
     helped = tuple(shard for shard in range(shards) for _ in range(helpers))
     # Where a shard goes through all of its layers on a chunk before anything is sent, they may be one stage.
     together = method != "truncated" and not helpers
-    spans = [range(s, s + 1) for s in range(shards)] if together else own
-    deep = [len(span) for span in own] if together else [1] * a.layers  # layers of each stage
+    spans = [range(s, s + 1) for s in range(shards)] if together else partitioned
+    deep = [len(span) for span in partitioned] if together else [1] * a.layers  # layers of each stage
     model = StackConfig(n_layer=len(deep), d_conv=a.d_conv)
     owners = Owners.from_spans(spans)
 
@@ -110,8 +115,8 @@ def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, 
         def message(key: Key) -> float:
             return a.batch * grid.tokens(key[2]) * a.d_model * a.element_bytes / setup.bytes_per_second
 
-        made = step_plan(spec, grid, owners, helped)
-        return simulate(made, tile, message, latency=a.latency_seconds, helpers=helped).seconds
+        schedule = step_plan(spec, grid, owners, helped)
+        return simulate(schedule, tile, message, latency=a.latency_seconds, helpers=helped).seconds
 
     return min(map(with_chunks, a.chunk_sizes(seqlen)))
 
@@ -122,39 +127,39 @@ def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, 
 def figure6(a: Assumptions, seqlen: int, windows: Sequence[int], our_window: int) -> list[Row]:
     """Days of an epoch by method at one context."""
     token = a.layers * a.unit_seconds  # seconds of one unit in all layers
-    found = [
+    seconds_by_method = [
         ("backpropagation", "1 GPU", seqlen * (FORWARD + BACKWARD) * token),
         ("Exact", "1 GPU", seqlen * (2 * FORWARD + BACKWARD) * token),
     ]
     for window in (None, *windows):
         units = FORWARD * seqlen + 2 * truncated_products(seqlen, window) + seqlen
         name = "paper, all pairs" if window is None else f"paper, window {window}"
-        found.append((name, f"1 GPU ÷ {a.speedup:g}, assumed", units * token / a.speedup))
+        seconds_by_method.append((name, f"1 GPU ÷ {a.speedup:g}, assumed", units * token / a.speedup))
     gpus = min(a.gpus, a.layers)
-    for name, method, own in (
+    for name, method, method_window in (
         ("Exact", "exact", None),
         (f"Truncated, window {our_window}", "truncated", our_window),
         (f"LayerLocal, window {our_window}", "layer-local", our_window),
     ):
-        seconds = batch_seconds(a, method, seqlen, own, Setup(gpus, a.network_bytes_per_second))
-        found.append((name, f"{gpus} GPUs, simulated", seconds))
+        seconds = batch_seconds(a, method, seqlen, method_window, Setup(gpus, a.network_bytes_per_second))
+        seconds_by_method.append((name, f"{gpus} GPUs, simulated", seconds))
     days = a.epoch_tokens / (a.batch * seqlen) / DAY
     return [
         {"context": seqlen, "method": method, "devices": devices, "days": seconds * days}
-        for method, devices, seconds in found
+        for method, devices, seconds in seconds_by_method
     ]
 
 
 def slices56(a: Assumptions, seqlen: int, window: int) -> list[Row]:
     """Speed-up of 8 GPUs, whole and in 56 slices, over one whole GPU that does the same method."""
     rows = []
-    for name, method, own, splits in (  # shards, helpers of each
+    for name, method, method_window, splits in (  # shards, helpers of each
         ("Exact", "exact", None, ((56, 0),)),
         ("LayerLocal", "layer-local", window, ((56, 0), (8, 6))),
     ):
-        whole = Setup(8, a.network_bytes_per_second)
-        alone = batch_seconds(a, method, seqlen, own, replace(whole, shards=1))
-        setups = [("whole GPUs", whole)]
+        whole_gpus = Setup(8, a.network_bytes_per_second)
+        alone = batch_seconds(a, method, seqlen, method_window, replace(whole_gpus, shards=1))
+        setups = [("whole GPUs", whole_gpus)]
         for kind, speed in (("slices of busy GPUs", a.slice_bandwidth), ("slices of idle GPUs", 1.0)):
             setups += [(kind, Setup(n, a.staged_bytes_per_second, helpers, speed)) for n, helpers in splits]
         for devices, setup in setups:
@@ -163,12 +168,12 @@ def slices56(a: Assumptions, seqlen: int, window: int) -> list[Row]:
                 "method": name,
                 "devices": f"{workers} {devices}",
                 "context": seqlen,
-                "window": own,
+                "window": method_window,
                 "shards": setup.shards,
                 "helpers": setup.helpers,
                 "worker_speed": setup.speed,
                 "most": workers * setup.speed,
-                "speedup": alone / batch_seconds(a, method, seqlen, own, setup),
+                "speedup": alone / batch_seconds(a, method, seqlen, method_window, setup),
             })  # fmt: skip
     return rows
 
@@ -204,13 +209,13 @@ class Scaling(Benchmark):
     def shared(self, point: Point) -> str:
         return "all"
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
-        slices = [r["rows"] for p, r in found if p["answer"] == "slices" and "rows" in r]
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
+        slices = [r["rows"] for p, r in measurements if p["answer"] == "slices" and "rows" in r]
         return {"assumptions": asdict(Assumptions()), "our_window": options.our_window,
                 "slices": slices[0] if slices else []}  # fmt: skip
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [row for p, r in found if p["answer"] == "figure 6" for row in r.get("rows", ())]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [row for p, r in measurements if p["answer"] == "figure 6" for row in r.get("rows", ())]
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
         yield "docs/paper.md", "figure-6", days_table(result["rows"])
@@ -266,8 +271,8 @@ def draw(figure: Sequence[Row], a: Row) -> Any:
         axes.plot(*zip(*curve, strict=True), dash, color=colour, linewidth=2.2 if ours else 1.2, marker=".",
                   label=f"{name} ({devices})")  # fmt: skip
     show.ticks_of_lengths(axes, sorted({row["context"] for row in figure}))
-    what = f"{a['layers']} layers, epochs of {a['epoch_tokens']:.3g} tokens: counted and simulated, not run"
-    axes.set(yscale="log", xlabel="context, tokens", ylabel="days an epoch", title=what)
+    title = f"{a['layers']} layers, epochs of {a['epoch_tokens']:.3g} tokens: counted and simulated, not run"
+    axes.set(yscale="log", xlabel="context, tokens", ylabel="days an epoch", title=title)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure_
 

@@ -55,7 +55,7 @@ def _stack(model: Stack) -> Run:
 
 
 def _mamba2(model: Any) -> Run:
-    """Its own cache copies states in place, which cannot be differentiated."""
+    """Return a run of Mamba-2 with another cache than its own, whose copies in place have no gradient."""
     from transformers.cache_utils import Cache, LinearAttentionLayer
 
     class Assigned(LinearAttentionLayer):

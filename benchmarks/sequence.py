@@ -60,34 +60,34 @@ def measure(point: Point) -> Point:
     workers = point["workers"]
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_one, (folder, point), nprocs=workers)  # type: ignore[attr-defined]
-        found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(workers)]
+        results = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(workers)]
     return {
-        "memory_bytes": max(one["memory_bytes"] for one in found),
-        "seconds": [max(times) for times in zip(*(one["seconds"] for one in found), strict=True)],
-        "loss": found[0]["loss"],
-        "sent_bytes": sum(one["sent_bytes"] for one in found),
-        **{name: max(one[name] for one in found) for name in ("keys_bytes", "edges_bytes")},
+        "memory_bytes": max(result["memory_bytes"] for result in results),
+        "seconds": [max(times) for times in zip(*(result["seconds"] for result in results), strict=True)],
+        "loss": results[0]["loss"],
+        "sent_bytes": sum(result["sent_bytes"] for result in results),
+        **{name: max(result[name] for result in results) for name in ("keys_bytes", "edges_bytes")},
     }
 
 
 def held_bytes(worker: Executor) -> Point:
     """Bytes of the tensors in which a worker now has keys and values with their cotangents, and states."""
-    slabs = [slab for mine in worker.slabs.values() for slab in mine]
+    slabs = [slab for slabs_of_layer in worker.slabs.values() for slab in slabs_of_layer]
     keys = [tensor for slab in slabs for tensor in (slab.written, slab.cotangents)]
     edges = [each.memory for each in worker.edges]
-    found = {"keys_bytes": keys, "edges_bytes": edges}
+    tensors_by_name = {"keys_bytes": keys, "edges_bytes": edges}
     return {
         name: sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
-        for name, tensors in found.items()
+        for name, tensors in tensors_by_name.items()
     }
 
 
 def _one(rank: int, folder: str, point: Point) -> None:
-    """One of the processes."""
+    """Measure one of the processes, and write its result into the folder."""
     from adjoint.parallel.transport import GroupTransport
 
     torch.set_num_threads(1)
-    held, run = list[Point](), Executor.run
+    sizes_held, run = list[Point](), Executor.run
     workers, sent, start = point["workers"], list[int](), GroupTransport._started
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=workers)
 
@@ -97,7 +97,7 @@ def _one(rank: int, folder: str, point: Point) -> None:
 
     def weighed(self: Executor, actions: Any) -> None:
         run(self, actions)
-        held.append(held_bytes(self))
+        sizes_held.append(held_bytes(self))
 
     GroupTransport._started = counted  # type: ignore[method-assign]
     Executor.run = weighed  # type: ignore[method-assign]
@@ -116,10 +116,10 @@ def _one(rank: int, folder: str, point: Point) -> None:
         sent.clear()
         return repeated(step, "cpu", math.inf, most=point["passes"])  # as many in each process
 
-    found = measured(prepare, ids, point["first"] * workers, repeat, "step")
-    found["sent_bytes"] = sum(sent) / point["passes"]
-    found |= {name: max(one[name] for one in held) for name in held[0]}
-    Path(folder, str(rank)).write_text(json.dumps(found))
+    result = measured(prepare, ids, point["first"] * workers, repeat, "step")
+    result["sent_bytes"] = sum(sent) / point["passes"]
+    result |= {name: max(sizes[name] for sizes in sizes_held) for name in sizes_held[0]}
+    Path(folder, str(rank)).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -158,20 +158,22 @@ class Sequence(Benchmark):
         runner.add_choice(parser, "--models", MODELS)
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        of = itertools.product(range(options.repeats), options.lengths, options.models, options.workers)
-        given = {"passes": 2, "chunk": CHUNK, "first": FIRST}
+        combinations = itertools.product(
+            range(options.repeats), options.lengths, options.models, options.workers
+        )
+        settings = {"passes": 2, "chunk": CHUNK, "first": FIRST}
         return [
-            {"name": name, "workers": n, "length": length, "number": i, **given, "model": MODELS[name]}
-            for i, length, name, n in of
+            {"name": name, "workers": n, "length": length, "number": i, **settings, "model": MODELS[name]}
+            for i, length, name, n in combinations
         ]
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         return {"cores": os.cpu_count()}
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         """Medians of the times that a point was measured."""
         rows = []
-        for key, results in steps.grouped(found, "name", "length", "workers").items():
+        for key, results in steps.grouped(measurements, "name", "length", "workers").items():
             name, length, workers = key
             rows.append(
                 {

@@ -45,14 +45,16 @@ class SequenceMemory(Benchmark):
         runner.add_choice(parser, "--models", MODELS)
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        given = {"length": options.length, "number": 0, "passes": 1, "chunk": CHUNK, "first": FIRST}
-        of = itertools.product(options.models, options.workers)
-        return [{"name": name, "workers": n, **given, "model": MODELS[name]} for name, n in of]
+        settings = {"length": options.length, "number": 0, "passes": 1, "chunk": CHUNK, "first": FIRST}
+        combinations = itertools.product(options.models, options.workers)
+        return [{"name": name, "workers": n, **settings, "model": MODELS[name]} for name, n in combinations]
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         return [
-            {"model": name, "length": length, "workers": workers, **{field: one[field] for field in SHOWN}}
-            for (name, length, workers), (one,) in steps.grouped(found, "name", "length", "workers").items()
+            {"model": name, "length": length, "workers": workers, **{field: result[field] for field in SHOWN}}
+            for (name, length, workers), (result,) in steps.grouped(
+                measurements, "name", "length", "workers"
+            ).items()
         ]
 
     def markdown(self, result: Row) -> str:

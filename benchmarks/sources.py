@@ -95,18 +95,18 @@ def longest(method: str, gpus: int) -> Iterator[Row]:
         tokens = GPUS[GPU].memory * gpus // stored_by_the_paper(method)
         yield {"method": method, "gpus": gpus, "tokens": tokens, "shards": gpus, "sequence": 1}
         return
-    task, found = _request(MODELS[-1], method, 1 << 20, gpus), []
+    task, fits = _request(MODELS[-1], method, 1 << 20, gpus), []
     for layout in candidates(gpus):
         with contextlib.suppress(UserError):  # what the method cannot be spread over
             if layout.replicas == 1:
-                found.append((task.fit(layout).longest(), layout))
-    tokens, layout = max(found, key=lambda one: one[0])
+                fits.append((task.fit(layout).longest(), layout))
+    tokens, layout = max(fits, key=lambda fit: fit[0])
     yield {"method": method, "gpus": gpus, "tokens": tokens, "shards": layout.shards,
            "sequence": layout.sequence}  # fmt: skip
 
 
 def table_1() -> Iterator[Row]:
-    """One vjp, of a network with P inputs for a batch, in 16 bits: by the formula and counted."""
+    """Yield the cost of a vjp of a network with P inputs for a batch, in 16 bits: formula and count."""
     shapes = {"unstructured": (N * N, N * P), "diagonal": (N, N), "scalar": (1, N)}
     for structure, outputs in shapes.items():
         for network, out in zip(("𝒜", "ℬ, 𝒞"), outputs, strict=True):
@@ -114,8 +114,8 @@ def table_1() -> Iterator[Row]:
             def make(out: int = out) -> tuple[Any, Tensor]:
                 return nn.Linear(P, out), torch.zeros(SAMPLES, P)
 
-            def run(given: tuple[Any, Tensor]) -> None:
-                network, x = given
+            def run(inputs: tuple[Any, Tensor]) -> None:
+                network, x = inputs
                 y = network(x)
                 torch.autograd.grad(y, list(network.parameters()), torch.zeros_like(y))
 
@@ -147,10 +147,10 @@ def kept_by(
         with counting(Conditions(*shape[:2], device="cuda"), fake) as live:
             call(layer, torch.zeros(shape))  # notes the weights
             before = live.begin()
-            kept = call(layer, torch.zeros(shape, requires_grad=True)).grad_fn
-            found = live.live - before
-            del kept
-            return found
+            graph = call(layer, torch.zeros(shape, requires_grad=True)).grad_fn
+            saved_bytes = live.live - before
+            del graph
+            return saved_bytes
 
 
 def _gpt2(implementation: str, dropout: float, activation: str, recomputed: bool = False) -> int:
@@ -227,9 +227,9 @@ LAYERS: dict[str, tuple[Callable[[], int], float | None, str]] = {
 def layer(name: str) -> Iterator[Row]:
     """Bytes that a layer keeps, over sbh."""
     count, formula, why = LAYERS[name]
-    found = count() / UNIT
-    yield {"layer": name, "formula": formula, "counted": found, "why": why,
-           "ratio": None if formula is None else found / formula}  # fmt: skip
+    saved_per_unit = count() / UNIT
+    yield {"layer": name, "formula": formula, "counted": saved_per_unit, "why": why,
+           "ratio": None if formula is None else saved_per_unit / formula}  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------- counting
@@ -257,8 +257,8 @@ TABLES: dict[str, Callable[..., Iterator[Row]]] = {
 
 def measure(point: Point) -> Point:
     """The rows of a point: the table's function with the other values of the point."""
-    given = {key: value for key, value in point.items() if key != "table"}
-    return {"rows": list(TABLES[point["table"]](**given))}
+    arguments = {key: value for key, value in point.items() if key != "table"}
+    return {"rows": list(TABLES[point["table"]](**arguments))}
 
 
 class Sources(Benchmark):
@@ -272,7 +272,7 @@ class Sources(Benchmark):
         runner.add_counts(parser, lengths=(LENGTHS, "contexts of figure 1"))
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        found: dict[str, list[Point]] = {
+        groups: dict[str, list[Point]] = {
             "figure-1": [{"model": model, "method": method, "lengths": options.lengths}
                          for model in MODELS for method in FIGURE_1]
             + [{"model": MODELS[-1], "method": method, "lengths": options.lengths}
@@ -282,19 +282,19 @@ class Sources(Benchmark):
             "table-1": [{}],
             "layer": [{"name": name} for name in LAYERS],
         }  # fmt: skip
-        return [{"table": table, **point} for table in options.tables for point in found[table]]
+        return [{"table": table, **point} for table in options.tables for point in groups[table]]
 
     def shared(self, point: Point) -> str:
         return "all"
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [{"table": p["table"], **row} for p, r in found for row in r.get("rows", ())]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [{"table": p["table"], **row} for p, r in measurements for row in r.get("rows", ())]
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        for mark, made in SHOWN.items():
+        for mark, make_table in SHOWN.items():
             rows = [row for row in result["rows"] if row["table"] == mark]
             if rows:
-                yield self.document, mark, made(rows)
+                yield self.document, mark, make_table(rows)
 
     def markdown(self, result: Row) -> str:
         return "\n".join(f"{mark}:\n\n{table}" for _, mark, table in self.tables(result))

@@ -75,7 +75,7 @@ def allocator(text: str) -> str:
 
 
 def builder(model: Point) -> Callable[[], Any]:
-    """What makes the model, in training mode; all that it needs has been imported."""
+    """Return a function that makes the model in training mode, with all its imports already done."""
     if "class" not in model:
         return lambda: adjoint.Stack(adjoint.StackConfig(**model))
     import transformers
@@ -172,19 +172,22 @@ def medians(results: Sequence[Point], length: int) -> Row:
     }
 
 
-def grouped(found: Found, *fields: str) -> dict[tuple[Any, ...], list[Point]]:
+def grouped(measurements: Found, *fields: str) -> dict[tuple[Any, ...], list[Point]]:
     """Results by the fields of their points."""
     groups: dict[tuple[Any, ...], list[Point]] = {}
-    for point, result in found:
+    for point, result in measurements:
         groups.setdefault(tuple(point[field] for field in fields), []).append(result)
     return groups
 
 
-def too_large(point: Point, found: Found, limit: int) -> str | None:
-    """Why a point is not to be run: by what is known of the same at other lengths it would take more than
-    `limit` bytes, or a shorter one did not come to its end. None: run it."""
+def too_large(point: Point, measurements: Found, limit: int) -> str | None:
+    """Return why a point should not run, or None to run it.
+
+    It should not if it would take more than `limit` bytes, predicted from the same curve at other lengths, or
+    if a shorter length of the curve failed.
+    """
     free = {"length": point["length"], "repeat": point["repeat"]}
-    curve = [(p, r) for p, r in found if Journal.key({**p, **free}) == Journal.key(point)]
+    curve = [(p, r) for p, r in measurements if Journal.key({**p, **free}) == Journal.key(point)]
     for other, result in curve:
         if "memory_bytes" not in result and other["length"] <= point["length"] and other != point:
             return f"at {other['length']:,} tokens: {next(iter(result.values()))}"
@@ -211,7 +214,7 @@ def alternating(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 class Curve(NamedTuple):
-    """One model by one way, against length.
+    """A curve over lengths: one model, computed in one way.
 
     Attributes:
         key: what its rows say of it.
@@ -248,7 +251,7 @@ class StepBenchmark(Benchmark):
     title = "peak memory above a short pass · time per token"
 
     def curves(self, options: argparse.Namespace) -> list[Curve]:
-        """What is compared, the ways of a model one after the other."""
+        """Return the curves to compare, the ways of a model one after the other."""
         raise NotImplementedError
 
     def named(self, row: Row) -> str:
@@ -270,14 +273,14 @@ class StepBenchmark(Benchmark):
         """Gradients of each model first; then curves alternate innermost, repeats are outermost."""
         curves = self.curves(options)
         shared = {"device": "cpu", "above": self.above, "first": self.first, "repeat_s": options.repeat_s}
-        of = itertools.product(range(options.repeats), options.lengths, options.allocators, curves)
+        combinations = itertools.product(range(options.repeats), options.lengths, options.allocators, curves)
         models: dict[str, list[Curve]] = {}
         for curve in curves:
             models.setdefault(repr(curve.model), []).append(curve)
         return [self._comparison(options, of_one) for of_one in models.values()] + [
             {"curve": curve.key, "length": n, "allocator": kind, "repeat": repeat, **shared,
              "model": curve.model, "way": curve.way}
-            for repeat, n, kind, curve in of
+            for repeat, n, kind, curve in combinations
             if options.lengths is not self.lengths
             or (n <= curve.longest and (n in curve.repeated or not repeat))
         ]  # fmt: skip
@@ -298,42 +301,45 @@ class StepBenchmark(Benchmark):
             return f"gradients by {', '.join(point['ways'])}"
         return f"{', '.join(point['curve'].values())}, {point['length']:,} tokens, {point['allocator']}"
 
-    def more_points(self, options: argparse.Namespace, found: Found) -> list[Point]:
+    def more_points(self, options: argparse.Namespace, measurements: Found) -> list[Point]:
         """The lengths that are said to fit, where `checked` asks for it."""
-        told, points = self.fits(options, found), []
+        fitting, points = self.fits(options, measurements), []
         for key, limit in self.checked:
-            said = [row for row in told if key.items() <= row.items() and row["limit_bytes"] == limit]
+            said = [row for row in fitting if key.items() <= row.items() and row["limit_bytes"] == limit]
             if said and said[0]["extrapolated"] and not said[0]["at_least"]:
-                mine = (p for p, _ in found if "curve" in p and key.items() <= p["curve"].items())
-                points.append(next(mine) | {"length": said[0]["extrapolated"] // 1024 * 1024, "fits": limit})
+                points_of_curve = (
+                    p for p, _ in measurements if "curve" in p and key.items() <= p["curve"].items()
+                )
+                length = said[0]["extrapolated"] // 1024 * 1024
+                points.append(next(points_of_curve) | {"length": length, "fits": limit})
         return points
 
-    def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
+    def skip(self, point: Point, measurements: Found, options: argparse.Namespace) -> str | None:
         if "ways" in point:
             return None
-        apart = self._apart(found, point["curve"])
-        if apart is None:
+        difference = self._apart(measurements, point["curve"])
+        if difference is None:
             return "gradients could not be compared"
-        if not apart["difference"] <= ROUNDING:
-            return f"gradients differ by {apart['difference']:.1e} ({apart['parameter']})"
-        return too_large(point, found, options.max_memory)
+        if not difference["difference"] <= ROUNDING:
+            return f"gradients differ by {difference['difference']:.1e} ({difference['parameter']})"
+        return too_large(point, measurements, options.max_memory)
 
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
         return ALLOCATORS[point.get("allocator", "default")]
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         compared = {"compared_tokens": min(self.compared[0], max(options.lengths)), "compared_in": COMPARED}
-        return compared | {"max_memory_bytes": options.max_memory, "fits": self.fits(options, found)}
+        return compared | {"max_memory_bytes": options.max_memory, "fits": self.fits(options, measurements)}
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         rows = []
         for kind, curve in itertools.product(options.allocators, self.curves(options)):
-            apart = self._apart(found, curve.key)
+            difference = self._apart(measurements, curve.key)
             for n in options.lengths:
-                where = {"curve": curve.key, "allocator": kind, "length": n}
-                results = [r for p, r in found if where.items() <= p.items() and "fits" not in p]
+                fields = {"curve": curve.key, "allocator": kind, "length": n}
+                results = [r for p, r in measurements if fields.items() <= p.items() and "fits" not in p]
                 if results:
-                    gradients = {"gradients_apart": apart["difference"]} if apart else {}
+                    gradients = {"gradients_apart": difference["difference"]} if difference else {}
                     rows.append(
                         {**curve.key, "allocator": kind, "length": n, **medians(results, n), **gradients}
                     )
@@ -357,34 +363,34 @@ class StepBenchmark(Benchmark):
         return "\n".join([self.markdown(result), self._notes(result["rows"]), self.longest(result)])
 
     def _notes(self, rows: Iterable[Row]) -> str:
-        """Why points have no numbers, a line each."""
+        """Return a line for each point without numbers, with the reason."""
         return "".join(
             f"- {self.named(row)}, {row['length']:,} tokens: {row['status']}, {row['note']}\n"
             for row in rows if row["note"]
         )  # fmt: skip
 
-    def fits(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        """What fits each of LIMITS, a row a curve and limit; what was measured at the length that is said."""
-        rows, told = self.rows(options, found), []
+    def fits(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        """Return a row per curve and limit of LIMITS: the longest length that fits, and its measurement."""
+        rows, fit_rows = self.rows(options, measurements), []
         for kind, curve in itertools.product(options.allocators, self.curves(options)):
             key = {**curve.key, "allocator": kind}
-            mine = [row for row in rows if key.items() <= row.items()]
-            sizes = [(row["length"], row["resident_bytes"]) for row in mine if "resident_bytes" in row]
-            ended = [row["length"] for row in mine if row["status"] in ("failed", "out of memory")]
+            curve_rows = [row for row in rows if key.items() <= row.items()]
+            sizes = [(row["length"], row["resident_bytes"]) for row in curve_rows if "resident_bytes" in row]
+            ended = [row["length"] for row in curve_rows if row["status"] in ("failed", "out of memory")]
             for limit in LIMITS if len(sizes) > 1 else ():
-                known = fits(sizes, limit, min(ended, default=None))
-                for p, r in found:
+                estimate = fits(sizes, limit, min(ended, default=None))
+                for p, r in measurements:
                     if p.get("fits") == limit and p["curve"] == curve.key and "resident_bytes" in r:
-                        known |= {"at": p["length"], "at_bytes": r["resident_bytes"]}
-                told.append({**key, "limit_bytes": limit, **known})
-        return told
+                        estimate |= {"at": p["length"], "at_bytes": r["resident_bytes"]}
+                fit_rows.append({**key, "limit_bytes": limit, **estimate})
+        return fit_rows
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
         yield from super().tables(result)
         yield self.document, f"longest {self.name}", self.longest(result)
 
     def longest(self, result: Row) -> str:
-        """What fits, of the first allocator, and how that is known; nothing where nothing is."""
+        """Return a table of the longest lengths with the first allocator, and their basis; "" if unknown."""
         rows = [row for row in result.get("fits", ()) if row["allocator"] == result["rows"][0]["allocator"]]
         if not rows:
             return ""
@@ -402,21 +408,21 @@ class StepBenchmark(Benchmark):
         return "\n".join([LONGEST, table, *(["".join(lines)] if lines else ())])
 
     @staticmethod
-    def _apart(found: Found, key: Row) -> Point | None:
-        """What was found about the gradients of a curve."""
+    def _apart(measurements: Found, key: Row) -> Point | None:
+        """Return the result of comparing a curve's gradients, None if they were not compared."""
         return next((
-            apart for point, result in found if "ways" in point
-            for name, apart in result.get("gradients", {}).items() if point["keys"].get(name) == key
+            difference for point, result in measurements if "ways" in point
+            for name, difference in result.get("gradients", {}).items() if point["keys"].get(name) == key
         ), None)  # fmt: skip
 
 
 def apart_text(result: Row) -> str:
-    """How far gradients were apart, a line under a table; nothing of results that do not say."""
-    found = [row["gradients_apart"] for row in result["rows"] if "gradients_apart" in row]
-    if not found:
+    """Return a line on the largest difference of gradients, "" if the results have none."""
+    differences = [row["gradients_apart"] for row in result["rows"] if "gradients_apart" in row]
+    if not differences:
         return ""
     dtype = result.get("compared_in", "float32")
     return (
         f"\nBefore a way was timed, its gradients of {result['compared_tokens']:,} tokens were compared with "
-        f"the model's own: a parameter's differs by {max(found):.1e} at most (relative L2, {dtype}).\n"
+        f"the model's own: a parameter's differs by {max(differences):.1e} at most (relative L2, {dtype}).\n"
     )

@@ -39,19 +39,19 @@ def adjoint(*arguments: str) -> None:
 def measure(point: Point) -> Point:
     """The sweep's rows of one model, trained first where it has steps. A training that was stopped is
     resumed."""
-    run, out = (Path(point["folder"]) / f"{what}-{point['n_layer']}" for what in ("run", "sweep"))
+    run, out = (Path(point["folder"]) / f"{name}-{point['n_layer']}" for name in ("run", "sweep"))
     shape = ["--model.n_layer", str(point["n_layer"])]
     if point["steps"]:
-        given = ["--training.steps", str(point["steps"]), "--run.dir", str(run), "--resume", "auto"]
-        adjoint("train", *shape, *given)
+        flags = ["--training.steps", str(point["steps"]), "--run.dir", str(run), "--resume", "auto"]
+        adjoint("train", *shape, *flags)
         shape = ["--model", str(run)]
     shutil.rmtree(out, ignore_errors=True)
     shared = [*shape, "--out", str(out), "--seqlen", str(point["seqlen"]), "--batches", str(point["batches"])]
     windows = ",".join(map(str, point["windows"]))
     adjoint("sweep", *shared, "--methods", "truncated", "--windows", f"{windows},auto")
     adjoint("sweep", *shared, "--methods", WHOLE, "--windows", "full")
-    found = json.loads((out / "sweep.json").read_text())
-    return {"rows": found["rows"], "loss": _held_out(run) if point["steps"] else None}
+    sweep = json.loads((out / "sweep.json").read_text())
+    return {"rows": sweep["rows"], "loss": _held_out(run) if point["steps"] else None}
 
 
 def _held_out(run: Path) -> float:
@@ -81,12 +81,12 @@ class TrainedWindows(Benchmark):
         shared["folder"] = str(options.out or RUNS / self.name)
         return [{"n_layer": n, "steps": s, **shared} for n in options.layers for s in (0, options.steps)]
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         return {"seqlen": options.seqlen, "losses": {
-            str(p["n_layer"]): r["loss"] for p, r in found if r.get("loss") is not None}}  # fmt: skip
+            str(p["n_layer"]): r["loss"] for p, r in measurements if r.get("loss") is not None}}  # fmt: skip
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        """Of each model and window, the errors of all parameters and of each kind."""
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        """Return errors per model and window, of all parameters and of each kind."""
         return [
             {
                 "n_layer": point["n_layer"],
@@ -98,7 +98,7 @@ class TrainedWindows(Benchmark):
                 "error": row["relative_error"],
                 **{kind: row["kind"][kind]["relative_error"] for kind in KINDS},
             }
-            for point, result in found
+            for point, result in measurements
             for row in result.get("rows", ())
             if row["method"] in ("truncated", WHOLE)
         ]
@@ -125,8 +125,8 @@ class TrainedWindows(Benchmark):
         models = dict.fromkeys(map(_model, result["rows"]))
         for axes, field, title in zip(both, ("error", "A_log"), ("all parameters", "A_log"), strict=True):
             for colour, model in zip(colours, models, strict=False):
-                mine = [row for row in result["rows"] if _model(row) == model and _tokens(row)]
-                curve = sorted((row["window"], row[field]) for row in mine)
+                model_rows = [row for row in result["rows"] if _model(row) == model and _tokens(row)]
+                curve = sorted((row["window"], row[field]) for row in model_rows)
                 axes.plot(*zip(*curve, strict=True), "-o", markersize=3, color=colour, label=model)
             axes.axhline(LIMIT, color=report.GREY, linestyle="--", linewidth=1)
             axes.set(xscale="log", yscale="log", xlabel="window, tokens", title=title)

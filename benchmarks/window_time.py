@@ -98,12 +98,12 @@ class WindowTime(Benchmark):
     def shared(self, point: Point) -> str:
         return "all"
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         return {"seqlen": options.seqlen, "device": options.device, "limit": LIMIT,
                 "scans": {name: scan[0] for name, scan in SCANS.items()}}  # fmt: skip
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [summary(p["scan"], p["window"], r["pairs"]) for p, r in found if "pairs" in r]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [summary(p["scan"], p["window"], r["pairs"]) for p, r in measurements if "pairs" in r]
 
     def failed(self, result: Row) -> bool:
         return any(row["ratio"] > LIMIT for row in result["rows"])
@@ -139,13 +139,13 @@ class WindowTime(Benchmark):
 
 def summary(scan: str, window: int, pairs: Sequence[Sequence[float]]) -> Row:
     """The pairs' median, smallest and largest ratio, and median milliseconds."""
-    ratios = report.spread("ratio", [windowed / whole for whole, windowed in pairs])
-    whole, windowed = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
+    ratios = report.spread("ratio", [windowed / full for full, windowed in pairs])
+    full, windowed = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
     return {
         "scan": scan,
         "window": window,
         **{name: round(value, 3) for name, value in ratios.items()},
-        "unwindowed_ms": round(whole, 4),
+        "unwindowed_ms": round(full, 4),
         "windowed_ms": round(windowed, 4),
         "pairs": len(pairs),
     }

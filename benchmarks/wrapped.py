@@ -81,16 +81,17 @@ class Wrapped(steps.StepBenchmark):
         super().arguments(parser)
 
     def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
-        """In several processes at 16,384 tokens: the README shows them."""
+        """Return the curves, repeated in several processes at 16,384 tokens, which the README shows."""
         return [
             steps.Curve({"model": model, "way": way}, way, WIDTHS | self.models[model][0], self.ways[way],
                         self.models[model][2], (16384,))
             for model, way in itertools.product(options.models, options.ways)
         ]  # fmt: skip
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         return [
-            row | {"kept_bytes": kept(row["model"], row["length"])} for row in super().rows(options, found)
+            row | {"kept_bytes": kept(row["model"], row["length"])}
+            for row in super().rows(options, measurements)
         ]
 
     def named(self, row: Row) -> str:

@@ -70,10 +70,12 @@ def draw(rows: Sequence[Row], limit: int) -> Any:
         if ends:
             axes.plot(xs[-1:], ys[-1:], "x", color=colour, markersize=11, markeredgewidth=2.4)
         said = f"{NAMES[way]}\n{ys[-1]:.2g} GB at {show.tokens(xs[-1])}"
-        where: dict[str, Any] = {"ha": "left", "va": "bottom"} if ends else {"ha": "right", "va": "bottom"}
+        alignment: dict[str, Any] = (
+            {"ha": "left", "va": "bottom"} if ends else {"ha": "right", "va": "bottom"}
+        )
         axes.annotate(
             said, (xs[-1], ys[-1]), (9 if ends else 0, -12 if ends else 10), textcoords="offset points",
-            color=colour, **where,
+            color=colour, **alignment,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -1,4 +1,4 @@
-"""Who gets which layers: the specification of every worker, from what their processes have."""
+"""Assignment of layers to workers: every worker's specification, from the hardware of their processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def make_specs(
     training: TrainingConfig,
     method: Any,
     layout: Layout,
-    found: list[dict[str, Any]],
+    processes: list[dict[str, Any]],
     ids: tuple[int, int] | None = None,
 ) -> tuple[str, tuple[range, ...], list[ShardSpec]]:
-    """Layers by the devices' shares, within their memory; one precision for all; cores shared among the
-    workers of a node.
+    """Assign layers by the devices' shares within their memory, and specify every worker.
+
+    All workers have one precision; the workers of a node share its cores.
 
     Args:
-        found: what each worker's process has, by rank: see `ShardActor.describe`.
+        processes: the hardware of each worker's process, by rank: see `ShardActor.describe`.
         ids: (batch, seqlen), to see whether the memory suffices; None to leave that out.
 
     Returns:
@@ -40,11 +41,11 @@ def make_specs(
         UserError: a GPU or slice is too small for its shard, or a node for all of its shards that compute on
             CPUs; the message says what would fit.
     """
-    precisions = {look["precision"] for look in found}
+    precisions = {look["precision"] for look in processes}
     precision = precisions.pop() if len(precisions) == 1 else "float32"
-    shards, owners = layout.shards, [found[rank] for rank in layout.everyone]
+    shards, owners = layout.shards, [processes[rank] for rank in layout.everyone]
     # of each shard the smallest device of the workers that have its layers; None where one of them is a CPU
-    alike = [[found[rank]["gpu"] for rank in layout.ranks(shard)] for shard in range(shards)]
+    alike = [[processes[rank]["gpu"] for rank in layout.ranks(shard)] for shard in range(shards)]
     gpus: list[Device | None] = [
         None if None in each else min(each, key=lambda gpu: gpu.memory_bytes) for each in alike
     ]
@@ -63,7 +64,7 @@ def make_specs(
         spans = tuple(partition(model.costs, shards, speeds))
     except UserError as error:
         raise UserError(f"cluster.shards: {error}") from None
-    nodes = [look["node"] for look in found]
+    nodes = [look["node"] for look in processes]
     specs = [
         ShardSpec(
             model,
@@ -76,21 +77,21 @@ def make_specs(
             precision=precision,
             threads=training.threads or max(1, look["cores"] // nodes.count(look["node"])),
         )
-        for rank, look in enumerate(found)
+        for rank, look in enumerate(processes)
     ]
-    return found[0]["device"], spans, specs
+    return processes[0]["device"], spans, specs
 
 
 def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[dict[str, Any]]) -> None:
-    """Raises a UserError where a node's memory is too small for all of its shards."""
+    """Raise a UserError if a node's memory is too small for all of its shards."""
     each = [need.total for need in needs(setup, spans) for _ in range(setup.layout.sequence)]
-    taken = collections.Counter[str]()
+    needed = collections.Counter[str]()
     for i, look in enumerate(owners):
-        taken[look["node"]] += each[i % len(each)]
+        needed[look["node"]] += each[i % len(each)]
     for name, memory in {look["node"]: look["memory"] for look in owners}.items():
-        if taken[name] > memory:
+        if needed[name] > memory:
             count = sum(look["node"] == name for look in owners)
             raise UserError(
                 f"{count} shards on a node of {memory / GB:.1f} GB need "
-                f"{taken[name] / GB:.1f} GB; shorten --data.seqlen, or take more nodes or a smaller model"
+                f"{needed[name] / GB:.1f} GB; shorten --data.seqlen, or take more nodes or a smaller model"
             )

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
 
 
 def text(inventory: devices.Inventory) -> str:
-    """What `adjoint cluster env` prints: a line for a node without GPUs, else a table and commands."""
+    """Return the text of `adjoint cluster env`: a line for a node without GPUs, else a table and commands."""
     if not inventory.devices:
         why = "; ".join(inventory.notes) or "no GPU is visible"
         return f"{why}. Shards run on the CPU: ray start --head --num-gpus=0"

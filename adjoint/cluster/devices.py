@@ -28,7 +28,7 @@ WHOLE_GPU, MIG_SLICE = "whole_gpu", "mig_slice"
 
 @dataclass(frozen=True)
 class Device:
-    """What one process computes on: a whole GPU or one MIG slice.
+    """A device that one process computes on: a whole GPU or one MIG slice.
 
     Attributes:
         uuid: what ``CUDA_VISIBLE_DEVICES`` calls it, "GPU-…" or "MIG-…".
@@ -50,8 +50,8 @@ class Device:
         return bool(self.profile)
 
     def __str__(self) -> str:
-        part = f" {self.profile}" if self.profile else ""
-        return f"{self.name}{part}, {self.memory_bytes // MIB} MiB"
+        profile_suffix = f" {self.profile}" if self.profile else ""
+        return f"{self.name}{profile_suffix}, {self.memory_bytes // MIB} MiB"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Inventory:
 
     @property
     def visible(self) -> str:
-        """The value of ``CUDA_VISIBLE_DEVICES`` the node's Ray is to be started with."""
+        """Return the value of ``CUDA_VISIBLE_DEVICES`` to start the node's Ray with."""
         return ",".join(device.uuid for device in self.devices)
 
     @property
@@ -73,9 +73,9 @@ class Inventory:
         kinds = [WHOLE_GPU] * (len(self.devices) - len(slices)) + [MIG_SLICE] * len(slices)
         return dict(collections.Counter([*kinds, *(f"mig-{profile}" for profile in slices)]))
 
-    def ray_start(self, *where: str) -> str:
-        """The shell command that starts Ray on this node; `where` is ``--head`` or other arguments."""
-        words = ["ray", "start", *(where or ("--head",)), f"--num-gpus={len(self.devices)}"]
+    def ray_start(self, *arguments: str) -> str:
+        """Return the shell command that starts Ray on this node, with ``--head`` or other arguments."""
+        words = ["ray", "start", *(arguments or ("--head",)), f"--num-gpus={len(self.devices)}"]
         if self.resources:
             words.append(f"--resources={json.dumps(self.resources)}")
         # An empty list hides what Ray is not to count; on a node with nothing to hide it says the same.
@@ -94,7 +94,7 @@ class Inventory:
 
 
 def find(nvml: Any = None) -> Inventory:
-    """All GPUs and MIG slices of this node that a process may use, whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """Find the GPUs and MIG slices of this node that a process may use, ignoring ``CUDA_VISIBLE_DEVICES``.
 
     A GPU in MIG mode stands for its slices and is no device itself. Whatever cannot be used is a line in
     `notes` and never an exception: no driver, no permission, MIG mode without instances, a GPU that is lost.
@@ -121,25 +121,25 @@ def find(nvml: Any = None) -> Inventory:
 
 
 def _devices(nvml: Any, index: int, notes: list[str]) -> list[Device]:
-    """A GPU, or its MIG devices, whose indices have holes where an instance was destroyed."""
+    """Return a GPU, or its MIG devices, whose indices have holes where an instance was destroyed."""
     gpu = nvml.nvmlDeviceGetHandleByIndex(index)
     name = nvml.nvmlDeviceGetName(gpu)
     if not _mig_mode(nvml, gpu):
         total = int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
         return [Device(nvml.nvmlDeviceGetUUID(gpu), name, index, total)]
-    found, instances, before = list[Device](), list[Any](), len(notes)
+    slices, instances, before = list[Device](), list[Any](), len(notes)
     for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
         try:
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place)
             total, uuid = int(nvml.nvmlDeviceGetMemoryInfo(handle).total), nvml.nvmlDeviceGetUUID(handle)
             instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
             profile = nvml.nvmlDeviceGetName(handle).split()[-1]  # "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-            found.append(Device(uuid, name, index, total, profile))
+            slices.append(Device(uuid, name, index, total, profile))
             instances.append(instance)
         except nvml.NVMLError as error:
             if error.value != nvml.NVML_ERROR_NOT_FOUND:
                 notes.append(f"GPU {index}, MIG device {place}: {error}")
-    if not found and len(notes) == before:
+    if not slices and len(notes) == before:
         notes.append(
             f"GPU {index}: in MIG mode without instances; create some "
             f"(nvidia-smi mig -i {index} -cgi … -C) or leave the mode (nvidia-smi -i {index} -mig 0)"
@@ -147,7 +147,7 @@ def _devices(nvml: Any, index: int, notes: list[str]) -> list[Device]:
     # compute instances of one GPU instance have its memory in common
     return [
         dataclasses.replace(device, memory_bytes=device.memory_bytes // instances.count(instance))
-        for device, instance in zip(found, instances, strict=True)
+        for device, instance in zip(slices, instances, strict=True)
     ]
 
 
@@ -162,7 +162,7 @@ def _mig_mode(nvml: Any, handle: Any) -> bool:
 
 
 def visible(inventory: Inventory, environ: Mapping[str, str] | None = None) -> Inventory:
-    """The part of the inventory that ``CUDA_VISIBLE_DEVICES`` leaves, in that variable's order.
+    """Return the devices of the inventory that ``CUDA_VISIBLE_DEVICES`` names, in that variable's order.
 
     Entries are UUIDs, the beginnings of UUIDs, or indices of physical GPUs (in the order of the PCI bus, as
     with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; a GPU in MIG mode then stands for its first slice, as for CUDA).
@@ -174,7 +174,7 @@ def visible(inventory: Inventory, environ: Mapping[str, str] | None = None) -> I
     if listed is None or not inventory.devices:
         return inventory
     chosen: list[Device] = []
-    for entry in filter(None, (part.strip() for part in listed.split(","))):
+    for entry in filter(None, (item.strip() for item in listed.split(","))):
         if entry.lstrip("-").isdigit():
             if int(entry) < 0:  # CUDA ignores what follows an invalid index, and -1 is how people say "none"
                 break
@@ -183,47 +183,49 @@ def visible(inventory: Inventory, environ: Mapping[str, str] | None = None) -> I
             fits = [d for d in inventory.devices if d.uuid.startswith(entry)]
             fits = [d for d in fits if d.uuid == entry] or fits
         if len(fits) != 1:
-            there = ", ".join(d.uuid for d in inventory.devices) or "; ".join(inventory.notes)
-            what = "several devices" if fits else "no device"
-            raise UserError(f"CUDA_VISIBLE_DEVICES: {entry!r} names {what} of this node; it has {there}")
+            available = ", ".join(d.uuid for d in inventory.devices) or "; ".join(inventory.notes)
+            matches = "several devices" if fits else "no device"
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES: {entry!r} names {matches} of this node; it has {available}"
+            )
         chosen.append(fits[0])
     return dataclasses.replace(inventory, devices=tuple(chosen))
 
 
 def mine(nvml: Any = None, environ: Mapping[str, str] | None = None) -> Device | None:
-    """The device of this process, None where it computes on the CPU.
+    """Return this process's device, None if it computes on the CPU.
 
     Raises:
         UserError: the process sees several MIG devices (CUDA would take the first without a word), or
             ``CUDA_VISIBLE_DEVICES`` names something that is not there.
     """
-    seen = visible(find(nvml), environ).devices
-    if len(seen) > 1 and any(device.is_slice for device in seen):
+    candidates = visible(find(nvml), environ).devices
+    if len(candidates) > 1 and any(device.is_slice for device in candidates):
         raise UserError(
-            f"this process sees {len(seen)} devices, MIG slices among them, and can use one: start a process "
-            "for each, its UUID alone in CUDA_VISIBLE_DEVICES (adjoint cluster env lists them)"
+            f"this process sees {len(candidates)} devices, MIG slices among them, and can use one: start a "
+            "process for each, its UUID alone in CUDA_VISIBLE_DEVICES (adjoint cluster env lists them)"
         )
-    return seen[0] if seen else None
+    return candidates[0] if candidates else None
 
 
-def backend(devices: Sequence[Device | None], asked: str = "auto") -> str:
-    """The torch.distributed backend between workers' devices (None is a CPU): "nccl" or "gloo".
+def backend(devices: Sequence[Device | None], requested: str = "auto") -> str:
+    """Return the torch.distributed backend for workers' devices (None is a CPU): "nccl" or "gloo".
 
     NCCL needs a whole GPU of its own at each end: slices have no peer-to-peer access, and two ranks on one
     GPU are refused.
 
     Raises:
-        UserError: NCCL is asked for, and not all have a whole GPU.
+        UserError: `requested` is "nccl", and not all workers have a whole GPU.
     """
-    whole = {device.uuid for device in devices if device is not None and not device.is_slice}
-    best = "nccl" if 1 < len(whole) == len(devices) else "gloo"
-    if asked == "nccl" != best and len(devices) > 1:
+    whole_gpus = {device.uuid for device in devices if device is not None and not device.is_slice}
+    best = "nccl" if 1 < len(whole_gpus) == len(devices) else "gloo"
+    if requested == "nccl" != best and len(devices) > 1:
         raise UserError("cluster.transport: nccl needs a whole GPU for each worker; use auto, or gloo")
-    return best if asked == "auto" else asked
+    return best if requested == "auto" else requested
 
 
 def shares(devices: Sequence[Device | None]) -> list[float]:
-    """What part of the layers each device should take: its part of all memory. They add up to 1.
+    """Return the fraction of the layers for each device, in proportion to its memory; they add up to 1.
 
     It is the `capacities` of `adjoint.plan.partition.partition`. Memory stands for speed as well: a
     slice's compute grows with its memory, if not in quite the same steps. Where no device has memory of its

@@ -160,18 +160,21 @@ class Watch:
         import ray
 
         if rank in self.asked and ray.wait([self.asked[rank]], timeout=0)[0]:
-            now = self.last_seen[rank] = time.monotonic()
+            checked_at = self.last_seen[rank] = time.monotonic()
             with contextlib.suppress(Exception):  # if it is dead, its call says so
                 said = ray.get(self.asked[rank])
                 if self.said.get(rank) != said:
-                    self.said[rank], self.moved = said, now
+                    self.said[rank], self.moved = said, checked_at
             del self.asked[rank]
         if rank not in self.asked:
             self.asked[rank] = self.ask(rank)
         return time.monotonic() - self.last_seen[rank]
 
     def stuck(self, ranks: Sequence[int], limit: float) -> list[Cause]:
-        """Where nobody has got on for `limit` seconds: those that are not waiting for others, or else all."""
+        """Return a cause for each rank that blocks the others, if none has made progress for `limit` seconds.
+
+        Ranks that wait for others are left out, unless all of them wait.
+        """
         if time.monotonic() - self.moved <= limit:
             return []
         at = {rank: self.said.get(rank, (0, ("", False)))[1] for rank in ranks}
@@ -180,7 +183,7 @@ class Watch:
         return [Cause("hung", rank, why + (at[rank][0] or "its call")) for rank in culprits]
 
     def cause(self, rank: int, seconds: float) -> Cause | None:
-        """What Ray makes of a worker that does not answer within some seconds; None where it is alive."""
+        """Ask Ray why a worker does not answer within some seconds; None if it does."""
         import ray
 
         try:
@@ -235,24 +238,24 @@ class Group:
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
             self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
-            found = self.each("describe", dict.fromkeys(range(self.layout.world), (training, files)))
-            self.nodes = [process["node"] for process in found]
-            self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
-            asked = cluster.transport
+            processes = self.each("describe", dict.fromkeys(range(self.layout.world), (training, files)))
+            self.nodes = [process["node"] for process in processes]
+            self.device, self.spans, specs = make_specs(model, training, method, self.layout, processes, ids)
+            transport = cluster.transport
             if exchanges_within_tiles(
                 model, self.layout.sequence
             ):  # messages inside of tiles have tags, which NCCL has not
-                if asked == "nccl":
+                if transport == "nccl":
                     raise UserError(
                         "cluster.transport: workers that share this model's sequences send by gloo; use auto"
                     )
-                asked = "gloo"
-            backend = devices.backend([process["gpu"] for process in found], asked)
+                transport = "gloo"
+            backend = devices.backend([process["gpu"] for process in processes], transport)
             meeting = f"file://{self.meeting}"  # a file needs no port, but every worker must see it
             if set(self.nodes) != {ray.get_runtime_context().get_node_id()}:
-                address = found[0]["address"]
+                address = processes[0]["address"]
                 host = f"[{address}]" if ":" in address else address
-                meeting = f"tcp://{host}:{found[0]['port']}"
+                meeting = f"tcp://{host}:{processes[0]['port']}"
             self.precision = specs[0].precision
             checkpoint = None if files is None else files.weights
             patience = max(PATIENCE, 2 * cluster.progress_timeout)
@@ -293,7 +296,7 @@ class Group:
         return self.each(name, dict.fromkeys(ranks, arguments), **keywords)
 
     def each(self, name: str, arguments: Mapping[int, tuple[Any, ...]], **keywords: Any) -> list[Any]:
-        """Calls a method of some workers, given by their ranks, with arguments of their own.
+        """Call a method of the workers with these ranks, each with its own arguments.
 
         Raises:
             ShardFailure: a shard was lost, hung or failed; the group must be killed.
@@ -301,7 +304,7 @@ class Group:
         """
         actors = self.actors
         references = {
-            rank: actors[rank].call.remote(name, *given, **keywords) for rank, given in arguments.items()
+            rank: actors[rank].call.remote(name, *args, **keywords) for rank, args in arguments.items()
         }
         # a process that starts has to import and to load before it can say anything
         starts = name in ("describe", "build")
@@ -366,16 +369,18 @@ class Group:
         return located_causes
 
     def _diagnosed(self, watch: Watch, cause: Cause, deadline: float) -> Cause:
-        """A cause, or what Ray has found out by the deadline of a worker that could not be reached: until it
-        counts a node as lost, it would place new workers there."""
+        """Return the cause; for an unreachable worker, what Ray has found out about it by the deadline.
+
+        Until Ray counts a node as lost, it would place new workers there.
+        """
         while cause.kind == "unreachable" and (left := deadline - time.monotonic()) > 0:
-            found = watch.cause(cause.rank, left)
+            finding = watch.cause(cause.rank, left)
             again = Cause("connection", cause.rank, "could not be reached for a while")
-            cause = dataclasses.replace(found or again, host=cause.host)
+            cause = dataclasses.replace(finding or again, host=cause.host)
         return cause
 
     def kill(self) -> None:
-        """Ends the actors and gives their place back."""
+        """End the actors and free their placement group."""
         import ray
         from ray.util.placement_group import remove_placement_group
 

@@ -38,7 +38,7 @@ Helper = Callable[[Task], futures.Future[list[np.ndarray]]]
 def share(
     worker: Executor, action: HelperTasks, helpers: Sequence[Helper], known: set[tuple[int, int]]
 ) -> None:
-    """Carries a `HelperTasks` out as its owner.
+    """Carry out a `HelperTasks` action as its owner, handing units to the helpers.
 
     Args:
         known: (helper, stage)s whose weights the helper has; others are sent along, and added here.
@@ -81,26 +81,28 @@ def share(
 
 
 def carry_out(worker: Executor, tiles: Sequence[Tile]) -> list[Tensor]:
-    """Runs a unit's tiles; the sums of their gradients, one for each parameter of the layer."""
-    with worker.separate_gradients() as made:
+    """Run a unit's tiles; return the sums of their gradients, one for each parameter of the layer."""
+    with worker.separate_gradients() as gradients:
         for t in tiles:
             with worker.connections.traced(t):
                 worker.tile(t)
     stage = worker.stages[tiles[0].stage]
     assert stage is not None
-    return [made.sums.get(p, torch.zeros_like(p, dtype=worker.accumulate_dtype)) for p in stage.parameters()]
+    return [
+        gradients.sums.get(p, torch.zeros_like(p, dtype=worker.accumulate_dtype)) for p in stage.parameters()
+    ]
 
 
 SEQ_IDX: Key = ("seq_idx",)
 
 
 def inputs_of(worker: Executor, tiles: Sequence[Tile]) -> dict[Key, Tensor]:
-    """What a unit reads from other units."""
+    """Return the values that a unit reads from other units, on the CPU."""
     written = {key for t in tiles for key in worker.grid.writes(t)}
     reads = {key for t in tiles for key in worker.grid.reads(t)} - written
-    found = {key: worker.value(key).cpu() for key in reads}
+    inputs = {key: worker.value(key).cpu() for key in reads}
     seq_idx = worker.batch.seq_idx
-    return found if seq_idx is None else {**found, SEQ_IDX: seq_idx.cpu()}
+    return inputs if seq_idx is None else {**inputs, SEQ_IDX: seq_idx.cpu()}
 
 
 def weights_of(stage: Stage | None) -> list[Tensor]:
@@ -114,13 +116,13 @@ class HelperShard:
     def __init__(self, spec: ShardSpec) -> None:
         self.spec, self.device = spec, torch.device(spec.device)
         with torch.device("meta"):
-            whole = Stack(spec.model, seed=0)
-        self.part = whole.split(spec.spans[spec.shard]).to_empty(device=self.device).to(spec.dtype)
+            full_stack = Stack(spec.model, seed=0)
+        self.part = full_stack.split(spec.spans[spec.shard]).to_empty(device=self.device).to(spec.dtype)
         self.stages = self.part.stages()
         self.progress, self.at = 0, ("", True)  # as a shard's
 
     def task(self, task: Task) -> list[np.ndarray]:
-        """Runs a task; the sums of its gradients."""
+        """Run a task; return the sums of its gradients."""
         grid, tiles, inputs, weights = as_tensors(task)
         stage = self.stages[tiles[0].stage]
         assert stage is not None
@@ -136,9 +138,9 @@ class HelperShard:
             worker = Executor(self.stages, grid, batch, EngineSpec(grid.tokens(0)))
             worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
             with worker.precision():
-                found = [gradient.cpu().numpy() for gradient in carry_out(worker, tiles)]
+                sums = [gradient.cpu().numpy() for gradient in carry_out(worker, tiles)]
         self.progress, self.at = self.progress + 1, ("", True)
-        return found
+        return sums
 
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)

@@ -27,7 +27,7 @@ OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, and he
 
 @dataclass(frozen=True)
 class Resources:
-    """What one worker asks of its node."""
+    """CPUs and GPUs that one worker asks of its node."""
 
     cpus: int = 1
     gpus: int = 0
@@ -37,12 +37,12 @@ class Resources:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """As a placement group is asked for them."""
+        """Return them as a bundle of Ray's placement groups."""
         return {key: float(n) for key, n in (("CPU", self.cpus), ("GPU", self.gpus)) if n}
 
 
 def resources(device: str, cpus: int | None) -> Resources:
-    """What one worker asks of its node: ``training.device`` and ``cluster.cpus`` say it."""
+    """Return the resources of one worker, from ``training.device`` and ``cluster.cpus``."""
     gpus = device.startswith("cuda")
     if device == "auto" and _is_connected():
         import ray
@@ -164,7 +164,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def how_many(each: Resources, nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many workers fit on these nodes."""
+    """Count the workers that fit on these nodes."""
     return sum(min(int(node.get(key, 0) // n) for key, n in each.bundle.items()) for node in nodes)
 
 
@@ -175,17 +175,19 @@ def room(layout: Layout, each: Resources) -> int:
 
 
 def check_feasible(layout: Layout, each: Resources, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Ray would wait for ever for what no node has.
+    """Refuse a layout for which the nodes have too little, since Ray would wait for ever.
 
     Raises:
-        UserError: saying what there is and how many workers would fit.
+        UserError: the message says what the cluster has and how many workers would fit.
     """
     most = how_many(each, nodes)
     if layout.world > most:
-        there = "; ".join(f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in nodes)
+        available = "; ".join(
+            f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in nodes
+        )
         raise UserError(
             f"cluster.shards: {layout.world} workers with {each} each are asked for, but the cluster has "
-            f"{there}; what fits: {most}; lower --cluster.shards, replicas, sequence, helpers or cpus"
+            f"{available}; what fits: {most}; lower --cluster.shards, replicas, sequence, helpers or cpus"
         )
 
 

@@ -28,30 +28,30 @@ from adjoint.train.pretrained import KEY, configuration, damaged_weights
 
 
 class PretrainedPipelineWorker(PipelineWorker):
-    """See `PipelineWorker`; `spec.model` is a `Pretrained`. Its weights come from a checkpoint."""
+    """A `PipelineWorker` whose `spec.model` is a `Pretrained`, with weights from a checkpoint."""
 
     def _make_part(self, drawn: bool) -> Any:
         span = self.spec.spans[self.spec.shard]
-        self.found = found = self.spec.model.in_precision(self.spec.precision)
-        self.embedding_name, self.head_name = found.embedding, found.head
-        self.costs = tuple(sum(found.costs[k] for k in s) for s in self.spec.spans)
+        self.found = pretrained = self.spec.model.in_precision(self.spec.precision)
+        self.embedding_name, self.head_name = pretrained.embedding, pretrained.head
+        self.costs = tuple(sum(pretrained.costs[k] for k in s) for s in self.spec.spans)
         dtype = self.spec.dtype
-        part = found.make_part(found.make_empty_model(), span)
-        for module in part.modules():
+        span_model = pretrained.make_part(pretrained.make_empty_model(), span)
+        for module in span_model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
-                    made = torch.empty_like(parameter, device=self.device, dtype=dtype)
-                    setattr(module, name, torch.nn.Parameter(made, parameter.requires_grad))
+                    storage = torch.empty_like(parameter, device=self.device, dtype=dtype)
+                    setattr(module, name, torch.nn.Parameter(storage, parameter.requires_grad))
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    own = dtype if buffer.is_floating_point() else buffer.dtype
-                    module._buffers[name] = buffer.to(self.device, own)
-        for name, buffer in part.named_buffers():  # those of the model that was examined, to the bit
-            if name in found.buffers:
-                buffer.copy_(found.buffers[name])
-        if found.tie_embeddings and self.is_first and self.is_last:
-            part.get_output_embeddings().weight = part.get_input_embeddings().weight
-        return part.train()
+                    buffer_dtype = dtype if buffer.is_floating_point() else buffer.dtype
+                    module._buffers[name] = buffer.to(self.device, buffer_dtype)
+        for name, buffer in span_model.named_buffers():  # those of the model that was examined, to the bit
+            if name in pretrained.buffers:
+                buffer.copy_(pretrained.buffers[name])
+        if pretrained.tie_embeddings and self.is_first and self.is_last:
+            span_model.get_output_embeddings().weight = span_model.get_input_embeddings().weight
+        return span_model.train()
 
     def _stages(self) -> list[Any]:
         self.part.train(torch.is_grad_enabled())  # it may have dropout
@@ -83,7 +83,7 @@ DTYPES = ("F32", "BF16", "F16")
 
 
 def described_by_files(directory: str, method: Any, trust_remote_code: bool = False) -> Pretrained | None:
-    """What shards have to know of the model of a folder, whose weights they read from its files themselves.
+    """Describe the model of a folder for shards that read their weights from its files themselves.
 
     Memory does not grow with the number of layers: of each third of the model one layer of each kind is read
     for the comparison that `examine` makes, and the tables at both ends.
@@ -102,27 +102,27 @@ def described_by_files(directory: str, method: Any, trust_remote_code: bool = Fa
     if not stored.files_by_name or getattr(config, "quantization_config", None) is not None:
         return None
     try:
-        found = outlined(directory, trust_remote_code)
+        pretrained = outlined(directory, trust_remote_code)
     except Uncountable:
         return None
-    model = found.make_empty_model()
-    if not _has_all(stored, model, found):
+    model = pretrained.make_empty_model()
+    if not _has_all(stored, model, pretrained):
         return None
     try:
         check_method(method)
-        return dataclasses.replace(_read(stored, model, found), slots=found.slots)
+        return dataclasses.replace(_read(stored, model, pretrained), slots=pretrained.slots)
     except ValueError as error:
         raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
 
 
-def _has_all(stored: StoredTensors, model: Any, found: Pretrained) -> bool:
-    """Whether files have a model's parameters as they are, under their own names."""
+def _has_all(stored: StoredTensors, model: Any, pretrained: Pretrained) -> bool:
+    """Whether the files hold all of a model's parameters unchanged, under the model's own names."""
     if any(type(change) is not WeightRenaming for change in get_model_conversion_mapping(model)):
         return False
-    if found.tie_embeddings and found.head in stored.files_by_name:
+    if pretrained.tie_embeddings and pretrained.head in stored.files_by_name:
         return False  # perhaps not tied after all
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name == found.head and found.tie_embeddings:
+        if name == pretrained.head and pretrained.tie_embeddings:
             continue
         if name not in stored.files_by_name:
             return False
@@ -132,25 +132,27 @@ def _has_all(stored: StoredTensors, model: Any, found: Pretrained) -> bool:
     return True
 
 
-def _read(stored: StoredTensors, model: Any, found: Pretrained) -> Pretrained:
-    """Compares an empty model's spans with the whole, with as many of its layers as that takes."""
-    layers = getattr(backbone_of(model), found.layers)
-    kept: list[int] = []
-    for span in found.trial_spans():
+def _read(stored: StoredTensors, model: Any, pretrained: Pretrained) -> Pretrained:
+    """Load the layers needed to compare an empty model's spans with the whole model, and compare them."""
+    layers = getattr(backbone_of(model), pretrained.layers)
+    compared: list[int] = []
+    for span in pretrained.trial_spans():
         left_out = duplicate_layers([layers[k] for k in span])
-        kept += [k for k in span if not any(layers[k] is layer for layer in left_out)]
+        compared += [k for k in span if not any(layers[k] is layer for layer in left_out)]
     for k, layer in enumerate(list(layers)):
-        if k not in kept:
-            layers[k] = PassThrough(layer, found.outputs[k])
+        if k not in compared:
+            layers[k] = PassThrough(layer, pretrained.outputs[k])
     with torch.no_grad():
         for name, _ in list(model.named_parameters(remove_duplicate=False)):
-            if name != found.head or not found.tie_embeddings:
-                module, _, own = name.rpartition(".")
-                model.get_submodule(module)._parameters[own] = nn.Parameter(stored[name].float())
+            if name != pretrained.head or not pretrained.tie_embeddings:
+                module_name, _, parameter = name.rpartition(".")
+                model.get_submodule(module_name)._parameters[parameter] = nn.Parameter(stored[name].float())
         for name, buffer in model.named_buffers():
             if name in stored.files_by_name:
                 buffer.copy_(stored[name])
-    if found.tie_embeddings:
+    if pretrained.tie_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    few = dataclasses.replace(found, slots=tuple(slot for slot in found.slots if slot.layer in kept))
+    few = dataclasses.replace(
+        pretrained, slots=tuple(slot for slot in pretrained.slots if slot.layer in compared)
+    )
     return verify_description(model, few)

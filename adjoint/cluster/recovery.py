@@ -1,4 +1,4 @@
-"""What went wrong with a group of shards: causes told apart, the first one named.
+"""Failures of a group of shards: their causes, ranked so that the likeliest is named.
 
 When a shard dies its neighbours fail too, with errors about the connection to it, and the first error to
 arrive may be one of those. So all of them are collected and ranked before one is named.
@@ -27,7 +27,7 @@ _COLLATERAL = re.compile(
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a shard did not answer.
+    """A reason for which a shard did not answer.
 
     Attributes:
         kind: one of `KINDS`.
@@ -61,17 +61,17 @@ class ShardFailure(RuntimeError):
 
 
 def cause_of(error: BaseException, rank: int) -> Cause:
-    """What an exception from `ray.get` says about a shard."""
-    import ray.exceptions as known
+    """Classify an exception that `ray.get` raised for a shard's call."""
+    from ray import exceptions
 
     text = " ".join(str(error).split())
-    if isinstance(error, known.OutOfMemoryError):  # Ray's monitor killed it; no RayActorError
+    if isinstance(error, exceptions.OutOfMemoryError):  # Ray's monitor killed it; no RayActorError
         return Cause("out of memory", rank, "killed by Ray, its node's memory was full")
-    if isinstance(error, known.NodeDiedError):
+    if isinstance(error, exceptions.NodeDiedError):
         return Cause("node lost", rank, _first_line(error))
-    if isinstance(error, known.ActorUnavailableError):  # nothing is known yet: `Group` asks again
+    if isinstance(error, exceptions.ActorUnavailableError):  # nothing is known yet: `Group` asks again
         return Cause("unreachable", rank, "neither its process nor its node answers")
-    if isinstance(error, known.RayActorError):
+    if isinstance(error, exceptions.RayActorError):
         if getattr(error, "preempted", False) or "node was preempted" in text:
             return Cause("preempted", rank, "its node was taken back")
         if re.search(r"node (was terminated|has died|died|is dead)|ip address.*dead", text, re.IGNORECASE):
@@ -82,14 +82,15 @@ def cause_of(error: BaseException, rank: int) -> Cause:
         killed = ended is not None and "End of file" in ended[1]
         why = "its process was killed or crashed" if killed else ended and ended[1]
         return Cause("died", rank, why or _first_line(error))
-    cause = error.cause if isinstance(error, known.RayTaskError) else None  # what the shard's code raised
+    # a RayTaskError wraps what the shard's own code raised
+    cause = error.cause if isinstance(error, exceptions.RayTaskError) else None
     inner = cause if isinstance(cause, BaseException) else error
     text = f"{type(inner).__name__}: {_first_line(inner)}"
     if out_of_memory(inner):
         return Cause("out of memory", rank, text)
     if isinstance(inner, OSError) and inner.filename is not None:
         return Cause("environment", rank, f"{inner.filename}: {inner.strerror}")
-    if isinstance(inner, known.RuntimeEnvSetupError | ImportError):
+    if isinstance(inner, exceptions.RuntimeEnvSetupError | ImportError):
         return Cause("environment", rank, text)
     if is_collateral(inner):
         return Cause("connection", rank, text)

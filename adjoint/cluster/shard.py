@@ -47,9 +47,14 @@ from adjoint.train.optimizer import make_optimizer, take_step
 
 
 class Traced(NamedTuple):
-    """One action of a shard's program as it was run: when it began and ended, in seconds of
-    `time.perf_counter` (on Linux one clock for all processes of a machine), and the seconds that this thread
-    had a processor in between. Waits take none, nor does a turn of others on the same core."""
+    """The recorded time of one action of a worker's program.
+
+    Attributes:
+        action: the action as text.
+        start, stop: in seconds of `time.perf_counter`, on Linux one clock for all processes of a machine.
+        processor: seconds of CPU time of this thread between them. Waiting uses none, nor does time in which
+            other threads have the core.
+    """
 
     action: str
     start: float
@@ -59,7 +64,7 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One of the batches whose gradients a step adds up, and what was decided about it for all workers.
+    """Settings of one microbatch of a step, the same for all workers.
 
     Attributes:
         batches: what its loss and gradients are divided by: the number of batches in the step, or more or
@@ -126,35 +131,35 @@ class PipelineWorker:
     embedding_name, head_name = "embedding.weight", "lm_head.weight"
 
     def _make_part(self, drawn: bool) -> Any:
-        """The module with this shard's layers; notes what tiles cost."""
+        """Return the module with this shard's layers, and set `self.costs` to what tiles cost."""
         spec = self.spec
         with torch.device("meta"):
-            whole = Stack(spec.model, seed=0)
-        self.costs = costs_of(whole.stages())
-        part = whole.split(spec.spans[spec.shard]).to_empty(device="cpu")
+            full_stack = Stack(spec.model, seed=0)
+        self.costs = costs_of(full_stack.stages())
+        span_module = full_stack.split(spec.spans[spec.shard]).to_empty(device="cpu")
         if spec.model.tie_embeddings and self.is_first and self.is_last:
-            part.lm_head.weight = part.embedding.weight  # to_empty made two of one
+            span_module.lm_head.weight = span_module.embedding.weight  # to_empty made two of one
         if drawn:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.training.seed)
                 seed = draw_seed()
-            part.reset_parameters(seed)
-        return part.to(self.device, spec.dtype)
+            span_module.reset_parameters(seed)
+        return span_module.to(self.device, spec.dtype)
 
     def _stages(self) -> list[Any]:
-        """The stages, None in the places of other shards'."""
+        """Return the model's stages, None for those of other shards."""
         return self.part.stages(getattr(self.spec.method, "recompute", "none"))
 
     def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
-        """Of each stage, before a sequence: those of the layers here, zeros if None."""
+        """Return each stage's state before a sequence, from this shard's; None means zeros."""
         return self.part.stage_states(self.part.initial_state(rows) if states is None else states)
 
     def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Around the work on batch `number`: a stack draws nothing."""
+        """Return a context that seeds the random draws for batch `number`; a stack draws nothing."""
         return contextlib.nullcontext()
 
     def _spec(self, seqlen: int, chunk_size: int) -> EngineSpec:
-        """What the engine is asked for."""
+        """Return the method's specification for the engine."""
         return self.spec.method.engine_spec(seqlen, chunk_size)
 
     # ------------------------------------------------------------------------------------ what it consists of
@@ -182,11 +187,11 @@ class PipelineWorker:
     @property
     def tied_head(self) -> Tensor | None:
         """A tied table that is the head here."""
-        here = self.spec.model.tie_embeddings and self.is_last
-        return self.part.get_parameter(self.head_name) if here else None
+        has_tied_head = self.spec.model.tie_embeddings and self.is_last
+        return self.part.get_parameter(self.head_name) if has_tied_head else None
 
     def named_weights(self) -> dict[str, nn.Parameter]:
-        """This shard's parameters by their names in the model: together the shards have each of them once."""
+        """Map names in the model to this shard's parameters; each name belongs to exactly one shard."""
         named = dict(self.part.named_parameters())
         if self.tied_head is not None and not self.is_first:
             named[self.embedding_name] = named.pop(self.head_name)
@@ -207,7 +212,7 @@ class PipelineWorker:
         seq_idx: Tensor | None = None,
         step: Microbatch = Microbatch(),  # it does not change
     ) -> float | None:
-        """Forward and backward over this worker's part of one batch; adds to the gradients.
+        """Run forward and backward over this worker's part of one batch, and add to the gradients.
 
         Args:
             ids: (batch, seqlen) int64, the same on every worker; see `adjoint.batch.labelled`.
@@ -228,26 +233,26 @@ class PipelineWorker:
         layout.check_chunks(spec.method, batch.seqlen, engine_spec.chunk_size)
         grid = dataclasses.replace(self._grid(engine_spec, batch.seqlen), adjoint_scale=step.adjoint_scale)
         auto = engine_spec.backward.window == "auto"
-        first = forward_plan(grid, spec.owners) if auto else self._step_plan(engine_spec, grid)
+        first_schedule = forward_plan(grid, spec.owners) if auto else self._step_plan(engine_spec, grid)
         with self._drawing(step.number):
-            self._warm_up(batch, engine_spec, first)
+            self._warm_up(batch, engine_spec, first_schedule)
         worker = self._worker(batch, engine_spec, grid)
         if worker.grid.chunks > 1:
             with autocast(spec.precision, self.device):
                 compare_own_layers(worker.stages, batch.states, worker.width, spec.dtype, self.device)
         worker.begin_forward(return_final_kv=step.ended is not None)
-        one = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
-        scale = one / step.batches / batch.divisor
+        unit_gradient = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
+        scale = unit_gradient / step.batches / batch.divisor
         worker.begin_backward(scale)
         with self._drawing(step.number):
-            self._carry_out(worker, first, free=not auto)
+            self._carry_out(worker, first_schedule, free=not auto)
             if auto:
                 self.windows = self._pick_windows(worker, engine_spec)
                 grid = self._grid(engine_spec, batch.seqlen, self.windows)
-                then = self._step_plan(engine_spec, grid)
+                window_schedule = self._step_plan(engine_spec, grid)
                 worker.begin_backward(scale, grid=grid)
-                self._warm_up(batch, engine_spec, then)
-                self._carry_out(worker, then)
+                self._warm_up(batch, engine_spec, window_schedule)
+                self._carry_out(worker, window_schedule)
         if step.ended is not None:
             self.carried.end([worker.final[1 + k] for k in self.part.span], step.ended.to(self.device))
         for parameter in self.part.parameters():
@@ -261,8 +266,11 @@ class PipelineWorker:
     def evaluate(
         self, ids: Tensor, chunk_size: int | None = None, seq_idx: Tensor | None = None
     ) -> float | None:
-        """On a last shard its share of the mean loss of a batch, None elsewhere. A batch may have fewer rows
-        than there are replicas, and be too short for every worker of a sequence to have a chunk."""
+        """Return this worker's share of a batch's mean loss on a last shard, None on others.
+
+        A batch may have fewer rows than there are replicas, and be too short for every worker of a sequence
+        to have a chunk.
+        """
         if not len(ids.tensor_split(self.spec.layout.replicas)[self.replica]):
             return 0.0 if self.is_last else None
         with torch.no_grad():
@@ -271,14 +279,14 @@ class PipelineWorker:
             unpicked = dataclasses.replace(engine_spec.backward, window=None)
             engine_spec = dataclasses.replace(engine_spec, backward=unpicked)
             grid = self._grid(engine_spec, batch.seqlen)
-            made = forward_plan(grid, self.spec.owners.in_rounds(grid))
-            self._warm_up(batch, engine_spec, made)
-            worker = self._worker(batch, engine_spec, made.grid)
-            self._carry_out(worker, made)
+            schedule = forward_plan(grid, self.spec.owners.in_rounds(grid))
+            self._warm_up(batch, engine_spec, schedule)
+            worker = self._worker(batch, engine_spec, schedule.grid)
+            self._carry_out(worker, schedule)
         return self._loss(worker)
 
     def _batch(self, ids: Tensor, seq_idx: Tensor | None, states: list[State] | None = None) -> Batch:
-        """This worker's rows, whose divisor is the whole batch's, with the states before them."""
+        """Return this worker's rows with their initial states, and the loss divisor of the whole batch."""
         batch = Batch.from_labels(*labelled(ids), seq_idx).share(
             self.replica, self.spec.layout.replicas, self.device
         )
@@ -293,16 +301,16 @@ class PipelineWorker:
         with autocast(self.spec.precision, self.device):
             shared = functools.partial(share, helpers=self.helpers, known=self.known)
             connections = Connections(self.transport, self._traced, shared, self.warmed_up)
-            given = self._stages(), grid, batch, engine_spec, width, Gradients(), connections
+            arguments = self._stages(), grid, batch, engine_spec, width, Gradients(), connections
             if grid.exchanges_within_tiles:
-                return ContextParallelExecutor(self.spec.owners.in_rounds(grid), self.spec.worker, *given)
-            return Executor(*given)
+                return ContextParallelExecutor(self.spec.owners.in_rounds(grid), self.spec.worker, *arguments)
+            return Executor(*arguments)
 
-    def _warm_up(self, batch: Batch, engine_spec: EngineSpec, made: Schedule) -> None:
-        """Runs each kind of this worker's work once, where its messages would be in the way of that."""
+    def _warm_up(self, batch: Batch, engine_spec: EngineSpec, schedule: Schedule) -> None:
+        """Run each kind of this worker's tiles once before the program, if the transport is on the GPU."""
         if self.transport is None or not self.transport.on_device:
             return
-        program, worker = made.programs[self.spec.worker], self._worker(batch, engine_spec, made.grid)
+        program, worker = schedule.programs[self.spec.worker], self._worker(batch, engine_spec, schedule.grid)
         if not kinds_of(worker, program).keys() <= self.warmed_up:
             self.at = "first use of the kernels", False
             warm_up(worker, program, self.warmed_up)
@@ -316,19 +324,20 @@ class PipelineWorker:
         return grid_of(spec.model, engine_spec, seqlen, spec.owners, helped, self.costs, windows)
 
     def _pick_windows(self, worker: Executor, engine_spec: EngineSpec) -> list[int]:
-        """Each layer's window by the decays that its owners have seen: the widest that any replica's rows ask
-        for."""
+        """Return each layer's window from the decays measured by its owners: the widest over all replicas."""
         assert worker.decays is not None
-        seen = [0] * self.spec.model.n_layer
+        widths = [0] * self.spec.model.n_layer
         for k in self.part.span:
-            seen[k] = worker.decays[1 + k].window(engine_spec.backward.tolerance, worker.grid.cuts[-1])
+            widths[k] = worker.decays[1 + k].window(engine_spec.backward.tolerance, worker.grid.cuts[-1])
         if self.transport is None:
-            return seen
+            return widths
         self.at = "windows of all", True
-        found = self.transport.all_gather(torch.tensor(seen, device=self.device), self.spec.layout.everyone)
-        return torch.stack(found).amax(0).tolist()
+        all_widths = self.transport.all_gather(
+            torch.tensor(widths, device=self.device), self.spec.layout.everyone
+        )
+        return torch.stack(all_widths).amax(0).tolist()
 
-    def _carry_out(self, worker: Executor, made: Schedule, free: bool = True) -> None:
+    def _carry_out(self, worker: Executor, schedule: Schedule, free: bool = True) -> None:
         """Runs this worker's program.
 
         Args:
@@ -336,8 +345,8 @@ class PipelineWorker:
         """
         self.trace = []
         if self.transport is not None:
-            self.transport.connect(made.channels(), made.buffers)
-        program = made.programs[self.spec.worker]
+            self.transport.connect(schedule.channels(), schedule.buffers)
+        program = schedule.programs[self.spec.worker]
         worker.run(program if free else [dataclasses.replace(action, frees=()) for action in program])
         if self.transport is not None:
             self.transport.flush()
@@ -354,8 +363,7 @@ class PipelineWorker:
         self.trace.append(Traced(str(action), start, time.perf_counter(), used))
 
     def _sum_gradients(self) -> None:
-        """Sums gradients over all workers that have the same parameters, of a tied table over both its
-        shards'."""
+        """Sum gradients over all workers with the same parameters; a tied table's over both of its shards."""
         if self.transport is None:
             return
         self.at = "sum of gradients", True
@@ -364,8 +372,8 @@ class PipelineWorker:
             sum_gradients([table], self.transport, self.spec.layout.tied)
         peers = self.spec.layout.ranks(self.spec.shard)
         if len(peers) > 1:
-            mine = [p for p in self.part.parameters() if p is not table and p.requires_grad]
-            sum_gradients(mine, self.transport, peers)
+            parameters = [p for p in self.part.parameters() if p is not table and p.requires_grad]
+            sum_gradients(parameters, self.transport, peers)
 
     def _loss(self, worker: Executor, batches: float = 1) -> float | None:
         if not self.is_last:
@@ -373,7 +381,7 @@ class PipelineWorker:
         return 0.0 if worker.total is None else (worker.total / (worker.batch.divisor * batches)).item()
 
     def norms(self) -> dict[str, float]:
-        """The L2 norm of each parameter's gradient, by the parameter's name in the stack."""
+        """Map each parameter's name in the stack to the L2 norm of its gradient."""
         named = [(n, p.grad) for n, p in self.named_weights().items() if p.grad is not None]
         if not named:
             return {}
@@ -406,7 +414,7 @@ class PipelineWorker:
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def save(self, folder: str) -> dict[str, dict[str, Any]]:
-        """Writes this shard's weights and optimizer state; the files' entries for the manifest."""
+        """Write this shard's weights and optimizer state; return the files' entries for the manifest."""
         number = f"{self.spec.shard + 1:05d}-of-{self.shards:05d}.safetensors"
         named = self.named_weights()
         contents: list[tuple[str, Mapping[str, Tensor]]] = [
@@ -419,12 +427,11 @@ class PipelineWorker:
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Takes this shard's share of a checkpoint, written by any number of shards, or of the weights in a
-        folder of transformers.
+        """Load this shard's tensors from a checkpoint of any number of shards, or from a transformers folder.
 
         Raises:
-            UserError: something of it is not there.
-            FileNotFoundError: nothing is: this node does not see the folder.
+            UserError: a tensor is missing.
+            FileNotFoundError: no tensor is there: this node does not see the folder.
         """
         weights, state = StoredTensors(Path(path), "model"), StoredTensors(Path(path), "optimizer")
         if not weights.files_by_name:
@@ -440,26 +447,30 @@ class PipelineWorker:
 
     @torch.no_grad()
     def hidden(self, x: Tensor, begins: bool) -> Tensor:
-        """Token ids, or hidden states of the shard below, after the layers here. Their states are those after
-        the last call's tokens, unless a sequence begins."""
-        part, y = self.part, x.to(self.device)
+        """Apply this shard's layers to token ids, or to the hidden states of the shard below.
+
+        The layers continue from the last call's states, unless `begins`: then from zeros.
+        """
+        span_module, y = self.part, x.to(self.device)
         if begins:
-            self.continued = part.initial_state(len(x))
-        y = part.embed(y) if part.is_first else y
-        for k, block in enumerate(part.blocks()):
+            self.continued = span_module.initial_state(len(x))
+        y = span_module.embed(y) if span_module.is_first else y
+        for k, block in enumerate(span_module.blocks()):
             y, self.continued[k] = block(y, self.continued[k])
         return y.cpu()
 
     @torch.no_grad()
     def logits(self, y: Tensor) -> Tensor:
-        """Of the last shard's hidden states."""
+        """Return the logits of the last shard's hidden states."""
         return self.part.logits(y.to(self.device)).cpu()
 
     # ----------------------------------------------------------------------------------- sizes, measurements
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        """The tokens of a chunk that suit the method and this device, for `batch` rows at a time; short
-        enough that every worker of a sequence has two."""
+        """Return the chunk size in tokens that suits the method and this device, for `batch` rows.
+
+        Every worker of a sequence gets at least two chunks.
+        """
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
             default = default_chunk_size(self.part, ids, getattr(self.spec.method, "recompute", "none"))

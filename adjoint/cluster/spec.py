@@ -1,4 +1,4 @@
-"""What a worker has to know to become what it is: plain values sent to its process."""
+"""Specification of a worker, sent to its process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adjoint.train.layout import Layout
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a worker has to know, plain values only.
+    """The specification of one worker, in plain values that can be sent to its process.
 
     Args:
         model: of the whole stack; or a `Pretrained`.
@@ -36,20 +36,20 @@ class ShardSpec:
 
     @property
     def owners(self) -> Owners:
-        """Who has which tile, in a replica."""
+        """Return the owner of each tile within a replica."""
         return owners_of(self.model, self.spans, self.layout.sequence)
 
     @property
     def worker(self) -> int:
-        """Which of its replica's workers this is, the number that programs know."""
+        """Return this worker's number within its replica, which programs use."""
         return self.layout.worker(self.rank)
 
     @property
     def shard(self) -> int:
-        """Which shard's layers this worker has."""
+        """Return the number of the shard whose layers this worker has."""
         return self.layout.shard(self.rank)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Return the dtype of the weights."""
         return torch.float64 if self.precision == "float64" else torch.float32

@@ -37,8 +37,12 @@ from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
 
 
 class Place(NamedTuple):
-    """Which of the processes this one is: among `world` of them, and among those of its machine, which is the
-    number of its GPU."""
+    """The numbers of one process of a run.
+
+    Attributes:
+        rank: its number among the run's `world` processes.
+        local: its number among those of its machine, which is the number of its GPU.
+    """
 
     rank: int
     world: int
@@ -46,7 +50,7 @@ class Place(NamedTuple):
 
 
 def place(shards: int | str) -> Place | None:
-    """What torchrun's environment says, or srun's; None of a process that was started alone.
+    """Read this process's rank from torchrun's or srun's environment; None if it was started alone.
 
     Args:
         shards: ``cluster.shards``. Ray's driver may run inside a step of Slurm, not under torchrun.
@@ -70,36 +74,36 @@ def place(shards: int | str) -> Place | None:
     return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
 
 
-def train(config: Config, here: Place) -> Outcome:
+def train(config: Config, process: Place) -> Outcome:
     """Train as configured, this process being one of several.
 
     Raises:
         UserError: something the user can mend.
     """
     try:
-        _check(config, here)
+        _check(config, process)
         if cuda := pick_device(config.training.device).type == "cuda":
-            torch.cuda.set_device(gpu_of(here))
+            torch.cuda.set_device(gpu_of(process))
     except UserError as error:
         tell_others(str(error))
         raise
     timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
-    workers, everyone = config.cluster.sequence, range(here.world)
+    workers, everyone = config.cluster.sequence, range(process.world)
     groups = [everyone, *(everyone[k::workers] for k in range(workers if workers > 1 else 0))]
-    store, endpoints = meet("env://", here.rank, here.world, config.cluster.start_timeout)
+    store, endpoints = meet("env://", process.rank, process.world, config.cluster.start_timeout)
     try:
-        with Heartbeat(store, endpoints, here.rank, config.cluster.hang_timeout) as heartbeat:
-            transport = DistributedTransport(store, endpoints, here.rank, backend, timeout, groups)
-            folder, checkpoint = _open_run(config, here, heartbeat)
-            quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
+        with Heartbeat(store, endpoints, process.rank, config.cluster.hang_timeout) as heartbeat:
+            transport = DistributedTransport(store, endpoints, process.rank, backend, timeout, groups)
+            folder, checkpoint = _open_run(config, process, heartbeat)
+            quiet = contextlib.nullcontext() if process.rank == 0 else contextlib.redirect_stdout(None)
             try:
                 with folder, quiet:
-                    _check_files(config, folder, checkpoint, store, endpoints[here.rank])
-                    replica = Replica(config, folder, checkpoint, here, transport, heartbeat)
-                    _check_data(replica.data, store, endpoints[here.rank], endpoints, config.data.path)
+                    _check_files(config, folder, checkpoint, store, endpoints[process.rank])
+                    replica = Replica(config, folder, checkpoint, process, transport, heartbeat)
+                    _check_data(replica.data, store, endpoints[process.rank], endpoints, config.data.path)
                     return replica.run()
             finally:
-                if here.rank:
+                if process.rank:
                     shutil.rmtree(folder.path, ignore_errors=True)
     finally:
         if torch.distributed.is_initialized():
@@ -107,14 +111,14 @@ def train(config: Config, here: Place) -> Outcome:
 
 
 def tell_others(why: str) -> None:
-    """Lets the others, who wait where all meet, end with this process's error, if torchrun has started it."""
+    """Make the other processes of a torchrun run, which wait at the rendezvous, end with this one's error."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and "MASTER_ADDR" in os.environ:
         decline("env://", rank, world, why)
 
 
 def launcher() -> str:
-    """The command that has started this process and its like on this host, as far as the environment says."""
+    """Return the command that started this host's processes, as far as the environment says."""
     env = os.environ
     if "TORCHELASTIC_RUN_ID" not in env:
         return "srun python" if "SLURM_PROCID" in env else ""
@@ -125,29 +129,29 @@ def launcher() -> str:
     return f"torchrun {arguments}"
 
 
-def gpu_of(here: Place) -> int:
-    """The number of this process's GPU; srun may show each process its own alone.
+def gpu_of(process: Place) -> int:
+    """Return the index of this process's GPU: 0 where srun shows each process only its own.
 
     Raises:
         UserError: this machine has fewer GPUs than processes.
     """
     count = torch.cuda.device_count()
     started = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # by torchrun; srun does not say
-    if started > count or 1 < count <= here.local:
+    if started > count or 1 < count <= process.local:
         raise UserError(
             f"training.device: {count} GPUs here, and more processes; start {count} with --nproc-per-node"
         )
-    return here.local if count > 1 else 0
+    return process.local if count > 1 else 0
 
 
-def _check(config: Config, here: Place) -> None:
-    """Raises a UserError where a run cannot be spread so."""
+def _check(config: Config, process: Place) -> None:
+    """Raise a UserError if the run cannot be spread over these processes."""
     workers, settings = config.cluster.sequence, config.training
-    if here.world % workers:
+    if process.world % workers:
         raise UserError(
-            f"cluster.sequence: {here.world} processes are no groups of {workers}; start a multiple of it"
+            f"cluster.sequence: {process.world} processes are no groups of {workers}; start a multiple of it"
         )
-    layout = Layout(1, workers, here.world // workers)
+    layout = Layout(1, workers, process.world // workers)
     layout.check_rows(config.data.batch)
     layout.check_sequence(config.method)
     if workers > 1 and getattr(config.method, "memory", None) is not None:
@@ -164,11 +168,11 @@ def _check(config: Config, here: Place) -> None:
         )
 
 
-def _open_run(config: Config, here: Place, heartbeat: Heartbeat) -> tuple[RunFolder, Path | None]:
-    """Process 0's folder, for others one that goes away; and the checkpoint that process 0 has found."""
+def _open_run(config: Config, process: Place, heartbeat: Heartbeat) -> tuple[RunFolder, Path | None]:
+    """Return the run's folder (on processes other than 0 a temporary one) and the checkpoint to resume."""
     result: list[Any] = [None, None, None]  # the checkpoint, the error, the folder
     folder = None
-    if here.rank == 0:
+    if process.rank == 0:
         try:
             folder, result[0] = open_run(config.run)
             result[2] = str(folder.path)
@@ -187,7 +191,7 @@ def _open_run(config: Config, here: Place, heartbeat: Heartbeat) -> tuple[RunFol
 def _check_files(
     config: Config, folder: RunFolder, checkpoint: Path | None, store: Any, local: Endpoint
 ) -> None:
-    """Raises a UserError on every process if one does not see the files of process 0."""
+    """Raise a UserError on every process if one does not see the files of process 0."""
     folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
     present = {setting: Path(path) for setting, path in folders.items() if path is not None}
     first = shared_files(folder.path, present) if local.rank == 0 else contextlib.nullcontext()
@@ -202,7 +206,7 @@ def _check_files(
 
 
 def _check_data(data: Data, store: Any, local: Endpoint, endpoints: Sequence[Endpoint], path: Any) -> None:
-    """Raises a UserError on every process if one has read another text than process 0."""
+    """Raise a UserError on every process if one has read other text than process 0."""
     fingerprints = exchange(store, "data", local.rank, len(endpoints), data.fingerprint)
     for other, fingerprint in zip(endpoints, fingerprints, strict=True):
         if fingerprint != fingerprints[0]:
@@ -211,22 +215,26 @@ def _check_data(data: Data, store: Any, local: Endpoint, endpoints: Sequence[End
             )
 
 
-def sequence_group(here: Place, workers: int, timeout: float) -> Any:
-    """The process group of those that share this process's rows; None of one alone. All call this."""
+def sequence_group(process: Place, workers: int, timeout: float) -> Any:
+    """Return the process group of those that share this process's rows, None if it has them alone.
+
+    A collective call: creating a group needs every process, also those outside of it.
+    """
     wait = datetime.timedelta(seconds=timeout)
-    found = None
-    for first in range(0, here.world, workers) if workers > 1 else ():
+    joined_group = None
+    for first in range(0, process.world, workers) if workers > 1 else ():
         ranks = list(range(first, first + workers))
         group = torch.distributed.new_group(ranks, timeout=wait)
-        found = group if here.rank in ranks else found
-    return found
+        joined_group = group if process.rank in ranks else joined_group
+    return joined_group
 
 
 class Replica(Trainer):
-    """One process of a run, with its rows of every batch.
+    """A trainer of one process's rows of every batch, which sums gradients with the other processes.
 
     Args:
-        here: which one it is. transport: to the others. heartbeat: is told what this process is at.
+        process: the numbers of this process. transport: to the others.
+        heartbeat: is told what this process is doing.
     """
 
     def __init__(
@@ -234,69 +242,71 @@ class Replica(Trainer):
         config: Config,
         folder: RunFolder,
         checkpoint: Path | None,
-        here: Place,
+        process: Place,
         transport: DistributedTransport,
         heartbeat: Heartbeat,
     ) -> None:
-        self.here, self.transport, self.everyone = here, transport, list(range(here.world))
+        self.here, self.transport, self.everyone = process, transport, list(range(process.world))
         self.heartbeat, self.launcher = heartbeat, launcher()
         self.workers = config.cluster.sequence
-        self.peers = self.everyone[here.rank % self.workers :: self.workers]  # with other rows
-        self.sequence_group = sequence_group(here, self.workers, config.cluster.progress_timeout)
-        if here.rank:
+        self.peers = self.everyone[process.rank % self.workers :: self.workers]  # with other rows
+        self.sequence_group = sequence_group(process, self.workers, config.cluster.progress_timeout)
+        if process.rank:
             silent: dict[str, Any] = {"report_to": "none", "sample_tokens": 0, "save_every": 0}
             config = dataclasses.replace(config, training=dataclasses.replace(config.training, **silent))
         super().__init__(config, folder, checkpoint)
         if self.peak_flops is not None:
-            self.peak_flops *= here.world
+            self.peak_flops *= process.world
 
     @property
     def rows(self) -> int:
         return -(-self.config.data.batch // len(self.peers))
 
     def _own(self, ids: Tensor) -> tuple[Tensor, float]:
-        """This process's rows, and their share of what the batch predicts."""
-        own = ids.tensor_split(len(self.peers))[self.here.rank // self.workers]
-        return own, self._predictions(own) / max(1, self._predictions(ids)) if len(own) else 0.0
+        """Return this process's rows, and their share of the batch's predicted tokens."""
+        local_ids = ids.tensor_split(len(self.peers))[self.here.rank // self.workers]
+        return local_ids, self._predictions(local_ids) / max(1, self._predictions(ids)) if len(
+            local_ids
+        ) else 0.0
 
     def _gathered(self, value: float, ranks: list[int], name: str) -> list[float]:
-        """The values of several ranks.
+        """Return the value of each of several ranks.
 
         Args:
-            name: of the value, for the others' news of this process.
+            name: what the value is, for messages about a process that hangs.
         """
         self._now(f"exchange of {name}")
         each = self.transport.all_gather(torch.tensor([value], dtype=torch.float64), ranks)
         return torch.cat(each).tolist()
 
     def _now(self, action: str) -> None:
-        """Notes what this process does next."""
+        """Tell the heartbeat what this process does next."""
         self.heartbeat.doing = f"step {self.step + 1}, {action}"
 
     def _gradients(self, ids: Tensor, start: Start, number: int, loss_divisor: float) -> LossAndWindows:
         self._now("forward and backward")
-        own, share = self._own(ids)
+        local_ids, share = self._own(ids)
         loss_divisor = loss_divisor / share if share else math.inf
         with drawn_from(self.settings.seed, number, self.here.rank):
-            loss, _ = super()._gradients(own, start, number, loss_divisor)
+            loss, _ = super()._gradients(local_ids, start, number, loss_divisor)
         return sum(self._gathered(loss, self.peers, "the loss")), None
 
     def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:
-        found = super()._accumulate(step)
+        loss_tokens_and_windows = super()._accumulate(step)
         trained = [p for p in self.model.module.parameters() if p.requires_grad]
         self._now("sum of gradients")
         sum_gradients(trained, self.transport, self.peers)
         self._now("optimizer")
-        return found
+        return loss_tokens_and_windows
 
     def _loss_of(self, ids: Tensor) -> float:
         self._now("evaluation")
-        own, share = self._own(ids)
-        loss = super()._loss_of(own) * share if share else 0.0
+        local_ids, share = self._own(ids)
+        loss = super()._loss_of(local_ids) * share if share else 0.0
         return sum(self._gathered(loss, self.peers, "held-out losses"))
 
     def _stopped(self, stop: StopRequest) -> bool:
-        """All stop after the same step, whichever of them was asked to."""
+        """Return whether any process was asked to stop, so that all stop after the same step."""
         number = int(max(self._gathered(stop.signal or 0, self.everyone, "requests to stop")))
         stop.signal = number or None
         return bool(number)

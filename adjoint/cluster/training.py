@@ -57,8 +57,8 @@ def train(config: Config) -> Outcome:
         UserError: something the user can mend; also more failures than ``cluster.max_failures``.
     """
     model_class(config.model.from_pretrained).check(config)
-    if (here := torchrun.place(config.cluster.shards)) is not None:
-        return torchrun.train(config, here)
+    if (process := torchrun.place(config.cluster.shards)) is not None:
+        return torchrun.train(config, process)
     layout, method, data = config.cluster.layout, config.method, config.data
     if config.cluster.shards == 0:
         return train_in_one_process(config)
@@ -88,7 +88,7 @@ def train(config: Config) -> Outcome:
 
 
 class ModelSummary(NamedTuple):
-    """What is known of a model before shards have it.
+    """Description of a model that no process holds yet.
 
     Attributes:
         given: the StackConfig or `Pretrained`. names: of its parameters.
@@ -104,8 +104,11 @@ class ModelSummary(NamedTuple):
 
 
 def summary_of(config: Config, folder: Path | None) -> ModelSummary:
-    """The model of a configuration. Shards read a pretrained one's weights from its own folder where they
-    can, else from `folder`, to which they are written; None writes none."""
+    """Describe the model of a configuration.
+
+    Shards read a pretrained model's weights from its own folder where they can, else from `folder`, to which
+    this function writes them; None writes none.
+    """
     directory = config.model.from_pretrained
     if directory is None:
         with torch.device("meta"):
@@ -118,10 +121,10 @@ def summary_of(config: Config, folder: Path | None) -> ModelSummary:
 
     weights: Path | None = Path(directory)
     trusted = config.model.trust_remote_code
-    found = described_by_files(directory, config.method, trusted)
-    if found is None:
-        found, weights = described(directory, config.method, folder, trusted), folder
-    return ModelSummary(found, found.num_parameters, list(found.names), weights, samples=False)
+    pretrained = described_by_files(directory, config.method, trusted)
+    if pretrained is None:
+        pretrained, weights = described(directory, config.method, folder, trusted), folder
+    return ModelSummary(pretrained, pretrained.num_parameters, list(pretrained.names), weights, samples=False)
 
 
 class ShardedTrainer(Trainer):
@@ -183,17 +186,19 @@ class ShardedTrainer(Trainer):
             ) from None
         if cause.kind == "preempted":
             self.preemptions += 1
-            which = f"preemption {self.preemptions}"
+            incident = f"preemption {self.preemptions}"
         else:
             self.failures += 1
-            which = f"failure {self.failures} of at most {most}"
+            incident = f"failure {self.failures} of at most {most}"
         if self.failures > most:
             raise UserError(
                 f"{self.folder.path}: {failure}, at step {step}; that is failure {self.failures} and "
                 f"cluster.max_failures is {most}; remove the cause, then --resume auto"
             ) from None
         done = 0 if checkpoint is None else read_trainer(checkpoint)["step"]
-        print(f"{which} at step {step}: {failure}; going on after step {done}", file=sys.stderr, flush=True)
+        print(
+            f"{incident} at step {step}: {failure}; going on after step {done}", file=sys.stderr, flush=True
+        )
 
     # ---------------------------------------------------------------- what is done to model and optimizer
 
@@ -252,7 +257,7 @@ class ShardedTrainer(Trainer):
             self.method.engine_spec(ids.shape[1], self.chunk_size),
         )
         chunks, carries = len(engine_spec.cuts(ids.shape[1])) - 1, self.settings.carry_state != "none"
-        which = Microbatch(
+        microbatch = Microbatch(
             loss_divisor,
             (number + 1) % batches == 0,
             number,
@@ -260,17 +265,17 @@ class ShardedTrainer(Trainer):
             start if carries else (False, 0),
             self.data.ended(ids) if carries else None,
         )
-        found = self._all("accumulate", ids.numpy(), self.chunk_size, self._seq_idx(ids), which)
+        loss_shares = self._all("accumulate", ids.numpy(), self.chunk_size, self._seq_idx(ids), microbatch)
         auto = engine_spec.backward.window == "auto"
         picked = self._all("picked_windows", first=True)[0] if auto else None
-        return sum(share for share in found if share is not None), picked
+        return sum(share for share in loss_shares if share is not None), picked
 
     def _seq_idx(self, ids: torch.Tensor) -> Any:
-        found = self.data.seq_idx(ids)
-        return None if found is None else found.numpy()
+        seq_idx = self.data.seq_idx(ids)
+        return None if seq_idx is None else seq_idx.numpy()
 
     def _update(self, step: int) -> float:
-        norms = {name: norm for found in self._all("norms", first=True) for name, norm in found.items()}
+        norms = {name: norm for each in self._all("norms", first=True) for name, norm in each.items()}
         total = total_norm([norms[name] for name in self.whole.names if name in norms], self.precision)
         if not math.isfinite(total):
             self._diverged("gradient norm", total, step)
@@ -279,8 +284,8 @@ class ShardedTrainer(Trainer):
 
     def _loss_of(self, ids: torch.Tensor) -> float:
         chunk_size = min(self.chunk_size, ids.shape[1])
-        found = self._all("evaluate", ids.numpy(), chunk_size, self._seq_idx(ids))
-        return sum(share for share in found if share is not None)
+        loss_shares = self._all("evaluate", ids.numpy(), chunk_size, self._seq_idx(ids))
+        return sum(share for share in loss_shares if share is not None)
 
     def _files(self) -> Callable[[Path], dict[str, dict[str, Any]]]:
         def write(folder: Path) -> dict[str, dict[str, Any]]:
@@ -304,8 +309,10 @@ class ShardedTrainer(Trainer):
         return max(self._all("peak_memory_bytes"))
 
     def _train_step(self) -> dict[str, Any]:
-        """Its row as gauges too (ray_adjoint_loss, …; ray_adjoint_windows with the layer as a tag), for the
-        dashboard of a cluster that has one."""
+        """Train one step and publish its row as Ray gauges for the cluster's dashboard, if it has one.
+
+        The gauges are ray_adjoint_loss and so on; lists such as ray_adjoint_windows have the layer as a tag.
+        """
         from ray.util.metrics import Gauge
 
         row, run = super()._train_step(), {"run": self.folder.path.name}
@@ -329,8 +336,8 @@ class ShardedTrainer(Trainer):
         helpers = f", helpers: {layout.helpers}" if layout.helpers else ""
         split = f", each sequence over {layout.sequence} workers in turn" if layout.sequence > 1 else ""
         replicas = f", replicas of all this: {layout.replicas}" if layout.replicas > 1 else ""
-        where = f"layers {layers}, on {group.device}{helpers}{split}{replicas}"
-        print(f"shards: {layout.shards}, {where}", flush=True)
+        placement_text = f"layers {layers}, on {group.device}{helpers}{split}{replicas}"
+        print(f"shards: {layout.shards}, {placement_text}", flush=True)
 
 
 class StackInShards(Stack):
@@ -353,5 +360,5 @@ class StackInShards(Stack):
         return y.to(input_ids.device), [()]  # which is not that of a beginning
 
     def logits(self, y: torch.Tensor) -> torch.Tensor:
-        (found,) = self.each("logits", {self.ranks[-1]: (y.cpu().numpy(),)})
-        return found.to(y.device)
+        (logits,) = self.each("logits", {self.ranks[-1]: (y.cpu().numpy(),)})
+        return logits.to(y.device)

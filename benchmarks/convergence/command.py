@@ -65,7 +65,7 @@ class Convergence(Benchmark):
     def environment(self, options: argparse.Namespace) -> Row:
         return report.environment() | {"threads": options.threads, "jobs": options.jobs}
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         tasks = {
             name: vars(TASKS[name]) | {"steps": options.steps or TASKS[name].steps} for name in options.tasks
         }
@@ -79,7 +79,7 @@ class Convergence(Benchmark):
             "block_steps": BLOCK,
             "curves": [
                 curve(task, method, by_seed)
-                for (task, method), (by_seed, _) in by_run(found, "task", "method").items()
+                for (task, method), (by_seed, _) in by_run(measurements, "task", "method").items()
                 if by_seed
             ],
         }
@@ -100,8 +100,8 @@ class Convergence(Benchmark):
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "passive"}
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return summaries(found, "task", baseline="backprop")
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return summaries(measurements, "task", baseline="backprop")
 
     def markdown(self, result: Row) -> str:
         return f"{tables.markdown(result)}\n{tables.provenance(result)}\n"
@@ -121,10 +121,10 @@ class Convergence(Benchmark):
 Runs = dict[tuple[Any, ...], tuple[dict[int, Point], str]]
 
 
-def by_run(found: Found, *fields: str) -> Runs:
-    """These fields of the points → the results by seed, and the first error."""
+def by_run(measurements: Found, *fields: str) -> Runs:
+    """Group results by these fields of their points: each group's results by seed, and its first error."""
     runs: Runs = {}
-    for point, result in found:
+    for point, result in measurements:
         key = tuple(point[name] for name in fields)
         by_seed, error = runs.get(key, ({}, ""))
         if "losses" in result:
@@ -133,9 +133,9 @@ def by_run(found: Found, *fields: str) -> Runs:
     return runs
 
 
-def summaries(found: Found, field: str, baseline: str) -> list[Row]:
+def summaries(measurements: Found, field: str, baseline: str) -> list[Row]:
     """A row a (field, method): medians over the seeds, gaps to the method `baseline` with the same seeds."""
-    runs = by_run(found, field, "method")
+    runs = by_run(measurements, field, "method")
     return [
         {field: value, "method": method, **summary(by_seed, runs.get((value, baseline), ({}, ""))[0]),
          "note": error}
@@ -155,17 +155,17 @@ def summary(results: dict[int, Point], baseline: dict[int, Point]) -> Row:
     row |= spread("core_seconds", [r["core_seconds"] for r in results.values()])
     pairs = [(results[seed], baseline[seed]) for seed in sorted(results.keys() & baseline.keys())]
     if pairs:
-        apart = [[abs(a - b) for a, b in zip(r["losses"], b["losses"], strict=True)] for r, b in pairs]
+        differences = [[abs(a - b) for a, b in zip(r["losses"], b["losses"], strict=True)] for r, b in pairs]
         row |= spread("gap", [r["held_out"] - b["held_out"] for r, b in pairs])
-        row["curve_distance_first"] = max(max(distances[:BLOCK]) for distances in apart)
-        row["curve_distance"] = max(map(max, apart))
+        row["curve_distance_first"] = max(max(distances[:BLOCK]) for distances in differences)
+        row["curve_distance"] = max(map(max, differences))
     for distance in next(iter(results.values())).get("accuracy") or ():
         row |= spread(f"accuracy_{distance}", [r["accuracy"][distance] for r in results.values()])
     return row
 
 
 def curve(task: str, method: str, results: dict[int, Point]) -> Row:
-    """What is drawn of a row, by seed."""
+    """Return the curve that is drawn of a row, for each seed."""
     first = next(iter(results.values()))
     drawn: Row = {"task": task, "method": method}
 

@@ -27,7 +27,7 @@ OTHER = ("#7A7A7A", "-", 1.2)
 
 
 def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """How each method is drawn."""
+    """Return the line style of each method."""
     names = ("color", "linestyle", "linewidth")
     return {m: dict(zip(names, LOOKS.get(m, OTHER), strict=True)) for m in methods}
 
@@ -65,7 +65,7 @@ def _draw_curve(
 
 
 def _draw_losses(axes: Any, result: Row, task: str, style: Row, apart: bool) -> None:
-    """With `apart`: each seed's difference from Backprop's with the same seed."""
+    """Draw each seed's losses; with `apart`, their differences from Backprop's with the same seed."""
     block, steps = result["block_steps"], result["tasks"][task]["steps"]
     curves = {curve["method"]: curve["losses"] for curve in curves_of(result, task)}
     baseline = curves.get("backprop") if apart else None
@@ -76,8 +76,8 @@ def _draw_losses(axes: Any, result: Row, task: str, style: Row, apart: bool) -> 
             seeds = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
         at = [min((i + 0.5) * block, steps) for i in range(len(seeds[0]))]
         _draw_curve(axes, at, seeds, style[method], method)
-    what = "training loss" if baseline is None else "training loss above Backprop's"
-    axes.set(xlabel="step", ylabel=f"{what}, nats per token")
+    label = "training loss" if baseline is None else "training loss above Backprop's"
+    axes.set(xlabel="step", ylabel=f"{label}, nats per token")
 
 
 def _draw_accuracy(axes: Any, result: Row, task: str, style: Row) -> None:
@@ -99,9 +99,9 @@ def _draw_accuracy(axes: Any, result: Row, task: str, style: Row) -> None:
     small: Row = {"textcoords": "offset points", "fontsize": 8, "color": "#666666"}
     before = before_training(result, task)
     if before:
-        known = [100 * before[d] for d in distances]
-        axes.plot(distances, known, color="#888888", linewidth=1.2, linestyle=(0, (5, 2)))
-        axes.annotate("before", (distances[0], known[0]), xytext=(0, 4), **small)
+        percentages = [100 * before[d] for d in distances]
+        axes.plot(distances, percentages, color="#888888", linewidth=1.2, linestyle=(0, (5, 2)))
+        axes.annotate("before", (distances[0], percentages[0]), xytext=(0, 4), **small)
     axes.axhline(100 / ALPHABET, color="#888888", linewidth=1, linestyle=":")
     axes.annotate("chance", (distances[-1], 100 / ALPHABET), xytext=(0, 3), ha="right", **small)
     axes.set_xscale("log", base=2)

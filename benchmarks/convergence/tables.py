@@ -23,15 +23,15 @@ def label(method: str) -> str:
 
 
 def provenance(result: Row) -> str:
-    """One paragraph: what was run, where, when."""
-    where, model, tasks = result["environment"], result["model"], result["tasks"]
+    """Return a paragraph on what was run, on which machine, and when."""
+    env, model, tasks = result["environment"], result["model"], result["tasks"]
     steps = ", ".join(f"{name} {task['steps']}" for name, task in tasks.items())
     return (
         f"{result['seeds']} seeds; d_model {model['d_model']}, {model['n_layer']} Mamba-1 layers, d_state "
         f"{model['d_state']}, float32; {result['batch']} sequences of {result['seqlen']:,} tokens a step; "
-        f"steps: {steps}. {where['cores']} cores of {where['cpu']}, {where['system']}, Python "
-        f"{where['python']}, torch {where['versions'].get('torch')}, NumPy {where['versions'].get('numpy')}, "
-        f"commit {where['commit'] or 'unknown'}, {where['date'][:10]}. `{result['command']}`"
+        f"steps: {steps}. {env['cores']} cores of {env['cpu']}, {env['system']}, Python "
+        f"{env['python']}, torch {env['versions'].get('torch')}, NumPy {env['versions'].get('numpy')}, "
+        f"commit {env['commit'] or 'unknown'}, {env['date'][:10]}. `{result['command']}`"
         + ("" if result["complete"] else " (stopped before its end)")
     )
 
@@ -86,22 +86,24 @@ def markdown(result: Row) -> str:
 
 def picked_windows(result: Row) -> dict[tuple[str, int], list[float]]:
     """(task, layer from 1) → median over the seeds of the window picked there, every `block_steps` steps."""
-    found = {}
+    windows = {}
     for curve in result["curves"]:
         seeds = list(curve.get("windows", {}).values())
         for layer in range(len(seeds[0][0]) if seeds else 0):
-            found[curve["task"], layer + 1] = medians([[at[layer] for at in seed] for seed in seeds])
-    return found
+            windows[curve["task"], layer + 1] = medians([[at[layer] for at in seed] for seed in seeds])
+    return windows
 
 
 def half_learned(result: Row, curve: Row) -> list[int | None]:
-    """Of each seed, the step from which a block's mean training loss of recall first was below half of
-    guessing's, ln(ALPHABET); None where it never was."""
-    found: list[int | None] = []
+    """Return each seed's step at which recall was half learned, None if it never was.
+
+    It is the first step from which a block's mean training loss is below half of guessing's, ln(ALPHABET).
+    """
+    steps: list[int | None] = []
     for losses in curve["losses"].values():
         first = next((i for i, loss in enumerate(losses, 1) if loss < math.log(ALPHABET) / 2), None)
-        found.append(None if first is None else first * result["block_steps"])
-    return found
+        steps.append(None if first is None else first * result["block_steps"])
+    return steps
 
 
 def steps_text(steps: Sequence[int | None]) -> str:

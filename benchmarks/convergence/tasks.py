@@ -31,7 +31,7 @@ HELD_OUT_TOKENS = 65536
 
 @dataclass(frozen=True)
 class Task:
-    """One task and the training that was found to learn it with `Backprop`.
+    """A task, and a training that learns it with `Backprop`.
 
     Attributes:
         label: how pictures and tables call it.
@@ -92,18 +92,18 @@ def questions(
         ids[b, previous] = TRIGGER
         while True:
             gap = int(generator.choice(distances))
-            here = previous + gap
-            if here > seqlen - 2:  # the answer stands at here + 1
+            position = previous + gap
+            if position > seqlen - 2:  # the answer stands at position + 1
                 break
-            ids[b, here] = TRIGGER
-            labels[b, here + 1] = ids[b, previous + 1]
-            distance[b, here] = gap
-            previous = here
+            ids[b, position] = TRIGGER
+            labels[b, position + 1] = ids[b, previous + 1]
+            distance[b, position] = gap
+            previous = position
     return Questions(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(distance))
 
 
 def distances_within(seqlen: int, distances: Sequence[int] = DISTANCES) -> list[int]:
-    """Those of `distances` that sequences of this length can ask about.
+    """Return the `distances` that sequences of this length can ask about.
 
     Raises:
         UserError: seqlen leaves none.
@@ -135,18 +135,21 @@ class RecallData:
 
     @torch.no_grad()
     def evaluate(self, model: Any) -> dict[str, Any]:
-        """On held-out sequences, the same for every seed: the mean loss in nats a question, and by distance
-        the share answered rightly and the number of questions."""
+        """Evaluate on held-out sequences, which are the same for every seed.
+
+        Returns:
+            The mean loss in nats per question; by distance the accuracy, and the number of questions.
+        """
         held_out = questions(np.random.default_rng([2]), HELD_OUT_SEQUENCES, self.seqlen, self.distances)
         logits = torch.cat([model(ids).logits[:, :-1] for ids in held_out.ids.split(32)])
         target, distance = held_out.labels[:, 1:], held_out.distance[:, :-1]
-        asked, right = target != IGNORE_INDEX, logits.argmax(-1) == target
-        loss = torch.nn.functional.cross_entropy(logits[asked].double(), target[asked])
-        found = {str(d): right[distance == d].double() for d in self.distances}
+        is_question, right = target != IGNORE_INDEX, logits.argmax(-1) == target
+        loss = torch.nn.functional.cross_entropy(logits[is_question].double(), target[is_question])
+        correct = {str(d): right[distance == d].double() for d in self.distances}
         return {
             "held_out": loss.item(),
-            "accuracy": {d: hits.mean().item() if len(hits) else None for d, hits in found.items()},
-            "questions": {d: len(hits) for d, hits in found.items()},
+            "accuracy": {d: hits.mean().item() if len(hits) else None for d, hits in correct.items()},
+            "questions": {d: len(hits) for d, hits in correct.items()},
         }
 
 

@@ -72,8 +72,8 @@ class Gpu(Benchmark):
         options.budgets = {name: options.budget_s or seconds for name, (_, seconds) in STAGES.items()}
         options.sizes = sizes_of(dry=options.dry_run)
         options.sizes.curve = sorted(set(options.lengths or options.sizes.curve))
-        options.deadlines, asked = {}, f"nvidia-smi --query-gpu={DRIVER} --id=0"
-        options.driver = None if options.dry_run else subprocess.getoutput(asked)
+        options.deadlines, query = {}, f"nvidia-smi --query-gpu={DRIVER} --id=0"
+        options.driver = None if options.dry_run else subprocess.getoutput(query)
 
     def stem(self, options: argparse.Namespace) -> str:
         name = "dry run" if options.dry_run else torch.cuda.get_device_name().lower()
@@ -82,12 +82,12 @@ class Gpu(Benchmark):
     def environment(self, options: argparse.Namespace) -> Row:
         return report.environment("flash-linear-attention", "fla-core", "liger-kernel", "pytest")
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         return {"cuda": torch.version.cuda, "driver": options.driver, "hardware": cuda_devices(),
                 "model": options.sizes.model, "budgets": options.budgets}  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        """Those of every stage, as the results show what other calls found."""
+        """Return the points of every stage, since the results also show what other calls measured."""
         every = [group for stage in STAGES for group in groups(stage, options.sizes)]
         options.groups = {Journal.key(point): group for group in every for point in group}
         return [point for group in every for point in group]
@@ -95,20 +95,20 @@ class Gpu(Benchmark):
     def describe(self, point: Point) -> str:
         return f"{point['stage']}: {point['name']}"
 
-    def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
+    def skip(self, point: Point, measurements: Found, options: argparse.Namespace) -> str | None:
         """Only what is asked for runs; of a group only the first one that comes to its end; of stages g and h
         what is longer than what did not fit is left out; and what there is no time for."""
-        stage, known = point["stage"], {Journal.key(p): status(r) for p, r in found}
+        stage, states_by_key = point["stage"], {Journal.key(p): status(r) for p, r in measurements}
         if stage not in options.stages or (stage == "g" and point["method"] not in options.methods):
             return ""
         group = options.groups[Journal.key(point)]
-        states = [known.get(Journal.key(other)) for other in group]
+        states = [states_by_key.get(Journal.key(other)) for other in group]
         before = states[: group.index(point)]
         if any(state in ENDED for state in states) or any(
             s not in ("out of memory", "stopped") for s in before
         ):
             return ""
-        for other, result in found if stage in APART else ():
+        for other, result in measurements if stage in APART else ():
             free = {"length": point["length"], "name": point["name"]}
             if {**other, **free} == point and other["length"] < point["length"] and "out_of_memory" in result:
                 return f"out of memory at {other['length']:,} tokens"
@@ -118,8 +118,8 @@ class Gpu(Benchmark):
 
     def _left(self, point: Point, options: argparse.Namespace) -> float:
         """Seconds that are left of its stage's budget, which begins with its first point."""
-        stage, now = point["stage"], time.monotonic()
-        return options.deadlines.setdefault(stage, now + options.budgets[stage]) - now
+        stage, seconds_now = point["stage"], time.monotonic()
+        return options.deadlines.setdefault(stage, seconds_now + options.budgets[stage]) - seconds_now
 
     def limit_s(self, point: Point, options: argparse.Namespace) -> float:
         left = self._left(point, options)
@@ -137,8 +137,8 @@ class Gpu(Benchmark):
     def noted(self, result: Point, seconds: float) -> Point:
         return result | {"took_s": round(seconds, 2)}
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        rates = next((r for p, r in found if p["kind"] == "roof" and "bytes" in r), None)
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        rates = next((r for p, r in measurements if p["kind"] == "roof" and "bytes" in r), None)
         return [
             {
                 "stage": p["stage"],
@@ -148,16 +148,16 @@ class Gpu(Benchmark):
                 **r,
                 "point": p,
             }
-            for p, r in found
+            for p, r in measurements
         ]
 
-    def broken(self, options: argparse.Namespace, found: Found) -> bool:
+    def broken(self, options: argparse.Namespace, measurements: Found) -> bool:
         """Whether of a group that was asked for the last one tried is not fine."""
-        last = {Journal.key(options.groups[Journal.key(p)][0]): (p, status(r)) for p, r in found}
+        last = {Journal.key(options.groups[Journal.key(p)][0]): (p, status(r)) for p, r in measurements}
         return any(p["stage"] in options.stages and state not in FINE for p, state in last.values())
 
     def markdown(self, result: Row) -> str:
-        """What ran on what; of each stage a table a kind of point, and why points have no numbers."""
+        """Return the conditions; for each stage a table per kind of point, and why points have no numbers."""
         environment, parts = result["environment"], ["# A GPU's first half hour\n"]
         parts.append(report.footer(environment, f"CUDA {result['cuda']}") + "\n")
         for stage, (title, _) in STAGES.items():
@@ -172,7 +172,7 @@ class Gpu(Benchmark):
 
 
 def status(result: Point) -> str:
-    """What became of a point."""
+    """Return the outcome of a point."""
     for key in STATES:
         if key in result:
             return "left out" if key == "skipped" else key.replace("_", " ")
@@ -180,21 +180,26 @@ def status(result: Point) -> str:
 
 
 def shares(point: Point, result: Point, rates: roof.Rates | None) -> Row:
-    """Of times of an operation, the share of what is least at the rates of stage a. Of a step the MFU: FLOPs
-    that it asks for (recomputation does not count) a second, over the rate of a large matrix product of stage
-    a, and over the GPU's data sheet."""
+    """Return how much of the device's rates a point reaches.
+
+    For the times of an operation: the least time possible at the rates of stage a, over the measured one. For
+    a step its MFU: required FLOPs per second (recomputation does not count), over the rate of a large matrix
+    product of stage a, and over that of the GPU's data sheet.
+    """
     if point["kind"] == "times" and rates and "both_ms" in result:
         forward, backward = OPS[point["op"]].work(point["size"])
-        itemsize, found = getattr(torch, point["dtype"]).itemsize, {}
+        itemsize, roof_shares = getattr(torch, point["dtype"]).itemsize, {}
         for name, work in (("forward", forward), ("both", forward + backward)):
             least, _ = roof.seconds(work, rates, itemsize, point["device"])
-            found[f"{name}_of_roof"] = 1e3 * least / result[f"{name}_ms"]
-        return found
+            roof_shares[f"{name}_of_roof"] = 1e3 * least / result[f"{name}_ms"]
+        return roof_shares
     if point["kind"] == "step" and "tokens_per_second" in result:
         flops = _flops(json.dumps(point["model"]))
         sheet = peak_flops(point["precision"], torch.device(point["device"]))
-        known = {"mfu": rates and rates["matmul_flops"], "mfu_of_data_sheet": sheet}
-        return {name: flops * result["tokens_per_second"] / rate for name, rate in known.items() if rate}
+        rates_by_name = {"mfu": rates and rates["matmul_flops"], "mfu_of_data_sheet": sheet}
+        return {
+            name: flops * result["tokens_per_second"] / rate for name, rate in rates_by_name.items() if rate
+        }
     return {}
 
 
@@ -210,8 +215,8 @@ def table(rows: Sequence[Row]) -> str:
     names."""
     lines: dict[str, Row] = {}
     for row in rows:
-        for part, values in row.get("parts", {"": {}}).items():
-            lines[f"{row['name']}{part and f': {part}'}"] = values | {"status": row["status"]} | row
+        for detail, values in row.get("parts", {"": {}}).items():
+            lines[f"{row['name']}{detail and f': {detail}'}"] = values | {"status": row["status"]} | row
     shown = (key for line in lines.values() for key in line if isinstance(line[key], str | int | float))
     heads = [key for key in dict.fromkeys(shown) if key not in ("name", "stage")]
     cells = ([name, *(_cell(key, line.get(key)) for key in heads)] for name, line in lines.items())
@@ -227,7 +232,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def why(row: Row) -> str:
-    """Why a point has no numbers; of a library that is missing once, not once a size."""
+    """Return a line on why a point has no numbers; it is the same for all sizes if a library is missing."""
     said = next(row[key] for key in STATES if key in row)
     name = row["point"].get("contender", row["name"]) if row["status"] == "missing" else row["name"]
     return f"- {name}: {row['status']}; {said}\n"

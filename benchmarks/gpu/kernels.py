@@ -25,8 +25,7 @@ REPEAT_S = 0.2  # how long a pass is repeated
 
 
 def fast_backend(device: str) -> str:
-    """Whose code is to run on a device: Triton's on a GPU, on a CPU the compiled one where there is a
-    compiler."""
+    """Return the backend that should run on a device: Triton on a GPU, compiled C++ on a CPU if possible."""
     if device.startswith("cuda"):
         return "triton"
     return "cpu" if "cpu" in dispatch.backends() else "reference"
@@ -38,15 +37,15 @@ def required(operation: str, device: str, dtype: torch.dtype) -> str:
     Raises:
         RuntimeError: it is another one; with what a user is warned of.
     """
-    where = torch.device(device)
-    expected = dispatch.implementation(operation, fast_backend(device), where, dtype)
-    with warnings.catch_warnings(record=True) as told:
+    torch_device = torch.device(device)
+    expected = dispatch.implementation(operation, fast_backend(device), torch_device, dtype)
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found = dispatch.implementation(operation, None, where, dtype)
-    if found not in (expected, *LIBRARIES):
-        said = "; ".join(str(warning.message) for warning in told) or "this process was warned of it before"
-        raise RuntimeError(f"{operation} in {dtype} fell back from {expected} to {found}: {said}")
-    return found
+        code = dispatch.implementation(operation, None, torch_device, dtype)
+    if code not in (expected, *LIBRARIES):
+        said = "; ".join(str(warning.message) for warning in warned) or "this process was warned of it before"
+        raise RuntimeError(f"{operation} in {dtype} fell back from {expected} to {code}: {said}")
+    return code
 
 
 def operation_of(op: str) -> str | None:
@@ -73,9 +72,9 @@ def tried(point: Point) -> Point:
     if not record.takes_documents:
         del kinds[", resets"]
     began, errors = time.perf_counter(), dict[str, float]()
-    for kind, asked in kinds.items():
-        found = trial.errors(code, operation, torch.device(device), dtype, **asked)
-        errors |= {f"{name}{kind}": error for name, error in found.items()}
+    for kind, options in kinds.items():
+        deviations = trial.errors(code, operation, torch.device(device), dtype, **options)
+        errors |= {f"{name}{kind}": error for name, error in deviations.items()}
     result = _worst(errors, trial.TOLERANCE[dtype]) | {"trial_s": time.perf_counter() - began}
     return result | ({"backend": required(operation, device, dtype)} if result["passed"] else {})
 
@@ -114,6 +113,8 @@ def times(point: Point) -> Point:
         required(operation, device, getattr(torch, point["dtype"]))
         # our own kernels by name: where a library is installed, it would be timed in their place
         backend = fast_backend(device)
-    taken = time_contender({**point, "file": None, "repeat_s": REPEAT_S, "backend": backend})
-    medians = {f"{name}_ms": 1e3 * statistics.median(taken[name]) for name in ("forward", "backward", "both")}
-    return {**medians, "runs": len(taken["both"]), "peak_bytes": taken["peak_bytes"]}
+    timings = time_contender({**point, "file": None, "repeat_s": REPEAT_S, "backend": backend})
+    medians = {
+        f"{name}_ms": 1e3 * statistics.median(timings[name]) for name in ("forward", "backward", "both")
+    }
+    return {**medians, "runs": len(timings["both"]), "peak_bytes": timings["peak_bytes"]}

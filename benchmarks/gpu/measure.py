@@ -43,8 +43,8 @@ def wrapped(point: Point) -> Point:
     """Bytes at the peak, seconds of each pass, and the loss of a model of transformers."""
     if importlib.util.find_spec("transformers") is None:
         return {"missing": "transformers is not installed"}
-    found = steps.measure({**point, "above": "imports", "first": 64, "repeat_s": 0.0})
-    return found | {"tokens_per_second": point["length"] / min(found["seconds"])}
+    measurement = steps.measure({**point, "above": "imports", "first": 64, "repeat_s": 0.0})
+    return measurement | {"tokens_per_second": point["length"] / min(measurement["seconds"])}
 
 
 def gpu_tests(point: Point) -> Point:
@@ -66,7 +66,7 @@ def gpu_tests(point: Point) -> Point:
             result["stopped"] = f"not at its end after {limit:.0f} s"
         out.seek(0)
         said = out.read().strip()
-    found = dict(re.findall(r"^(tests/.*?) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE))
-    bad = [name for name, what in found.items() if what in ("FAILED", "ERROR")]
+    outcomes = dict(re.findall(r"^(tests/.*?) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE))
+    bad = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
     summary = said.splitlines()[-1].strip("= ") if said else "no output"
-    return result | {"summary": summary, "failed": ", ".join(bad), "outcomes": found}
+    return result | {"summary": summary, "failed": ", ".join(bad), "outcomes": outcomes}

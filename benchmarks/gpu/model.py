@@ -65,7 +65,7 @@ def prepared(point: Point) -> tuple[adjoint.Stack, Tensor, int]:
 
 
 def tile(point: Point) -> Point:
-    """One layer on one chunk as `Exact` runs it: the forward, and the backward (linearize and pullback).
+    """Time a layer on a chunk as `Exact` runs it: the forward, and the backward (linearize and pullback).
 
     device_ms: the GPU's own time, by events. wall_ms: a tile of many in a row. host_ms: what queueing one
     takes. Where wall is well above device, the GPU waits for the host. launches: of kernels, by the profiler.
@@ -91,7 +91,7 @@ def tile(point: Point) -> Point:
     half = point["precision"] == "bfloat16"
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
         parts = {"forward": _timed(forward, ids.device), "backward": _timed(backward, ids.device)}
-    device_ms, wall_ms = (sum(part[key] for part in parts.values()) for key in ("device_ms", "wall_ms"))
+    device_ms, wall_ms = (sum(timings[key] for timings in parts.values()) for key in ("device_ms", "wall_ms"))
     tiles = point["model"]["n_layer"] * math.ceil(point["step_tokens"] / chunk_size)
     return {"parts": parts, "device_us_per_token": 1e3 * device_ms / chunk_size,
             "step_s": tiles * wall_ms / 1e3}  # fmt: skip
@@ -102,7 +102,7 @@ def _timed(run: Callable[[Mark], object], device: torch.device) -> Point:
         run(lambda: None)
 
     def seconds(times: int) -> tuple[float, float]:
-        """Of one of several runs in a row: until it was queued, and until all are done."""
+        """Return seconds per run of several in a row: until it was queued, and until all are done."""
         synchronize(device)
         began = time.perf_counter()
         for _ in range(times):
@@ -116,7 +116,7 @@ def _timed(run: Callable[[Mark], object], device: torch.device) -> Point:
     wall_s = seconds(max(3, min(50, int(REPEAT_S / max(device_s, host_s)))))[1]
     return {
         "device_ms": 1e3 * device_s,
-        "phases_ms": [1e3 * statistics.median(part) for part in zip(*parts, strict=True)],
+        "phases_ms": [1e3 * statistics.median(phase) for phase in zip(*parts, strict=True)],
         "wall_ms": 1e3 * wall_s,
         "host_ms": 1e3 * host_s,
         **launched(once, device),
@@ -143,8 +143,10 @@ def counted(averages: Any) -> Point:
         and not e.key.startswith(("Memcpy", "Memset"))
     ]  # fmt: skip
     kernels.sort(key=lambda e: -e.self_device_time_total)
-    found = [{"name": e.key[:120], "calls": e.count, "ms": e.self_device_time_total / 1e3} for e in kernels]
-    return {"launches": sum(e.count for e in kernels) or None, "kernels": found[:TOP_KERNELS] or None}
+    kernel_counts = [
+        {"name": e.key[:120], "calls": e.count, "ms": e.self_device_time_total / 1e3} for e in kernels
+    ]
+    return {"launches": sum(e.count for e in kernels) or None, "kernels": kernel_counts[:TOP_KERNELS] or None}
 
 
 # -------------------------------------------------------------------------------------------------- gradients
@@ -163,7 +165,7 @@ def compared(point: Point) -> Point:
     first: dict[str, Tensor] = {}
     for name, run in point["runs"].items():
         options = {"precision": point["precision"], "limit": None, "beside": None, **run}
-        precision, limit, beside = (options.pop(key) for key in ("precision", "limit", "beside"))
+        precision, limit, reference_name = (options.pop(key) for key in ("precision", "limit", "beside"))
         cls = getattr(adjoint, options.pop("method"))
         method = cls(**({"chunk_size": chunk_size} if cls is adjoint.Exact else {}) | options)
         model.to(torch.float64 if precision == "float64" else torch.float32)  # exact both ways
@@ -171,22 +173,22 @@ def compared(point: Point) -> Point:
             with memory.PeakMemory(ids.device) as peak:
                 synchronize(ids.device)
                 began = time.perf_counter()
-                found = gradient_of(model, ids, method, precision)[0]
+                gradient = gradient_of(model, ids, method, precision)[0]
                 synchronize(ids.device)
                 seconds = time.perf_counter() - began
-        part: Point = {"seconds": seconds, "tokens_per_second": ids.shape[1] / seconds,
+        row: Point = {"seconds": seconds, "tokens_per_second": ids.shape[1] / seconds,
                        "peak_bytes": peak.bytes}  # fmt: skip
-        part["finite"] = all(bool(torch.isfinite(g).all()) for g in found.values())
+        row["finite"] = all(bool(torch.isfinite(g).all()) for g in gradient.values())
         if parts:
-            agreement = compare(first, found)
-            part["distance"] = _error(agreement["overall"]["overall"])
-            part["worst_layer"] = max(agreement["layer"], key=lambda one: _error(agreement["layer"][one]))
-            part["limit"] = limit if beside is None else AS_GOOD * parts[beside]["distance"]
-            part["time_ratio"] = seconds / next(iter(parts.values()))["seconds"]
-        first, parts[name] = first or found, part
+            agreement = compare(first, gradient)
+            row["distance"] = _error(agreement["overall"]["overall"])
+            row["worst_layer"] = max(agreement["layer"], key=lambda one: _error(agreement["layer"][one]))
+            row["limit"] = limit if reference_name is None else AS_GOOD * parts[reference_name]["distance"]
+            row["time_ratio"] = seconds / next(iter(parts.values()))["seconds"]
+        first, parts[name] = first or gradient, row
     passed = all(p["finite"] and p.get("distance", 0) <= (p.get("limit") or math.inf) for p in parts.values())
-    held = memory.peak_memory_bytes(ids.device)
-    return {"chunk_size": chunk_size, "parts": parts, "memory_bytes": held, "passed": passed}
+    peak_bytes = memory.peak_memory_bytes(ids.device)
+    return {"chunk_size": chunk_size, "parts": parts, "memory_bytes": peak_bytes, "passed": passed}
 
 
 def _error(agreement: Any) -> float:

@@ -85,10 +85,10 @@ SIZES: dict[str, tuple[Any, Any]] = {
 def sizes_of(*, dry: bool) -> SimpleNamespace:
     """The sizes by name, with the chunk size of the long step and the sizes of the operations."""
     sizes = SimpleNamespace(**{name: both[dry] for name, both in SIZES.items()})
-    kept = Sizes(kept_bytes(StackConfig(**sizes.model), 2))
-    sizes.chunk_size = 32 if dry else chunk_size_for(kept, 1, 2**20, "cuda", CAP_BYTES)
-    kind, which = ("cpu", "small") if dry else ("cuda", "default")
-    sizes.operations = {op: OPS[op].sizes[kind][which] for op in OPS}
+    stored = Sizes(kept_bytes(StackConfig(**sizes.model), 2))
+    sizes.chunk_size = 32 if dry else chunk_size_for(stored, 1, 2**20, "cuda", CAP_BYTES)
+    kind, size_name = ("cpu", "small") if dry else ("cuda", "default")
+    sizes.operations = {op: OPS[op].sizes[kind][size_name] for op in OPS}
     return sizes
 
 
@@ -165,7 +165,7 @@ def comparison(shared: Point, runs: dict[str, Point], length: int, **more: Any) 
 
 
 def comparisons(s: SimpleNamespace, model: Point) -> Iterator[list[Point]]:
-    """Of stage d."""
+    """Yield the points of stage d."""
     finer = "float64" if s.device == "cpu" else "float32"
     exact: Point = {"method": "Exact"}
     for precision, layers in ((s.precision, s.layers), (finer, s.layers[-2:])):
@@ -176,9 +176,9 @@ def comparisons(s: SimpleNamespace, model: Point) -> Iterator[list[Point]]:
     runs = {"backprop, float64": {"method": "Backprop", "precision": "float64"},
             "exact, float64": exact | {"precision": "float64", "limit": DISTANCES["float64"]}}  # fmt: skip
     for precision in dict.fromkeys(("float32", s.precision)):
-        beside = f"backprop, {precision}"
-        runs |= {beside: {"method": "Backprop", "precision": precision},
-                 f"exact, {precision}": exact | {"precision": precision, "beside": beside}}  # fmt: skip
+        reference = f"backprop, {precision}"
+        runs |= {reference: {"method": "Backprop", "precision": precision},
+                 f"exact, {precision}": exact | {"precision": precision, "beside": reference}}  # fmt: skip
     for mixer in MIXERS:
         small = s.model | {"n_layer": min(4, s.model["n_layer"]), "mixer": mixer}
         small |= {"d_state": 128} if mixer in ("mamba2", "mamba3") and s.device != "cpu" else {}

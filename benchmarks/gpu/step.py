@@ -50,8 +50,8 @@ class Watch:
             step.
     """
 
-    def __init__(self, chunks: int, deadline: float, told: Callable[[Point], object]) -> None:
-        self.chunks, self.deadline, self.told = chunks, deadline, told
+    def __init__(self, chunks: int, deadline: float, report: Callable[[Point], object]) -> None:
+        self.chunks, self.deadline, self.told = chunks, deadline, report
         self.passes, self.began, self.turned, self.spoken = 0, time.monotonic(), 0.0, 0.0
         self.found: Point = {}
 
@@ -59,17 +59,17 @@ class Watch:
         """The first layer's hook: a chunk's forward begins, or its recomputation, and all before are done."""
         if inputs[0].shape[1] <= TOKENS:  # a layer with a hook is compared on first use
             return
-        now, passes = time.monotonic(), self.passes
+        time_now, passes = time.monotonic(), self.passes
         self.passes += 1
         if not passes:
-            self.began = now
+            self.began = time_now
             return
         forward = min(passes, self.chunks)
         backward = max(0, passes - self.chunks + 1)  # the last one was linearised in its forward
         if not backward:
-            self.turned = now
+            self.turned = time_now
         each = (self.turned - self.began) / min(passes, self.chunks - 1)
-        back = (now - self.turned - each) / backward if backward else None
+        back = (time_now - self.turned - each) / backward if backward else None
         lowest, projected = (
             self.chunks * (each + (ratio * each if back is None else back)) for ratio in (AT_LEAST, USUALLY)
         )
@@ -81,16 +81,16 @@ class Watch:
             "backward_chunk_s": back,
             "projected_s": projected,
         }
-        if now - self.spoken > SPEAK_S:
-            self.spoken = now
-            where = f"{backward:,} backward" if backward else f"{forward:,} forward"
-            so_far = f"chunk {where} of {self.chunks:,}: {now - self.began:,.0f} s"
+        if time_now - self.spoken > SPEAK_S:
+            self.spoken = time_now
+            position = f"{backward:,} backward" if backward else f"{forward:,} forward"
+            so_far = f"chunk {position} of {self.chunks:,}: {time_now - self.began:,.0f} s"
             print(f"    {so_far}, the whole step {projected:,.0f} s", file=sys.stderr, flush=True)
             self.told(self.found)
         few = 3  # whose mean is not yet to be trusted
         if (backward or forward) > few and self.began + lowest > self.deadline:
-            there = self.deadline - self.began
-            raise TooSlow(f"it would take {lowest:,.0f} s, of {there:,.0f} s that there were")
+            budget = self.deadline - self.began
+            raise TooSlow(f"it would take {lowest:,.0f} s, of {budget:,.0f} s that there were")
 
 
 def step(point: Point) -> Point:
@@ -123,35 +123,39 @@ def step(point: Point) -> Point:
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    held = torch.cuda.memory_allocated(device) if cuda else None
+    allocated = torch.cuda.memory_allocated(device) if cuda else None
 
     def peak() -> Point:
         reserved = torch.cuda.max_memory_reserved(device) if cuda else None
         return {"memory_bytes": memory.peak_memory_bytes(device), "reserved_bytes": reserved}
 
     deadline = process.deadline() - MARGIN_S
-    watch = Watch(math.ceil(length / chunk_size), deadline, lambda found: process.report({**found, **peak()}))
+    watch = Watch(
+        math.ceil(length / chunk_size),
+        deadline,
+        lambda measurement: process.report({**measurement, **peak()}),
+    )
     if exact:
         model.layers[0].register_forward_pre_hook(watch.follow)
     try:
-        found = _step(model, optimizer, ids, method, point)
+        measurement = _step(model, optimizer, ids, method, point)
     except TooSlow as error:
         return {"stopped": str(error), **watch.found, **peak()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
     finite = all(g is not None and bool(torch.isfinite(g).all()) for g in gradients.values())
     none = [name for name, g in gradients.items() if g is None or not bool(g.any())]
-    whole = sum(found[f"{phase}_s"] for phase in PHASES)
+    total_seconds = sum(measurement[f"{phase}_s"] for phase in PHASES)
     return {
         **watch.found,
-        **found,
+        **measurement,
         **peak(),
         "chunk_size": chunk_size if exact else None,
         "parameters": model.num_parameters(),
-        "held_bytes": held,
+        "held_bytes": allocated,
         "host_bytes": memory.rss_bytes()[1],
         "cap_bytes": point["cap_bytes"],
-        "step_s": whole,
-        "tokens_per_second": length / whole,
+        "step_s": total_seconds,
+        "tokens_per_second": length / total_seconds,
         "chance_loss": math.log(model.config.vocab_size),
         "finite": finite,
         "without_gradient": ", ".join(none),

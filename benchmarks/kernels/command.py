@@ -64,13 +64,13 @@ class Kernels(Benchmark):
         options.answers = str((options.out or runner.RUNS / self.name).resolve() / "partial")
 
     def environment(self, options: argparse.Namespace) -> Row:
-        found = report.environment("accelerated-scan", "flash-linear-attention", "liger-kernel")
-        return found | {"omp": {key: value for key, value in os.environ.items() if key.startswith("OMP_")}}
+        versions = report.environment("accelerated-scan", "flash-linear-attention", "liger-kernel")
+        return versions | {"omp": {key: value for key, value in os.environ.items() if key.startswith("OMP_")}}
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         names = ("device", "dtype", "size", "repeats", "allocator")
-        given = {name: getattr(options, name) for name in names}
-        return given | {"limit": LIMITS[options.dtype], "roof": best_rates(found)}
+        settings = {name: getattr(options, name) for name in names}
+        return settings | {"limit": LIMITS[options.dtype], "roof": best_rates(measurements)}
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         """An answer in float64 for each operation, then repeats outermost; contenders alternate."""
@@ -79,12 +79,13 @@ class Kernels(Benchmark):
         for repeat in range(options.repeats):
             points.append({"kind": "roof", "repeat": repeat, **shared})
             for op in options.ops:
-                of = {"op": op, "size": OPS[op].sizes[options.kind][options.size], **shared}
-                of["file"] = None if repeat else f"{options.answers}/{op}.pt"  # values are compared once
-                points += [] if repeat else [{"kind": "answer", **of}]
+                operation = {"op": op, "size": OPS[op].sizes[options.kind][options.size], **shared}
+                # values are compared once
+                operation["file"] = None if repeat else f"{options.answers}/{op}.pt"
+                points += [] if repeat else [{"kind": "answer", **operation}]
                 points += [
                     {"kind": "contender", "contender": name, "repeat": repeat, "repeat_s": options.repeat_s,
-                     **of}
+                     **operation}
                     for name, contender in chosen(op, options).items()
                     if not (repeat and contender.once) and not contender.missing()
                 ]  # fmt: skip
@@ -102,10 +103,10 @@ class Kernels(Benchmark):
     def limit_s(self, point: Point, options: argparse.Namespace) -> float:
         return LIMIT_S
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         """A row an (operation, contender, pass), beside the best rates of the roof."""
-        rates = best_rates(found)
-        timed = [pair for pair in found if pair[0]["kind"] == "contender"]
+        rates = best_rates(measurements)
+        timed = [pair for pair in measurements if pair[0]["kind"] == "contender"]
         results = steps.grouped(timed, "op", "contender")
         rows = []
         for op in options.ops:
@@ -177,18 +178,17 @@ def chosen(op: str, options: argparse.Namespace) -> dict[str, Contender]:
     }
 
 
-def best_rates(found: Found) -> roof.Rates:
+def best_rates(measurements: Found) -> roof.Rates:
     """The highest of each rate."""
     rates: roof.Rates = {}
-    for point, result in found:
+    for point, result in measurements:
         if point["kind"] == "roof" and "error" not in result:
             rates = {key: max(value, rates.get(key, 0.0)) for key, value in result.items()}
     return rates
 
 
 def outcome(contender: Contender, results: Sequence[Point], name: str, size: Mapping[str, int]) -> Row:
-    """What became of a contender's pass, by its processes: medians of their medians, or why there are
-    none."""
+    """Return a contender's result for a pass: medians of its processes' medians, or why there are none."""
     absent = contender.missing()
     if absent:
         return {"status": "missing", "note": f"{absent} is not installed"}
@@ -220,10 +220,10 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
     """The roof's cells and each contender's, in the order of HEADS: of both passes time, ratio and share of
     the roof."""
     by_key = {(row["contender"], row["pass"]): row for row in rows}
-    found = []
+    table_rows = []
     if "roof_ms" in rows[0]:
         forward, both = (milliseconds(row["roof_ms"]) for row in rows[:2])
-        found.append([f"roof ({rows[0]['bound']})", forward, "", "", both, "", "", ""])
+        table_rows.append([f"roof ({rows[0]['bound']})", forward, "", "", both, "", "", ""])
     for key in dict.fromkeys(row["contender"] for row in rows):
         first = by_key[key, "forward"]
         cells = [f"**{first['label']}**" if first["ours"] else first["label"]]
@@ -235,8 +235,8 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
             share = f"{row['roof_share']:.0%}" if "roof_share" in row else ""
             cells += [milliseconds(row["ms"]), ratio, share]
         errors = first.get("errors")
-        found.append([*cells, f"{max(errors.values()):.0e}" if errors else ""])
-    return found
+        table_rows.append([*cells, f"{max(errors.values()):.0e}" if errors else ""])
+    return table_rows
 
 
 def milliseconds(value: float) -> str:
@@ -245,9 +245,13 @@ def milliseconds(value: float) -> str:
 
 
 def foot(result: Row) -> str:
-    """How it was measured, in one line."""
-    how = result["dtype"], f"allocator {result['allocator']}", f"median of {result['repeats']} processes"
-    return report.footer(result["environment"], *how)
+    """Return the conditions of the measurement, in one line."""
+    conditions = (
+        result["dtype"],
+        f"allocator {result['allocator']}",
+        f"median of {result['repeats']} processes",
+    )
+    return report.footer(result["environment"], *conditions)
 
 
 def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:

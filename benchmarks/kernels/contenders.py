@@ -30,7 +30,7 @@ CPU, CUDA = ("cpu",), ("cuda",)
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute one operation; gradients come from autograd.
+    """An implementation of one operation; gradients come from autograd.
 
     It is timed on tensors as it wants them: bringing them there is not counted.
 
@@ -114,8 +114,10 @@ class Contender:
 
 
 def ours(op: str) -> dict[str, Contender]:
-    """This package's function with the backend it picks itself, with Triton's and in plain PyTorch; and with
-    the libraries that are a backend of it, whose kernels are so timed as training calls them."""
+    """Return this package's function as contenders: with the backend it picks, Triton's, and plain PyTorch.
+
+    Libraries that are a backend of it are contenders too: their kernels are timed as training calls them.
+    """
 
     def backend(name: str | None) -> Function:
         return functools.partial(OPS[op].ours, backend=name)
@@ -221,7 +223,7 @@ def _ssd_loop(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
 def _ssd_fla(
     scan: Function, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor
 ) -> Tensor:
-    """As gated linear attention: queries C, keys B, values d x, log decay d A."""
+    """Compute SSD as gated linear attention: queries C, keys B, values d x, log decay d A."""
     d = F.softplus(dt.float() + dt_bias)
     q, k = (m.expand(-1, -1, x.shape[2], -1).contiguous() for m in (C, B))
     y, _ = scan(q, k, (d.unsqueeze(-1) * x).to(x.dtype), g=d * A, scale=1.0)

@@ -52,17 +52,17 @@ def time_contender(point: Point) -> Point:
     inputs, dy = draw(op, point["size"], device, dtype)
     leaves, dy = contender.enter(inputs), contender.cotangent(dy)
     del inputs
-    wanted = [x for x in leaves.values() if x.requires_grad]
+    differentiable = [x for x in leaves.values() if x.requires_grad]
 
     def forward(mark: Mark) -> None:
         with torch.no_grad():
             function(**leaves)
 
     def both(mark: Mark) -> None:
-        made = function(**leaves)
+        outputs = function(**leaves)
         mark()
-        ys = made if isinstance(made, tuple) else (made,)
-        torch.autograd.grad(ys, wanted, [dy.to(y.dtype) for y in ys])
+        ys = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.grad(ys, differentiable, [dy.to(y.dtype) for y in ys])
 
     result["forward"] = [seconds for (seconds,) in phases(forward, device, point["repeat_s"])]
     if backward:
@@ -81,8 +81,8 @@ def checked(
     float64, at the point's size; infinite where there are NaNs."""
     op, errors = OPS[point["op"]], {}
     inputs, dy = draw(op, point["size"], point["device"], getattr(torch, point["dtype"]))
-    found = results(op, function, contender.enter(inputs), contender.cotangent(dy), backward)
-    for name, value in found.items():
+    outputs = results(op, function, contender.enter(inputs), contender.cotangent(dy), backward)
+    for name, value in outputs.items():
         value = contender.leave(name, value, inputs).double().cpu()
         if value.shape != want[name].shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, not {tuple(want[name].shape)}")

@@ -44,7 +44,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation.
+    """An operation of the kernel benchmark.
 
     Attributes:
         sizes: `sizes[device][name]`.
@@ -90,14 +90,14 @@ def results(
     op: Op, function: Callable[..., Any], leaves: Tensors, dy: Tensor, backward: bool = True
 ) -> Tensors:
     """Outputs, and with `backward` the gradient of each leaf that asks for one, by name."""
-    made = function(**leaves)
-    ys = made if isinstance(made, tuple) else (made,)
-    found = dict(zip(op.outputs, (y.detach() for y in ys), strict=True))
+    outputs = function(**leaves)
+    ys = outputs if isinstance(outputs, tuple) else (outputs,)
+    tensors = dict(zip(op.outputs, (y.detach() for y in ys), strict=True))
     if backward:
-        wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-        gradients = torch.autograd.grad(ys, list(wanted.values()), [dy.to(y.dtype) for y in ys])
-        found |= dict(zip(wanted, gradients, strict=True))
-    return found
+        differentiable = {name: x for name, x in leaves.items() if x.requires_grad}
+        gradients = torch.autograd.grad(ys, list(differentiable.values()), [dy.to(y.dtype) for y in ys])
+        tensors |= dict(zip(differentiable, gradients, strict=True))
+    return tensors
 
 
 def answer(op: Op, size: Size, device: str, dtype: torch.dtype) -> Tensors:
@@ -112,7 +112,7 @@ def answer(op: Op, size: Size, device: str, dtype: torch.dtype) -> Tensors:
 
 
 def _selective_inputs(s: Size, normal: Normal) -> Tensors:
-    """As a Mamba block at initialisation gives them: steps of 0.001 to 0.1, decay rates of 1 to d_state."""
+    """Draw inputs as of a Mamba block at initialisation: steps of 0.001 to 0.1, decay rates 1 to d_state."""
     tokens = s["batch"], s["seqlen"]
     rate = torch.arange(1.0, s["d_state"] + 1, device=normal(1).device)
     return {
@@ -221,7 +221,7 @@ def _head_inputs(s: Size, normal: Normal) -> Tensors:
 
 
 def _head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """This package's loss by slices, as a mean over the valid targets."""
+    """Return this package's sliced loss as a mean over the valid targets."""
     return linear_cross_entropy(hidden, weight, targets) / (targets != -100).sum()
 
 

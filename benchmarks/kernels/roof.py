@@ -44,7 +44,7 @@ def seconds(work: Work, rates: Mapping[str, float], itemsize: int, device: str) 
 
 
 def _cpu_arithmetic(dtype: torch.dtype) -> Rates:
-    """From registers, by a few lines of C++; without a compiler, from PyTorch on what fits a cache."""
+    """Measure arithmetic rates on registers in C++, or without a compiler in PyTorch on cached tensors."""
     library = build()
     threads, double = torch.get_num_threads(), dtype == torch.float64
     if library is None:

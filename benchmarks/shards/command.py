@@ -61,20 +61,20 @@ class Shards(Benchmark):
     def environment(self, options: argparse.Namespace) -> Row:
         return report.environment("ray") | {"threads": 1}
 
-    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         return {"tolerance": TOLERANCE, **{name: getattr(options, name) for name in SIZES},
-                "runs": [result for _, result in found if "tiles" in result]}  # fmt: skip
+                "runs": [result for _, result in measurements if "tiles" in result]}  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        """One worker alone waits for nobody, whatever the method: the first method's will do."""
+        """Return the points; a single worker runs the first method only, as it waits for nobody by any."""
         groups = [(m, n, 1) for m in options.methods for n in options.shards
                   if n > 1 or m == options.methods[0]]  # fmt: skip
         groups += [("exact", 1, n) for n in options.in_turn if n > 1 and "exact" in options.methods]
         shared = {name: getattr(options, name) for name in SIZES}
         return [{"method": m, "shards": n, "sequence": turn, **shared} for m, n, turn in groups]
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [replay.row_of(result) for _, result in found if "tiles" in result]
+    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
+        return [replay.row_of(result) for _, result in measurements if "tiles" in result]
 
     def failed(self, result: Row) -> bool:
         return any(abs(row["error"]) > TOLERANCE for row in result["rows"])
@@ -84,8 +84,8 @@ class Shards(Benchmark):
         super().save({key: value for key, value in result.items() if key != "runs"}, stem)
         stem.mkdir(parents=True, exist_ok=True)
         for run in result["runs"]:
-            which = run["shards"] if run["sequence"] == 1 else f"in-turn-{run['sequence']}"
-            path = stem / f"{run['method']}-{which}.json"
+            suffix = run["shards"] if run["sequence"] == 1 else f"in-turn-{run['sequence']}"
+            path = stem / f"{run['method']}-{suffix}.json"
             write_atomically(path, json.dumps(run | {"environment": result["environment"]}) + "\n")
 
     def load(self, stem: Path) -> Row:
@@ -93,7 +93,7 @@ class Shards(Benchmark):
         return super().load(stem) | {"runs": runs}
 
     def markdown(self, result: Row) -> str:
-        """What was run where, and a line a run."""
+        """Return a table with a line per run, below what was run on which machine."""
         rows, limit = result["rows"], result["tolerance"]
         windowed = f", window {result['window']:,}" if any(row["method"] != "exact" for row in rows) else ""
         misses = [f"{row['method']} on {workers(row)}" for row in rows if abs(row["error"]) > limit]
@@ -107,13 +107,13 @@ class Shards(Benchmark):
             f"wall times from {result['repeats']} others."
         )
         title = f"Wall time of a batch, forward and backward, over real shards and simulated. {outcome}"
-        where = footer(result["environment"], f"{result['slots']} slots in the simulation")
+        conditions = footer(result["environment"], f"{result['slots']} slots in the simulation")
         lines = [[cell(row) for _, cell in COLUMNS] for row in rows]
         table = report.markdown_table([head for head, _ in COLUMNS], lines)
-        return f"{title}\n\n{sizes}\n{where}\n\n{table}"
+        return f"{title}\n\n{sizes}\n{conditions}\n\n{table}"
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
-        """Of the `exact` run of the most shards."""
+        """Yield a picture of the `exact` run of the most shards."""
         drawn = [run for run in result["runs"] if run["method"] == "exact"] or result["runs"]
         if drawn:
             yield "", draw(max(drawn, key=lambda run: run["shards"])), footer(result["environment"])
@@ -123,7 +123,7 @@ class Shards(Benchmark):
 
 
 def workers(row: Row) -> str:
-    """How the work is split."""
+    """Return the split of the work over workers, as text."""
     return f"{row['sequence']} in turn" if row["sequence"] > 1 else str(row["shards"])
 
 
@@ -150,10 +150,10 @@ def draw(run: Point) -> Any:
     from matplotlib.patches import Patch
 
     tiles = {str(a.tile): a.tile for p in replay.plan_of(run).programs for a in p if isinstance(a, Run)}
-    found = [Span(worker, start, stop, tiles[name]) for worker, name, start, stop in run["spans"]]
+    tile_spans = [Span(worker, start, stop, tiles[name]) for worker, name, start, stop in run["spans"]]
     simulated = replay.simulated(run)
-    last = max(span.stop for span in found)
-    panels = (("measured", found, last), ("simulated", simulated.spans, simulated.seconds))
+    last = max(span.stop for span in tile_spans)
+    panels = (("measured", tile_spans, last), ("simulated", simulated.spans, simulated.seconds))
     end, number = max(last, simulated.seconds), len(simulated.busy)
     figure, axes = report.pyplot().subplots(
         2, 1, sharex=True, figsize=(11, 2.2 + 0.7 * number), squeeze=False

@@ -34,8 +34,8 @@ def measure(point: Point) -> Point:
         d_model=point["d_model"], n_layer=point["layers"], mixer=point["mixer"], tie_embeddings=False
     )
     with torch.device("meta"):
-        whole = Stack(model, 0)
-        state = whole.initial_state(point["batch"])[0]
+        stack = Stack(model, 0)
+        state = stack.initial_state(point["batch"])[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocab_size, (point["batch"], point["seqlen"]), generator=generator).numpy()
     training = TrainingConfig(device="cpu", precision="float32", threads=1)
@@ -53,7 +53,7 @@ def measure(point: Point) -> Point:
                 "chunk_size": size,
                 "window": window,
                 "d_conv": model.d_conv,
-                "costs": list(costs_of(whole.stages())),
+                "costs": list(costs_of(stack.stages())),
                 "slots": point["slots"],
             }
             chunk = (point["batch"], size, model.d_model)
@@ -81,7 +81,7 @@ def one_batch(group: Any, ids: Any, chunk_size: int) -> dict[str, Any]:
 
 
 def on_each(actors: Sequence[Any], call: Any) -> list[Any]:
-    """What a function of the actor gives in each of them."""
+    """Call a function in each actor; return the results."""
     import ray
 
     return ray.get([actor.__ray_call__.remote(call) for actor in actors])
@@ -114,10 +114,15 @@ def machine_seconds() -> float | None:
 
 
 def message_seconds(actors: Sequence[Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What a message costs: medians over messages from the first worker to the second, neither of which
-    computes, from when it was handed over to when it was received; handing over keeps the sender busy, which
-    its trace holds. `latency_seconds`, of a message of one number, and `message_seconds`, what one of
-    `shapes` takes beyond it."""
+    """Measure the cost of a message from the first worker to the second, neither of which computes.
+
+    It lasts from when it was handed over to when it was received; handing over keeps the sender busy, which
+    its trace holds.
+
+    Returns:
+        Medians: `latency_seconds` of a message of one number, and `message_seconds`, which one of each of
+        `shapes` takes beyond it.
+    """
     import ray
 
     if len(actors) < 2:
@@ -134,8 +139,7 @@ def message_seconds(actors: Sequence[Any], shapes: dict[str, tuple[int, ...]]) -
 
 
 def exchange(actor: Any, rank: int, shape: tuple[int, ...], count: int) -> list[float]:
-    """One end of a ping-pong. Rank 0: when each of its messages was handed over; rank 1: when each was
-    received."""
+    """Run one end of a ping-pong; return when rank 0 handed each message over, or rank 1 received it."""
     transport, other, times = actor.shard.transport, 1 - rank, list[float]()
     tensor, token = torch.zeros(shape), torch.zeros(1)
 

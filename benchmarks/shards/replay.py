@@ -32,7 +32,7 @@ TOLERANCE = 0.20  # of the measured time
 
 
 class Traced(Protocol):
-    """What `adjoint.cluster.shard.Traced` is."""
+    """The fields of `adjoint.cluster.shard.Traced` that the simulation reads."""
 
     @property
     def action(self) -> str: ...
@@ -79,21 +79,21 @@ def tile_seconds(program: Sequence[Action], trace: Sequence[Traced]) -> list[tup
     names = [str(action) for action in program]
     if names != [done.action for done in trace]:
         raise ValueError(f"a trace of {len(trace)} actions that are not the program's {len(names)}")
-    found: list[tuple[Tile, float]] = []
+    durations: list[tuple[Tile, float]] = []
     before = 0.0
     for action, done in zip(program, trace, strict=True):
         if isinstance(action, Run):
-            found.append((action.tile, before + done.processor))
+            durations.append((action.tile, before + done.processor))
             before = 0.0
-        elif isinstance(action, Recv) or not found:
+        elif isinstance(action, Recv) or not durations:
             before += done.processor
         elif isinstance(action, Send):
-            found[-1] = found[-1][0], found[-1][1] + done.processor
+            durations[-1] = durations[-1][0], durations[-1][1] + done.processor
         else:
             raise ValueError(f"{action}: times of single tiles are not known where helpers share them")
-    if before and found:  # receives with no tile after them
-        found[-1] = found[-1][0], found[-1][1] + before
-    return found
+    if before and durations:  # receives with no tile after them
+        durations[-1] = durations[-1][0], durations[-1][1] + before
+    return durations
 
 
 def simulated(run: dict[str, Any]) -> Timeline:
@@ -120,36 +120,38 @@ def simulated(run: dict[str, Any]) -> Timeline:
 
 
 def summary(run: dict[str, Any], repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is left of the repeats: of the even ones each tile's mean, since what is predicted are sums of
-    them; wall times and a drawing of the odd ones."""
-    made, calibration, test = plan_of(run), repeats[::2], repeats[1::2]
+    """Summarize the repeats: each tile's mean over the even ones, wall times and spans of the odd ones.
+
+    Means, since predictions are sums of tiles.
+    """
+    schedule, calibration, test = plan_of(run), repeats[::2], repeats[1::2]
     walls = [wall_seconds(repeat["traces"]) for repeat in test]
     middle = test[walls.index(statistics.median_low(walls))]
     others = [(r["machine"] - r["processes"]) / r["call"] for r in test if r["machine"] is not None]
     tiles: dict[Tile, list[float]] = collections.defaultdict(list)
     for repeat in calibration:
-        for program, trace in zip(made.programs, repeat["traces"], strict=True):
+        for program, trace in zip(schedule.programs, repeat["traces"], strict=True):
             for tile, spent in tile_seconds(program, trace):
                 tiles[tile].append(spent)
     return {
         "tiles": [[str(tile), statistics.mean(seconds)] for tile, seconds in tiles.items()],
         "wall_seconds": walls,
         "others_cores": statistics.mean(others) if others else None,
-        "spans": spans(made, middle["traces"]),
+        "spans": spans(schedule, middle["traces"]),
     }
 
 
 def wall_seconds(traces: Sequence[Sequence[Any]]) -> float:
-    """From the first action of any worker to the last, on the machine's one clock."""
+    """Return the seconds from the first action of any worker to the last, on the machine's one clock."""
     return max(trace[-1].stop for trace in traces) - min(trace[0].start for trace in traces)
 
 
-def spans(made: Schedule, traces: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def spans(schedule: Schedule, traces: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """[worker, tile, start, stop] of every tile, in seconds from the first action of any."""
     zero = min(trace[0].start for trace in traces)
     return [
         [worker, str(action.tile), done.start - zero, done.stop - zero]
-        for worker, (program, trace) in enumerate(zip(made.programs, traces, strict=True))
+        for worker, (program, trace) in enumerate(zip(schedule.programs, traces, strict=True))
         for action, done in zip(program, trace, strict=True)
         if isinstance(action, Run)
     ]

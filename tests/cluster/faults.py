@@ -37,16 +37,16 @@ def lose_node() -> None:
     """Asks `nodes` to take this node away, and stays where it is until that has happened."""
     import ray
 
-    asked = Path(os.environ[VARIABLE]).with_suffix(".node")
-    asked.write_text(ray.get_runtime_context().get_node_id())
+    request = Path(os.environ[VARIABLE]).with_suffix(".node")
+    request.write_text(ray.get_runtime_context().get_node_id())
     time.sleep(600)
 
 
 def fill_node() -> None:
     """Takes memory until somebody ends this process."""
-    taken = []
+    blocks = []
     while True:
-        taken.append(b"1" * (128 << 20))
+        blocks.append(b"1" * (128 << 20))
         time.sleep(0.02)  # Ray looks several times a second
 
 

@@ -49,7 +49,7 @@ def lose_node(cluster: Any, name: str, how: str, replace: float | None) -> None:
 
 
 def announce(address: str, node: str) -> None:
-    """What an autoscaler tells Ray when a cloud takes a machine back."""
+    """Tell Ray what an autoscaler tells it when a cloud takes a machine back."""
     from ray._raylet import GcsClient
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
@@ -88,17 +88,17 @@ def run(settings: dict[str, Any], argv: list[str]) -> int:
             runtime_env={"env_vars": environment},
         )
         group_module.ShardActor = faults.FaultyActor  # type: ignore[misc]
-        asked = Path(os.environ[faults.VARIABLE]).with_suffix(".node")
-        how, replace = settings.get("lose", "removed"), settings.get("replace")
+        request = Path(os.environ[faults.VARIABLE]).with_suffix(".node")
+        way, replace = settings.get("lose", "removed"), settings.get("replace")
         with ThreadPoolExecutor(1) as thread:  # Ray adds nodes in the main thread only
             training = thread.submit(main, argv)
             while not training.done():
                 time.sleep(0.05)
-                if asked.exists() and (
-                    name := asked.read_text()
+                if request.exists() and (
+                    name := request.read_text()
                 ):  # by a shard on it, in the midst of its work
-                    asked.unlink()
-                    lose_node(cluster, name, how, replace)
+                    request.unlink()
+                    lose_node(cluster, name, way, replace)
             return training.result()
     finally:
         ray.shutdown()

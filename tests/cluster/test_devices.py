@@ -183,24 +183,24 @@ def test_mine_is_the_slice_ray_gave() -> None:
 
 
 def test_nccl_between_whole_gpus_only() -> None:
-    whole, other = Device("GPU-a", A100, 0, 80), Device("GPU-b", A100, 1, 80)
+    gpu, other_gpu = Device("GPU-a", A100, 0, 80), Device("GPU-b", A100, 1, 80)
     piece, sibling = Device("MIG-a", A100, 2, 10, "1g.10gb"), Device("MIG-b", A100, 2, 10, "1g.10gb")
-    assert backend([whole, other]) == "nccl"
-    mixed = [whole, piece], [piece, sibling], [whole, other, None], [None, None], [whole, whole], [whole]
-    for found in mixed:
-        assert backend(found) == backend(found[::-1]) == "gloo"
-    assert backend([whole, other], "gloo") == "gloo"
+    assert backend([gpu, other_gpu]) == "nccl"
+    mixed = [gpu, piece], [piece, sibling], [gpu, other_gpu, None], [None, None], [gpu, gpu], [gpu]
+    for group in mixed:
+        assert backend(group) == backend(group[::-1]) == "gloo"
+    assert backend([gpu, other_gpu], "gloo") == "gloo"
     with pytest.raises(UserError, match=r"cluster\.transport: nccl needs a whole GPU for each worker"):
-        backend([whole, piece], "nccl")
+        backend([gpu, piece], "nccl")
 
 
 def test_shares_by_memory() -> None:
-    found = find(FakeNVML((A100, ["3g.20gb", "1g.5gb", "2g.10gb"]))).devices
+    slices = find(FakeNVML((A100, ["3g.20gb", "1g.5gb", "2g.10gb"]))).devices
     total = 19968 + 4864 + 9856
-    assert shares(found) == pytest.approx([19968 / total, 4864 / total, 9856 / total])
+    assert shares(slices) == pytest.approx([19968 / total, 4864 / total, 9856 / total])
     assert shares([None, None]) == [0.5, 0.5]
     with pytest.raises(UserError, match="1 of 4 shards have no GPU"):
-        shares([*found, None])
+        shares([*slices, None])
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -229,8 +229,8 @@ def test_command_for_a_shell(with_nvml: Any, capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     shell = ["bash", "-c", 'ray() { echo "$CUDA_VISIBLE_DEVICES"; printf "%s\\n" "$@"; }; eval "$0"', out]
     said = subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines()
-    given = ["--address=10.0.0.1:6379", "--object-manager-port=8076", "--num-gpus=1"]
-    assert said[:5] == ["MIG-0000-0", "start", *given]
+    arguments = ["--address=10.0.0.1:6379", "--object-manager-port=8076", "--num-gpus=1"]
+    assert said[:5] == ["MIG-0000-0", "start", *arguments]
     assert json.loads(said[5].removeprefix("--resources=")) == {"mig_slice": 1, "mig-1g.5gb": 1}
     assert err.startswith("not used: GPU 1")
 

@@ -44,24 +44,24 @@ SHARED = (CONFIG.n_layer - 1) * CHUNKS  # a layer's chunks, of a batch; the firs
 
 
 def trained(
-    made: list[PipelineWorker], batches: list[torch.Tensor] = BATCHES
+    workers: list[PipelineWorker], batches: list[torch.Tensor] = BATCHES
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and the first step's gradients."""
-    return train_shards(made, TRAINING, batches)
+    return train_shards(workers, TRAINING, batches)
 
 
-def helpers_of(made: list[PipelineWorker]) -> list[ThreadHelper]:
-    return [helper for shard in made for helper in shard.helpers if isinstance(helper, ThreadHelper)]
+def helpers_of(workers: list[PipelineWorker]) -> list[ThreadHelper]:
+    return [helper for shard in workers for helper in shard.helpers if isinstance(helper, ThreadHelper)]
 
 
 def taken(helpers: list[ThreadHelper]) -> int:
     """Chunks of layers that helpers have pulled back."""
-    found = [t for one in helpers for tiles, _ in one.taken for t in tiles]
-    return sum(t.count for t in found if t.kind in ("backward", "windowed"))
+    tiles_of_all = [t for helper in helpers for tiles, _ in helper.taken for t in tiles]
+    return sum(t.count for t in tiles_of_all if t.kind in ("backward", "windowed"))
 
 
-def same_bits(one: Any, other: Any) -> bool:
-    return one[0] == other[0] and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+def same_bits(first: Any, other: Any) -> bool:
+    return first[0] == other[0] and all(torch.equal(first[1][name], other[1][name]) for name in first[1])
 
 
 # ----------------------------------------------------------------------------------------------- who is free
@@ -119,25 +119,25 @@ def test_whoever_takes_what_the_result_is_the_same(
 ) -> None:
     method = LayerLocal(window, 8)
     losses, expected = train_stack(disturbed_stack(CONFIG), method, TRAINING, BATCHES)
-    found = []
+    runs = []
     ways = (ThreadHelper, OWNER_ALONE), (ThreadHelper, HELPERS_ALONE), (OneSlow, 2), (ByChance, 2)
     for kind, units in ways:
         OneSlow.none_left.clear()
         monkeypatch.setattr("tests.cluster.threads.ThreadHelper", kind)
         monkeypatch.setattr(helpers, "UNITS_PER_HELPER", units)
-        made = disturbed_shards(CONFIG, Layout(shards, helpers=count), method, TRAINING)
-        found.append(trained(made))
-        mine = helpers_of(made)
+        workers = disturbed_shards(CONFIG, Layout(shards, helpers=count), method, TRAINING)
+        runs.append(trained(workers))
+        thread_helpers = helpers_of(workers)
         least = 0 if units == OWNER_ALONE else len(BATCHES) * (SHARED if units == HELPERS_ALONE else 1)
-        assert least <= taken(mine) <= min(least * SHARED, len(BATCHES) * SHARED)
-        stages = {t.stage for one in mine for tiles, _ in one.taken for t in tiles}
+        assert least <= taken(thread_helpers) <= min(least * SHARED, len(BATCHES) * SHARED)
+        stages = {t.stage for helper in thread_helpers for tiles, _ in helper.taken for t in tiles}
         assert stages <= set(range(2, CONFIG.n_layer + 1)), "the first layer's tiles stay with their shard"
-        for one in mine:  # a layer's weights come with its first task after a step
-            came = collections.Counter(tiles[0].stage for tiles, new in one.taken if new)
+        for helper in thread_helpers:  # a layer's weights come with its first task after a step
+            came = collections.Counter(tiles[0].stage for tiles, new in helper.taken if new)
             assert max(came.values(), default=0) <= len(BATCHES)
-    assert found[0][0] == pytest.approx(losses, rel=1e-12)
-    assert_same(found[0][1], expected, 1e-12)
-    assert all(same_bits(found[0], other) for other in found)
+    assert runs[0][0] == pytest.approx(losses, rel=1e-12)
+    assert_same(runs[0][1], expected, 1e-12)
+    assert all(same_bits(runs[0], other) for other in runs)
 
 
 @pytest.mark.sampled(3)
@@ -147,48 +147,48 @@ def test_whoever_takes_what_the_result_is_the_same(
 def test_owner_and_helpers_round_alike(
     window: int | None, batch: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the sums of products are short of digits, whoever carries out a task finds the same ones."""
-    found = []
+    """Low-precision sums of products have the same bits, whoever carries out a task."""
+    runs = []
     for ahead in (OWNER_ALONE, HELPERS_ALONE):
         monkeypatch.setattr(helpers, "UNITS_PER_HELPER", ahead)
-        made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(window, 8), TRAINING, precision)
-        found.append(trained(made, [make_ids(batch, 61)]))
-        assert bool(taken(helpers_of(made))) == bool(ahead)
-    assert same_bits(*found)
+        workers = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(window, 8), TRAINING, precision)
+        runs.append(trained(workers, [make_ids(batch, 61)]))
+        assert bool(taken(helpers_of(workers))) == bool(ahead)
+    assert same_bits(*runs)
 
 
 def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of views that begin anywhere may round otherwise than those of whole tensors (BLAS picks its
     kernels by alignment), too seldom at these sizes to be seen in the results."""
-    windowed, vjp, here = Executor.windowed, tile.windowed_vjp, threading.local()
-    seen: list[dict[Tile, Any]] = []
+    windowed, vjp, local = Executor.windowed, tile.windowed_vjp, threading.local()
+    layouts: list[dict[Tile, Any]] = []
 
     def noting_tile(worker: Executor, t: Tile) -> None:
-        here.tile = t
+        local.tile = t
         windowed(worker, t)
 
-    def noting_layout(block: Any, replaced: Any, given: tile.Windowed, gradients: Any) -> Any:
-        read = (given.x, *given.state, given.dy, *block.parameters())
-        seen[-1][here.tile] = [(tensor.stride(), tensor.data_ptr() % 64) for tensor in read]
-        return vjp(block, replaced, given, gradients)
+    def noting_layout(block: Any, replaced: Any, inputs: tile.Windowed, gradients: Any) -> Any:
+        read = (inputs.x, *inputs.state, inputs.dy, *block.parameters())
+        layouts[-1][local.tile] = [(tensor.stride(), tensor.data_ptr() % 64) for tensor in read]
+        return vjp(block, replaced, inputs, gradients)
 
     monkeypatch.setattr(Executor, "windowed", noting_tile)
     monkeypatch.setattr(tile, "windowed_vjp", noting_layout)
     for ahead in (OWNER_ALONE, HELPERS_ALONE):
         monkeypatch.setattr(helpers, "UNITS_PER_HELPER", ahead)
-        seen.append({})
+        layouts.append({})
         trained(
             disturbed_shards(CONFIG, Layout(helpers=1), LayerLocal(7, 9), TRAINING, "float32"), BATCHES[:1]
         )
-    assert seen[0] == seen[1] and len(seen[0]) == 5 * 5
+    assert layouts[0] == layouts[1] and len(layouts[0]) == 5 * 5
 
 
 def test_a_slow_helper_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the units that it was handed at the start, and no more."""
+    """A slow helper gets the units that it was handed at the start, and no more."""
     monkeypatch.setattr("tests.cluster.threads.ThreadHelper", OneSlow)
-    made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(7, 8), TRAINING)
-    trained(made, BATCHES[:1])
-    assert 0 < len(helpers_of(made)[1].taken) <= 2 < len(helpers_of(made)[0].taken)
+    workers = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(7, 8), TRAINING)
+    trained(workers, BATCHES[:1])
+    assert 0 < len(helpers_of(workers)[1].taken) <= 2 < len(helpers_of(workers)[0].taken)
 
 
 # ---------------------------------------------------------------------------------------------------- errors
@@ -210,9 +210,9 @@ def test_who_fails_leaves_nobody_waiting(who: Any, name: str, monkeypatch: pytes
         return function(*arguments)
 
     monkeypatch.setattr(who, name, failing)
-    made = disturbed_shards(CONFIG, Layout(2, helpers=2), LayerLocal(7, 8), TRAINING)
+    workers = disturbed_shards(CONFIG, Layout(2, helpers=2), LayerLocal(7, 8), TRAINING)
     with pytest.raises(ConnectionError, match="closed by peer"):
-        together(made, lambda shard: shard.accumulate(BATCHES[0]))
+        together(workers, lambda shard: shard.accumulate(BATCHES[0]))
 
 
 # -------------------------------------------------------------------------------------------------- programs
@@ -226,8 +226,10 @@ def test_who_fails_leaves_nobody_waiting(who: Any, name: str, monkeypatch: pytes
 def test_units_are_all_shared_tiles_once(
     n_layer: int, shards: int, owned: tuple[int, ...], chunks: int, window: int | None
 ) -> None:
-    """Of all layers but the first; a unit is of one layer, its tiles in order, and what it reads the forward
-    and the head have left."""
+    """Units cover each backward tile above the first layer once, in order.
+
+    A unit belongs to one layer, and reads only its own results and what the forward and the head have left.
+    """
     owners, seqlen = Owners.from_spans(split(n_layer, shards)), 8 * chunks
     spec = LayerLocal(window, 8).engine_spec(seqlen, 8)
     config = StackConfig(vocab_size=17, d_model=12, n_layer=n_layer)
@@ -243,8 +245,8 @@ def test_units_are_all_shared_tiles_once(
             assert [t for t in tiles if t.stage == k] == [t for t in grid.backward_tiles() if t.stage == k]
         for unit in units:
             assert len({t.stage for t in unit}) == 1
-            made = {key for t in unit for key in grid.writes(t)}
-            assert {key[0] for t in unit for key in grid.reads(t) if key not in made} <= {"y", "S", "dy"}
+            written = {key for t in unit for key in grid.writes(t)}
+            assert {key[0] for t in unit for key in grid.reads(t) if key not in written} <= {"y", "S", "dy"}
         if grid.window(1) is None:  # a layer's adjoint state goes through all its chunks
             assert len(units) == len(layers)
         elif layers:

@@ -38,7 +38,7 @@ def ec2() -> Any:
 
 
 def complaints(ec2: Any, node_config: dict[str, Any]) -> str:
-    """What botocore has against a node's configuration as arguments of RunInstances, "" if nothing."""
+    """Return botocore's complaints about a node's configuration as arguments of RunInstances, "" if none."""
     from botocore.validate import ParamValidator
 
     counts = {"MinCount": 1, "MaxCount": 1}  # Ray's own
@@ -82,11 +82,11 @@ def test_p4d_is_five_instances_with_an_efa_interface_a_card() -> None:
         assert node["resources"] == {"CPU": 96, "GPU": 8}
         assert node["node_config"]["Placement"] == {"GroupName": "adjoint-p4d"}
         interfaces = node["node_config"]["NetworkInterfaces"]
-        own = {"InterfaceType": "efa", "SubnetId": config["metadata"]["subnet"]}
-        own["Groups"] = config["metadata"]["group"]
+        expected = {"InterfaceType": "efa", "SubnetId": config["metadata"]["subnet"]}
+        expected["Groups"] = config["metadata"]["group"]
         assert [i["NetworkCardIndex"] for i in interfaces] == [0, 1, 2, 3]
         assert [i["DeviceIndex"] for i in interfaces] == [0, 1, 1, 1]
-        assert all(i.items() >= own.items() for i in interfaces)
+        assert all(i.items() >= expected.items() for i in interfaces)
         assert not {"SubnetId", "SubnetIds", "SecurityGroupIds"} & node["node_config"].keys()
 
 
@@ -123,15 +123,15 @@ ray() { echo "$CUDA_VISIBLE_DEVICES" "$RAY_AUTH_MODE" "$@"; }
     assert done.returncode == 0, done.stderr
     device, auth, start_word, *words = shlex.split(done.stdout)
     assert (device, auth, start_word) == ("MIG-a", "token", "start")
-    known = {option for parameter in start.params for option in parameter.opts}
-    assert {word.partition("=")[0] for word in words} <= known
-    given = dict(word.partition("=")[::2] for word in words)
-    assert given["--num-gpus"] == "1"
+    options_of_ray = {option for parameter in start.params for option in parameter.opts}
+    assert {word.partition("=")[0] for word in words} <= options_of_ray
+    options = dict(word.partition("=")[::2] for word in words)
+    assert options["--num-gpus"] == "1"
     if commands.startswith("head"):
-        assert "--head" in given and given["--dashboard-host"] == "127.0.0.1"
-        assert given["--autoscaling-config"] == "/home/ubuntu/ray_bootstrap_config.yaml"
+        assert "--head" in options and options["--dashboard-host"] == "127.0.0.1"
+        assert options["--autoscaling-config"] == "/home/ubuntu/ray_bootstrap_config.yaml"
     else:
-        assert given["--address"] == "10.0.0.1:6379"
+        assert options["--address"] == "10.0.0.1:6379"
 
 
 @pytest.mark.parametrize("path", AWS, ids=lambda path: path.stem)
@@ -140,8 +140,8 @@ def test_setup_commands_parse_and_install_what_this_repository_offers(path: Path
     for command in config["setup_commands"]:
         subprocess.run(["bash", "-n", "-c", command], check=True, timeout=60)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (wanted,) = re.findall(r"adjoint\[(\w+)\]", config["setup_commands"][-1])
-    assert wanted in extras
+    (extra,) = re.findall(r"adjoint\[(\w+)\]", config["setup_commands"][-1])
+    assert extra in extras
     assert config["file_mounts"]["/home/ubuntu/adjoint"] == "."  # where constraints.txt then lies
     assert (ROOT / "constraints.txt").exists()
 

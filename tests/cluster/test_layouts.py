@@ -67,21 +67,21 @@ def trained(
     taken in the same order. They have the same bits on all workers of a shard, and when run again."""
     stack = disturbed_stack(config)
     losses, expected = train_stack(stack, method, training, batches)
-    made = disturbed_shards(config, layout, method, training)
-    found_losses, found = train_shards(made, training, batches)
-    weights, whole = weights_of(made), dict(stack.named_parameters())
+    workers = disturbed_shards(config, layout, method, training)
+    found_losses, gradients = train_shards(workers, training, batches)
+    weights, stack_weights = weights_of(workers), dict(stack.named_parameters())
     assert found_losses == pytest.approx(losses, rel=1e-12)
-    assert_same(found, expected, 1e-12)
-    assert_same(weights, whole, 1e-11)
+    assert_same(gradients, expected, 1e-12)
+    assert_same(weights, stack_weights, 1e-11)
     alone = layout.world == layout.shards and training.grad_accumulation == 1
     if alone and isinstance(method, Exact) and (layout.shards == 1 or not config.tie_embeddings):
         assert found_losses == losses
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert all(torch.equal(weights[name], whole[name]) for name in whole)
-    again = disturbed_shards(config, layout, method, training) if layout.world > layout.shards else made
-    if again is not made:
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+        assert all(torch.equal(weights[name], stack_weights[name]) for name in stack_weights)
+    again = disturbed_shards(config, layout, method, training) if layout.world > layout.shards else workers
+    if again is not workers:
         assert train_shards(again, training, batches)[0] == found_losses
-    for shard in (*made, *again):
+    for shard in (*workers, *again):
         assert all(torch.equal(p, weights[name]) for name, p in shard.named_weights().items())
         assert shard.table is None or torch.equal(shard.table, weights["embedding.weight"])
 
@@ -119,7 +119,7 @@ CASES: list[tuple[StackConfig, Any, Layout, list[tuple[int, int]]]] = [
 
 
 def name_of(value: Any) -> str | None:
-    """Of a layout."""
+    """Return a layout's name as a test parameter, such as 2x1x3."""
     return "x".join(map(str, dataclasses.astuple(value))) if isinstance(value, Layout) else None
 
 
@@ -211,15 +211,19 @@ def test_lower_precisions_are_as_near_as_in_one_process(variant: str, precision:
     batches = [make_ids(2, 40)]
     losses, exact = train_stack(disturbed_stack(config), Exact(8), TRAINING, batches)
     with machine.autocast(precision, torch.device("cpu")):
-        alone, own = train_stack(disturbed_stack(config, torch.float32), Exact(8), TRAINING, batches)
+        alone, stack_gradients = train_stack(
+            disturbed_stack(config, torch.float32), Exact(8), TRAINING, batches
+        )
     for layout in (Layout(2), Layout(1, 3)):
-        made = disturbed_shards(config, layout, Exact(8), TRAINING, precision)
-        found_losses, found = train_shards(made, TRAINING, batches)
+        workers = disturbed_shards(config, layout, Exact(8), TRAINING, precision)
+        found_losses, gradients = train_shards(workers, TRAINING, batches)
         assert found_losses == pytest.approx(losses, rel=1e-5 if precision == "float32" else 0.02)
         if layout.sequence == 1:
             assert found_losses == alone
-            assert all(torch.equal(found[name], own[name]) for name in own)
-        distances = [error({n: g.double() for n, g in each.items()}, exact) for each in (found, own)]
+            assert all(torch.equal(gradients[name], stack_gradients[name]) for name in stack_gradients)
+        distances = [
+            error({n: g.double() for n, g in each.items()}, exact) for each in (gradients, stack_gradients)
+        ]
         assert distances[0] <= 1.5 * distances[1]
 
 
@@ -233,27 +237,27 @@ def test_lower_precisions_are_as_near_as_in_one_process(variant: str, precision:
 def test_the_shards_have_the_weights_of_the_whole(variant: str, tied: bool, shards: int) -> None:
     config = StackConfig(**{**SIZES, "n_layer": 5, **VARIANTS[variant], "tie_embeddings": tied})
     torch.manual_seed(7)
-    whole = dict(Stack(config).named_parameters())
-    generator, found = torch.get_rng_state(), dict[str, torch.Tensor]()
+    stack_weights = dict(Stack(config).named_parameters())
+    generator, shard_weights = torch.get_rng_state(), dict[str, torch.Tensor]()
     for rank in range(shards):
         spans = tuple(split(config.n_layer, shards))
         shard = PipelineWorker(
             ShardSpec(config, TrainingConfig(seed=7), Exact(7), Layout(shards), spans, rank)
         )
         named = shard.named_weights()
-        assert not found.keys() & named.keys()
-        found |= named
+        assert not shard_weights.keys() & named.keys()
+        shard_weights |= named
         if shard.table is not None:
-            assert torch.equal(shard.table, whole["embedding.weight"])
+            assert torch.equal(shard.table, stack_weights["embedding.weight"])
         if shard.part.is_last and tied:
             head = shard.part.head_parameters()[1]
-            assert torch.equal(head, whole["embedding.weight"])
+            assert torch.equal(head, stack_weights["embedding.weight"])
             assert shards > 1 or head is shard.part.embedding.weight
             groups = shard.optimizer.param_groups
             assert all(g["weight_decay"] == 0 for g in groups if any(p is head for p in g["params"]))
         assert not list(shard.part.buffers())
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], parameter) for name, parameter in whole.items())
+    assert shard_weights.keys() == stack_weights.keys()
+    assert all(torch.equal(shard_weights[name], parameter) for name, parameter in stack_weights.items())
     assert torch.equal(torch.get_rng_state(), generator), "drawing a part's weights moves the generator"
 
 
@@ -264,11 +268,11 @@ def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
 ) -> None:
     config = StackConfig(**{**SIZES, "n_layer": 3, "tie_embeddings": tied})
     training = TrainingConfig(steps=9, warmup_steps=1, lr=0.05, grad_clip=0.5)
-    made = make_shards(config, before, Exact(7), training)
-    train_shards(made, training, [make_ids(2, 20, seed=step) for step in range(2)])
+    workers = make_shards(config, before, Exact(7), training)
+    train_shards(workers, training, [make_ids(2, 20, seed=step) for step in range(2)])
 
     def write(folder: Path) -> dict[str, Any]:
-        return {name: entry for shard in made for name, entry in shard.save(str(folder)).items()}
+        return {name: entry for shard in workers for name, entry in shard.save(str(folder)).items()}
 
     path = save_checkpoint(tmp_path, 2, write, {})
     verify_checkpoint(path)
@@ -279,17 +283,21 @@ def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
     optimizer = make_optimizer(stack, training)
     load_checkpoint(path, stack, optimizer)
     more = [make_ids(2, 20, seed=step) for step in (2, 3)]
-    losses, _ = train_shards(made, training, more)
+    losses, _ = train_shards(workers, training, more)
     found_losses, _ = train_shards(others, training, more)
     whole_losses, _ = train_stack(stack, Exact(7), training, more, optimizer)
-    weights, found, whole = weights_of(made), weights_of(others), dict(stack.named_parameters())
+    weights, other_weights, stack_weights = (
+        weights_of(workers),
+        weights_of(others),
+        dict(stack.named_parameters()),
+    )
     if before == after or not tied:
         assert found_losses == losses
-        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        assert all(torch.equal(other_weights[name], weights[name]) for name in weights)
     assert found_losses == pytest.approx(losses, rel=1e-12)
     assert whole_losses == pytest.approx(losses, rel=1e-12)
-    assert_same(found, weights, 1e-12)
-    assert_same(whole, weights, 1e-12)
+    assert_same(other_weights, weights, 1e-12)
+    assert_same(stack_weights, weights, 1e-12)
 
 
 # ------------------------------------------------------------------------------------ evaluation and samples
@@ -300,26 +308,26 @@ def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
 )
 def test_evaluation_adds_up_to_the_loss_and_leaves_no_trace(layout: Layout) -> None:
     """Whatever rows and lengths there are: a replica may be without rows, workers without a chunk."""
-    made, stack = disturbed_shards(MIXED, layout, Exact(7), TRAINING), disturbed_stack(MIXED)
+    workers, stack = disturbed_shards(MIXED, layout, Exact(7), TRAINING), disturbed_stack(MIXED)
     for rows, seqlen in ((3, 31), (5, 25), (1, 31), (2, 5)):
         ids = make_ids(rows, seqlen)
-        found = together(made, lambda shard, ids=ids: shard.evaluate(ids))
+        loss_shares = together(workers, lambda shard, ids=ids: shard.evaluate(ids))
         with torch.no_grad():
             loss = stack(ids, labels=ids, method=Exact(7)).loss.item()
-        assert [part is None for part in found] == [not shard.is_last for shard in made]
-        shares = sum(part for part in found if part is not None)
+        assert [share is None for share in loss_shares] == [not shard.is_last for shard in workers]
+        shares = sum(share for share in loss_shares if share is not None)
         assert shares == loss if layout.world == layout.shards else shares == pytest.approx(loss, rel=1e-12)
-    assert all(p.grad is None for shard in made for p in shard.part.parameters())
+    assert all(p.grad is None for shard in workers for p in shard.part.parameters())
 
 
 def test_a_sample_is_that_of_one_process() -> None:
-    """One worker of each shard takes part."""
-    prompt, found = make_ids(2, 9), [disturbed_stack(MIXED).generate(make_ids(2, 9), 6, generator=seeded())]
+    """Sampling over shards yields the tokens of one process; one worker of each shard takes part."""
+    prompt, samples = make_ids(2, 9), [disturbed_stack(MIXED).generate(make_ids(2, 9), 6, generator=seeded())]
     for layout in (Layout(1, 2), Layout(2, 2, 2)):
         group: Any = object.__new__(ThreadGroup)
         group.made, group.layout = disturbed_shards(MIXED, layout, Exact(7), TRAINING), layout
-        found.append(StackInShards(MIXED, group).generate(prompt, 6, generator=seeded(), chunk_size=4))
-    assert found[0].shape == (2, 15) and all(torch.equal(tokens, found[0]) for tokens in found)
+        samples.append(StackInShards(MIXED, group).generate(prompt, 6, generator=seeded(), chunk_size=4))
+    assert samples[0].shape == (2, 15) and all(torch.equal(tokens, samples[0]) for tokens in samples)
 
 
 def seeded() -> torch.Generator:
@@ -349,14 +357,14 @@ def test_a_message_does_not_grow_with_the_sequence() -> None:
     owners = Owners.from_spans((range(MIXED.n_layer),), 3)
     for seqlen in (30, 300):
         spec = Exact(10).engine_spec(seqlen, 10)
-        made = step_plan(spec, grid_of(MIXED, spec, seqlen, owners), owners)
-        sent = [a.key for program in made.programs for a in program if isinstance(a, Send)]
+        schedule = step_plan(spec, grid_of(MIXED, spec, seqlen, owners), owners)
+        sent = [a.key for program in schedule.programs for a in program if isinstance(a, Send)]
         edges = [(k, c) for k in range(1, MIXED.n_layer + 1) for c in range(seqlen // 10 - 1)]
         assert sorted(sent) == sorted((name, *edge) for name in ("S", "dS") for edge in edges)
 
 
 def test_small_gradients_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In buckets, large ones by themselves and in place; sums end up where they belong."""
+    """Small gradients are summed in buckets, large ones by themselves and in place."""
     monkeypatch.setattr(transport_module, "BUCKET", 10)
     sizes = [(2, 3), (4,), (1,), (11,), (3, 2), (2, 5), (12,)]
     transport, sent = local_transports(1)[0], list[int]()

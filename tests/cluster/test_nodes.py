@@ -84,7 +84,7 @@ def of_session(session: int) -> list[int]:
     """The processes of a session, without those that have ended and wait for their parent to ask."""
     listed = subprocess.run(["ps", "-eo", "pid=,sess=,stat="], capture_output=True, text=True, check=True)
     rows = map(str.split, listed.stdout.splitlines())
-    return [int(pid) for pid, own, state in rows if int(own) == session and state[0] != "Z"]
+    return [int(pid) for pid, session_id, state in rows if int(session_id) == session and state[0] != "Z"]
 
 
 def test_a_run_that_gets_no_further_leaves_no_process(
@@ -145,20 +145,22 @@ def test_without_a_place_the_run_stops_and_says_how_to_go_on(ask_for: Any, tmp_p
 
 
 def test_auto_goes_on_with_the_nodes_that_are_left(ask_for: Any, tmp_path: Path) -> None:
-    """In float64 the number of shards makes no difference to the last bit where no table is tied."""
+    """A run goes on with fewer nodes, to the last bit in float64 where no table is tied."""
     flags = {"model__n_layer": 3, "model__tie_embeddings": "false", "training__precision": "float64"}
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    assert train_tiny(whole, **{**FLAGS, **flags, "cluster__shards": 0}) == 0
+    undisturbed = tmp_path / "whole"
+    undisturbed.mkdir()
+    assert train_tiny(undisturbed, **{**FLAGS, **flags, "cluster__shards": 0}) == 0
     ask_for("backward", rank=2, call=18, how="node")
     said = on_nodes(tmp_path, {"nodes": [1, 1, 1]}, cluster__shards="auto", **flags)
     assert len(said) == 1
     assert "shard 2: node lost" in said[0]
-    mine, theirs = (StoredTensors(r / "run/checkpoints/step-00000006", "model") for r in (tmp_path, whole))
+    weights, theirs = (
+        StoredTensors(r / "run/checkpoints/step-00000006", "model") for r in (tmp_path, undisturbed)
+    )
     assert sorted(files(tmp_path / "run"))[0].endswith("of-00002.safetensors")
-    assert mine.files_by_name.keys() == theirs.files_by_name.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine.files_by_name)
-    assert told(tmp_path / "run") == told(whole / "run")
+    assert weights.files_by_name.keys() == theirs.files_by_name.keys()
+    assert all(torch.equal(weights[name], theirs[name]) for name in weights.files_by_name)
+    assert told(tmp_path / "run") == told(undisturbed / "run")
 
 
 @pytest.mark.parametrize("point, call", MOMENTS)

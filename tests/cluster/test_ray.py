@@ -50,8 +50,8 @@ def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback
             group.kill()
 
     tokens = 24576  # a worker's
-    one, two, four = peak(1, tokens), peak(2, 2 * tokens), peak(4, 4 * tokens)
-    assert two <= 1.15 * one and four <= 1.15 * one, (one, two, four)
+    single, double, quadruple = peak(1, tokens), peak(2, 2 * tokens), peak(4, 4 * tokens)
+    assert double <= 1.15 * single and quadruple <= 1.15 * single, (single, double, quadruple)
 
 
 # ------------------------------------------------------------------------------------------------ what fits
@@ -214,7 +214,7 @@ def test_a_run_may_change_its_layout(ray_on_loopback: None, tmp_path: Path, layo
 
 @pytest.mark.slow
 def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Its workers run as nice as it does, and meet in a file that a kill would not leave."""
+    """Workers of a local run have its niceness, and meet in a file that a kill would not leave."""
     argv = ["nice", "-n", "3", sys.executable, "train.py"]
     argv += tiny(tmp_path, cluster__shards=2, training__steps=400)[1:]
     environment = {**os.environ, "RAY_TMPDIR": "/tmp", "TMPDIR": str(tmp_path)}
@@ -274,12 +274,17 @@ def test_the_readmes_job_joins_its_cluster_and_takes_what_it_has(tmp_path: Path)
         start_new_session=True,
     )
     try:
-        there = environment | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+        job_environment = environment | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
         starting = ("Could not find any running Ray", "Failed to connect", "No available agent", "aborted")
         deadline = time.monotonic() + 300
         while True:
             done = subprocess.run(
-                [ray, *submit[1:]], cwd=REPOSITORY, env=there, capture_output=True, text=True, timeout=300
+                [ray, *submit[1:]],
+                cwd=REPOSITORY,
+                env=job_environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
             )
             if not any(word in done.stderr for word in starting):
                 break
@@ -322,8 +327,8 @@ def _started_by(ancestor: int) -> dict[int, tuple[int, str]]:
 
 def _listening() -> set[tuple[str, int]]:
     """Addresses that TCP connections may be made to, and the processes that take them."""
-    found = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return {(line.split()[3], int(pid)) for line in found for pid in re.findall(r"pid=(\d+)", line)}
+    sockets = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {(line.split()[3], int(pid)) for line in sockets for pid in re.findall(r"pid=(\d+)", line)}
 
 
 @pytest.mark.parametrize(("failures", "reached"), [(placement.STARTS - 1, True), (placement.STARTS, False)])
@@ -331,11 +336,11 @@ def test_a_ray_that_does_not_start_in_its_time_is_started_again(
     monkeypatch: pytest.MonkeyPatch, failures: int, reached: bool
 ) -> None:
     ray = pytest.importorskip("ray")
-    asked = []
+    calls = []
 
     def init(*_: Any, **__: Any) -> None:
-        asked.append("init")
-        if len(asked) <= failures:
+        calls.append("init")
+        if len(calls) <= failures:
             raise Exception("The current node timed out during startup. This could happen because")
 
     for name, function in {"init": init, "shutdown": lambda: None, "is_initialized": lambda: False}.items():
@@ -346,4 +351,4 @@ def test_a_ray_that_does_not_start_in_its_time_is_started_again(
     else:
         with pytest.raises(UserError, match="Ray did not start within its 30 s, tried 4 times"):
             placement.connect(2, Resources())
-    assert len(asked) == placement.STARTS
+    assert len(calls) == placement.STARTS

@@ -208,7 +208,7 @@ def test_the_cause_that_explains_the_others_is_named() -> None:
 
 
 def failing_trainer(folder: Path) -> ShardedTrainer:
-    """One that is asked what to do about a failure, and nothing else."""
+    """Return a trainer that can only decide what to do about a failure."""
     trainer = object.__new__(ShardedTrainer)
     trainer.config, trainer.folder = Config(), SimpleNamespace(path=folder)  # type: ignore[assignment]
     trainer.step, trainer.failures, trainer.preemptions = 4, 0, 0
@@ -236,13 +236,13 @@ def test_what_would_come_again_is_not_tried_again(tmp_path: Path, capsys: pytest
 
 
 def test_nobody_getting_on_names_who_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(group_module.time, "monotonic", lambda: now[0])
+    clock = [100.0]
+    monkeypatch.setattr(group_module.time, "monotonic", lambda: clock[0])
     watch = group_module.Watch([], [0, 1])
     watch.said = {0: (7, ("receive y[1,2] from 1", True)), 1: (3, ("F[2,2]", False))}
-    now[0] = 110.0
+    clock[0] = 110.0
     assert watch.stuck([0, 1], 10) == []
-    now[0] = 110.5
+    clock[0] = 110.5
     (cause,) = watch.stuck([0, 1], 10)
     assert (cause.rank, cause.kind) == (1, "hung")
     assert cause.detail.endswith("for 10 s (cluster.progress_timeout), it is at: F[2,2]")
@@ -258,13 +258,13 @@ def test_exceptions_of_ray_are_told_apart() -> None:
         "The actor died because its node has died. Node Id: 953f461976c281fb83d2f4229aa1f2104417\n"
         "\tthe actor's node was terminated expectedly: received SIGTERM"
     )
-    taken = died.replace("terminated expectedly: received SIGTERM", "preempted: taken back")
+    preempted = died.replace("terminated expectedly: received SIGTERM", "preempted: taken back")
     of_ray = {
         exceptions.OutOfMemoryError("memory"): "out of memory: killed by Ray",
         exceptions.ActorDiedError(): "died",
         exceptions.NodeDiedError("gone"): "node lost: gone",
         exceptions.RayActorError(b"0" * 16, died, False): "node lost: Node Id: 953f461976c2",
-        exceptions.RayActorError(b"0" * 16, taken, False): "preempted",
+        exceptions.RayActorError(b"0" * 16, preempted, False): "preempted",
         exceptions.RayActorError(b"0" * 16, "gone", False, preempted=True): "preempted",
         exceptions.ActorUnavailableError("socket closed", b"0" * 16): "unreachable",
         exceptions.ObjectLostError("00", "127.0.0.1", ""): "connection",
@@ -286,5 +286,5 @@ def test_exceptions_of_ray_are_told_apart() -> None:
     }
     of_ray |= {exceptions.RayTaskError("call", "Traceback\n", e): said for e, said in of_code.items()}
     for error, said in of_ray.items():
-        told = str(cause_of(error, 1))
-        assert told.startswith(f"shard 1: {said}") and "\n" not in told, (error, told)
+        message = str(cause_of(error, 1))
+        assert message.startswith(f"shard 1: {said}") and "\n" not in message, (error, message)

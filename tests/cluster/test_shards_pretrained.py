@@ -43,9 +43,9 @@ def test_shards_are_one_process(name: str, options: dict[str, Any], layout: Layo
     batches = [torch.randint(3, 61, (2, 24), generator=generator) for _ in range(3)]  # 7 does not divide 24
     with float64_throughout():
         model = make(name, **options)
-        found = examine(model, batches[0][:1, :13])
+        pretrained = examine(model, batches[0][:1, :13])
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-        shards = make_shards(found, layout, method, TRAINING)
+        shards = make_shards(pretrained, layout, method, TRAINING)
         for shard in shards:
             with torch.no_grad():
                 for n, p in shard.named_weights().items():
@@ -90,10 +90,10 @@ def test_every_replica_and_batch_draws_masks_of_its_own(one_thread: None) -> Non
 
         torch.manual_seed(0)
         first = gradient(0, 5)
-        found = [first, gradient(1, 5), gradient(0, 6), gradient(0, 5), gradient(0, 0)]
-    apart = [float((other - first).norm() / first.norm()) for other in found]
-    assert apart[0] == apart[3] == 0.0
-    assert min(apart[1], apart[2], apart[4]) > 0.01, apart
+        gradients = [first, gradient(1, 5), gradient(0, 6), gradient(0, 5), gradient(0, 0)]
+    distances = [float((other - first).norm() / first.norm()) for other in gradients]
+    assert distances[0] == distances[3] == 0.0
+    assert min(distances[1], distances[2], distances[4]) > 0.01, distances
 
 
 # ------------------------------------------------------------------------------------------- weights in files
@@ -120,19 +120,19 @@ def test_nobody_reads_more_than_its_part(tied: bool, read: list[str], tmp_path: 
     model = make("Mamba2ForCausalLM", torch.bfloat16, num_hidden_layers=7, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    found = described_by_files(str(tmp_path), adjoint.Exact())
-    assert found is not None
+    pretrained = described_by_files(str(tmp_path), adjoint.Exact())
+    assert pretrained is not None
     layers = {int(name.split(".")[2]) for name in read if ".layers." in name}
-    assert layers == {0, 2, 4} and len(read) == len(set(read)) < len(found.names) / 2
+    assert layers == {0, 2, 4} and len(read) == len(set(read)) < len(pretrained.names) / 2
     weights, loaded = dict(model.float().named_parameters()), set[str]()
-    for shard in make_shards(found, 3, adjoint.Exact(7), TRAINING, "float32", drawn=False):
+    for shard in make_shards(pretrained, 3, adjoint.Exact(7), TRAINING, "float32", drawn=False):
         read.clear()
         shard.load(str(tmp_path))
         named = shard.named_weights()
-        assert set(read) == {*named, *([found.embedding] if shard.table is not None else [])}
+        assert set(read) == {*named, *([pretrained.embedding] if shard.table is not None else [])}
         assert all(torch.equal(parameter, weights[name]) for name, parameter in named.items())
         loaded |= named.keys()
-    assert loaded == set(found.names) == weights.keys()
+    assert loaded == set(pretrained.names) == weights.keys()
     with pytest.raises(FileNotFoundError):  # a node without the folder
         shard.load(str(tmp_path / "nowhere"))
 
@@ -168,8 +168,8 @@ def test_files_of_other_names_are_left_to_transformers(tmp_path: Path) -> None:
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
     make("BambaForCausalLM", torch.float32, vocab_size=256, **HYBRID).save_pretrained(tmp_path / "bamba")
-    given = {"model__from_pretrained": tmp_path / "bamba", "model__d_model": 24, "model__n_layer": 4}
-    return {**FLAGS, **given}
+    settings = {"model__from_pretrained": tmp_path / "bamba", "model__d_model": 24, "model__n_layer": 4}
+    return {**FLAGS, **settings}
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ def worker(rank: int, layout: Layout, folder: Path) -> None:
     disturb(shard.named_weights())
     shard.share_table()
     loss = shard.accumulate(make_ids(2, 31), step=Microbatch())
-    found = {name: p.grad for name, p in shard.named_weights().items()}
-    torch.save((loss, found), folder / str(rank))
+    gradients = {name: p.grad for name, p in shard.named_weights().items()}
+    torch.save((loss, gradients), folder / str(rank))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -29,8 +29,8 @@ def torchrun(rank: int, world: int) -> dict[str, str]:
 
 
 def srun(rank: int, world: int) -> dict[str, str]:
-    own = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(world), "SLURM_LOCALID": str(rank)}
-    return {**own, "SLURM_JOB_ID": "1", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+    variables = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(world), "SLURM_LOCALID": str(rank)}
+    return {**variables, "SLURM_JOB_ID": "1", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
 
 
 def started(
@@ -72,8 +72,10 @@ def test_processes_train_as_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With unequal rows, or sharing sequences; process 0 alone writes, and a run that goes on ends with the
-    same bits."""
+    """Processes train as one, with unequal rows or shared sequences; process 0 alone writes.
+
+    A run that goes on ends with the same bits.
+    """
     assert train_tiny(tmp_path, **FLAGS, **flags, run__dir=tmp_path / "one") == 0
     flags = flags | {"cluster__sequence": sequence}
     argv = tiny(tmp_path, **FLAGS, **flags)

@@ -54,17 +54,17 @@ def messages(transport: Any, rank: int, count: int = 20) -> None:
 
 def collectives(transport: Any, rank: int) -> list[torch.Tensor]:
     """Sums among several groups, in place and one behind the other; gathered is what is summed."""
-    found = []
+    sums = []
     for turn, ranks in itertools.product(range(5), GROUPS):
         if rank in ranks:
             tensor = drawn(rank, turn).view(10, 100)
             gathered = transport.all_gather(tensor, ranks)
-            for source, part in zip(ranks, gathered, strict=True):
-                assert torch.equal(part.flatten(), drawn(source, turn))
+            for source, tensor_of_source in zip(ranks, gathered, strict=True):
+                assert torch.equal(tensor_of_source.flatten(), drawn(source, turn))
             gathered[0] += 1  # its own memory
             assert transport.all_reduce(tensor, ranks).data_ptr() == tensor.data_ptr()
-            found.append(tensor)
-    return found
+            sums.append(tensor)
+    return sums
 
 
 def over_gloo(rank: int, meeting: str, folder: str) -> None:
@@ -88,20 +88,20 @@ def test_messages_and_collectives_between_processes(tmp_path: Path) -> None:
     """Sums have the same bits on every rank and in every run."""
     meeting = str(tmp_path / "meeting"), str(tmp_path)
     torch.multiprocessing.start_processes(over_gloo, meeting, WORKERS, start_method="fork")
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORKERS)]
-    at = [iter(zip(*runs, strict=True)) for runs in found]
+    runs_by_rank = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORKERS)]
+    at = [iter(zip(*runs, strict=True)) for runs in runs_by_rank]
     for turn, ranks in itertools.product(range(5), GROUPS):
         sums = [total for rank in ranks for total in next(at[rank])]
         assert all(torch.equal(total, sums[0]) for total in sums), "ranks or runs disagree in the last bits"
-        whole = torch.stack([drawn(rank, turn).double() for rank in ranks])
-        assert ((sums[0].flatten() - whole.sum(0)).abs() <= 1e-6 * whole.abs().sum(0)).all()
+        summands = torch.stack([drawn(rank, turn).double() for rank in ranks])
+        assert ((sums[0].flatten() - summands.sum(0)).abs() <= 1e-6 * summands.abs().sum(0)).all()
 
 
 # ------------------------------------------------------------------------------------- connections made ahead
 
 
 class Rendezvous:
-    """What NCCL's first message of a pair is: both ends wait for each other."""
+    """A stand-in for NCCL's first message of a pair, for which both ends wait for each other."""
 
     def __init__(self, rank: int, barriers: dict[Any, threading.Barrier]) -> None:
         self.rank, self.barriers, self.made = rank, barriers, list[Any]()
@@ -129,14 +129,14 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two replicas at once; twice, which connects nothing more. Upwards and downwards in groups apart."""
+    """Two replicas connect at once, upwards and downwards in separate groups; a second time adds nothing."""
     method, shards, in_turn, helpers = WAYS[name]
     owners, config = (
         Owners.from_spans(split(6, shards), in_turn),
         StackConfig(vocab_size=17, d_model=12, n_layer=6),
     )
     spec = method.engine_spec(40, 10)
-    made = step_plan(spec, grid_of(config, spec, 40, owners, helpers), owners, helpers)
+    schedule = step_plan(spec, grid_of(config, spec, 40, owners, helpers), owners, helpers)
     zeros, workers = torch.zeros, owners.workers
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
     barriers: dict[Any, threading.Barrier] = {}
@@ -150,13 +150,13 @@ def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) 
 
     def connect(transport: DistributedTransport) -> None:
         for _ in range(2):
-            transport.connect(made.channels(), made.buffers)
+            transport.connect(schedule.channels(), schedule.buffers)
 
     with ThreadPoolExecutor(len(ends)) as pool:
         for future in [pool.submit(connect, end) for end in ends]:
             future.result(timeout=20)
     for rank, end in enumerate(ends):
-        first, program = rank - rank % workers, made.programs[rank % workers]
+        first, program = rank - rank % workers, schedule.programs[rank % workers]
         sent = {(rank, first + a.to) for a in program if isinstance(a, Send)}
         received = {(first + a.source, rank) for a in program if isinstance(a, Recv)}
         assert {(*pair, "up" if pair[0] < pair[1] else "down") for pair in sent | received} == set(

@@ -85,18 +85,18 @@ class LocalTransport:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
         total = torch.zeros_like(tensor)
-        for part in self.all_gather(tensor, ranks):
-            total += part
+        for summand in self.all_gather(tensor, ranks):
+            total += summand
         tensor.detach().copy_(total)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
-        own, first = tensor.detach(), self.first
+        local, first = tensor.detach(), self.first
         for rank in ranks:
             if rank != self.rank:
-                self.send(rank - first, own)
+                self.send(rank - first, local)
         return [
-            own.clone() if rank == self.rank else self.post(rank - first, torch.empty_like(own))()
+            local.clone() if rank == self.rank else self.post(rank - first, torch.empty_like(local))()
             for rank in ranks
         ]
 
@@ -117,9 +117,9 @@ class DeviceTransport(LocalTransport):
         self.posted.append(come)
 
         def arrive() -> torch.Tensor:
-            made = take()
+            message = take()
             come.set()
-            return made
+            return message
 
         thread = self.arriving.setdefault(source, ThreadPoolExecutor(1))
         return thread.submit(arrive).result
@@ -135,10 +135,10 @@ def local_transports(workers: int, buffers: int = CAPACITY) -> list[LocalTranspo
     pairs = [(a, b) for a in range(workers) for b in range(workers) if a != b]
     queues = {pair: queue.Queue[torch.Tensor](buffers) for pair in pairs}
     broken = threading.Event()
-    made = [LocalTransport(rank, queues, broken) for rank in range(workers)]
-    for transport in made:
-        transport.tagged = made[0].tagged
-    return made
+    transports = [LocalTransport(rank, queues, broken) for rank in range(workers)]
+    for transport in transports:
+        transport.tagged = transports[0].tagged
+    return transports
 
 
 class ThreadHelper:
@@ -177,14 +177,14 @@ def make_shards(
         ShardSpec(config, training, method, layout, spans, rank, precision=precision)
         for rank in range(layout.world)
     ]
-    made: list[PipelineWorker] = []
+    workers: list[PipelineWorker] = []
     kind: Any = PipelineWorker
     if not isinstance(config, StackConfig):
         from adjoint.cluster.pretrained import PretrainedPipelineWorker as kind
     for rank in layout.everyone:
         helpers = [ThreadHelper(HelperShard(specs[helper])) for helper in layout.helpers_of(rank)]
-        made.append(kind(specs[rank], transports[rank], drawn, helpers))
-    return made
+        workers.append(kind(specs[rank], transports[rank], drawn, helpers))
+    return workers
 
 
 def in_threads(calls: Sequence[Callable[[], Any]], broken: threading.Event) -> list[Any]:
@@ -199,12 +199,12 @@ def in_threads(calls: Sequence[Callable[[], Any]], broken: threading.Event) -> l
             raise
 
     with ThreadPoolExecutor(len(calls), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        made = [pool.submit(guarded, call) for call in calls]
-    failed = [f.exception() for f in made if f.exception() is not None]
+        futures = [pool.submit(guarded, call) for call in calls]
+    failed = [f.exception() for f in futures if f.exception() is not None]
     if failed:
-        own = [e for e in failed if "another worker has failed" not in str(e)]
-        raise (own or failed)[0]  # type: ignore[misc]
-    return [f.result() for f in made]
+        first_errors = [e for e in failed if "another worker has failed" not in str(e)]
+        raise (first_errors or failed)[0]  # type: ignore[misc]
+    return [f.result() for f in futures]
 
 
 def together(shards: list[PipelineWorker], call: Callable[[PipelineWorker], Any]) -> list[Any]:
@@ -290,9 +290,9 @@ def train_stack(
             group["lr"] = learning_rate(step, training)
         optimizer.zero_grad(set_to_none=True)
         loss = 0.0
-        for part in ids.chunk(training.grad_accumulation):
-            given = {"input_ids": part, "labels": part} | ({"method": method} if method else {})
-            mean = stack(**given).loss / training.grad_accumulation
+        for microbatch in ids.chunk(training.grad_accumulation):
+            inputs = {"input_ids": microbatch, "labels": microbatch} | ({"method": method} if method else {})
+            mean = stack(**inputs).loss / training.grad_accumulation
             mean.backward()
             loss += mean.item()
         losses.append(loss)
@@ -314,11 +314,11 @@ def train_shards(
 
         def gradients(shard: PipelineWorker, parts: Any = parts) -> float:
             shard.zero_grad()
-            found = [
+            shard_losses = [
                 shard.accumulate(p, step=Microbatch(len(parts), i + 1 == len(parts)), **keywords)
                 for i, p in enumerate(parts)
             ]
-            return sum(loss for loss in found if loss is not None)
+            return sum(loss for loss in shard_losses if loss is not None)
 
         losses.append(sum(together(shards, gradients)))
         if not first:
