@@ -71,7 +71,7 @@ class Here:
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Exact` forgets what lies more than a token back, where chunks are of two tokens or more."""
-    spec = Exact.spec
+    spec = Exact.engine_spec
 
     def windowed(self: Exact, seqlen: int, default: int) -> EngineSpec:
         made = spec(self, seqlen, default)

@@ -242,9 +242,8 @@ class Group:
             self.nodes = [process["node"] for process in processes]
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, processes, ids)
             transport = cluster.transport
-            if exchanges_within_tiles(
-                model, self.layout.sequence
-            ):  # messages inside of tiles have tags, which NCCL has not
+            # Messages inside of tiles have tags, which NCCL does not have.
+            if exchanges_within_tiles(model, self.layout.sequence):
                 if transport == "nccl":
                     raise UserError(
                         "cluster.transport: workers that share this model's sequences send by gloo; use auto"

@@ -219,8 +219,9 @@ class ThreadGroup:
     device = "cpu"
 
     def __init__(
-        self, model: Any, training: Any, method: Any, cluster: Any, ids: Any, checkpoint: Any, **_: Any
+        self, model: Any, training: Any, method: Any, cluster: Any, ids: Any, files: Any, **_: Any
     ) -> None:
+        checkpoint = None if files is None else files.weights
         self.layout = cluster.layout
         self.precision = "float64" if training.precision == "float64" else "float32"
         self.made = make_shards(

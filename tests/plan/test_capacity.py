@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -127,7 +128,7 @@ def test_a_group_lets_the_margin_go_where_only_that_is_missing() -> None:
     ],
 )
 def test_cpus_that_are_given_are_the_threads_of_a_shard(
-    monkeypatch: pytest.MonkeyPatch, flags: str, cpus: int, threads: list[int]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, cpus: int, threads: list[int]
 ) -> None:
     group = Mock(side_effect=InterruptedError)
     monkeypatch.setattr(cluster_training, "Group", group)
@@ -135,6 +136,7 @@ def test_cpus_that_are_given_are_the_threads_of_a_shard(
     trainer.config = load_config(["--cluster.shards", "2", *flags.split()])
     trainer.whole = cluster_training.ModelSummary(None, 0, [])
     trainer.method, trainer.failures, trainer.preemptions = None, 0, 0
+    trainer.folder = Mock(path=tmp_path)
     with pytest.raises(InterruptedError):
         trainer._make_group(None)
     _, training, _, cluster, *_ = group.call_args.args
