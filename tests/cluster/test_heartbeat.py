@@ -93,7 +93,7 @@ def test_a_process_that_fails_is_named_by_all(tmp_path: Path) -> None:
     "number, said",
     [
         (signal.SIGKILL, "has ended without a word, killed or crashed; rank 1 was last at: work 1"),
-        (signal.SIGSTOP, "silent for 4 s (cluster.hang_timeout is 4)"),
+        pytest.param(signal.SIGSTOP, "silent for 4 s (cluster.hang_timeout is 4)", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_is_killed_or_stopped_is_named_by_all(

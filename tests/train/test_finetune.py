@@ -276,7 +276,10 @@ def reshape(folder: Path, name: str) -> None:
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("damage", FOLDERS)
+@pytest.mark.parametrize(
+    "damage",  # those that read weights take longest
+    [pytest.param(name, marks=pytest.mark.slow if name in ("cut", "emptied") else ()) for name in FOLDERS],
+)
 def test_a_damaged_folder_is_told_in_a_line(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
