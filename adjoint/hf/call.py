@@ -303,7 +303,7 @@ class Call:
         seqlen = self.ids.shape[1]
         return max(end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen)))
 
-    @property
+    @functools.cached_property  # asked several times per call, and on a GPU each answer waits for it
     def is_padded_right(self) -> bool:
         """Whether rows are padded at the right."""
         return self.mask is not None and not bool(self.mask[:, -1].all())
