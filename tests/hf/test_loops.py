@@ -230,8 +230,8 @@ TRL: dict[str, tuple[str, str, Columns, dict[str, Any]]] = {
     # sampled by the model itself, with a reference model (beta)
     "GRPO": ("GRPO", BAMBA, {"prompt": lambda d: words(d[:6])}, GRPO),
     # the trainers' own defaults: adapters, gradient checkpointing, a column that the model ignores
-    "SFT with LoRA": ("SFT", BAMBA, {"messages": turns}, {"peft_config": {}}),
-    "DPO with LoRA": ("DPO", BAMBA, PREFERENCES, {"peft_config": {}}),
+    "SFT with LoRA": ("SFT", BAMBA, {"messages": turns}, {"peft_config": {"task_type": "CAUSAL_LM"}}),
+    "DPO with LoRA": ("DPO", BAMBA, PREFERENCES, {"peft_config": {"task_type": "CAUSAL_LM"}}),
     "reward model with LoRA and margins": (
         "Reward",
         "LlamaForSequenceClassification",
@@ -241,12 +241,7 @@ TRL: dict[str, tuple[str, str, Columns, dict[str, Any]]] = {
     "KTO": ("KTO", BAMBA, RATINGS, {"per_device_train_batch_size": 4}),
 }
 SLOW = {"GRPO", "KTO"}
-
-
-def peft_lora(options: dict[str, Any]) -> Any:
-    peft = pytest.importorskip("peft")
-    targets = ["in_proj", "q_proj"]
-    return peft.LoraConfig(**{"r": 3, "target_modules": targets, "task_type": "CAUSAL_LM", **options})
+TRAINERS_LORA = {"init_lora_weights": True}  # their default: an adapter that begins as no change
 
 
 @pytest.mark.parametrize(
@@ -281,7 +276,11 @@ def test_trl(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             ),
             processing_class=tokenizer(),
             **({"reward_funcs": reward} if trainer_of == "GRPO" else {}),
-            **({} if adapter is None else {"peft_config": peft_lora(adapter)}),
+            **(
+                {}
+                if adapter is None
+                else {"peft_config": lora(**TRAINERS_LORA, **adapter)(pytest.importorskip("peft"))}
+            ),
         )
         assert not calls and ("padding_free" not in options or trainer.padding_free == wrapped)
         trainer.train()
