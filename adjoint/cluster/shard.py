@@ -26,7 +26,7 @@ from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.chunk_size import default_chunk_size
-from adjoint.engine.compare import compare_own_layers
+from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid
 from adjoint.engine.schedule import Recv, Schedule, Send
@@ -239,7 +239,7 @@ class PipelineWorker:
         worker = self._worker(batch, engine_spec, grid)
         if worker.grid.chunks > 1:
             with autocast(spec.precision, self.device):
-                compare_own_layers(worker.stages, batch.states, worker.width, spec.dtype, self.device)
+                verify_custom_layers(worker.stages, batch.states, worker.width, spec.dtype, self.device)
         worker.begin_forward(return_final_kv=step.ended is not None)
         unit_gradient = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
         scale = unit_gradient / step.batches / batch.divisor

@@ -1,23 +1,22 @@
 """Refusals by name, for models and inputs that are known not to work by chunks.
 
-`comparison` and `trials` find out more by running a few tokens."""
+`verification` finds out more by running a few tokens."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from adjoint.errors import UserError
+from adjoint.engine import verification
 from adjoint.hf.kernels import fla
 from adjoint.hf.model_parts import original_class, root_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, why_not
-from adjoint.parallel.kv import NotAttended
 
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
+STATE = "the cache it is given"  # what a chunk goes on from
 # PEFT's hooks for calls that pick an adapter for each row or token of the batch.
 POSITIONAL_HOOKS = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
 DRAWS_RANDOM_NUMBERS = (
@@ -26,10 +25,6 @@ DRAWS_RANDOM_NUMBERS = (
 )
 ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # settings that add a loss
 ONE_PROCESS = "train it in one process: --cluster.shards 0"  # for models that cannot be cut into layers
-
-
-class Refused(UserError):
-    """Error for a model whose gradient by chunks is not, or is not known to be, its own."""
 
 
 def uses_router_loss(model: Any) -> bool:
@@ -144,20 +139,13 @@ def _reason_against(module: nn.Module) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def as_refusal(model: Any) -> Iterator[None]:
+def as_refusal(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Turn an error of the model's own code, run chunk by chunk, into a refusal."""
-    try:
-        yield
-    except (Refused, NotAttended, torch.OutOfMemoryError):
-        raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())[:200]
-        refuse(model, f"it does not go on from the cache it is given ({message})", cause=error)
+    return verification.errors_as_refusals(original_class(model).__name__, STATE, ALTERNATIVE)
 
 
-def refuse(model: Any, why: str, otherwise: str = ALTERNATIVE, cause: Exception | None = None) -> NoReturn:
+def refuse(
+    model: nn.Module, why: str, otherwise: str = ALTERNATIVE, cause: Exception | None = None
+) -> NoReturn:
     """Raise `Refused` with the reason and with an alternative that works."""
-    raise Refused(
-        f"{original_class(model).__name__} cannot be trained by chunks: {why}; {otherwise}"
-    ) from cause
+    verification.refuse(original_class(model).__name__, why, otherwise, cause)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.compare import alike, some_numbers
+from adjoint.engine.verification import alike, some_numbers
 from adjoint.hf import check
 from adjoint.hf.model_parts import backbone_of, gathered_runner, original_class
 from adjoint.kernels.checks import accumulate_dtype, is_untouched

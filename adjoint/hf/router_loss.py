@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.engine.compare import alike, some_numbers
 from adjoint.engine.sequence_sums import Sum
+from adjoint.engine.verification import alike, some_numbers
 from adjoint.hf import check
 from adjoint.hf.head import Output, head_output
 from adjoint.kernels.checks import accumulate_dtype

@@ -89,6 +89,15 @@ class Snapshot:
             return f"parameter {name} was frozen, unfrozen, cast or moved"
         return None
 
+    def check(self, model: nn.Module) -> None:
+        """Check that a model is still the same.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        if difference := self.difference(Snapshot(model)):
+            raise RuntimeError(f"{difference} {BETWEEN}")
+
 
 def settings_holders(model: nn.Module) -> dict[str, Any]:
     """Map names to the objects that have settings: a model's modules and, once each, their configurations."""
@@ -186,15 +195,6 @@ class ForwardState:
             }
             for name, holder in self.holders.items()
         }
-
-    def check(self) -> None:
-        """Check that the model is still the same.
-
-        Raises:
-            RuntimeError: it is not.
-        """
-        if difference := self.snapshot.difference(Snapshot(self.model)):
-            raise RuntimeError(f"{difference} {BETWEEN}")
 
     def restore_settings(self, current: Snapshot, hooks: bool = True) -> list[Callable[[], Any]]:
         """Restore the settings that differ in the snapshot `current`.

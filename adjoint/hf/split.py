@@ -18,18 +18,28 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import chunk_size_for
-from adjoint.engine.compare import some_numbers
 from adjoint.engine.step import ChunkedStep
-from adjoint.hf import check, comparison
+from adjoint.engine.verification import TOKENS, TrialKind, some_numbers
+from adjoint.hf import check
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import CallKind
 from adjoint.hf.chunking import kept_features, sizes_of
 from adjoint.hf.kernels.replacements import ChunkContext
 from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
-from adjoint.hf.trial_copy import in_eval_mode
+from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, in_eval_mode
+from adjoint.hf.trial_gradients import TRIAL_SPEC, gradient_functions, gradients_by_engine
+from adjoint.hf.verification import compare
 from adjoint.layers import State
 from adjoint.methods import Exact
+
+SPANS = TrialKind(
+    claim=f"the gradient of {TOKENS} tokens by spans of its layers is not that of the whole",
+    likely_reason="its layers hand on more than hidden states",
+    remedy=check.ONE_PROCESS,
+    state="hidden states: its layers hand on more than hidden states",
+    chunk_size=TRIAL_CHUNK_SIZE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,13 +277,7 @@ def _compare_spans(model: Any, description: Pretrained) -> None:
         stages = [description.make_stage(description.make_part(model, span), span) for span in spans]
         initial = [stage.initial_state(1, ids.device) for stage in stages]
         batch = Batch.from_labels(ids, labels, states=initial)
-        return ChunkedStep(stages, batch, comparison.TRIAL_SPEC, description.d_model)
+        return ChunkedStep(stages, batch, TRIAL_SPEC, description.d_model)
 
-    by_whole, _ = comparison.gradient_functions(Exact(), CallKind())
-    try:
-        comparison.compare(
-            model, by_whole, comparison.gradients_by_engine(by_spans), *comparison.CHUNKS_DIFFER
-        )
-    except check.Refused:
-        reason = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
-        check.refuse(model, reason, check.ONE_PROCESS)
+    by_whole, _ = gradient_functions(Exact(), CallKind())
+    compare(model, by_whole, gradients_by_engine(by_spans), SPANS)

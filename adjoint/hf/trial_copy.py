@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.compare import TOKENS
+from adjoint.engine.verification import TOKENS
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     PassThrough,
@@ -23,6 +23,7 @@ from adjoint.hf.model_parts import (
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
 from adjoint.memory import memory_left
 
+TRIAL_CHUNK_SIZE = 5  # cuts TOKENS into chunks of different lengths
 # A copy's windows and numbers of picked keys, which the TOKENS of a trial must exceed.
 SHORT_WINDOW = 5
 WINDOW_SETTINGS = (

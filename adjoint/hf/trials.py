@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.engine.compare import TOKENS, alike
-from adjoint.hf.check import Refused, refuse
+from adjoint.engine.verification import TOKENS, Refused, alike
+from adjoint.hf.check import refuse
 from adjoint.hf.kernels import fla
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import (
@@ -22,9 +22,7 @@ from adjoint.hf.model_parts import (
     gathered_runner,
     original_class,
 )
-from adjoint.hf.trial_copy import example_tokens, in_eval_mode
-
-TRIAL_CHUNK_SIZE = 5  # cuts TOKENS into chunks of different lengths
+from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 
 
 def refuse_left_padding(model: Any) -> None:

@@ -22,16 +22,17 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
-from adjoint.engine.compare import TOKENS
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.step import ContextFactory, uncompiled
+from adjoint.engine.verification import TOKENS
 from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
-from adjoint.hf import check, comparison, mini_sequence
+from adjoint.hf import check, mini_sequence
 from adjoint.hf.call import Call
 from adjoint.hf.chunking import check_method, move_edges_out_of_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
+from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     backbone_of,
     calling_original_forwards,
@@ -51,6 +52,7 @@ from adjoint.hf.verification import (
     refuse_unknown_inputs,
     verification_of,
     verify,
+    verify_pieces,
 )
 from adjoint.hf.wrap_state import WrapState, wrap_state_of
 from adjoint.kernels.checks import accumulate_dtype
@@ -306,7 +308,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
             "alone",
         )
     description = f"{type(method).__name__} in chunks of {spec.chunk_size:,} tokens"
-    _announce(verification, lambda: f"{description}; {_describe_kernels(model)}", verification.difference)
+    _announce(verification, lambda: f"{description}; {_describe_kernels(model)}")
     return batch, spec
 
 
@@ -410,7 +412,7 @@ def last_logits(model: Any, ids: Tensor, tokens: int, spec: EngineSpec) -> Tenso
     return logits_by_slices(model, last.hidden)
 
 
-def _announce(verification: Verification, describe: Callable[[], str], difference: float) -> None:
+def _announce(verification: Verification, describe: Callable[[], str]) -> None:
     """Log once for each wrapped model what runs, at the level INFO.
 
     The line names class, layers, what `describe()` returns, and the relative difference of gradients that the
@@ -426,7 +428,7 @@ def _announce(verification: Verification, describe: Callable[[], str], differenc
         layers = len(layers_of(backbone_of(verification.model)))
         LOGGER.info(
             f"{original_class(verification.model).__name__} of {layers} layers runs by {describe()}; "
-            f"gradients compared on {TOKENS} tokens: relative difference {difference:.1e}"
+            f"gradients compared on {TOKENS} tokens: relative difference {verification.difference:.1e}"
         )
 
 
@@ -462,21 +464,13 @@ def _backward_context(verification: Verification) -> ContextFactory:
 
 def _loss_by_mini_sequence(call: Call) -> LossOutput:
     """Compute the causal LM's loss by `MiniSequence`."""
-    model, kind = call.model, call.kind._replace(embedded=False, padded=False, token_inputs=())
-    verification = verification_of(model)
-    method = verification.wrap_state.method
+    model, verification = call.model, verify_pieces(call)
+    method, mlps = verification.wrap_state.method, verification.examine_once(find_token_wise_mlps)
     assert isinstance(method, MiniSequence)
-    check.refuse_other_losses(model, kind.routed)
-    refuse_unknown_inputs(verification, call, is_whole_sequence=True)
-    functions = comparison.gradient_functions(method, kind)[0], mini_sequence.gradient_function(method, kind)
-    comparison_call = comparison.compare, model, *functions, *mini_sequence.PIECES_DIFFER
-    difference = verification.compute_once(("pieces", kind), *comparison_call)
-    refuse_documents_that_mix(verification, call)
-    mlps = verification.examine_once(_find_mlps)
     description = (
         f"MiniSequence: MLPs ({len(mlps)}) in {method.mlp_chunks} pieces, the head in {method.head_chunks}"
     )
-    _announce(verification, lambda: description, difference)
+    _announce(verification, lambda: description)
     with calling_original_forwards(model):
         total = gathered_runner(model)(lambda: mini_sequence.total_loss(call, method, mlps))
     _check_model_in_backward(total, verification)
@@ -485,17 +479,12 @@ def _loss_by_mini_sequence(call: Call) -> LossOutput:
     return LossOutput(loss=total / divisor)
 
 
-def _find_mlps(model: Any) -> list[str]:
-    """Return the names of the model's MLPs that may run in pieces."""
-    return mini_sequence.find_token_wise_mlps(backbone_of(model))
-
-
 def _hidden_by_mini_sequence(call: Call) -> Any:
     """Return the output of the backbone's own forward, run by `MiniSequence`."""
     verification = verification_of(call.model)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
     refuse_documents_that_mix(verification, call)
-    method, mlps = verification.wrap_state.method, verification.examine_once(_find_mlps)
+    method, mlps = verification.wrap_state.method, verification.examine_once(find_token_wise_mlps)
     assert isinstance(method, MiniSequence)
     with mini_sequence.splitting(call.model, mlps, method.mlp_chunks):
         output = call.run_original(use_cache=False)
@@ -507,11 +496,11 @@ def _check_model_in_backward(output: Tensor, verification: Verification) -> None
     """Make the backward, in which layers run again, start with a check that the model is unchanged."""
     if output.requires_grad:
         # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules.
-        forward_state = ForwardState(verification.model, Snapshot(verification.model))
-        constants = Constants(verification.model.named_modules())
+        model, snapshot = verification.model, Snapshot(verification.model)
+        constants = Constants(model.named_modules())
 
         def check_both(_: Tensor) -> None:
             constants.check()
-            forward_state.check()
+            snapshot.check(model)
 
         output.register_hook(check_both)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from adjoint.engine.compare import tolerance
+from adjoint.engine.verification import tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.memory import size_bytes, total_memory_bytes
