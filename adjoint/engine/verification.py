@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.leaves import ChunkChangedError
+from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.errors import LOGGER, VERBOSITY, UserError, is_heard
 from adjoint.layers import State
@@ -301,7 +302,7 @@ def some_numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-class WeightedSum:
+class WeightedSum(Stage):
     """A stage in place of the head: the loss is a weighted sum of its input (1, tokens, width).
 
     The weights are fixed random numbers.
@@ -310,16 +311,8 @@ class WeightedSum:
         inputs: the stage's inputs, by the chunks' first tokens.
     """
 
-    stateful, grows, reach = False, (), 0
-
     def __init__(self) -> None:
         self.inputs = dict[int, Tensor]()
-
-    def parameters(self) -> Iterable[Tensor]:
-        return ()
-
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return ()
 
     @staticmethod
     def sum(x: Tensor, start: int = 0) -> Tensor:
