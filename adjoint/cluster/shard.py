@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch, labelled
-from adjoint.checkpoint import StoredTensors
+from adjoint.checkpoint import FileEntry, StoredTensors
 from adjoint.cluster.helpers import Helper
 from adjoint.cluster.pipeline import PipelineRank
 from adjoint.cluster.spec import ShardSpec
@@ -30,7 +30,7 @@ from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.schedule import Recv, Send
-from adjoint.engine.stage import costs_of
+from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.step import ChunkedStep
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
@@ -143,7 +143,7 @@ class PipelineWorker:
             span_module.reset_parameters(seed)
         return span_module.to(self.device, spec.dtype)
 
-    def _stages(self) -> list[Any]:
+    def _stages(self) -> list[Stage | None]:
         """Return the model's stages, None for those of other shards."""
         return self.part.stages(self.spec.method.recompute)
 
@@ -285,7 +285,7 @@ class PipelineWorker:
         )
 
     @contextlib.contextmanager
-    def traced(self, action: Any) -> Iterator[None]:
+    def traced(self, action: object) -> Iterator[None]:
         """Note the time of an action, and for whoever watches that it is under way."""
         self.at = str(action), isinstance(action, Send | Recv)
         start, processor = time.perf_counter(), time.thread_time()
@@ -345,7 +345,7 @@ class PipelineWorker:
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
-    def save(self, folder: str) -> dict[str, dict[str, Any]]:
+    def save(self, folder: str) -> dict[str, FileEntry]:
         """Write this shard's weights and optimizer state; return the files' entries for the manifest."""
         number = f"{self.spec.shard + 1:05d}-of-{self.shards:05d}.safetensors"
         named = self.named_weights()

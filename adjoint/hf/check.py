@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from adjoint.engine import verification
 from adjoint.hf.kernels import fla
@@ -27,12 +28,12 @@ ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # settings
 ONE_PROCESS = "train it in one process: --cluster.shards 0"  # for models that cannot be cut into layers
 
 
-def uses_router_loss(model: Any) -> bool:
+def uses_router_loss(model: PreTrainedModel) -> bool:
     """Whether the configuration asks for the routers' loss."""
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
-def refuse_transforms(model: Any) -> None:
+def refuse_transforms(model: PreTrainedModel) -> None:
     """Refuse calls in places where an autograd function does not work.
 
     Raises:
@@ -46,12 +47,12 @@ def refuse_transforms(model: Any) -> None:
         refuse(model, "forward-mode differentiation does not go through it")
 
 
-def z_loss_coefficient(model: Any) -> float:
+def z_loss_coefficient(model: PreTrainedModel) -> float:
     """Return the configuration's coefficient of the z-loss, 0 if there is none."""
     return getattr(model.config.get_text_config(), Z_LOSS, 0) or 0
 
 
-def refuse_other_losses(model: Any, routed: bool, supported: tuple[str, ...] = ()) -> None:
+def refuse_other_losses(model: PreTrainedModel, routed: bool, supported: tuple[str, ...] = ()) -> None:
     """Refuse losses beside the labels' cross-entropy.
 
     Args:
@@ -72,7 +73,7 @@ def refuse_other_losses(model: Any, routed: bool, supported: tuple[str, ...] = (
             refuse(model, f"{name} adds a loss that is not supported; set it to 0")
 
 
-def refuse_length(model: Any, longest_document: int) -> None:
+def refuse_length(model: PreTrainedModel, longest_document: int) -> None:
     """Refuse documents that are so long that a chunk sees other keys than the whole sequence does.
 
     Raises:
@@ -88,7 +89,7 @@ def refuse_length(model: Any, longest_document: int) -> None:
         )
 
 
-def refuse_unsupported_model(model: Any) -> None:
+def refuse_unsupported_model(model: PreTrainedModel) -> None:
     """Refuse options and modules with which a chunk does not compute a part of the whole.
 
     Raises:

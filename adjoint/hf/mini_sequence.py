@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from adjoint.hf import check
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.head import refuse_unsummable_loss, run_checkpointed, summed_loss
-from adjoint.hf.model_parts import backbone_of, layers_of, replaced_forwards
+from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
 from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 from adjoint.hf.trial_gradients import example_inputs
 from adjoint.methods import MiniSequence
@@ -73,12 +72,12 @@ def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator
         yield
 
 
-def _recomputed_forward(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
+def _recomputed_forward(layer: nn.Module, mlps: Sequence[nn.Module], chunks: int) -> Forward:
     """Return a layer's forward that the backward runs again, with the layer's MLPs in pieces."""
     forward, without_checkpointing = layer.forward, WithoutCheckpointing(layer)
     split_forwards = {mlp: in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with contextlib.ExitStack() as stack:
             # Else the layer, or layers inside it as Zamba has them, would be checkpointed twice.
             stack.enter_context(without_checkpointing())
@@ -113,13 +112,14 @@ def find_token_wise_mlps(model: PreTrainedModel) -> list[str]:
     backbone on a few tokens, as names say nothing."""
     backbone, names = backbone_of(model), list[str]()
 
-    def note(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if len(args) != 1 or kwargs or not all(isinstance(x, Tensor) for x in (args[0], output)):
+    def note(name: str, module: nn.Module, args: tuple[object, ...], kwargs: object, output: object) -> None:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, Tensor) or not isinstance(output, Tensor):
             return
-        if args[0].dim() == 3 and args[0].shape == output.shape:
+        if x.dim() == 3 and x.shape == output.shape:
             if uses_fsdp(module):
                 check.refuse(backbone, f"MiniSequence: call fully_shard for {name}, not for parts of it")
-            if _is_token_wise(module, args[0]):
+            if _is_token_wise(module, x):
                 names.append(name)
 
     with contextlib.ExitStack() as stack:
@@ -134,7 +134,7 @@ def find_token_wise_mlps(model: PreTrainedModel) -> list[str]:
     return names
 
 
-def _is_token_wise(module: Any, x: Tensor) -> bool:
+def _is_token_wise(module: nn.Module, x: Tensor) -> bool:
     """Whether pieces give the output of the whole, and each output has no gradient at all to another
     token."""
     expected, pieces = module.forward(x), in_pieces(module.forward, 3)(x)

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
 from adjoint.checkpoint import checkpoint_at, newest_checkpoint, verify_checkpoint
 from adjoint.errors import UserError
@@ -101,6 +101,29 @@ def _new_folder(name: str) -> RunFolder:
         return RunFolder(path)
 
 
+class MetricsRow(TypedDict, total=False):
+    """The metrics of one step, a line of metrics.jsonl.
+
+    Attributes:
+        loss: None if no token was predicted. tokens: trained on so far. time: of the clock, in seconds.
+        mfu: share of the device's peak that the model's own operations are, where the peak is known.
+        windows: of each layer, where the method picked them.
+        eval_loss: on held-out text, at the steps that evaluate.
+    """
+
+    step: int
+    loss: float | None
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+    peak_memory_bytes: int
+    time: float
+    mfu: float
+    windows: list[int]
+    eval_loss: float
+
+
 class RunFolder:
     """A run's folder, `path`, held by this process: a lock, and `rows`, the metrics so far, a dictionary a
     step. As a context it is closed at its end; after an error it is as if it had never been there, if no step
@@ -113,7 +136,7 @@ class RunFolder:
             raise UserError(f"run.dir {path}: is a file; name a folder")
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[MetricsRow] = []
         self._metrics: IO[str] | None = None
         self._lock = _lock(path)
 
@@ -152,7 +175,7 @@ class RunFolder:
                 "start the run again"
             )
 
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: MetricsRow) -> None:
         """Add one step's metrics; they are handed to the operating system when this returns. A UserError if
         the folder is gone."""
         self.check()
@@ -186,7 +209,7 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _read_rows(file: Path, last_step: int) -> list[dict[str, Any]]:
+def _read_rows(file: Path, last_step: int) -> list[MetricsRow]:
     """Return the rows up to a step. A kill may have cut the last line short: what does not parse is left
     out."""
     rows = []
