@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from adjoint.cluster.devices import Device, shares
 from adjoint.cluster.spec import ProcessDescription, ShardSpec
@@ -12,19 +11,17 @@ from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.plan.capacity import Fit
-from adjoint.plan.memory import Machine, Setup, needs
+from adjoint.plan.machine import Machine
+from adjoint.plan.memory import Setup, needs
 from adjoint.plan.partition import GB, partition
 from adjoint.plan.stack import model_of
 from adjoint.plan.stage_memory import Uncountable
 from adjoint.train.config import TrainingConfig
-from adjoint.train.layout import Layout
-
-if TYPE_CHECKING:
-    from adjoint.hf.split import Pretrained
+from adjoint.train.layout import CutModel, Layout
 
 
 def make_specs(
-    model: StackConfig | Pretrained,
+    model: StackConfig | CutModel,
     training: TrainingConfig,
     method: Method,
     layout: Layout,

@@ -29,12 +29,12 @@ from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.plan.schedule import exchanges_within_tiles
 from adjoint.train.config import ClusterConfig, TrainingConfig
+from adjoint.train.layout import CutModel
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from adjoint.hf.split import Pretrained
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
 SEARCH = 15.0  # the same where only connections are known to have broken, but not yet who broke them
@@ -221,7 +221,7 @@ class Group:
 
     def __init__(
         self,
-        model: StackConfig | Pretrained,
+        model: StackConfig | CutModel,
         training: TrainingConfig,
         method: Method,
         cluster: ClusterConfig,

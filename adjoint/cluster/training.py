@@ -33,16 +33,16 @@ from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
+from adjoint.train.layout import CutModel
+from adjoint.train.metrics import MetricsRow
 from adjoint.train.model import StackLM, model_class
 from adjoint.train.optimizer import learning_rate
-from adjoint.train.rundir import MetricsRow, open_run
+from adjoint.train.rundir import open_run
 from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
 from adjoint.train.trainer import train as train_in_one_process
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
-
-    from adjoint.hf.split import Pretrained
 
 
 def main(argv: list[str]) -> int:
@@ -102,7 +102,7 @@ class ModelSummary(NamedTuple):
         samples: whether shards can continue a prompt.
     """
 
-    given: StackConfig | Pretrained
+    given: StackConfig | CutModel
     num_parameters: int
     names: list[str]
     weights: Path | None = None

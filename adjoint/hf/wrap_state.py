@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import nn
@@ -12,8 +12,6 @@ from adjoint.methods import Backprop, Method
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from adjoint.hf.verification import Verification
 
 
 class WrapState:
@@ -41,7 +39,7 @@ class WrapState:
             threading.RLock(),
             outer_model,
         )
-        self.verifications: list[Verification] = []
+        self.verifications: list[Any] = []
         self.announced = False
 
     def __reduce__(self) -> tuple[type[WrapState], tuple[Method]]:

@@ -14,13 +14,12 @@ from adjoint.engine.stage import Stage
 from adjoint.layers import StackConfig, State
 from adjoint.methods import Method
 from adjoint.plan import stage_memory
+from adjoint.plan.machine import Machine
 from adjoint.plan.stage_memory import Conditions, Counted
+from adjoint.train.layout import Layout
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from adjoint.plan.memory import Machine
-    from adjoint.train.layout import Layout
 
 
 EMBEDDING, HEAD = -2, -1  # pieces of a model besides its layers, whose pieces are their numbers

@@ -29,17 +29,16 @@ from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.layers import StackConfig, State
 from adjoint.methods import Method
+from adjoint.plan.machine import Machine
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, Counted, Uncountable, fake_tensors
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import share_in_8bit
 from adjoint.train.pretrained import KEY, configuration
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedModel
-
-    from adjoint.plan.memory import Machine
-    from adjoint.train.layout import Layout
 
 
 WIDEST = 1024  # d_model of the layer that is timed in the place of a model's own

@@ -15,18 +15,16 @@ from adjoint.engine.stage import Stage, check_windows, costs_of
 from adjoint.layers import MIXERS, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
 from adjoint.methods import Method
+from adjoint.plan.machine import Machine
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.stack import Stack
 from adjoint.train.config import plain
+from adjoint.train.layout import CutModel, Layout
 from adjoint.train.optimizer import share_in_8bit
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from adjoint.hf.split import Pretrained
-    from adjoint.plan.memory import Machine
-    from adjoint.train.layout import Layout
 
 
 class StackModel(Model):
@@ -117,12 +115,14 @@ class StackModel(Model):
         return plain(dataclasses.asdict(self.source))
 
 
-def model_of(model: Model | StackConfig | Pretrained) -> Model:
+def model_of(model: Model | StackConfig | CutModel) -> Model:
     """Return the planner's view of a StackConfig or a `Pretrained`."""
     if isinstance(model, Model):
         return model
     if isinstance(model, StackConfig):
         return StackModel(model)
+    from adjoint.hf.split import Pretrained
     from adjoint.plan.pretrained import PretrainedModel
 
+    assert isinstance(model, Pretrained)
     return PretrainedModel(model)

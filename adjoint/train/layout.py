@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from adjoint.engine.chunk_size import at_most
 from adjoint.errors import UserError
-from adjoint.layers import MIXERS, Mixer
+from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.methods import Method
 from adjoint.settings import NotNegative, Positive, check_fields
 
-if TYPE_CHECKING:
-    from adjoint.hf.split import Pretrained
-    from adjoint.layers import StackConfig
-    from adjoint.train.config import TrainingConfig
+
+class CutModel(Protocol):
+    """A pretrained model that is cut into spans of layers: `hf.split.Pretrained`, without importing it."""
+
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def costs(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class Layout:
 
     # ------------------------------------------------------------------------------ what does not go together
 
-    def check(self, model: StackConfig | Pretrained, method: Method) -> None:
+    def check(self, model: StackConfig | CutModel, method: Method) -> None:
         """Raise a UserError where a model (a StackConfig, or what is known of a pretrained one) or a method
         cannot be spread so."""
         if self.shards > model.n_layer:
@@ -179,7 +183,7 @@ class Layout:
                 f"most {chunks} workers"
             )
 
-    def check_run(self, method: Method, training: TrainingConfig) -> None:
+    def check_run(self, method: Method, training: Any) -> None:
         """Raise a UserError for what only one process can do."""
         if training.optimizer_in_backward:
             raise UserError("training.optimizer_in_backward: works in one process only; leave it out")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from adjoint.files import new_figure, save_figure
-
-if TYPE_CHECKING:
-    from adjoint.train.rundir import MetricsRow
+from adjoint.train.metrics import MetricsRow
 
 
 def plot_losses(

@@ -9,12 +9,13 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import IO, TypedDict
+from typing import IO
 
 from adjoint.checkpoint import checkpoint_at, newest_checkpoint, verify_checkpoint
 from adjoint.errors import UserError
 from adjoint.files import remove_unfinished, write_atomically
 from adjoint.train.config import RunConfig
+from adjoint.train.metrics import MetricsRow
 
 RUNS = Path("runs")
 _LOCK = ".lock"
@@ -99,29 +100,6 @@ def _new_folder(name: str) -> RunFolder:
         except FileExistsError:  # another run was quicker
             continue
         return RunFolder(path)
-
-
-class MetricsRow(TypedDict, total=False):
-    """The metrics of one step, a line of metrics.jsonl.
-
-    Attributes:
-        loss: None if no token was predicted. tokens: trained on so far. time: of the clock, in seconds.
-        mfu: share of the device's peak that the model's own operations are, where the peak is known.
-        windows: of each layer, where the method picked them.
-        eval_loss: on held-out text, at the steps that evaluate.
-    """
-
-    step: int
-    loss: float | None
-    lr: float
-    grad_norm: float
-    tokens: int
-    tokens_per_second: float
-    peak_memory_bytes: int
-    time: float
-    mfu: float
-    windows: list[int]
-    eval_loss: float
 
 
 class RunFolder:

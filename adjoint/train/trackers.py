@@ -10,12 +10,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from adjoint.errors import UserError
+from adjoint.train.dependencies import ConfigDict
+from adjoint.train.metrics import MetricsRow
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-    from adjoint.train.dependencies import ConfigDict
-    from adjoint.train.rundir import MetricsRow
 
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}

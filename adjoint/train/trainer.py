@@ -38,10 +38,11 @@ from adjoint.train.checkpoint import (
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.in_backward import SteppedInBackward
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
+from adjoint.train.metrics import MetricsRow
 from adjoint.train.model import LanguageModel, model_class
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
-from adjoint.train.rundir import MetricsRow, RunFolder, open_run, resume_command
+from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trackers import Trackers
 
 if TYPE_CHECKING:
