@@ -12,7 +12,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,9 +43,6 @@ from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of, local
 from adjoint.parallel.handoff import StateHandoff
-
-if TYPE_CHECKING:  # torch may be built without it
-    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 REPLICA = (
@@ -123,7 +120,7 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     return None
 
 
-def why_not_shared(model: nn.Module, group: ProcessGroup | SingleRank) -> str | None:
+def why_not_shared(model: nn.Module, group: dist.ProcessGroup | SingleRank) -> str | None:
     """Return why the ranks of a group cannot share a sequence of a sharded model; None if they can.
 
     A layer's weights are gathered by all processes that have a shard of it at the same time, so these must
@@ -534,7 +531,7 @@ def joined_steps(
     stages: Sequence[Stage | None],
     batch: Batch,
     spec: EngineSpec,
-    group: ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> ChunkedStep:
     """Return the `ChunkedStep` of a sharded `Stack`; on first use, compare its gradients with autograd's.
 
@@ -548,7 +545,7 @@ def joined_steps(
         raise UserError(f"sequence_group: {why}")
     reshard(stack)
 
-    def steps(batch: Batch, spec: EngineSpec, group: ProcessGroup | SingleRank | None) -> ChunkedStep:
+    def steps(batch: Batch, spec: EngineSpec, group: dist.ProcessGroup | SingleRank | None) -> ChunkedStep:
         states = [tuple(s for state in batch.states for s in state)]
         batch = dataclasses.replace(batch, states=states)
         layers = [stage for stage in stages if stage is not None]
