@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -46,9 +47,6 @@ from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Backbone(Stage):
@@ -344,7 +342,7 @@ def make_step(
     batch: Batch,
     spec: EngineSpec,
     backward_context: ContextFactory = contextlib.nullcontext,
-    group: ProcessGroup | SingleRank | None = None,
+    group: dist.ProcessGroup | SingleRank | None = None,
 ) -> ChunkedStep:
     """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 

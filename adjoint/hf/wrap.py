@@ -66,7 +66,6 @@ from adjoint.parallel.context import group_of, ranks_of
 from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -77,7 +76,7 @@ EntryForward = Callable[[PreTrainedModel, dict[str, Any]], ModelOutput | tuple[T
 def wrap(
     model: ModelT,
     method: Method | None = None,
-    sequence_group: ProcessGroup | DeviceMesh | None = None,
+    sequence_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> ModelT:
     """Make a transformers causal LM compute its loss by a method.
 
