@@ -520,7 +520,8 @@ def _hidden_by_mini_sequence(call: Call) -> ModelOutput:
 def _check_model_in_backward(output: Tensor, verification: Verification) -> None:
     """Make the backward, in which layers run again, start with a check that the model is unchanged."""
     if output.requires_grad:
-        # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules.
+        # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules. One for each call,
+        # as what a forward leaves may depend on its input (rotary caches grow with the length).
         model, snapshot = verification.model, Snapshot(verification.model)
         constants = Constants(model.named_modules())
 
