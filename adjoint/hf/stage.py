@@ -22,10 +22,18 @@ from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, make_chunk_cache, zeros
-from adjoint.hf.call import TOKEN_TYPES, Call, Padding
+from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function, recompute_setting
 from adjoint.hf.head import refuse_unsummable_loss, refuse_z_loss, summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
+from adjoint.hf.language_inputs import (
+    EMBEDS,
+    POSITIONS,
+    PREFIX,
+    LanguageLayout,
+    feeding,
+    shared_inputs,
+)
 from adjoint.hf.model_parts import (
     backbone_of,
     gathered_runner,
@@ -61,6 +69,7 @@ class Backbone:
         padding: set if hidden states of padding at the right are asked for; its chunks get the model's mask.
         router_loss: sums for the routers' loss, or None.
         router_logits: set if the routers' logits are returned beside the hidden states.
+        language_layout: of the language model's inputs, if x are these (`language_inputs.LanguageInputs`).
     """
 
     stateful, takes_state_handoff, reach = True, True, 0
@@ -85,6 +94,7 @@ class Backbone:
         self.router_loss: RouterLoss | None = None
         self.router_logits: RouterLogits | None = None
         self.padding: Padding | None = None
+        self.language_layout: LanguageLayout | None = None
 
     @functools.cached_property
     def cache(self) -> ChunkCache:
@@ -146,21 +156,35 @@ class Backbone:
             cache: holds the state before the chunk.
         """
         past_length = chunk.start - chunk.document
-        inputs: dict[str, Any] = {name: values for name, values in chunk.inputs.items() if name != TOKEN_MASK}
-        inputs["inputs_embeds" if x.is_floating_point() else "input_ids"] = x
+        inputs: dict[str, Any] = {
+            name: values
+            for name, values in chunk.inputs.items()
+            if name != TOKEN_MASK and not name.startswith(PREFIX)
+        }
+        language_inputs: dict[str, Any] = {}
+        if self.language_layout is not None:
+            language_inputs = self.language_layout.unpack(x, chunk.inputs)
+            inputs |= shared_inputs(self.model, language_inputs)
+            x = language_inputs[EMBEDS]
+        inputs[EMBEDS if x.is_floating_point() else "input_ids"] = x
         inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
         if self.router_loss or self.router_logits:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
         # Masks made of token types count tokens from the document's start.
-        if TOKEN_TYPES in inputs and block_function(self.model):
-            inputs[TOKEN_TYPES] = F.pad(inputs[TOKEN_TYPES], (past_length, 0))
-        if "position_ids" in self.forward_parameters:
+        if (named_function := block_function(self.model, inputs)) is not None:
+            inputs[named_function[0]] = F.pad(inputs[named_function[0]], (past_length, 0))
+        if (components := chunk.inputs.get(POSITIONS)) is not None:
+            inputs[POSITIONS] = components.movedim(-1, 0)
+        elif POSITIONS in self.forward_parameters and POSITIONS not in inputs:
             positions = torch.arange(past_length, past_length + x.shape[1], device=x.device)
-            inputs["position_ids"] = positions.expand(x.shape[0], -1)
+            inputs[POSITIONS] = positions.expand(x.shape[0], -1)
         if self.padding is not None:
             attended = past_length if any(dim is not None for dim in self.grows) else 0
             inputs["attention_mask"] = self.padding.mask(chunk.start, chunk.start + x.shape[1], attended)
-        return self.backbone(use_cache=True, **inputs)
+        if self.language_layout is None:
+            return self.backbone(use_cache=True, **inputs)
+        with feeding(self.model, language_inputs):
+            return self.backbone(use_cache=True, **inputs)
 
     def _recompute_layer(
         self, forward: Callable[..., Any], cache: ChunkCache, state: State, past_length: int
@@ -217,7 +241,7 @@ class CausalLM(Backbone):
         refuse_unsummable_loss(model, padded)
         refuse_z_loss(model, padded)
         stage = CausalLM(model, slots, recompute=recompute_setting(method))
-        stage.fetches = fetches
+        stage.fetches, stage.language_layout = fetches, call.kind.language_layout
         if z := check.z_loss_coefficient(model):  # the model takes the mean over all tokens
             stage.z_loss_factor = z / call.ids.numel()
         if call.kind.routed:

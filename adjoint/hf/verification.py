@@ -185,7 +185,7 @@ def verify(call: Call) -> Verification:
         hidden_kind = (
             kind
             if not kind.loss
-            else CallKind(False, kind.embedded, padded=True, token_inputs=kind.token_inputs)
+            else kind._replace(loss=False, counted=False, routed=False, padded=True, shared=False)
         )
         verification.masks_padding = verification.compute_once(
             ("padding", hidden_kind),

@@ -29,9 +29,16 @@ from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, comparison, mini_sequence
 from adjoint.hf.call import Call
-from adjoint.hf.chunking import check_method, move_edges_out_of_blocks, recompute_setting, spec_of
+from adjoint.hf.chunking import (
+    check_method,
+    move_edges_out_of_blocks,
+    recompute_setting,
+    refuse_unknown_blocks,
+    spec_of,
+)
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
+from adjoint.hf.language_inputs import language_model_of
 from adjoint.hf.model_parts import (
     backbone_of,
     calling_original_forwards,
@@ -230,7 +237,11 @@ def _lm_forward(self: Any, arguments: dict[str, Any]) -> Any:
             with calling_original_forwards(self):
                 return call.run_original()
         check.refuse_transforms(self)
-        output = _loss_by_mini_sequence(call) if is_mini_sequence else _loss_by_chunks(call, verify(call))
+        if is_mini_sequence:
+            output = _loss_by_mini_sequence(call)
+        else:
+            at_language_model = _at_language_model(call)
+            output = _loss_by_chunks(at_language_model, verify(at_language_model))
         if wrap_state.group is None and call.logits_index is None:
             setattr(output.loss, COMPUTE, _deferred_logits(call))
     return output if call.returns_dict else output.to_tuple()
@@ -277,8 +288,26 @@ def _backbone_forward(self: Any, arguments: dict[str, Any]) -> Any:
         check.refuse_transforms(self)
         if is_mini_sequence:
             return _hidden_by_mini_sequence(call)
-        output = _hidden_by_chunks(call)
+        output = _hidden_by_chunks(_at_language_model(call))
     return output if call.returns_dict else output.to_tuple()
+
+
+def _at_language_model(call: Call) -> Call:
+    """Return the call as one of the language model: its images' features are computed, for all tokens.
+
+    Raises:
+        Refused: several processes share the model or the sequence.
+    """
+    if modalities := call.modalities:
+        names = ", ".join(modalities)
+        if uses_fsdp(call.model):
+            check.refuse(call.model, f"{names}: under fully_shard it takes text alone")
+        if wrap_state_of(call.model).group is not None:
+            check.refuse(call.model, f"sequence_group: {names} are of the whole sequence in one process")
+        call = call.at_language_model()
+        assert call.language_inputs is not None
+        refuse_unknown_blocks(call.model, call.language_inputs.sees_next, call.arguments)
+    return call
 
 
 def _warn_not_chunked(call: Call) -> None:
@@ -371,7 +400,7 @@ def _hidden_by_chunks(call: Call) -> Any:
     verification = verify(call)
     batch, spec = _cut_into_chunks(call, verification)
     stage = Backbone(model, verification.slots, recompute=recompute_setting(verification.wrap_state.method))
-    stage.padding = verification.padding_of(call)
+    stage.padding, stage.language_layout = verification.padding_of(call), call.kind.language_layout
     collect = CollectHiddenStates(batch.seqlen)
     stage.router_logits = RouterLogits() if call.kind.routed else None
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
@@ -424,7 +453,8 @@ def _announce(verification: Verification, describe: Callable[[], str], differenc
         return
     verification.wrap_state.announced = True
     if is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-        layers = len(layers_of(backbone_of(verification.model)))
+        model = verification.model
+        layers = len(layers_of(language_model_of(model) or backbone_of(model)))
         LOGGER.info(
             f"{original_class(verification.model).__name__} of {layers} layers runs by {describe()}; "
             f"gradients compared on {TOKENS} tokens: relative difference {difference:.1e}"
@@ -463,7 +493,10 @@ def _backward_context(verification: Verification) -> ContextFactory:
 
 def _loss_by_mini_sequence(call: Call) -> LossOutput:
     """Compute the causal LM's loss by `MiniSequence`."""
-    model, kind = call.model, call.kind._replace(embedded=False, padded=False, token_inputs=())
+    model, kind = (
+        call.model,
+        call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0),
+    )
     verification = verification_of(model)
     method = verification.wrap_state.method
     check.refuse_other_losses(model, kind.routed)
