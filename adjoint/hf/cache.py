@@ -26,8 +26,8 @@ from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 
 # Dimension along which a tensor grows: keys and values are (batch, heads, tokens, dim), an indexer's keys
-# (batch, tokens, dim).
-GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1}
+# (batch, tokens, dim), keys by which blocks are picked (batch, heads, tokens, dim).
+GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1, "block_index": 2}
 
 
 class _LastReadState(threading.local):
@@ -45,7 +45,7 @@ class Slot:
 
     Attributes:
         layer: index of the model's layer.
-        name: "conv", "recurrent", "keys", "values" or "indexer".
+        name: "conv", "recurrent", or one of `GROWING_DIMS`.
         index: which of a layer's several conv or recurrent states.
         shape: without the batch; the growing dimension is 0.
         dtype: of the tensor.
@@ -86,6 +86,8 @@ class _StateLayer:
     handed_off: dict[tuple[str, int], Tensor]
     dtype: Any
     device: Any
+    keys: Any
+    values: Any
     conv_states: Any
     conv_kernel_size: Any
     has_previous_state: Any
@@ -198,10 +200,12 @@ class _AttentionLayer(_StateLayer):
         self.is_initialized = True
         self.dtype, self.device = key_states.dtype, key_states.device
         self.pieces |= {"keys": key_states, "values": value_states}
-        if not self.pasts:
-            return key_states, value_states
-        reach = None if self.window is None else self.window - 1
-        keys, values = (join(self.pasts[name], self.pieces[name], reach) for name in ("keys", "values"))
+        keys, values = key_states, value_states
+        if self.pasts:
+            reach = None if self.window is None else self.window - 1
+            keys, values = (join(self.pasts[name], self.pieces[name], reach) for name in ("keys", "values"))
+        # Some indexers read how many keys there are; the tensors themselves are only in the slabs.
+        self.keys, self.values = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (keys, values))
         return keys, values
 
     @property
@@ -233,6 +237,18 @@ class _IndexedAttentionLayer(_AttentionLayer):
         return self.pasts["indexer"].join(piece) if "indexer" in self.pasts else piece
 
 
+class _BlockIndexedAttentionLayer(_AttentionLayer):
+    """A cache layer of sparse attention, whose indexer picks blocks of the past by keys of its own.
+
+    The indexer's keys get no gradient."""
+
+    @uncompiled
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Store the chunk's indexer keys, and return them joined to those before the chunk."""
+        piece = self.pieces["block_index"] = idx_k.detach()
+        return self.pasts["block_index"].join(piece) if "block_index" in self.pasts else piece
+
+
 # The mixins that make our cache layer of each of transformers'; some layers have a recurrence and attention.
 CACHE_MIXINS: dict[type, tuple[type, ...]] = {
     cache_utils.DynamicLayer: (_AttentionLayer,),
@@ -245,6 +261,8 @@ CACHE_MIXINS: dict[type, tuple[type, ...]] = {
 CHUNK_LAYER_CLASSES: dict[type, type] = {
     kind: type(kind.__name__, (*others, kind), {}) for kind, others in CACHE_MIXINS.items()
 }
+# Cache layers in a model's own module, by the name of their class: it is not imported before it is used.
+MODELS_CACHE_MIXINS = {"MiniMaxM3VLSparseCacheLayer": _BlockIndexedAttentionLayer}
 
 
 # How many states a layer has, by model_type, where the configuration does not say what its cache holds.
@@ -432,8 +450,12 @@ def _to_chunk_layer(layer: Any) -> Any:
     """
     if type(layer) is getattr(cache_utils, "DummyLayer", None):  # since 5.22
         return layer
-    if type(layer) not in CHUNK_LAYER_CLASSES:
-        raise ValueError(f"its cache has a {type(layer).__name__}, whose state is not known here")
+    if (kind := type(layer)) not in CHUNK_LAYER_CLASSES:
+        if kind.__name__ not in MODELS_CACHE_MIXINS:
+            raise ValueError(f"its cache has a {kind.__name__}, whose state is not known here")
+        mixin = MODELS_CACHE_MIXINS[kind.__name__]
+        # transformers makes layers of the last class of a type
+        CHUNK_LAYER_CLASSES[kind] = type(kind.__name__, (mixin, kind), {"_layer_type": None})
     names = [name for name in ("sliding_window", "number_of_states") if hasattr(layer, name)]
     chunk_layer: Any = CHUNK_LAYER_CLASSES[type(layer)](**{name: getattr(layer, name) for name in names})
     chunk_layer.pasts, chunk_layer.pieces, chunk_layer.handoffs, chunk_layer.handed_off = {}, {}, {}, {}

@@ -29,13 +29,7 @@ from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, comparison, mini_sequence
 from adjoint.hf.call import Call
-from adjoint.hf.chunking import (
-    check_method,
-    move_edges_out_of_blocks,
-    recompute_setting,
-    refuse_unknown_blocks,
-    spec_of,
-)
+from adjoint.hf.chunking import check_method, move_edges_out_of_blocks, refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
@@ -62,12 +56,11 @@ from adjoint.hf.verification import (
 from adjoint.hf.wrap_state import WrapState, wrap_state_of
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
-from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
+from adjoint.methods import Backprop, Exact, Method, MiniSequence
 from adjoint.parallel.context import group_of, ranks_of
 from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-Method = Exact | Truncated | MiniSequence | Backprop
 
 
 def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None) -> ModelT:
@@ -110,7 +103,7 @@ def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None
     method = Exact() if method is None else method
     check_method(method)
     if sequence_group is not None:
-        if not isinstance(method, (Exact, Truncated)):
+        if not method.has_chunks:
             raise UserError(f"sequence_group: {method.name} has no chunks to share: give Exact()")
         sequence_group = group_of(sequence_group)
         if ranks_of(sequence_group) == 1:
@@ -228,9 +221,8 @@ def _lm_forward(self: Any, arguments: dict[str, Any]) -> Any:
     with wrap_state.lock:
         if wrap_state.uses_original_forward or not call.has_labels:
             return call.run_original()
-        is_backprop, is_mini_sequence = (
-            isinstance(wrap_state.method, kind) for kind in (Backprop, MiniSequence)
-        )
+        is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
+        is_backprop = not (wrap_state.method.has_chunks or is_mini_sequence)
         if is_backprop or call.extra_output or (is_mini_sequence and call.logits_index is not None):
             if call.extra_output and not is_backprop:
                 _warn_not_chunked(call)
@@ -327,9 +319,10 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen)
     if group is not None:
         size = at_most(size, batch.seqlen, ranks_of(group))
-    regular = spec_of(method, batch.seqlen, size, starts)
+    regular = method.model_spec(batch.seqlen, size, starts)
     spec = move_edges_out_of_blocks(model, regular, batch)
-    if spec is not regular and (isinstance(method, Truncated) or verification.sharded or group is not None):
+    drops = regular.backward.drop_every is not None
+    if spec is not regular and (drops or verification.sharded or group is not None):
         check.refuse(
             model,
             "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
@@ -348,12 +341,15 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         reason = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
         check.refuse(model, f"sequence_group: {reason}")
     router_loss_factor = verification.router_loss_factor if call.kind.routed else 1.0
+    hidden_states = None if call.logits_index is None else _hidden_states_for_logits(call, batch)
     stage = CausalLM.from_call(
-        call, verification.slots, verification.wrap_state.method, verification.fetches, router_loss_factor
-    )
-    stage.padding = verification.padding_of(call)
-    stage.hidden_states = hidden_states = (
-        None if call.logits_index is None else _hidden_states_for_logits(call, batch)
+        call,
+        verification.slots,
+        verification.wrap_state.method,
+        verification.fetches,
+        router_loss_factor,
+        verification.padding_of(call),
+        hidden_states,
     )
     result = make_step([stage], batch, spec, backward_context, group).loss()
     if group is not None and stage.randomness.states_by_chunk:
@@ -399,10 +395,15 @@ def _hidden_by_chunks(call: Call) -> Any:
         )
     verification = verify(call)
     batch, spec = _cut_into_chunks(call, verification)
-    stage = Backbone(model, verification.slots, recompute=recompute_setting(verification.wrap_state.method))
-    stage.padding, stage.language_layout = verification.padding_of(call), call.kind.language_layout
+    stage = Backbone(
+        model,
+        verification.slots,
+        recompute=verification.wrap_state.method.recompute,
+        padding=verification.padding_of(call),
+        router_logits=RouterLogits() if call.kind.routed else None,
+        language_layout=call.kind.language_layout,
+    )
     collect = CollectHiddenStates(batch.seqlen)
-    stage.router_logits = RouterLogits() if call.kind.routed else None
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
     step.forward()
     assert collect.hidden is not None
@@ -499,6 +500,7 @@ def _loss_by_mini_sequence(call: Call) -> LossOutput:
     )
     verification = verification_of(model)
     method = verification.wrap_state.method
+    assert isinstance(method, MiniSequence)
     check.refuse_other_losses(model, kind.routed)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
     functions = comparison.gradient_functions(method, kind)[0], mini_sequence.gradient_function(method, kind)
@@ -528,9 +530,9 @@ def _hidden_by_mini_sequence(call: Call) -> Any:
     verification = verification_of(call.model)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
     refuse_documents_that_mix(verification, call)
-    with mini_sequence.splitting(
-        call.model, verification.examine_once(_find_mlps), verification.wrap_state.method.mlp_chunks
-    ):
+    method, mlps = verification.wrap_state.method, verification.examine_once(_find_mlps)
+    assert isinstance(method, MiniSequence)
+    with mini_sequence.splitting(call.model, mlps, method.mlp_chunks):
         output = call.run_original(use_cache=False)
     _check_model_in_backward(output[0], verification)
     return output

@@ -70,6 +70,11 @@ def token_typed(make: Inputs, name: str = "token_type_ids") -> Inputs:
     return lambda ids, draw: {**make(ids, draw), name: (ids == IMAGE).long()}
 
 
+def untyped(make: Inputs) -> Inputs:
+    """Return a function that leaves out token types."""
+    return lambda ids, draw: {n: v for n, v in make(ids, draw).items() if n != "mm_token_type_ids"}
+
+
 STARTS = ((0, 4), (0, 15), (1, 9))  # row and first token of each image
 # Class → its configuration, tokens of an image, and a function that makes the images' inputs.
 MULTIMODAL: dict[str, tuple[dict[str, Any], int, Inputs]] = {
@@ -131,6 +136,25 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], int, Inputs]] = {
         },
         6,
         patches(96),
+    ),
+    "Glm5NextForConditionalGeneration": (
+        {
+            "text_config": {
+                **{name: value for name, value in TEXT.items() if name != "head_dim"},
+                **{"num_key_value_heads": 4, "num_hidden_layers": 4, "hc_mult": 2},
+                **{"kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 6, "qk_nope_head_dim": 6},
+                **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+                **{"linear_head_dim": 6, "linear_num_heads": 4},
+                # pools of 3 tokens, 2 of which are picked: chunks of 8 end inside one
+                **{"index_topk": 6, "index_kpool": 3, "index_head_dim": 8, "index_n_heads": 16},
+                "layer_types": ["linear_attention", "indexed_attention"] * 2,
+                "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            },
+            "vision_config": {**QWEN_VISION, "image_size": 16, "projection_intermediate_size": 16},
+            **GLM_TOKENS,
+        },
+        6,
+        untyped(patches(96)),
     ),
     "Gemma3ForConditionalGeneration": (
         {
