@@ -69,6 +69,19 @@ def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
     return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
 
 
+@dataclasses.dataclass(frozen=True)
+class CarriedState:
+    """The state with which a call begins.
+
+    Attributes:
+        state: of the model's cache, as `Slot`s have it.
+        tokens: number of tokens before the call, of the document that goes on.
+    """
+
+    state: State
+    tokens: int
+
+
 class _StateLayer:
     """A cache layer whose recurrent tensors are replaced by new ones and whose keys and values grow.
 

@@ -113,12 +113,18 @@ class Call:
         model: the causal LM, or the backbone.
         arguments: the call's arguments by name.
         language_inputs: what its images and text are for the language model; then there are no ids.
+        past_tokens: number of tokens before the call, whose state it goes on from.
     """
 
     def __init__(
-        self, model: Any, arguments: dict[str, Any], language_inputs: LanguageInputs | None = None
+        self,
+        model: Any,
+        arguments: dict[str, Any],
+        language_inputs: LanguageInputs | None = None,
+        past_tokens: int = 0,
     ) -> None:
         self.model, self.arguments, self.language_inputs = model, arguments, language_inputs
+        self.past_tokens = past_tokens
 
     def has(self, *names: str) -> bool:
         """Whether any of these arguments is given."""
@@ -139,16 +145,59 @@ class Call:
         return self.has(*LABEL_INPUTS)
 
     @property
-    def extra_output(self) -> str | None:
-        """Name of an output asked for beyond the loss or hidden states, by argument or configuration, or
-        None."""
+    def extra_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs asked for beyond the loss or hidden states, by argument or configuration."""
+        names = []
         for name in EXTRA_OUTPUTS:
             value = self.arguments.get(name)
             if value is None and name in ("output_attentions", "output_hidden_states"):
                 value = getattr(self.model.config, name, False)
-            if isinstance(value, (list, tuple)) or value:
-                return name
-        return None
+            if isinstance(value, (list, tuple)) or (value if isinstance(value, bool) else value is not None):
+                names.append(name)
+        return tuple(names)
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether the call asks for a loss and begins with a cache or returns one, and for nothing else."""
+        names = self.extra_outputs
+        return self.has_labels and bool(names) and set(names) <= {*CACHE_INPUTS, "use_cache"}
+
+    @property
+    def cache(self) -> Any:
+        """The cache that the call begins with, or None."""
+        return next((self.arguments[name] for name in CACHE_INPUTS if self.has(name)), None)
+
+    def after(self, past_tokens: int) -> Call:
+        """Return the call without its cache, as one that goes on after a number of tokens.
+
+        Raises:
+            Refused: rows are padded, or positions do not go on.
+        """
+        arguments = {n: v for n, v in self.arguments.items() if n not in (*CACHE_INPUTS, "use_cache")}
+        seqlen = self.ids.shape[1]
+        mask = arguments.pop("attention_mask", None)
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+            reason = "the state after padding is not that of the row's last token: give rows without padding"
+            check.refuse(self.model, f"use_cache and past_key_values beside labels: {reason}")
+        positions = arguments.get(POSITIONS)
+        if positions is not None and past_tokens:
+            expected = torch.arange(past_tokens, past_tokens + seqlen, device=positions.device)
+            if not bool((positions == expected).all()):
+                reason = (
+                    f"position_ids must go on from {past_tokens}, the number of tokens in past_key_values"
+                )
+                check.refuse(self.model, f"{reason}: leave them out")
+            del arguments[POSITIONS]
+        call = Call(self.model, arguments, past_tokens=past_tokens)
+        if len(set(call.starts)) > 1:
+            check.refuse(self.model, "use_cache beside labels: rows must have the same documents")
+        return call
+
+    @property
+    def last_document(self) -> int:
+        """Number of tokens of the last document, with those before the call if it began before it."""
+        start = self.starts[0][-1]
+        return self.ids.shape[1] - start + (0 if start else self.past_tokens)
 
     @property
     def has_documents(self) -> bool:
@@ -358,7 +407,8 @@ class Call:
     def longest_document(self) -> int:
         """Number of tokens of the longest document."""
         seqlen = self.ids.shape[1]
-        return max(end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen)))
+        lengths = [end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen))]
+        return max(lengths) + self.past_tokens
 
     @functools.cached_property  # asked several times per call, and on a GPU each answer waits for it
     def is_padded_right(self) -> bool:

@@ -25,6 +25,11 @@ class _LogitsOnAccess:
             super().__post_init__()  # type: ignore[misc]
 
     @property
+    def cache_params(self) -> Any:
+        """The cache, under the name that Mamba's classes give it."""
+        return self.past_key_values  # type: ignore[attr-defined]
+
+    @property
     def logits(self) -> Tensor | None:
         """Logits (batch, seqlen, vocab_size), or None where they cannot be computed.
 

@@ -22,7 +22,7 @@ from adjoint.engine.step import ChunkedStep, ContextFactory
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
-from adjoint.hf.cache import ChunkCache, Slot, make_chunk_cache, zeros
+from adjoint.hf.cache import CarriedState, ChunkCache, Slot, make_chunk_cache, zeros
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
 from adjoint.hf.head import refuse_unsummable_loss, refuse_z_loss, summed_loss
@@ -70,6 +70,7 @@ class Backbone(Stage):
         router_loss: sums for the routers' loss, or None.
         router_logits: collects the routers' logits that are returned beside the hidden states, or None.
         language_layout: of the language model's inputs, if x are these (`language_inputs.LanguageInputs`).
+        carried: the state with which sequences begin, or None.
     """
 
     stateful: ClassVar[bool] = True
@@ -88,6 +89,7 @@ class Backbone(Stage):
         router_loss: RouterLoss | None = None,
         router_logits: RouterLogits | None = None,
         language_layout: LanguageLayout | None = None,
+        carried: CarriedState | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
@@ -100,7 +102,7 @@ class Backbone(Stage):
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches, self.padding = fetches, padding
         self.router_loss, self.router_logits = router_loss, router_logits
-        self.language_layout = language_layout
+        self.language_layout, self.carried = language_layout, carried
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -122,7 +124,12 @@ class Backbone(Stage):
         return self.model.named_modules()
 
     def initial_state(self, batch: int, device: torch.device) -> State:
-        return zeros(self.slots, batch, device)
+        return zeros(self.slots, batch, device) if self.carried is None else self.carried.state
+
+    def past_length(self, chunk: Batch) -> int:
+        """Return the number of tokens of a chunk's document before it."""
+        before = self.carried.tokens if self.carried is not None and not chunk.document else 0
+        return chunk.start - chunk.document + before
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         with self.chunk_context(), self.randomness.at_chunk(chunk.start):
@@ -148,7 +155,7 @@ class Backbone(Stage):
 
     def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
-        cache, past_length = copy.copy(self.cache), chunk.start - chunk.document
+        cache, past_length = copy.copy(self.cache), self.past_length(chunk)
         cache.layers = cache.layers_with_state(self.slots, state, past_length)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
@@ -169,7 +176,7 @@ class Backbone(Stage):
             x: ids (batch, tokens), or embeddings (batch, tokens, hidden_size).
             cache: holds the state before the chunk.
         """
-        past_length = chunk.start - chunk.document
+        past_length = self.past_length(chunk)
         inputs: dict[str, Any] = {
             name: values
             for name, values in chunk.inputs.items()
@@ -254,12 +261,13 @@ class CausalLM(Backbone):
         router_loss_factor: float = 1.0,
         padding: Padding | None = None,
         hidden_states: HiddenStates | None = None,
+        carried: CarriedState | None = None,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
         Args:
             method: says what is recomputed.
-            fetches, padding, hidden_states: as in the constructor.
+            fetches, padding, hidden_states, carried: as in the constructor.
             router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
@@ -275,6 +283,7 @@ class CausalLM(Backbone):
             recompute=method.recompute,
             fetches=fetches,
             language_layout=call.kind.language_layout,
+            carried=carried,
             padding=padding,
             router_loss=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens

@@ -28,7 +28,14 @@ from adjoint.engine.step import ContextFactory, uncompiled
 from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, comparison, mini_sequence
+from adjoint.hf.cache import CarriedState
 from adjoint.hf.call import Call
+from adjoint.hf.carried_state import (
+    cache_of_state,
+    refuse_if_states_are_lost,
+    state_of_cache,
+    why_not_carried,
+)
 from adjoint.hf.chunking import check_method, move_edges_out_of_blocks, refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
@@ -223,14 +230,17 @@ def _lm_forward(self: Any, arguments: dict[str, Any]) -> Any:
             return call.run_original()
         is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
         is_backprop = not (wrap_state.method.has_chunks or is_mini_sequence)
-        if is_backprop or call.extra_output or (is_mini_sequence and call.logits_index is not None):
-            if call.extra_output and not is_backprop:
+        is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
+        if is_backprop or is_extra or (is_mini_sequence and call.logits_index is not None):
+            if is_extra and not is_backprop:
                 _warn_not_chunked(call)
             with calling_original_forwards(self):
                 return call.run_original()
         check.refuse_transforms(self)
         if is_mini_sequence:
             output = _loss_by_mini_sequence(call)
+        elif call.extra_outputs:
+            output = _loss_with_state(call)
         else:
             at_language_model = _at_language_model(call)
             output = _loss_by_chunks(at_language_model, verify(at_language_model))
@@ -273,7 +283,7 @@ def _backbone_forward(self: Any, arguments: dict[str, Any]) -> Any:
         if uses_original or not (in_training or call.has_documents):
             return call.run_original()
         is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
-        if call.extra_output or (is_mini_sequence and not in_training):
+        if call.extra_outputs or (is_mini_sequence and not in_training):
             if in_training and not is_mini_sequence and torch.is_grad_enabled():
                 _warn_not_chunked(call)
             return call.run_original()
@@ -304,7 +314,7 @@ def _at_language_model(call: Call) -> Call:
 
 def _warn_not_chunked(call: Call) -> None:
     """Warn that a call asks for an output that only the original forward has."""
-    warnings.warn(f"{call.extra_output}: this call is backpropagated as if not wrapped", stacklevel=4)
+    warnings.warn(f"{call.extra_outputs[0]}: this call is backpropagated as if not wrapped", stacklevel=4)
     reduce_at_once(root_of(call.model))
 
 
@@ -333,8 +343,50 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     return batch, spec
 
 
-def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | RoutedLossOutput:
-    """Compute the causal LM's loss by `Exact` or `Truncated`; the model must have been verified."""
+def _carries_state(call: Call, wrap_state: WrapState) -> bool:
+    """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
+    the usual kind."""
+    is_alone = wrap_state.group is None and not uses_fsdp(call.model)
+    return (
+        call.carries_state
+        and wrap_state.method.has_chunks
+        and is_alone
+        and why_not_carried(call.model) is None
+    )
+
+
+def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
+    """Compute the loss of a call that begins with a cache or returns one.
+
+    Raises:
+        Refused: the state cannot be carried on.
+    """
+    model = call.model
+    if modalities := call.modalities:
+        reason = (
+            "where tokens stand after an image is not in the cache: leave use_cache and past_key_values out"
+        )
+        check.refuse(model, f"{', '.join(modalities)}: {reason}")
+    slots = verification_of(model).slots
+    carried = None if call.cache is None else state_of_cache(model, call.cache, slots, call.ids)
+    continued = call.after(0 if carried is None else carried.tokens)
+    verification = verify(continued)
+    verification.compute_once("carried states", refuse_if_states_are_lost, model, verification.slots)
+    return _loss_by_chunks(continued, verification, carried, bool(call.arguments.get("use_cache")))
+
+
+def _loss_by_chunks(
+    call: Call,
+    verification: Verification,
+    carried: CarriedState | None = None,
+    returns_cache: bool = False,
+) -> LossOutput | RoutedLossOutput:
+    """Compute the causal LM's loss by `Exact` or `Truncated`; the model must have been verified.
+
+    Args:
+        carried: the state with which it begins, or None.
+        returns_cache: whether the output has the cache after the last token.
+    """
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
     model, group = call.model, verification.wrap_state.group
     if group is not None and call.logits_index is not None:
@@ -350,8 +402,12 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         router_loss_factor,
         verification.padding_of(call),
         hidden_states,
+        carried,
     )
-    result = make_step([stage], batch, spec, backward_context, group).loss()
+    result = make_step([stage], batch, spec, backward_context, group).loss(states=returns_cache)
+    cache = None
+    if returns_cache:
+        cache = cache_of_state(model, result.states[0], verification.slots, call.last_document)
     if group is not None and stage.randomness.states_by_chunk:
         check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
     logits = None
@@ -360,10 +416,10 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         hidden = hidden_states.hidden.reshape(rows, -1, width)[:, call.logits_index]
         logits = gathered_runner(model)(lambda: logits_by_slices(model, hidden))
     if stage.router_loss is None:
-        return LossOutput(loss=result.loss, logits=logits)
+        return LossOutput(loss=result.loss, logits=logits, past_key_values=cache)
     router_loss = stage.router_loss.loss(result.sums[0])
     loss = result.loss + router_loss_factor * router_loss
-    return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits)
+    return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits, past_key_values=cache)
 
 
 def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
