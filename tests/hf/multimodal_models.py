@@ -283,12 +283,16 @@ def _imported(name: str) -> Any:
     return getattr(transformers, name, None)
 
 
-def make_multimodal(name: str, seed: int = 0) -> Any:
-    """Return a model of the class `name` in float64 and training mode, away from its initial weights."""
+def make_multimodal(name: str, seed: int = 0, **text: Any) -> Any:
+    """Return a model of the class `name` in float64 and training mode, away from its initial weights.
+
+    `text` are further options of its language model."""
     torch.manual_seed(seed)
     if (cls := _imported(name)) is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name} yet")
-    model = cls(cls.config_class(**MULTIMODAL[name][0]))
+    options = MULTIMODAL[name][0]
+    options = {**options, "text_config": {**options["text_config"], **text}}
+    model = cls(cls.config_class(**options))
     return to_float64(perturb_weights(model).double().train())
 
 
