@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.hf import check
-from adjoint.hf.cache import ChunkCache
+from adjoint.hf.cache import CarriedState, ChunkCache
 from adjoint.hf.documents import Starts, document_starts, expand_to_rows, join_rows
 from adjoint.hf.language_inputs import (
     POSITIONS,
@@ -113,7 +113,7 @@ class Call:
         model: the causal LM, or the backbone.
         arguments: the call's arguments by name.
         language_inputs: what its images and text are for the language model; then there are no ids.
-        past_tokens: number of tokens before the call, whose state it goes on from.
+        carried: the state with which the call begins, or None.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class Call:
         model: Any,
         arguments: dict[str, Any],
         language_inputs: LanguageInputs | None = None,
-        past_tokens: int = 0,
+        carried: CarriedState | None = None,
     ) -> None:
         self.model, self.arguments, self.language_inputs = model, arguments, language_inputs
-        self.past_tokens = past_tokens
+        self.carried, self.past_tokens = carried, 0 if carried is None else carried.tokens
 
     def has(self, *names: str) -> bool:
         """Whether any of these arguments is given."""
@@ -167,8 +167,8 @@ class Call:
         """The cache that the call begins with, or None."""
         return next((self.arguments[name] for name in CACHE_INPUTS if self.has(name)), None)
 
-    def after(self, past_tokens: int) -> Call:
-        """Return the call without its cache, as one that goes on after a number of tokens.
+    def after(self, carried: CarriedState | None) -> Call:
+        """Return the call as one that begins with a state, or with none, in place of its cache.
 
         Raises:
             Refused: rows are padded, or positions do not go on.
@@ -180,6 +180,7 @@ class Call:
             reason = "the state after padding is not that of the row's last token: give rows without padding"
             check.refuse(self.model, f"use_cache and past_key_values beside labels: {reason}")
         positions = arguments.get(POSITIONS)
+        past_tokens = 0 if carried is None else carried.tokens
         if positions is not None and past_tokens:
             expected = torch.arange(past_tokens, past_tokens + seqlen, device=positions.device)
             if not bool((positions == expected).all()):
@@ -188,7 +189,7 @@ class Call:
                 )
                 check.refuse(self.model, f"{reason}: leave them out")
             del arguments[POSITIONS]
-        call = Call(self.model, arguments, past_tokens=past_tokens)
+        call = Call(self.model, arguments, carried=carried)
         if len(set(call.starts)) > 1:
             check.refuse(self.model, "use_cache beside labels: rows must have the same documents")
         return call

@@ -152,8 +152,9 @@ def refuse_if_states_are_lost(model: Any, slots: Sequence[Slot]) -> None:
     with torch.no_grad(), in_eval_mode(model), calling_original_forwards(model), check.as_refusal(model):
         carried: CarriedState | None = None
         for tokens in (first, rest):
-            call = Call(model, {"input_ids": ids[:, tokens], "labels": labels[:, tokens]})
-            stage = CausalLM.from_call(call, slots, Exact(), carried=carried)
+            inputs = {"input_ids": ids[:, tokens], "labels": labels[:, tokens]}
+            call = Call(model, inputs, carried=carried)
+            stage = CausalLM.from_call(call, slots, Exact())
             batch, _ = call.batch()
             result = make_step([stage], batch, EngineSpec(batch.seqlen, least=2)).loss(states=True)
             cache = cache_of_state(model, result.states[0], slots, batch.seqlen)

@@ -50,7 +50,7 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import router_loss_coefficient
-from adjoint.hf.stage import Backbone, CausalLM, CollectHiddenStates, find_slots, make_step
+from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, find_slots, make_step
 from adjoint.hf.trial_copy import SHORT_WINDOW, example_tokens, in_eval_mode, make_trial_copy, shorten_windows
 from adjoint.hf.trials import TRIAL_CHUNK_SIZE
 from adjoint.methods import Method
@@ -394,8 +394,7 @@ def gradient_functions(
                 model,
                 slots,
                 recompute=method.recompute,
-                padding=call.padding,
-                language_layout=kind.language_layout,
+                context=CallContext(call.padding, kind.language_layout),
             )
             return make_step([backbone, WeightedSum()], batch, cut_spec)
         stage = CausalLM.from_call(call, slots, method, fetches)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.engine.stage import Stage
-from adjoint.engine.step import ChunkedStep, ContextFactory
+from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
@@ -52,6 +53,21 @@ from adjoint.parallel.context import distribution_of
 from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
 
 
+class CallContext(NamedTuple):
+    """Properties of a call that all of its chunks share.
+
+    Attributes:
+        padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
+        language_layout: of the language model's inputs, if the stage's input are these
+            (`language_inputs.LanguageInputs`).
+        carried: the state with which sequences begin, or None.
+    """
+
+    padding: Padding | None = None
+    language_layout: LanguageLayout | None = None
+    carried: CarriedState | None = None
+
+
 class Backbone(Stage):
     """The backbone as a stage: ids (batch, tokens) → hidden states (batch, tokens, hidden_size).
 
@@ -66,11 +82,8 @@ class Backbone(Stage):
         recompute: how much of a layer's tape is recomputed in the backward: "none", "selective" or "full"
             (see `Exact`).
         fetches: as in `Stage`.
-        padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
-        router_loss: sums for the routers' loss, or None.
-        router_logits: collects the routers' logits that are returned beside the hidden states, or None.
-        language_layout: of the language model's inputs, if x are these (`language_inputs.LanguageInputs`).
-        carried: the state with which sequences begin, or None.
+        router: what is made of the routers' logits: a loss, or outputs beside the hidden states; or None.
+        context: what the chunks of a call share.
     """
 
     stateful: ClassVar[bool] = True
@@ -85,11 +98,8 @@ class Backbone(Stage):
         recompute: str = "none",
         *,
         fetches: bool = False,
-        padding: Padding | None = None,
-        router_loss: RouterLoss | None = None,
-        router_logits: RouterLogits | None = None,
-        language_layout: LanguageLayout | None = None,
-        carried: CarriedState | None = None,
+        router: RouterLoss | RouterLogits | None = None,
+        context: CallContext | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
@@ -100,9 +110,9 @@ class Backbone(Stage):
         self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
         self.randomness, self.recompute = ChunkRandomness(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
-        self._fetches, self.padding = fetches, padding
-        self.router_loss, self.router_logits = router_loss, router_logits
-        self.language_layout, self.carried = language_layout, carried
+        self._fetches = fetches
+        self.router = router
+        self.padding, self.language_layout, self.carried = context or CallContext()
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -149,9 +159,9 @@ class Backbone(Stage):
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
-        if self.router_logits is None:
+        if not isinstance(self.router, RouterLogits):
             return output[0], state
-        return self.router_logits.append_to(output[0], output.router_logits, chunk.start), state
+        return self.router.append_to(output[0], output.router_logits, chunk.start), state
 
     def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
@@ -189,7 +199,7 @@ class Backbone(Stage):
             x = language_inputs[EMBEDS]
         inputs[EMBEDS if x.is_floating_point() else "input_ids"] = x
         inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
-        if self.router_loss or self.router_logits:
+        if self.router is not None:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
         # Masks made of token types count tokens from the document's start.
         if (named_function := block_function(self.model, inputs)) is not None:
@@ -261,13 +271,12 @@ class CausalLM(Backbone):
         router_loss_factor: float = 1.0,
         padding: Padding | None = None,
         hidden_states: HiddenStates | None = None,
-        carried: CarriedState | None = None,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
         Args:
             method: says what is recomputed.
-            fetches, padding, hidden_states, carried: as in the constructor.
+            fetches, padding, hidden_states: as in the constructor.
             router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
@@ -282,10 +291,8 @@ class CausalLM(Backbone):
             slots,
             recompute=method.recompute,
             fetches=fetches,
-            language_layout=call.kind.language_layout,
-            carried=carried,
-            padding=padding,
-            router_loss=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
+            context=CallContext(padding, call.kind.language_layout, call.carried),
+            router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             hidden_states=hidden_states,
         )
@@ -301,9 +308,9 @@ class CausalLM(Backbone):
         loss = summed_loss(self.model, output[0], chunk.targets, z_loss_factor)
         if self.hidden_states is not None:
             self.hidden_states.add(output[0], chunk.start)
-        if self.router_loss is not None:
-            chunk_sums = self.router_loss.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
-            loss = loss + self.router_loss.add(chunk_sums, chunk.start)
+        if isinstance(self.router, RouterLoss):
+            chunk_sums = self.router.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
+            loss = loss + self.router.add(chunk_sums, chunk.start)
         return loss, state
 
 
@@ -390,14 +397,14 @@ def make_step(
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
-    sums = [] if stages[0].router_loss is None else [stages[0].router_loss]
+    sums = [stages[0].router] if isinstance(stages[0].router, RouterLoss) else []
     if group is not None:
         if sharded and (why := why_not_shared(model, group)):
             check.refuse(model, f"sequence_group: {why}")
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
-    access = FSDPAccess(root_of(model)) if sharded else None
-    return ChunkedStep(stages, batch, spec, width, backward_context, sums, distribution_of(group), access)
+    access = FSDPAccess(root_of(model)) if sharded else ParameterAccess(backward_context)
+    return ChunkedStep(stages, batch, spec, width, sums, distribution_of(group), access)
 
 
 @torch.no_grad()

@@ -24,11 +24,11 @@ from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.compare import TOKENS
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.step import ContextFactory, uncompiled
+from adjoint.engine.parameter_access import ContextFactory
+from adjoint.engine.step import uncompiled
 from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, comparison, mini_sequence
-from adjoint.hf.cache import CarriedState
 from adjoint.hf.call import Call
 from adjoint.hf.carried_state import (
     cache_of_state,
@@ -50,9 +50,9 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
 from adjoint.hf.randomness import ChunkRandomness
-from adjoint.hf.router_loss import RouterLogits
+from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
-from adjoint.hf.stage import Backbone, CausalLM, CollectHiddenStates, HiddenStates, make_step
+from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
 from adjoint.hf.verification import (
     Verification,
     refuse_documents_that_mix,
@@ -369,22 +369,20 @@ def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
         check.refuse(model, f"{', '.join(modalities)}: {reason}")
     slots = verification_of(model).slots
     carried = None if call.cache is None else state_of_cache(model, call.cache, slots, call.ids)
-    continued = call.after(0 if carried is None else carried.tokens)
+    continued = call.after(carried)
     verification = verify(continued)
     verification.compute_once("carried states", refuse_if_states_are_lost, model, verification.slots)
-    return _loss_by_chunks(continued, verification, carried, bool(call.arguments.get("use_cache")))
+    return _loss_by_chunks(continued, verification, bool(call.arguments.get("use_cache")))
 
 
 def _loss_by_chunks(
     call: Call,
     verification: Verification,
-    carried: CarriedState | None = None,
     returns_cache: bool = False,
 ) -> LossOutput | RoutedLossOutput:
     """Compute the causal LM's loss by `Exact` or `Truncated`; the model must have been verified.
 
     Args:
-        carried: the state with which it begins, or None.
         returns_cache: whether the output has the cache after the last token.
     """
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
@@ -402,7 +400,6 @@ def _loss_by_chunks(
         router_loss_factor,
         verification.padding_of(call),
         hidden_states,
-        carried,
     )
     result = make_step([stage], batch, spec, backward_context, group).loss(states=returns_cache)
     cache = None
@@ -415,9 +412,9 @@ def _loss_by_chunks(
         rows, width = len(call.ids), hidden_states.hidden.shape[-1]
         hidden = hidden_states.hidden.reshape(rows, -1, width)[:, call.logits_index]
         logits = gathered_runner(model)(lambda: logits_by_slices(model, hidden))
-    if stage.router_loss is None:
+    if not isinstance(stage.router, RouterLoss):
         return LossOutput(loss=result.loss, logits=logits, past_key_values=cache)
-    router_loss = stage.router_loss.loss(result.sums[0])
+    router_loss = stage.router.loss(result.sums[0])
     loss = result.loss + router_loss_factor * router_loss
     return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits, past_key_values=cache)
 
@@ -455,9 +452,8 @@ def _hidden_by_chunks(call: Call) -> Any:
         model,
         verification.slots,
         recompute=verification.wrap_state.method.recompute,
-        padding=verification.padding_of(call),
-        router_logits=RouterLogits() if call.kind.routed else None,
-        language_layout=call.kind.language_layout,
+        context=CallContext(verification.padding_of(call), call.kind.language_layout),
+        router=RouterLogits() if call.kind.routed else None,
     )
     collect = CollectHiddenStates(batch.seqlen)
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
@@ -470,9 +466,9 @@ def _hidden_by_chunks(call: Call) -> Any:
 
     (hidden,) = step.differentiable([collect.hidden.detach()], backward)
     hidden = hidden.reshape(*call.ids.shape, -1)
-    if stage.router_logits is None:
+    if not isinstance(stage.router, RouterLogits):
         return Output(last_hidden_state=hidden)
-    hidden, *logits = stage.router_logits.split_from(hidden)
+    hidden, *logits = stage.router.split_from(hidden)
     return Output(last_hidden_state=hidden, router_logits=tuple(layer.flatten(0, 1) for layer in logits))
 
 

@@ -76,12 +76,12 @@ def test_the_cache_is_transformers_own(name: str) -> None:
     tensors = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
     assert tensors and not any(t.requires_grad for t in tensors)
     assert all(t.untyped_storage().nbytes() < 2 * t.nbytes for t in tensors)
-    own = transformers.DynamicCache(config=model.config)
+    models_cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :14], past_key_values=own, use_cache=True)
+        model(ids[:, :14], past_key_values=models_cache, use_cache=True)
         losses = [
             wrapped(input_ids=ids[:, 14:], labels=ids[:, 14:], past_key_values=start).loss
-            for start in (cache, own, cache)
+            for start in (cache, models_cache, cache)
         ]
         # without positions Bamba by itself counts from 0, as its first layer caches no tokens
         positions = torch.arange(14, 23)[None]
@@ -104,8 +104,8 @@ def test_documents() -> None:
     got = out.loss.detach(), current_gradients(wrapped)
     wrapped.zero_grad()
     pieces = [
-        wrapped(input_ids=part, labels=part, num_items_in_batch=40, use_cache=True, past_key_values=start)
-        for part, start in ((ids[:, 9:14], cache), (ids[:, 14:], None))
+        wrapped(input_ids=piece, labels=piece, num_items_in_batch=40, use_cache=True, past_key_values=start)
+        for piece, start in ((ids[:, 9:14], cache), (ids[:, 14:], None))
     ]
     loss = pieces[0].loss + pieces[1].loss
     loss.backward()
