@@ -296,6 +296,25 @@ def test_a_class_that_is_refused(name: str) -> None:
     assert errors(got, expected).worst <= 1e-6
 
 
+@pytest.mark.parametrize("name", ["MistralForCausalLM", "DeepseekV32ForCausalLM"])
+def test_masked_attention_takes_few_queries_at_a_time(
+    name: str, monkeypatch: pytest.MonkeyPatch, double: None
+) -> None:
+    """PyTorch's kernel on CUDA is wrong beyond 2**32 pairs of a query and a key; here the limit is 40."""
+    attend, sizes = replacements.sdpa_attention_forward, list[int]()
+
+    def noted(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(query.shape[2] * key.shape[2])
+        return attend(module, query, key, *args, **kwargs)
+
+    monkeypatch.setattr(replacements, "sdpa_attention_forward", noted)
+    monkeypatch.setattr(replacements, "MASKED_PAIRS", 40)
+    model, inputs = make(name), make_batch(29)
+    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
+    assert_exact(loss_and_gradients(wrapped, **inputs), loss_and_gradients(model, **inputs))
+    assert len(sizes) > 20 and max(sizes) <= 40
+
+
 def test_a_scan_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own scan of Mamba-1: the loss is hardly off, the gradient is."""
     monkeypatch.setattr(replacements, "SCANS", {})
