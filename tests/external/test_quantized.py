@@ -69,7 +69,7 @@ def test_adapters_on_a_quantized_base(name: str, kind: str, tmp_path: Path) -> N
 
 
 def test_outliers_are_picked_by_chunk(tmp_path: Path) -> None:
-    """Of LLM.int8 a warning says that its rounding differs; gradients do by no more than the format's own."""
+    """A warning says that the rounding of LLM.int8 differs; gradients do by no more than the format's own."""
     model, inputs = with_adapters("BambaForCausalLM", "LLM.int8", tmp_path), make_batch(29)
     expected = loss_and_gradients(model, **inputs)
     wrapped = adjoint.wrap(model, adjoint.Exact(chunk_size=8))

@@ -195,6 +195,7 @@ QUIET = {"num_hidden_layers": 2, "is_decoder": True}
 QUIET |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 OTHERS: dict[str, dict[str, Any]] = {
     "JetMoeForCausalLM": LOCAL_EXPERTS,
+    "Mistral4ForCausalLM": {**LATENT, "num_experts_per_tok": 2, "q_lora_rank": 12},
     "ErnieForCausalLM": {**QUIET, "use_task_id": True},
     "RoCBertForCausalLM": QUIET,
     "DogeForCausalLM": {"keep_window_size": 40},

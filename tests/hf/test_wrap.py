@@ -296,6 +296,29 @@ def test_a_class_that_is_refused(name: str) -> None:
     assert errors(got, expected).worst <= 1e-6
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+MOE |= {"moe_shared_expert_intermediate_size": 16, "layers_block_type": ["mamba", "attention", "moe"]}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "YaRN": ("LlamaForCausalLM", {"rope_parameters": YARN, "max_position_embeddings": 64}),
+    "YaRN, a window": ("GptOssForCausalLM", {"rope_parameters": YARN, "max_position_embeddings": 64}),
+    "experts": ("NemotronHForCausalLM", MOE),
+    "latent experts": ("NemotronHForCausalLM", {**MOE, "moe_latent_size": 8}),
+    "no positions": ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "nope"}),
+    "rotary positions": ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "rope"}),
+    "Mistral 4": ("Mistral4ForCausalLM", {}),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", VARIANTS)
+def test_variants(case: str, double: None) -> None:
+    name, options = VARIANTS[case]
+    model, inputs = make(name, **options), make_batch(29)
+    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
+    assert_exact(loss_and_gradients(wrapped, **inputs), loss_and_gradients(model, **inputs))
+
+
 @pytest.mark.parametrize("name", ["MistralForCausalLM", "DeepseekV32ForCausalLM"])
 def test_masked_attention_takes_few_queries_at_a_time(
     name: str, monkeypatch: pytest.MonkeyPatch, double: None
@@ -313,6 +336,9 @@ def test_masked_attention_takes_few_queries_at_a_time(
     wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
     assert_exact(loss_and_gradients(wrapped, **inputs), loss_and_gradients(model, **inputs))
     assert len(sizes) > 20 and max(sizes) <= 40
+    falcon = adjoint.wrap(make("FalconForCausalLM"), adjoint.Exact(chunk_size=8))  # calls the kernel itself
+    with one_line("has a mask of 232 pairs of a query and a key"):
+        falcon(**inputs)
 
 
 def test_a_scan_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

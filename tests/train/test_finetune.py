@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
 from adjoint.tools.eval.command import Loaded, _held_out
+from adjoint.train import pretrained
 from adjoint.train.config import load_config
 from adjoint.train.dependencies import weights_digest
 from adjoint.train.unloaded import copy_unloaded
@@ -478,6 +480,21 @@ def test_conversations_over_shards_are_as_in_one_process(
     assert train_tiny(tmp_path, **flags) == 0
     train_in_threads(tiny(tmp_path, **flags, cluster__shards=2, run__dir=tmp_path / "shards"))
     same_training(tmp_path / "shards", tmp_path / "run")
+
+
+def test_the_table_of_layers_with_an_adapter_is_true() -> None:
+    from tests.hf.hf_models import make
+
+    text = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    rows = [row for row in rows if row[0].endswith("ForCausalLM`")]
+    assert len(rows) > 10
+    for name, picked, left_out in rows:
+        model = make(name.strip("`"), torch.float32)
+        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        with_adapter = {n.rpartition(".")[2] for n in pretrained._linear_maps(model)}
+        assert set(re.findall(r"`(.+?)`", picked)) == with_adapter, name
+        assert set(re.findall(r"`(.+?)`", left_out)) == linear - with_adapter - {"lm_head"}, name
 
 
 @pytest.fixture(scope="module")
