@@ -6,16 +6,15 @@ given such a cache goes on from it, as state passing does."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.compare import alike
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.verification import alike
 from adjoint.hf import check
 from adjoint.hf.cache import (
     CACHE_MIXINS,
@@ -31,13 +30,12 @@ from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import calling_original_forwards
 from adjoint.hf.stage import CausalLM, make_step
-from adjoint.hf.trial_copy import example_tokens, in_eval_mode
-from adjoint.hf.trials import TRIAL_CHUNK_SIZE
+from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 from adjoint.layers import State
 from adjoint.methods import Exact
 
 
-def why_not_carried(model: Any) -> str | None:
+def why_not_carried(model: PreTrainedModel) -> str | None:
     """Return the reason why a model's states are not carried from call to call, or None."""
     config = model.config.get_text_config()
     kinds = (*STATES_PER_LAYER, *REQUIRED_CACHE_CLASS)
@@ -46,7 +44,7 @@ def why_not_carried(model: Any) -> str | None:
     return None
 
 
-def state_of_cache(model: Any, cache: Any, slots: Sequence[Slot], ids: Tensor) -> CarriedState:
+def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot], ids: Tensor) -> CarriedState:
     """Return the state that a cache of transformers holds; zeros if it holds nothing yet.
 
     Args:
@@ -86,7 +84,7 @@ def state_of_cache(model: Any, cache: Any, slots: Sequence[Slot], ids: Tensor) -
     return CarriedState(tuple(v.detach().to(ids.device) for v in state if v is not None), tokens)
 
 
-def _value(layer: Any, slot: Slot) -> Tensor | None:
+def _value(layer: object, slot: Slot) -> Tensor | None:
     """Return a slot's tensor in a cache layer of transformers, or None if it has none yet."""
     if slot.name in ("conv", "recurrent"):
         value: Tensor | None = getattr(layer, f"{slot.name}_states").get(slot.index)
@@ -96,13 +94,13 @@ def _value(layer: Any, slot: Slot) -> Tensor | None:
     return None if value is None or value.numel() == 0 else value
 
 
-def _stored(layer: Any, tokens: int) -> int:
+def _stored(layer: object, tokens: int) -> int:
     """Return how many of the last tokens a cache layer keeps: those that the next token can see."""
     window = getattr(layer, "sliding_window", None)
     return tokens if window is None else min(tokens, window - 1)
 
 
-def cache_of_state(model: Any, state: State, slots: Sequence[Slot], tokens: int) -> DynamicCache:
+def cache_of_state(model: PreTrainedModel, state: State, slots: Sequence[Slot], tokens: int) -> DynamicCache:
     """Return a cache of transformers that holds a state, without gradients.
 
     Args:
@@ -139,7 +137,7 @@ def cache_of_state(model: Any, state: State, slots: Sequence[Slot], tokens: int)
     return cache
 
 
-def refuse_if_states_are_lost(model: Any, slots: Sequence[Slot]) -> None:
+def refuse_if_states_are_lost(model: PreTrainedModel, slots: Sequence[Slot]) -> None:
     """Refuse a model whose loss of a few tokens differs where their state went through transformers' cache.
 
     Raises:

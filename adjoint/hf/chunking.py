@@ -8,9 +8,9 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import Sizes
@@ -40,7 +40,7 @@ def kept_features(model: nn.Module) -> int:
 
     Counted are inputs and outputs of products and convolutions; of experts, only those that a token is
     routed to. For models of several kinds in float32 autograd keeps 0.8 to 1.3 times as much."""
-    config: Any = backbone_of(model).config
+    config = backbone_of(model).config
     experts, total = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1, 0
     for module in backbone_of(model).modules():
         if isinstance(module, nn.Embedding):
@@ -67,7 +67,9 @@ def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
     return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE)
 
 
-def block_function(model: Any, inputs: Mapping[str, Any]) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+def block_function(
+    model: PreTrainedModel, inputs: Mapping[str, object]
+) -> tuple[str, Callable[[Tensor], Tensor]] | None:
     """Return the model's own function from token types to blocks of tokens that attend to each other.
 
     It takes types (batch, seqlen) and returns the number of each token's block in this shape, -1 for none.
@@ -98,7 +100,9 @@ def _continues_block(blocks: Tensor) -> Tensor:
     return (blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)
 
 
-def refuse_unknown_blocks(model: Any, sees_next: Tensor | None, inputs: Mapping[str, Any]) -> None:
+def refuse_unknown_blocks(
+    model: PreTrainedModel, sees_next: Tensor | None, inputs: Mapping[str, object]
+) -> None:
     """Refuse a mask of the model's own in which tokens see later ones, if `block_function` does not tell so.
 
     Args:
@@ -113,12 +117,14 @@ def refuse_unknown_blocks(model: Any, sees_next: Tensor | None, inputs: Mapping[
     named_function = block_function(model, {n: v for n, v in inputs.items() if v is not None})
     if named_function is not None:
         name, blocks_in = named_function
-        sees_next = sees_next & ~_continues_block(blocks_in(inputs[name]))
+        types = inputs[name]
+        assert isinstance(types, Tensor)
+        sees_next = sees_next & ~_continues_block(blocks_in(types))
     if bool(sees_next.any()):
         check.refuse(model, "its own mask lets tokens see those after them, which a chunk does not know")
 
 
-def move_edges_out_of_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
+def move_edges_out_of_blocks(model: PreTrainedModel, spec: EngineSpec, batch: Batch) -> EngineSpec:
     """Return a spec whose chunks never end inside a block of tokens that attend to each other.
 
     An edge inside a block moves to the block's end. Without blocks the spec itself is returned."""

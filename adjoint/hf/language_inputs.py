@@ -13,15 +13,22 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import (
+    KeyPath,
+    MappingKey,
+    TreeSpec,
+    keystr,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from adjoint.engine.compare import some_numbers
+from adjoint.engine.verification import some_numbers
 from adjoint.hf import check
 from adjoint.hf.head import Output
 from adjoint.hf.model_parts import (
@@ -73,17 +80,17 @@ class LanguageLayout:
         spec: of the dictionary of inputs.
     """
 
-    tensors: tuple[Any, ...]
+    tensors: tuple[object, ...]
     spec: TreeSpec = dataclasses.field(compare=False)
 
-    def unpack(self, features: Tensor, tokens: Mapping[str, Tensor]) -> dict[str, Any]:
+    def unpack(self, features: Tensor, tokens: Mapping[str, Tensor]) -> dict[str, object]:
         """Return the language model's inputs for some consecutive tokens.
 
         Args:
             features: (batch, tokens, width), from `LanguageInputs`.
             tokens: further values per token, by prefixed name.
         """
-        values: list[Any] = []
+        values: list[object] = []
         start = 0
         for layout in self.tensors:
             if not isinstance(layout, TensorLayout):
@@ -152,22 +159,23 @@ def example_positions(types: Tensor, components: int) -> Tensor:
     return torch.stack([index[None], *rest], dim=-1)
 
 
-def language_model_of(model: Any) -> Any:
+def language_model_of(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return the language model inside the backbone of a multimodal model, or None if there is no other
     model inside."""
     backbone = backbone_of(model)
     decoder = backbone.get_decoder() if hasattr(backbone, "get_decoder") else backbone
-    return None if decoder is backbone or not isinstance(decoder, nn.Module) else decoder
+    return None if decoder is backbone or not isinstance(decoder, PreTrainedModel) else decoder
 
 
 @contextlib.contextmanager
-def feeding(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
+def feeding(model: PreTrainedModel, inputs: dict[str, object]) -> Iterator[None]:
     """Give the language model these inputs, whatever the model around it gives it, for the time of the
     context; cache and mask are those of the call."""
     language_model = language_model_of(model)
+    assert language_model is not None
     forward, names = language_model.forward, _argument_names(language_model)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         call_inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         return forward(
             **{name: call_inputs[name] for name in MADE_FOR_EACH_CHUNK if name in call_inputs}, **inputs
@@ -177,14 +185,14 @@ def feeding(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def shared_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def shared_inputs(model: PreTrainedModel, inputs: dict[str, object]) -> dict[str, object]:
     """Return the language model's inputs that the model around it takes too: it need not compute them, as it
     could not from embeddings."""
     parameters = inspect.signature(original_class(backbone_of(model)).forward).parameters
     return {name: value for name, value in inputs.items() if name in parameters and value is not None}
 
 
-def capture(model: Any, arguments: dict[str, Any]) -> LanguageInputs:
+def capture(model: PreTrainedModel, arguments: dict[str, object]) -> LanguageInputs:
     """Return what a model's own forward gives its language model for these arguments.
 
     Args:
@@ -196,12 +204,13 @@ def capture(model: Any, arguments: dict[str, Any]) -> LanguageInputs:
             exactly once.
     """
     language_model = language_model_of(model)
-    names, calls = _argument_names(language_model), list[dict[str, Any]]()
+    assert language_model is not None
+    names, calls = _argument_names(language_model), list[dict[str, object]]()
 
-    def stub(*args: Any, **kwargs: Any) -> Output:
+    def stub(*args: object, **kwargs: object) -> Output:
         calls.append({**dict(zip(names, args, strict=False)), **kwargs})
         embeddings = calls[-1].get(EMBEDS)
-        if embeddings is None:
+        if not isinstance(embeddings, Tensor):
             check.refuse(model, "its language model is not given embeddings with those of images among them")
         return Output(last_hidden_state=embeddings[:, -1:])
 
@@ -237,7 +246,13 @@ class _Sight(threading.local):
 _sight = _Sight()
 
 
-def _note_sight(batch_size: int, q_length: int, mask_function: Any, device: Any = None, **_: Any) -> None:
+def _note_sight(
+    batch_size: int,
+    q_length: int,
+    mask_function: Callable[..., Tensor],
+    device: torch.device | str = "cpu",
+    **_: object,
+) -> None:
     """Note which tokens see the next one, and make no mask."""
     rows = torch.arange(batch_size, device=device)[:, None]
     index = torch.arange(q_length - 1, device=device)[None]
@@ -259,9 +274,10 @@ def _per_token(mask: Tensor) -> Tensor:
     return mask if mask.dim() == 2 else mask.flatten(2)[..., 0]
 
 
-def _pack(model: Any, inputs: dict[str, Any]) -> LanguageInputs:
+def _pack(model: PreTrainedModel, inputs: dict[str, object]) -> LanguageInputs:
     """Bring a language model's inputs into tensors that can be cut by tokens."""
     embeddings = inputs[EMBEDS]
+    assert isinstance(embeddings, Tensor)
     rows, seqlen = embeddings.shape[:2]
     # Embeddings come first among the features.
     inputs = {EMBEDS: embeddings, **{name: value for name, value in inputs.items() if name != EMBEDS}}
@@ -269,7 +285,7 @@ def _pack(model: Any, inputs: dict[str, Any]) -> LanguageInputs:
     named = [(_leaf_name(path), value) for path, value in leaves]
     masks = {name: v for name, v in named if isinstance(v, Tensor) and v.dtype == torch.bool}
     masks = {name: _per_token(v) for name, v in masks.items() if v.shape[:2] == (rows, seqlen)}
-    layouts: list[Any] = []
+    layouts: list[object] = []
     features: list[Tensor] = []
     tokens: dict[str, Tensor] = {}
     for name, value in named:
@@ -303,7 +319,8 @@ def _pack(model: Any, inputs: dict[str, Any]) -> LanguageInputs:
     return LanguageInputs(LanguageLayout(tuple(layouts), spec), features[0], tokens)
 
 
-def _leaf_name(path: Any) -> str:
+def _leaf_name(path: KeyPath) -> str:
     """Return an argument's name and, in a container, the place in it."""
     first, *rest = path
+    assert isinstance(first, MappingKey)
     return f"{first.key}{keystr(tuple(rest))}"

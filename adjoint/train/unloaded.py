@@ -9,10 +9,13 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LOADED_FILE, UNLOADED_FILE = "model-loaded.safetensors", "model-not-loaded.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -20,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 PROCESSOR_FILES = ("*processor_config.json", "chat_template.*")
 
 
-def copy_unloaded(source: Path, folder: Path, model: Any) -> list[str]:
+def copy_unloaded(source: Path, folder: Path, model: PreTrainedModel) -> list[str]:
     """Copy the tensors of a source folder that are no part of a model to the folder it was saved to.
 
     If the folder then has every tensor of the source, and no other, it also gets the source's config.json and
@@ -50,7 +53,7 @@ def copy_unloaded(source: Path, folder: Path, model: Any) -> list[str]:
     return names
 
 
-def _unloaded(names: Sequence[str], model: Any, config: Mapping[str, Any]) -> list[str]:
+def _unloaded(names: Sequence[str], model: PreTrainedModel, config: Mapping[str, object]) -> list[str]:
     """Return those of the tensors that a model does not save which it did not load either.
 
     Tensors tied to others and scales of quantized weights are loaded, though not saved."""
@@ -96,7 +99,7 @@ def read_tensors(files: Mapping[str, Path], names: Sequence[str]) -> dict[str, T
     return {name: tensors[name] for name in names}
 
 
-def _shapes(files: Mapping[str, Path], names: Mapping[str, Any]) -> dict[str, list[int]]:
+def _shapes(files: Mapping[str, Path], names: Mapping[str, object]) -> dict[str, list[int]]:
     """Return the shapes of named tensors; of PyTorch's files, their tensors are read on no device."""
     from safetensors import safe_open
 
