@@ -3,6 +3,7 @@
 | method       | equals backprop     | memory                          | time                       |
 | Backprop     | is backprop         | grows with seqlen               | forward + backward         |
 | Exact        | yes, to rounding    | one chunk + states at all edges | one more forward           |
+|  checkpoints | yes, to rounding    | one chunk + so many states      | some more forwards         |
 | Truncated    | at window >= seqlen | n_layer × seqlen × d_model      | as Exact, chunks any order |
 | LayerLocal   | for one layer only  | as Exact, Truncated if windowed | as Exact, tasks any order  |
 | MiniSequence | yes, to rounding    | n_layer × seqlen × d_model      | one more forward, MLPs two |
@@ -57,8 +58,8 @@ class Exact:
     sequence's activations fit in memory and only time counts: `Backprop` saves the extra forward.
 
     Raises:
-        ValueError: chunk_size is not a positive whole number, keep or recompute is none of its three values,
-            memory is no size, or memory comes with a keep other than "edges".
+        ValueError: chunk_size or checkpoints is not a positive whole number, keep or recompute is none of its
+            three values, memory is no size, or memory or checkpoints comes with a keep other than "edges".
     """
 
     name: ClassVar[str] = "exact"
@@ -89,8 +90,16 @@ class Exact:
         None,
         'activation budget, on top of memory already allocated: bytes, "30GB", "512MiB", or "auto" for '
         "most of what is left. As many chunks as fit keep their activations and are not recomputed; if "
-        "all fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. None keeps one "
-        "chunk. The first step measures a chunk, at the cost of one.",
+        "all fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. If not even the "
+        "states at all edges fit, some are computed again, as with checkpoints. None keeps one chunk. The "
+        "first step measures a chunk, at the cost of one.",
+    )
+    checkpoints: int | None = option(
+        None,
+        "states that each layer stores at a time; the backward computes the others again from these, in the "
+        "fewest chunks that this takes (binomial checkpointing, Griewank & Walther 2000). Memory then does "
+        "not grow with the number of chunks; attention's keys and values still do. None stores the states "
+        "at all chunk edges.",
     )
 
     def __post_init__(self) -> None:
@@ -102,6 +111,12 @@ class Exact:
         memory = None if self.memory is None else memory_bytes(self.memory)
         if memory is not None and self.keep != "edges":
             raise ValueError(f'memory works with keep="edges" only; got keep={self.keep!r}')
+        check_checkpoints(self.checkpoints)
+        if self.checkpoints is not None and self.keep != "edges":
+            raise ValueError(
+                f"checkpoints limits what is stored, and keep={self.keep!r} stores every layer's input: "
+                "leave keep out, or take offload=True to store states in host memory"
+            )
 
     def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
         """Return the spec: adjoint states carried from chunk to chunk, cotangents from the layer above."""
@@ -113,6 +128,7 @@ class Exact:
                 keep=self.keep,
                 recompute=self.recompute,
                 offload=offload,
+                checkpoints=self.checkpoints,
                 memory=memory,
                 prefer_single_chunk=self.chunk_size is None,
             ),
@@ -280,7 +296,10 @@ def described(method: Any, picked: bool = False) -> str:
     parts = [_kind(method), f"chunks of {size:,} tokens" + " (picked)" * picked if size else ""]
     if isinstance(method, Exact):
         storage = "offload" if method.offload else method.keep
-        parts += [_KEPT[storage], _RECOMPUTED[method.recompute]]
+        kept = _KEPT[storage]
+        if method.checkpoints is not None:
+            kept = f"{method.checkpoints:,} states kept at chunk edges, the others computed again"
+        parts += [kept, _RECOMPUTED[method.recompute]]
         parts.append(f"activations kept within {method.memory}" if method.memory else "")
     return ", ".join(filter(None, parts))
 
@@ -320,6 +339,16 @@ def check_chunk_size(chunk_size: object) -> None:
         raise ValueError(
             "chunk_size must be a whole number of tokens, 1 or more, or None to have one picked; "
             f"got {chunk_size!r}"
+        )
+
+
+def check_checkpoints(checkpoints: object) -> None:
+    if checkpoints is not None and (
+        isinstance(checkpoints, bool) or not isinstance(checkpoints, int) or checkpoints < 1
+    ):
+        raise ValueError(
+            "checkpoints must be a whole number of states per layer, 1 or more, or None to store all; "
+            f"got {checkpoints!r}"
         )
 
 

@@ -167,6 +167,11 @@ class WeightedSum:
         self.inputs[chunk.start] = x.detach()
         return self.sum(x, chunk.start), ()
 
+    advance = forward
+
+    def forget(self, start: int) -> None:
+        pass
+
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:

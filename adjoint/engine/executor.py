@@ -7,7 +7,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from adjoint.engine import warm_up
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
 from adjoint.engine.leaves import ChunkChangedError
-from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
+from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send, stored_states
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import (
     Edges,
@@ -27,6 +27,7 @@ from adjoint.engine.storage import (
     Past,
     PerChunk,
     Slab,
+    apart_from,
     by_itself,
     growing,
     joined,
@@ -202,7 +203,8 @@ class Executor:
         self.packing = [
             Packing(recurrent(s, g), self.accumulate_dtype) for s, g in zip(initial, grows, strict=True)
         ]
-        self.edges = [Edges(packing, grid.chunks, self.host) for packing in self.packing]
+        self.edges = [Edges(packing, self.host) for packing in self.packing]
+        self.replaced: Collection[Key] = ()  # keys that the running tile frees
         self.slabs: dict[int, list[Slab]] = {}
         for k, stage in enumerate(stages):
             if stage is None:
@@ -216,14 +218,15 @@ class Executor:
         """Make the storage of an append-only tensor of a state."""
         return Slab(initial, dim, self.grid.cuts[-1], self.host)
 
-    def kept_bytes(self) -> int:
-        """Return the bytes on the device stored for the whole sequence, tapes excluded.
+    def state_bytes(self) -> int:
+        """Return the bytes on the device of all stages' states at a chunk edge."""
+        return 0 if self.host else sum(p.size for p in self.packing) * self.accumulate_dtype.itemsize
 
-        These are states at chunk edges, and append-only states with their cotangents."""
+    def slab_bytes(self) -> int:
+        """Return the bytes on the device of append-only states with their cotangents."""
         if self.host:
             return 0
-        at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.accumulate_dtype.itemsize
-        return at_edges + sum(slab.most_bytes() for slabs in self.slabs.values() for slab in slabs)
+        return sum(slab.most_bytes() for slabs in self.slabs.values() for slab in slabs)
 
     def begin_forward(self, return_final_kv: bool) -> None:
         """Set whether append-only final states are returned; else they are empty in `final`."""
@@ -254,6 +257,10 @@ class Executor:
     def begin_again(self, store: dict[Key, Any]) -> None:
         """Forget the sums of a backward, so that another one can begin from the values in `store`."""
         self.gradients, self.d_ids, self.store = Gradients(self.gradients.unlisted_leaves), None, store
+        if self.grid.checkpoints is not None:  # the program begins with the state before the sequence
+            self.store = {key: value for key, value in store.items() if key[0] != "S"}
+            for edges in self.edges:
+                edges.clear()
 
     @contextlib.contextmanager
     def separate_gradients(self) -> Iterator[Gradients]:
@@ -291,7 +298,7 @@ class Executor:
                         slot, out = self.destination(recv.key)
                         posted.append((slot, self.transport.post(recv.source, out)))
                     if isinstance(action, Run):
-                        self.tile(action.tile)
+                        self.tile(action.tile, action.frees)
                     elif isinstance(action, Send):
                         assert self.transport is not None
                         self.transport.send(action.to, self.message(action.key))
@@ -334,11 +341,28 @@ class Executor:
     def free(self, action: Action) -> None:
         """Drop the values that no later action of this worker reads."""
         for key in action.frees:
-            self.store.pop(key, None)
+            self._drop(key)
 
-    def tile(self, t: Tile) -> None:
-        """Compute one tile."""
-        run = {"recompute": self.recompute, "backward": self.backward, "windowed": self.windowed}
+    def _drop(self, key: Key) -> None:
+        """Drop a value, if it is there; with checkpoints another state may take its place."""
+        value = self.store.pop(key, None)
+        if self.grid.checkpoints is None or not isinstance(value, int):
+            return
+        _, k, c = key
+        stage = self.stages[k]
+        assert stage is not None
+        self.edges[k].release(value)
+        stage.forget(self.grid.cuts[c + 1])
+
+    def tile(self, t: Tile, frees: Collection[Key] = ()) -> None:
+        """Compute one tile; a state that is freed after it leaves its place to the new one."""
+        run = {
+            "recompute": self.recompute,
+            "advance": self.advance,
+            "backward": self.backward,
+            "windowed": self.windowed,
+        }
+        self.replaced = frees
         run.get(t.kind, self.forward)(t)
 
     @contextlib.contextmanager
@@ -351,8 +375,13 @@ class Executor:
             yield
 
     def count_edges(self, actions: Sequence[Action]) -> None:
-        """Set the number of rows of each stage's `Edges`: the states that this worker's own tiles read."""
+        """Set the number of rows of each stage's `Edges`: the states that this worker's own tiles read.
+
+        With checkpoints it is the most that are stored at a time, which the forward's end is."""
         self.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
+        if self.grid.checkpoints is not None:
+            self._set_rows(stored_states(self.grid, actions))
+            return
         rows: collections.Counter[int] = collections.Counter()
         for action in actions:
             if isinstance(action, Run) and action.tile.is_forward:
@@ -365,6 +394,9 @@ class Executor:
                         "deal out layers instead of chunks"
                     )
                 rows[action.key[1]] += 1
+        self._set_rows(rows)
+
+    def _set_rows(self, rows: Mapping[int, int]) -> None:
         for k, count in rows.items():
             if self.edges[k].memory is None:
                 self.edges[k].rows = count
@@ -474,8 +506,10 @@ class Executor:
         if c + 1 < self.grid.chunks:
             if not self.grid.reads_state(c + 1):
                 return
+            if self.grid.checkpoints is not None and ("S", k, c - 1) in self.replaced:
+                self._drop(("S", k, c - 1))
             self.store["S", k, c], out = self.destination(("S", k, c))
-            self.packing[k].pack(recurrent_state, out)
+            self.packing[k].pack(apart_from(out, recurrent_state), out)
             return
         slabs = self.slabs.get(k, ())
         past = (slab.final() if self.return_final_kv else slab.between(0, 0) for slab in slabs)
@@ -493,6 +527,18 @@ class Executor:
             self.recomputed_losses[c] = y
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
+
+    def advance(self, t: Tile) -> None:
+        """Compute a state that the forward has not stored, and nothing else."""
+        k, c, stage = t.stage, t.chunk, self.stages[t.stage]
+        assert stage is not None
+        x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
+        with torch.no_grad():
+            y, after = stage.advance(x, self.state(k, c), self.chunks[c])
+        if ("z", k, c) in self.grid.writes(t):
+            self.store["z", k, c] = y
+        if stage.stateful:
+            self.keep_state(k, c, after)
 
     def _cotangent(self, k: int, start: int, stop: int) -> Tensor | None:
         """Return the cotangent of stage k's outputs on the tokens [start, stop), or None if there is none.

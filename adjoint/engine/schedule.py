@@ -17,6 +17,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
+from adjoint.engine import binomial
 from adjoint.engine.grid import Grid, Key, Tile
 
 # A tile's time per token, relative to its stage's forward; used for the list schedule alone.
@@ -332,7 +333,49 @@ def _with_messages(
         for key in grid.writes(t):
             stored_keys[worker].add(key)
             hand_on(key, worker)
-    return tuple(_with_frees(grid, program) for program in programs)
+    return tuple(_with_frees(grid, _with_advances(grid, program)) for program in programs)
+
+
+def _with_advances(grid: Grid, program: Sequence[Action]) -> Sequence[Action]:
+    """Return the program of a grid with checkpoints: before a chunk is recomputed, its state is, from the
+    nearest one that is stored.
+
+    The stages are those of this worker, which computes each state again from its own inputs."""
+    tiles = [action.tile for action in program if isinstance(action, Run)]
+    recomputed = [t for t in tiles if t.kind == "recompute"]
+    if grid.checkpoints is None or not recomputed:
+        return program
+    stages = sorted({t.stage for t in recomputed})
+    stages = stages[: 1 + max((i for i, k in enumerate(stages) if grid.stateful[k]), default=-1)]
+    taped = None
+    if any(t.is_forward for t in tiles):
+        taped = min((t.chunk for t in tiles if t.kind == "linearize"), default=grid.chunks)
+    starts = [0, *sorted(grid.document_starts)]
+    again = binomial.reversals(starts, grid.chunks, grid.checkpoints, taped)
+    out: list[Action] = []
+    for action in program:
+        if isinstance(action, Run) and action.tile.kind == "recompute":
+            chunks = again.pop(action.tile.chunk, ())  # with the first stage that is recomputed
+            out += [Run(Tile("advance", k, c)) for c in chunks for k in stages]
+        out.append(action)
+    return out
+
+
+def stored_states(grid: Grid, program: Iterable[Action]) -> collections.Counter[int]:
+    """Return the most states at chunk edges that a program of a grid with checkpoints stores at a time, by
+    stage.
+
+    A state that an action frees leaves its place to the one that it writes."""
+    stored, most = collections.defaultdict[int, set[Key]](set), collections.Counter[int]()
+    for action in program:
+        for key in action.frees:
+            if key[0] == "S":
+                stored[key[1]].discard(key)
+        for key in keys_of(grid, action)[1]:
+            if key[0] == "S" and grid.reads_state(key[2] + 1):
+                stored[key[1]].add(key)
+                most[key[1]] = max(most[key[1]], len(stored[key[1]]))
+    return most
 
 
 def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
@@ -346,14 +389,16 @@ def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
 
 
 def _with_frees(grid: Grid, program: Sequence[Action]) -> tuple[Action, ...]:
-    """Return the program with each action's `frees`: the keys that no later action of this worker uses."""
-    used_later: set[Key] = set()
+    """Return the program with each action's `frees`: the keys that no later action of this worker reads, or
+    not before they are written again."""
+    read_later: set[Key] = set()
     out = []
     for action in reversed(program):
         reads, writes = keys_of(grid, action)
         used = dict.fromkeys([*reads, *writes])
-        out.append(dataclasses.replace(action, frees=tuple(key for key in used if key not in used_later)))
-        used_later.update(used)
+        out.append(dataclasses.replace(action, frees=tuple(key for key in used if key not in read_later)))
+        read_later.difference_update(writes)
+        read_later.update(reads)
     return tuple(reversed(out))
 
 

@@ -56,6 +56,15 @@ class Stage(Protocol):
         """Return the output and the new state. The engine calls it with gradients off."""
         ...
 
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        """Compute `forward` of a chunk again for its state; a last stage may leave out the loss."""
+        ...
+
+    def forget(self, start: int) -> None:
+        """Drop notes made to compute the chunk from token `start` on again: it is not before they are made
+        again."""
+        ...
+
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
@@ -84,6 +93,11 @@ class Embedding:
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.table(x), ()
+
+    advance = forward
+
+    def forget(self, start: int) -> None:
+        pass
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
@@ -147,6 +161,11 @@ class Layer:
         return self._run(
             x, state, chunk, self.casts.cast_weights(self.block, x.device), contextlib.nullcontext()
         )
+
+    advance = forward
+
+    def forget(self, start: int) -> None:
+        pass
 
     def _run(
         self,
@@ -219,6 +238,11 @@ class Head:
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.model.head_loss(x, chunk.targets), ()
+
+    advance = forward
+
+    def forget(self, start: int) -> None:
+        pass
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients

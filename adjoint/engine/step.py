@@ -170,25 +170,33 @@ class ChunkedStep:
         self.owners = Owners((0,) * len(stages), self.workers)
 
     def _begin(self) -> None:
-        """Make the worker, with room for the states of all chunks, and count the tapes that fit in memory."""
+        """Make the worker, and count the tapes and the states that fit in memory."""
         spec = self.spec
         self.worker = self._worker(spec)
         self.tapes = 0 if spec.backward.window == "auto" else spec.storage.tapes
         if spec.storage.memory is not None and self.has_backward and self.parameters:
-            grid, device = self.worker.grid, self.batch.ids.device
+            grid, storage = self.worker.grid, spec.storage
             sizes = [grid.tokens(c) for c in range(grid.chunks)]
-            room = budget.room_for_tapes(spec.storage.memory, self.worker.kept_bytes(), device)
+            room = budget.room_for_chunks(
+                spec.storage.memory, self.worker.slab_bytes(), self.batch.ids.device
+            )
             measured = self._measure_first_chunk()
-            self.tapes = budget.tapes_within(room, measured, sizes)
-            fits_in_one_chunk = (measured.tape + measured.backward_peak) * self.batch.seqlen / sizes[
-                0
-            ] <= room
-            if spec.storage.prefer_single_chunk and fits_in_one_chunk:
+            state = self.worker.state_bytes()
+            self.tapes, states = budget.tapes_and_states(room, measured, sizes, state, storage.checkpoints)
+            in_one_chunk = (measured.tape + measured.backward_peak) * self.batch.seqlen / sizes[0]
+            if storage.prefer_single_chunk and in_one_chunk <= room:
                 self.spec = dataclasses.replace(spec, chunk_size=self.batch.seqlen)
+                self.worker = self._worker(self.spec)
+            elif storage.checkpoints is None and states < grid.chunks - self.tapes:
+                self.spec = dataclasses.replace(
+                    spec, storage=dataclasses.replace(storage, checkpoints=states)
+                )
                 self.worker = self._worker(self.spec)
         self.grid = self.worker.grid
 
     def _grid(self, spec: EngineSpec) -> Grid:
+        if not any(None in stage.grows for stage in self.stages):  # no state has to be stored at edges
+            spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, checkpoints=None))
         return make_grid(spec, self.batch.seqlen, self.stateful, self.reach)
 
     def _make_worker(self, grid: Grid, batch: Batch, spec: EngineSpec) -> Executor:
@@ -319,7 +327,9 @@ class ChunkedStep:
         grid = self.grid
         if self.spec.backward.window == "auto":  # windows are not known yet: any of it may be read
             return {key for t in grid.forward_tiles() for key in grid.writes(t)}
-        return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
+        keys = [keys_of(grid, action) for action in self._backward_program()]
+        # states that it computes again need not stay
+        return {key for reads, _ in keys for key in reads} - {key for _, writes in keys for key in writes}
 
     def backward(
         self, d_loss: Tensor | None, d_final: Sequence[Any]

@@ -186,9 +186,7 @@ def _results(
     finally:
         for name, was_trained in requires_grad.items():
             parameters[name].requires_grad_(was_trained)
-    return Results(dict(zip(followed, gradients, strict=True)), loss, written), bool(
-        randomness.states_by_chunk
-    )
+    return Results(dict(zip(followed, gradients, strict=True)), loss, written), randomness.has_drawn
 
 
 def _compare_with(

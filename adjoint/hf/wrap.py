@@ -327,7 +327,7 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         None if call.logits_index is None else _hidden_states_for_logits(call, batch)
     )
     result = make_step([stage], batch, spec, backward_context, group).loss()
-    if group is not None and stage.randomness.states_by_chunk:
+    if group is not None and stage.randomness.has_drawn:
         check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
     logits = None
     if hidden_states is not None and hidden_states.hidden is not None:

@@ -582,3 +582,8 @@ def _check(stages: Sequence[Stage], spec: EngineSpec) -> None:
             "sequence_group: memory= fits chunks to what one process has left, but all ranks must run the "
             "same chunks: give chunk_size instead"
         )
+    if spec.storage.checkpoints is not None:
+        raise UserError(
+            "sequence_group: checkpoints= computes states again from earlier chunks, which other ranks have: "
+            "leave it out; each rank stores the states of its own chunks alone"
+        )

@@ -267,8 +267,17 @@ class SequentialStages:
         return (named for stage in self.stages for named in stage.modules())
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self._run(self.stages, x, state, chunk)
+
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self._run(self.stages[:-1], x, state, chunk)  # without the head
+
+    def forget(self, start: int) -> None:
+        pass
+
+    def _run(self, stages: Sequence[Any], x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         before, after = iter(state), list[Tensor]()
-        for stage in self.stages:
+        for stage in stages:
             stage_state = tuple(itertools.islice(before, len(stage.grows)))
             exchanges_here = not getattr(stage, "takes_state_handoff", False)
             inputs = tuple(
@@ -307,6 +316,12 @@ class ShardedModelStage:
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.gathering(lambda: self.stage.forward(x, state, chunk))
+
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self.gathering(lambda: self.stage.advance(x, state, chunk))
+
+    def forget(self, start: int) -> None:
+        self.stage.forget(start)
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
