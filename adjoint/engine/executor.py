@@ -7,7 +7,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,20 +17,16 @@ from torch import Tensor
 from adjoint.batch import Batch
 from adjoint.engine import warm_up
 from adjoint.engine.decay import Decays
+from adjoint.engine.exchange import BetweenTiles, Exchange
 from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
 from adjoint.engine.leaves import ChunkChangedError
-from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send, stored_states
+from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import (
     Edges,
     Packing,
-    Past,
     PerChunk,
     Slab,
-    apart_from,
-    by_itself,
-    growing,
-    joined,
     recurrent,
     stores_on_host,
     to_host,
@@ -134,6 +130,7 @@ class Executor:
             transport.
         gradients: sums of parameters' gradients, to which this worker adds.
         connections: the worker's links to other processes; by default none.
+        exchange: how states cross chunk edges; by default between tiles.
 
     Raises:
         UserError: a state of complex numbers.
@@ -157,6 +154,7 @@ class Executor:
         width: int = 0,
         gradients: Gradients | None = None,
         connections: Connections | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         local_stages = [stage for stage in stages if stage is not None]
         parameter_dtypes = {p.dtype for stage in local_stages for p in stage.parameters()}
@@ -166,13 +164,10 @@ class Executor:
         self.accumulate_dtype = (
             torch.float64 if torch.float64 in parameter_dtypes | state_dtypes else torch.float32
         )
-        used = (
-            parameter_dtypes.union(*(getattr(stage, "precisions", ()) for stage in local_stages))
-            & RECOMPUTE_RTOL.keys()
-        )
+        used = parameter_dtypes.union(*(stage.precisions for stage in local_stages)) & RECOMPUTE_RTOL.keys()
         self.lowest_precision = max(used, key=RECOMPUTE_RTOL.__getitem__, default=self.accumulate_dtype)
         self.stages, self.grid, self.batch = stages, grid, batch
-        self.connections = connections or Connections()
+        self.connections, self.exchange = connections or Connections(), exchange or BetweenTiles()
         self.transport = transport = self.connections.transport
         self.width, self.device, initial = width, batch.ids.device, batch.states
         self.host = stores_on_host(spec, self.device)
@@ -204,7 +199,7 @@ class Executor:
             Packing(recurrent(s, g), self.accumulate_dtype) for s, g in zip(initial, grows, strict=True)
         ]
         self.edges = [Edges(packing, self.host) for packing in self.packing]
-        self.replaced: Collection[Key] = ()  # keys that the running tile frees
+        self.freed_by_tile: Collection[Key] = ()
         self.slabs: dict[int, list[Slab]] = {}
         for k, stage in enumerate(stages):
             if stage is None:
@@ -212,11 +207,14 @@ class Executor:
             for s, dim in zip(initial[k], grows[k], strict=True):
                 if dim is not None:
                     checks.shape("initial_state", s, batch.rows, *s.shape[1:])
-                    self.slabs.setdefault(k, []).append(self.slab(s, dim))
+                    self.slabs.setdefault(k, []).append(self.exchange.slab(self, s, dim))
+        self.exchange.begin(self)
 
-    def slab(self, initial: Tensor, dim: int) -> Slab:
-        """Make the storage of an append-only tensor of a state."""
-        return Slab(initial, dim, self.grid.cuts[-1], self.host)
+    def stage(self, k: int) -> Stage:
+        """Return stage k, which is this worker's."""
+        stage = self.stages[k]
+        assert stage is not None, f"stage {k} is another worker's"
+        return stage
 
     def state_bytes(self) -> int:
         """Return the bytes on the device of all stages' states at a chunk edge."""
@@ -258,9 +256,14 @@ class Executor:
         """Forget the sums of a backward, so that another one can begin from the values in `store`."""
         self.gradients, self.d_ids, self.store = Gradients(self.gradients.unlisted_leaves), None, store
         if self.grid.checkpoints is not None:  # the program begins with the state before the sequence
+            self.clear()
             self.store = {key: value for key, value in store.items() if key[0] != "S"}
-            for edges in self.edges:
-                edges.clear()
+
+    def clear(self) -> None:
+        """Drop all values of the store, states at edges included."""
+        self.store = {}
+        for edges in self.edges:
+            edges.clear()
 
     @contextlib.contextmanager
     def separate_gradients(self) -> Iterator[Gradients]:
@@ -284,7 +287,7 @@ class Executor:
             sleep_while_waiting()
         receives = collections.deque((i, a) for i, a in enumerate(actions) if isinstance(a, Recv))
         posted: collections.deque[tuple[int | Tensor, Pending]] = collections.deque()
-        self.count_edges(actions)
+        self.exchange.count_edges(self, actions)
         assert not self.waits or warm_up.kinds_of(self, actions).keys() <= self.connections.warmed_up, (
             "a kernel would be used for the first time while messages wait on the device"
         )
@@ -309,6 +312,9 @@ class Executor:
                         assert self.connections.share is not None
                         self.connections.share(self, action)
                 self.free(action)
+        if self.transport is not None:
+            self.transport.flush()
+        self.exchange.finish()
         self._check_recomputed_losses()
 
     def _check_recomputed_losses(self) -> None:
@@ -346,23 +352,28 @@ class Executor:
     def _drop(self, key: Key) -> None:
         """Drop a value, if it is there; with checkpoints another state may take its place."""
         value = self.store.pop(key, None)
-        if self.grid.checkpoints is None or not isinstance(value, int):
-            return
-        _, k, c = key
-        stage = self.stages[k]
-        assert stage is not None
-        self.edges[k].release(value)
-        stage.forget(self.grid.cuts[c + 1])
+        if self.grid.checkpoints is not None and isinstance(value, int):
+            _, k, c = key
+            self.edges[k].release(value)
+            self.stage(k).forget(self.grid.cuts[c + 1])
+
+    def make_place(self, k: int, c: int) -> None:
+        """Drop stage k's state before chunk c, if the running tile is the last that needs it.
+
+        With checkpoints the state after the chunk takes its place."""
+        key = ("S", k, c - 1)
+        if self.grid.checkpoints is not None and key in self.freed_by_tile:
+            self._drop(key)
 
     def tile(self, t: Tile, frees: Collection[Key] = ()) -> None:
-        """Compute one tile; a state that is freed after it leaves its place to the new one."""
+        """Compute one tile, after which the values `frees` are dropped."""
         run = {
             "recompute": self.recompute,
             "advance": self.advance,
             "backward": self.backward,
             "windowed": self.windowed,
         }
-        self.replaced = frees
+        self.freed_by_tile = frees
         run.get(t.kind, self.forward)(t)
 
     @contextlib.contextmanager
@@ -373,33 +384,6 @@ class Executor:
         enabled, dtype = self.autocast
         with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
             yield
-
-    def count_edges(self, actions: Sequence[Action]) -> None:
-        """Set the number of rows of each stage's `Edges`: the states that this worker's own tiles read.
-
-        With checkpoints it is the most that are stored at a time, which the forward's end is."""
-        self.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
-        if self.grid.checkpoints is not None:
-            self._set_rows(stored_states(self.grid, actions))
-            return
-        rows: collections.Counter[int] = collections.Counter()
-        for action in actions:
-            if isinstance(action, Run) and action.tile.is_forward:
-                k, c = action.tile.stage, action.tile.chunk
-                rows[k] += self.grid.reads_state(c + 1) and ("S", k, c) not in self.passed_on
-            elif isinstance(action, Recv) and action.key[0] == "S":
-                if action.key[1] in self.slabs:
-                    raise ValueError(
-                        f"stage {action.key[1]}: a state that grows with the sequence stays with one worker; "
-                        "deal out layers instead of chunks"
-                    )
-                rows[action.key[1]] += 1
-        self._set_rows(rows)
-
-    def _set_rows(self, rows: Mapping[int, int]) -> None:
-        for k, count in rows.items():
-            if self.edges[k].memory is None:
-                self.edges[k].rows = count
 
     # ------------------------------------------------------------------------------------------- messages
 
@@ -446,35 +430,28 @@ class Executor:
         """Return stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
         return self.store[name, k - 1, c].to(self.device, non_blocking=True) if k else self.chunks[c].ids
 
-    def state(self, k: int, c: int) -> Any:
-        """Return stage k's state before chunk c; each append-only entry is a `Past`."""
-        initial, grows = self.batch.states[k], self.grows[k]
-        if not initial:
-            return ()
-        recurrent_state = recurrent(initial, grows)
-        if c in self.grid.document_starts:
-            recurrent_state = tuple(torch.zeros_like(s) for s in recurrent_state)
-        elif c and recurrent_state:
-            recurrent_state = self.packing[k].unpack(
-                self.value(("S", k, c - 1)).to(self.device, non_blocking=True)
-            )
-        if k not in self.slabs:
-            return recurrent_state
-        return joined(recurrent_state, (self.past(slab, c) for slab in self.slabs[k]), grows)
-
-    def past(self, slab: Slab, c: int) -> Any:
-        """Return the `Past` of a slab before chunk c, which a stage gets in the tensor's place."""
-        chunk = self.chunks[c]
-        begin = chunk.document or -slab.before  # what was there before belongs to the first document
-        first_grad_token = begin if not self.grid.dropped else self.grid.first_grad_token(c)
-        return Past(slab, chunk.start, begin, first_grad_token, *self.documents(chunk, slab.before))
-
     def forward(self, t: Tile) -> None:
         """Compute a stage's output and state; linearize keeps the tape."""
-        k, c, stage = t.stage, t.chunk, self.stages[t.stage]
-        assert stage is not None
-        x, state, chunk = self._input("y", k, c), self.state(k, c), self.chunks[c]
-        unlisted, y = self.gradients.unlisted_leaves, None
+        k, c, stage = t.stage, t.chunk, self.stage(t.stage)
+        with self.exchange.around(self, t):
+            x, state, chunk = self._input("y", k, c), self.exchange.state(self, k, c), self.chunks[c]
+            y, after = self._run_forward(t, stage, x, state, chunk)
+            if stage.stateful:
+                self.exchange.put_state(self, k, c, after)
+        if self.host and k and self.grid.first_of_segment(k):
+            self.store["y", k - 1, c] = to_host(x)
+        if k == self.grid.stages - 1:
+            self.add_loss(c, y)
+        else:
+            self.store["y", k, c] = y
+
+    def _run_forward(
+        self, t: Tile, stage: Stage, x: Tensor, state: State, chunk: Batch
+    ) -> tuple[Tensor, State]:
+        """Return the stage's output and new state; store the tape of a linearize tile."""
+        k, c, unlisted = t.stage, t.chunk, self.gradients.unlisted_leaves
+        y: Tensor | None = None
+        after: State = ()
         if t.kind == "linearize" or (unlisted.open and c + 1 == self.grid.chunks):
             inputs = x, state, chunk, self.gradients
             y, after, tape = unlisted.run_tile(lambda: stage.linearize(*inputs))
@@ -483,45 +460,24 @@ class Executor:
             del tape
         if self.decays is not None and stage.stateful:
             with torch.no_grad():
-                y, after = stage.forward_noting_decay(x, state, chunk, self.decays[k])  # type: ignore[attr-defined]
-        elif y is None:
-            with torch.no_grad():
-                y, after = stage.forward(x, state, chunk)
-        if self.host and k and self.grid.first_of_segment(k):
-            self.store["y", k - 1, c] = to_host(x)
-        if k == self.grid.stages - 1:
-            self.add_loss(c, y)
-        else:
-            self.store["y", k, c] = y
-        if stage.stateful:
-            self.keep_state(k, c, after)
+                return stage.forward_noting_decay(x, state, chunk, self.decays[k])
+        if y is not None:
+            return y, after
+        with torch.no_grad():
+            return stage.forward(x, state, chunk)
 
     def add_loss(self, c: int, loss: Tensor) -> None:
         """Add the summed loss of chunk c."""
         self.total = loss if self.total is None else self.total + loss
         self.losses[c] = loss
 
-    def keep_state(self, k: int, c: int, state: State) -> None:
-        recurrent_state = recurrent(state, self.grows[k])
-        if c + 1 < self.grid.chunks:
-            if not self.grid.reads_state(c + 1):
-                return
-            if self.grid.checkpoints is not None and ("S", k, c - 1) in self.replaced:
-                self._drop(("S", k, c - 1))
-            self.store["S", k, c], out = self.destination(("S", k, c))
-            self.packing[k].pack(apart_from(out, recurrent_state), out)
-            return
-        slabs = self.slabs.get(k, ())
-        past = (slab.final() if self.return_final_kv else slab.between(0, 0) for slab in slabs)
-        self.final[k] = joined(map(by_itself, recurrent_state), past, self.grows[k])
-
     def recompute(self, t: Tile) -> None:
         """Make a tape that the forward has not kept."""
-        k, c, stage = t.stage, t.chunk, self.stages[t.stage]
-        assert stage is not None
+        k, c, stage = t.stage, t.chunk, self.stage(t.stage)
         x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
-        inputs = x, self.state(k, c), self.chunks[c], self.gradients
-        y, _, tape = self.gradients.unlisted_leaves.run_tile(lambda: stage.linearize(*inputs))
+        with self.exchange.around(self, t):
+            inputs = x, self.exchange.state(self, k, c), self.chunks[c], self.gradients
+            y, _, tape = self.gradients.unlisted_leaves.run_tile(lambda: stage.linearize(*inputs))
         self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.written:
             self.recomputed_losses[c] = y
@@ -530,15 +486,14 @@ class Executor:
 
     def advance(self, t: Tile) -> None:
         """Compute a state that the forward has not stored, and nothing else."""
-        k, c, stage = t.stage, t.chunk, self.stages[t.stage]
-        assert stage is not None
+        k, c, stage = t.stage, t.chunk, self.stage(t.stage)
         x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
-        with torch.no_grad():
-            y, after = stage.advance(x, self.state(k, c), self.chunks[c])
+        with torch.no_grad(), self.exchange.around(self, t):
+            y, after = stage.advance(x, self.exchange.state(self, k, c), self.chunks[c])
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
         if stage.stateful:
-            self.keep_state(k, c, after)
+            self.exchange.put_state(self, k, c, after)
 
     def _cotangent(self, k: int, start: int, stop: int) -> Tensor | None:
         """Return the cotangent of stage k's outputs on the tokens [start, stop), or None if there is none.
@@ -561,38 +516,16 @@ class Executor:
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, : stop - start]
 
     def backward(self, t: Tile) -> None:
-        """Pulls a tape back."""
-        k, c, grows = t.stage, t.chunk, self.grows[t.stage]
+        """Pull a tape back."""
+        k, c = t.stage, t.chunk
         start, stop = self.grid.cuts[c : c + 2]
-        last = c + 1 == self.grid.chunks
-        slabs = self.slabs.get(k, [])
-        if last:
-            for slab, d in zip(slabs, growing(self.d_final[k], grows), strict=True):
-                slab.begin(d)
-        carried: Cotangents = recurrent(self.d_final[k], grows)
-        if not last and carried:
-            d_edge = self.store["dS", k, c] if self.grid.carries(c + 1) else (None,) * len(carried)
-            carried = d_edge if isinstance(d_edge, tuple) else self.packing[k].unpack(d_edge)
-        d_state = joined(carried, (slab.gathered(start, stop) for slab in slabs), grows)
-        dx, d_state = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_state)
+        d_after = self.exchange.cotangents(self, k, c)
+        dx, d_before = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_after)
+        del d_after
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
         self._add_to_ids(k, start, dx)
-        d_recurrent = tuple(by_itself(d) for d in recurrent(d_state, grows))
-        if d_recurrent and self.grid.carries(c):
-            self.store["dS", k, c - 1] = self._passed(k, c, d_recurrent)
-        elif c == 0:
-            self.d_initial[k] = joined(d_recurrent, (slab.initial() for slab in slabs), grows)
-
-    def _passed(self, k: int, c: int, d_state: Cotangents) -> Cotangents:
-        """Return the adjoint state as it leaves chunk c, multiplied by `Grid.passes`.
-
-        The conv tail's, before it in the tuple, is not: the convolution's short paths are not cut."""
-        if not self.grid.adjoint_scale:
-            return d_state
-        *tail, d = d_state
-        multiplier = self.grid.passes(k, c)
-        return (*tail, None if d is None or multiplier == 0 else d * multiplier)
+        self.exchange.put_cotangents(self, k, c, d_before)
 
     def windowed(self, t: Tile) -> None:
         """Compute a vjp cut to a window."""
@@ -610,8 +543,10 @@ class Executor:
         d_final = self.d_final[k] if at_end else (None,) * len(self.d_final[k])
         seq_idx = self.batch.chunk(left, halo_stop).seq_idx
         begins = self.chunks[t.chunk].starts_document
-        inputs = Windowed(left, start, stop, window, x, self.state(k, t.chunk), dy, d_final, seq_idx, begins)
-        vjp = stage.windowed_vjp  # type: ignore[attr-defined]
+        inputs = Windowed(
+            left, start, stop, window, x, self.exchange.state(self, k, t.chunk), dy, d_final, seq_idx, begins
+        )
+        vjp = stage.windowed_vjp
         dx, d_state = self.gradients.unlisted_leaves.run_tile(lambda: vjp(inputs, self.gradients))
         for key in grid.writes(t):
             a, b = grid.cuts[key[2]], grid.cuts[key[2] + 1]

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep, ContextFactory
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
@@ -39,11 +40,11 @@ from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.methods import Method
-from adjoint.parallel.context import ContextParallelStep
-from adjoint.parallel.fsdp import ShardedModelStage, fsdp_step, trained_parameters, uses_fsdp, why_not_shared
+from adjoint.parallel.context import distribution_of
+from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
 
 
-class Backbone:
+class Backbone(Stage):
     """The backbone as a stage: ids (batch, tokens) → hidden states (batch, tokens, hidden_size).
 
     The state is the model's cache.
@@ -56,15 +57,15 @@ class Backbone:
             layer.
         recompute: how much of a layer's tape is recomputed in the backward: "none", "selective" or "full"
             (see `Exact`).
-
-    Attributes:
-        fetches: whether keys and values of other ranks are fetched for attention (`kv.DistributedPast`).
-        padding: set if hidden states of padding at the right are asked for; its chunks get the model's mask.
+        fetches: as in `Stage`.
+        padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
         router_loss: sums for the routers' loss, or None.
-        router_logits: set if the routers' logits are returned beside the hidden states.
+        router_logits: collects the routers' logits that are returned beside the hidden states, or None.
     """
 
-    stateful, takes_state_handoff, reach = True, True, 0
+    stateful: ClassVar[bool] = True
+    takes_state_handoff: ClassVar[bool] = True
+    is_many_layers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -72,20 +73,31 @@ class Backbone:
         slots: Sequence[Slot],
         multiplier: float | None = None,
         recompute: str = "none",
+        *,
+        fetches: bool = False,
+        padding: Padding | None = None,
+        router_loss: RouterLoss | None = None,
+        router_logits: RouterLogits | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
-        self.grows = tuple(slot.grows for slot in self.slots)
+        self._grows = tuple(slot.grows for slot in self.slots)
         self.chunk_context = ChunkContext(model)
         self.trained_parameters, self.sharded = trained_parameters(model), uses_fsdp(model)
         self.tensors = Tensors(model)
         self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
         self.randomness, self.recompute = ChunkRandomness(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
-        self.fetches = False
-        self.router_loss: RouterLoss | None = None
-        self.router_logits: RouterLogits | None = None
-        self.padding: Padding | None = None
+        self._fetches, self.padding = fetches, padding
+        self.router_loss, self.router_logits = router_loss, router_logits
+
+    @property
+    def grows(self) -> tuple[int | None, ...]:
+        return self._grows
+
+    @property
+    def fetches(self) -> bool:
+        return self._fetches
 
     @functools.cached_property
     def cache(self) -> ChunkCache:
@@ -202,13 +214,21 @@ class Backbone:
 class CausalLM(Backbone):
     """The backbone and the head as a stage: ids → the chunk's summed loss.
 
-    Attributes:
+    Args:
+        backbone: arguments of `Backbone`.
         z_loss_factor: coefficient of the squared log-partition function of every token, or None.
         hidden_states: storage for hidden states of which logits are made later, or None.
     """
 
-    z_loss_factor: float | None = None
-    hidden_states: HiddenStates | None = None
+    def __init__(
+        self,
+        *backbone: Any,
+        z_loss_factor: float | None = None,
+        hidden_states: HiddenStates | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*backbone, **options)
+        self.z_loss_factor, self.hidden_states = z_loss_factor, hidden_states
 
     @staticmethod
     def from_call(
@@ -217,12 +237,14 @@ class CausalLM(Backbone):
         method: Method,
         fetches: bool = False,
         router_loss_factor: float = 1.0,
+        padding: Padding | None = None,
+        hidden_states: HiddenStates | None = None,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
         Args:
             method: says what is recomputed.
-            fetches: as in `Backbone`.
+            fetches, padding, hidden_states: as in the constructor.
             router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
@@ -231,13 +253,17 @@ class CausalLM(Backbone):
         model, padded = call.model, call.mask is not None
         refuse_unsummable_loss(model, padded)
         refuse_z_loss(model, padded)
-        stage = CausalLM(model, slots, recompute=method.recompute)
-        stage.fetches = fetches
-        if z := check.z_loss_coefficient(model):  # the model takes the mean over all tokens
-            stage.z_loss_factor = z / call.ids.numel()
-        if call.kind.routed:
-            stage.router_loss = RouterLoss(model, router_loss_factor)
-        return stage
+        z = check.z_loss_coefficient(model)
+        return CausalLM(
+            model,
+            slots,
+            recompute=method.recompute,
+            fetches=fetches,
+            padding=padding,
+            router_loss=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
+            z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
+            hidden_states=hidden_states,
+        )
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
@@ -280,7 +306,7 @@ class HiddenStates:
         self.hidden[:, at : at + y.shape[1]] = y
 
 
-class CollectHiddenStates(HiddenStates):
+class CollectHiddenStates(HiddenStates, Stage):
     """A stage above a backbone that stores the hidden states instead of computing a loss.
 
     If not all of them are stored, no backward may follow.
@@ -289,26 +315,13 @@ class CollectHiddenStates(HiddenStates):
         cotangent: gradient of the hidden states, to be set before the backward.
     """
 
-    stateful, grows, reach = False, (), 0
-
     def __init__(self, tokens: int, first_token: int = 0) -> None:
         super().__init__(tokens, first_token)
         self.cotangent: Tensor | None = None
 
-    def parameters(self) -> Iterable[Tensor]:
-        return ()
-
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return ()
-
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         self.add(x, chunk.start)
         return _hidden_norm(x), ()
-
-    advance = forward
-
-    def forget(self, start: int) -> None:
-        pass
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
@@ -358,12 +371,8 @@ def make_step(
             check.refuse(model, f"sequence_group: {why}")
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
-    if sharded:
-        sharded_stage = ShardedModelStage(stages[0], root_of(model))
-        return fsdp_step([sharded_stage, *stages[1:]], batch, spec, width, sums, group)
-    if group is not None:
-        return ContextParallelStep(group, stages, batch, spec, width, backward_context, sums)
-    return ChunkedStep(stages, batch, spec, width, backward_context, sums)
+    access = FSDPAccess(root_of(model)) if sharded else None
+    return ChunkedStep(stages, batch, spec, width, backward_context, sums, distribution_of(group), access)
 
 
 @torch.no_grad()

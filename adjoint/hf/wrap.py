@@ -318,12 +318,15 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         reason = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
         check.refuse(model, f"sequence_group: {reason}")
     router_loss_factor = verification.router_loss_factor if call.kind.routed else 1.0
+    hidden_states = None if call.logits_index is None else _hidden_states_for_logits(call, batch)
     stage = CausalLM.from_call(
-        call, verification.slots, verification.wrap_state.method, verification.fetches, router_loss_factor
-    )
-    stage.padding = verification.padding_of(call)
-    stage.hidden_states = hidden_states = (
-        None if call.logits_index is None else _hidden_states_for_logits(call, batch)
+        call,
+        verification.slots,
+        verification.wrap_state.method,
+        verification.fetches,
+        router_loss_factor,
+        verification.padding_of(call),
+        hidden_states,
     )
     result = make_step([stage], batch, spec, backward_context, group).loss()
     if group is not None and stage.randomness.has_drawn:
@@ -369,10 +372,14 @@ def _hidden_by_chunks(call: Call) -> Any:
         )
     verification = verify(call)
     batch, spec = _cut_into_chunks(call, verification)
-    stage = Backbone(model, verification.slots, recompute=verification.wrap_state.method.recompute)
-    stage.padding = verification.padding_of(call)
+    stage = Backbone(
+        model,
+        verification.slots,
+        recompute=verification.wrap_state.method.recompute,
+        padding=verification.padding_of(call),
+        router_logits=RouterLogits() if call.kind.routed else None,
+    )
     collect = CollectHiddenStates(batch.seqlen)
-    stage.router_logits = RouterLogits() if call.kind.routed else None
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
     step.forward()
     assert collect.hidden is not None
