@@ -18,9 +18,10 @@ where states are zero.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 
 def reversible_chunks(states: int, repeats: int) -> int:
@@ -70,9 +71,11 @@ def first_stored(start: int, stop: int, states: int) -> list[int]:
 
 
 def reversal(
-    start: int, stop: int, states: int, stored: Iterable[int] = ()
-) -> Iterator[tuple[int, list[int]]]:
-    """Yield the chunks of [start, stop) from the last to the first, each with those computed again before it.
+    start: int, stop: int, states: int, stored: Sequence[int] = ()
+) -> Iterator[tuple[int, list[range]]]:
+    """Yield the chunks of [start, stop), the last one first, each with runs to compute again before it.
+
+    A run of chunks begins with a stored state, and the state after it is stored.
 
     Args:
         states: places for states, besides the one before `start`.
@@ -82,31 +85,49 @@ def reversal(
     for chunk in reversed(range(start, stop)):
         while places[-1] > chunk:
             places.pop()
-        again: list[int] = []
+        runs: list[range] = []
         while (last := places[-1]) < chunk:
-            next_place = last + distance(chunk + 1 - last, states + 1 - len(places))
-            again += range(last, next_place)
-            places.append(next_place)
-        yield chunk, again
+            places.append(last + distance(chunk + 1 - last, states + 1 - len(places)))
+            runs.append(range(last, places[-1]))
+        yield chunk, runs
 
 
-def reversals(starts: Sequence[int], chunks: int, states: int, taped: int | None) -> dict[int, list[int]]:
-    """Map each chunk to those computed again before it, for a sequence of documents.
+@dataclasses.dataclass(frozen=True)
+class Reversal:
+    """The backward's way through a sequence of documents, each of which is reversed by itself.
 
-    Each document is reversed by itself. The forward stores states for the last document first, and as far as
-    places are left for those before it.
+    The forward stores states for the last document first, and for those before it as far as places are left.
 
     Args:
         starts: first chunks of the documents, rising, from 0.
+        chunks: number of chunks. states: places for states.
         taped: the first chunk whose tape the forward keeps, or `chunks` if it keeps none; all later tapes are
             kept too, with their states in places of their own. None: no forward has stored anything.
     """
-    again: dict[int, list[int]] = {}
-    left = 0 if taped is None else states
-    end = chunks if taped is None else min(chunks, taped + 1)
-    for start, stop in reversed([*itertools.pairwise([*starts, chunks])]):
-        if start < end:
-            stored = first_stored(start, min(stop, end), states)[:left]
-            left -= len(stored)
-            again |= reversal(start, min(stop, end), states, stored)
-    return again
+
+    starts: Sequence[int]
+    chunks: int
+    states: int
+    taped: int | None
+
+    def documents(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield (first chunk, end, chunks before which the forward stores the state), the last one first."""
+        left, end = self.states, self.chunks
+        if self.taped is None:
+            left = 0
+        else:  # the state of the first tape is stored like the others
+            end = min(end, self.taped + 1)
+        for start, stop in reversed([*itertools.pairwise([*self.starts, self.chunks])]):
+            if start < end:
+                stored = first_stored(start, min(stop, end), self.states)[:left]
+                left -= len(stored)
+                yield start, min(stop, end), stored
+
+    def stored(self) -> set[int]:
+        """Return the chunks before which the forward stores the state."""
+        return {chunk for _, _, stored in self.documents() for chunk in stored}
+
+    def __iter__(self) -> Iterator[tuple[int, list[range]]]:
+        """Yield the chunks from the last to the first, each with the runs to compute again before it."""
+        for document in self.documents():
+            yield from reversal(*document[:2], self.states, document[2])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +40,7 @@ class Exchange(abc.ABC):
         """Prepare; the executor is complete otherwise."""
 
     @abc.abstractmethod
-    def count_edges(self, executor: Executor, actions: Sequence[Action]) -> None:
+    def count_edges(self, executor: Executor, actions: Collection[Action]) -> None:
         """Set the number of rows of each stage's `Edges`: the states that this worker's own tiles read."""
 
     def around(self, executor: Executor, t: Tile) -> contextlib.AbstractContextManager[None]:
@@ -78,7 +78,7 @@ class BetweenTiles(Exchange):
     def slab(self, executor: Executor, initial: Tensor, dim: int) -> Slab:
         return Slab(initial, dim, executor.grid.cuts[-1], executor.host)
 
-    def count_edges(self, executor: Executor, actions: Sequence[Action]) -> None:
+    def count_edges(self, executor: Executor, actions: Collection[Action]) -> None:
         executor.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
         if executor.grid.checkpoints is not None:  # the forward stores as many as the backward, or more
             return self._set_rows(executor, stored_states(executor.grid, actions))

@@ -6,7 +6,6 @@ import bisect
 import collections
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -86,6 +85,21 @@ class Connections:
     traced: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     share: Callable[[Executor, HelperTasks], None] | None = None
     warmed_up: Set[Hashable] = frozenset()
+
+
+class Chunks:
+    """The chunks of a batch, made when they are asked for: there may be very many."""
+
+    def __init__(self, batch: Batch, grid: Grid) -> None:
+        self.batch, self.grid = batch, grid
+        self.latest: tuple[int, Batch] | None = None
+
+    def __getitem__(self, c: int) -> Batch:
+        latest = self.latest
+        if latest is None or latest[0] != c:
+            start, stop = self.grid.cuts[c : c + 2]
+            self.latest = latest = c, self.batch.chunk(start, stop, self.grid.document(c))
+        return latest[1]
 
 
 class Documents:
@@ -172,9 +186,7 @@ class Executor:
         self.width, self.device, initial = width, batch.ids.device, batch.states
         self.host = stores_on_host(spec, self.device)
         self.waits = transport is not None and transport.on_device
-        self.chunks = [
-            batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
-        ]
+        self.chunks = Chunks(batch, grid)
         self.documents = Documents(batch.seq_idx)
         self.total: Tensor | None = None
         self.losses = PerChunk(grid.chunks)
@@ -199,7 +211,7 @@ class Executor:
             Packing(recurrent(s, g), self.accumulate_dtype) for s, g in zip(initial, grows, strict=True)
         ]
         self.edges = [Edges(packing, self.host) for packing in self.packing]
-        self.freed_by_tile: Collection[Key] = ()
+        self.freed_by_tile: Collection[Key] = ()  # keys that the running tile is the last to need
         self.slabs: dict[int, list[Slab]] = {}
         for k, stage in enumerate(stages):
             if stage is None:
@@ -274,7 +286,7 @@ class Executor:
         finally:
             self.gradients = before
 
-    def run(self, actions: Sequence[Action]) -> None:
+    def run(self, actions: Collection[Action]) -> None:
         """Run actions in order.
 
         Receives are posted a few actions ahead, so that messages travel during computation.
@@ -301,7 +313,8 @@ class Executor:
                         slot, out = self.destination(recv.key)
                         posted.append((slot, self.transport.post(recv.source, out)))
                     if isinstance(action, Run):
-                        self.tile(action.tile, action.frees)
+                        self.freed_by_tile = action.frees
+                        self.tile(action.tile)
                     elif isinstance(action, Send):
                         assert self.transport is not None
                         self.transport.send(action.to, self.message(action.key))
@@ -365,15 +378,14 @@ class Executor:
         if self.grid.checkpoints is not None and key in self.freed_by_tile:
             self._drop(key)
 
-    def tile(self, t: Tile, frees: Collection[Key] = ()) -> None:
-        """Compute one tile, after which the values `frees` are dropped."""
+    def tile(self, t: Tile) -> None:
+        """Compute one tile."""
         run = {
             "recompute": self.recompute,
             "advance": self.advance,
             "backward": self.backward,
             "windowed": self.windowed,
         }
-        self.freed_by_tile = frees
         run.get(t.kind, self.forward)(t)
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
 from adjoint.engine.parameter_access import ParameterAccess
-from adjoint.engine.schedule import Action, HelperTasks, Run, Schedule, keys_of
+from adjoint.engine.schedule import Action, Schedule, cut_before_backward, keys_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients
@@ -140,7 +140,7 @@ class ChunkedStep:
     executor: Executor
     grid: Grid
     tapes: int
-    backward_actions: Sequence[Action] = ()
+    backward_actions: Collection[Action] = ()
 
     def __init__(
         self,
@@ -287,7 +287,9 @@ class ChunkedStep:
         schedule, forward_actions, self.backward_actions = self._cut_program()
         # A second backward finds its tapes used and recomputes them: what that reads must stay.
         stays = self._read_by_backward() if self.has_backward else set()
-        self._run(schedule, [_without_frees(a, stays) for a in forward_actions])
+        if stays:
+            forward_actions = [_without_frees(a, stays) for a in forward_actions]
+        self._run(schedule, forward_actions)
         self.grad_inputs = [*self.parameters, *executor.gradients.unlisted_leaves.close()]
         if self.has_backward:
             modules = [named for stage in self.local_stages for named in stage.modules()]
@@ -385,10 +387,10 @@ class ChunkedStep:
             self.spec, self.grid, forward=forward, backward=backward, tapes=tapes
         )
 
-    def _backward_program(self) -> Sequence[Action]:
+    def _backward_program(self) -> Collection[Action]:
         return self._schedule(forward=False, tapes=0).programs[self.distribution.worker]
 
-    def _cut_program(self) -> tuple[Schedule, Sequence[Action], Sequence[Action]]:
+    def _cut_program(self) -> tuple[Schedule, Collection[Action], Collection[Action]]:
         """Return the schedule of the forward, its actions, and those of the backward that follows it."""
         grid, worker = self.grid, self.distribution.worker
         windowed = any(grid.window(k) is not None for k in range(grid.stages))
@@ -399,10 +401,9 @@ class ChunkedStep:
             return schedule, schedule.programs[worker], later
         schedule = self._schedule(backward=self.has_backward, tapes=self.tapes)
         actions = schedule.programs[worker]
-        forward_actions = [a for a in actions if _in_forward(a)]
-        return schedule, forward_actions, [a for a in actions if not _in_forward(a)]
+        return schedule, *cut_before_backward(actions)
 
-    def _run(self, schedule: Schedule, actions: Sequence[Action] | None = None) -> None:
+    def _run(self, schedule: Schedule, actions: Collection[Action] | None = None) -> None:
         """Run this worker's program of a schedule, or those of its actions that are given."""
         if actions is None:
             actions = schedule.programs[self.distribution.worker]
@@ -427,15 +428,9 @@ class ChunkedStep:
         grid = self.grid
         if self.spec.backward.window == "auto":  # windows are not known yet: any of it may be read
             return {key for t in grid.forward_tiles() for key in grid.writes(t)}
-        keys = [keys_of(grid, action) for action in self._backward_program()]
-        # states that it computes again need not stay
-        return {key for reads, _ in keys for key in reads} - {key for _, writes in keys for key in writes}
-
-
-def _in_forward(action: Action) -> bool:
-    """Whether an action of a program without windows belongs to the forward: its messages are states."""
-    assert not isinstance(action, HelperTasks)
-    return action.tile.is_forward if isinstance(action, Run) else action.key[0] == "S"
+        if grid.checkpoints is not None:  # it computes all that it reads, from the state before the sequence
+            return set()
+        return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
 
 
 def _without_frees(action: Action, stays: set[Key]) -> Action:

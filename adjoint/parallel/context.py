@@ -14,17 +14,16 @@ import functools
 import itertools
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from adjoint.batch import Batch
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.exchange import Exchange
-from adjoint.engine.executor import Connections, Documents, Executor
+from adjoint.engine.executor import Chunks, Connections, Documents, Executor
 from adjoint.engine.grid import EngineSpec, Grid, Tile
 from adjoint.engine.schedule import Action, Owners, Schedule
 from adjoint.engine.sequence_sums import Sum
@@ -139,7 +138,7 @@ class WithinTiles(Exchange):
         for edges in executor.edges:
             edges.rows = sum(grid.reads_state(c) for c in own_chunks)
 
-    def count_edges(self, executor: Executor, actions: Sequence[Action]) -> None:
+    def count_edges(self, executor: Executor, actions: Collection[Action]) -> None:
         """Do nothing: edges are known from the beginning."""
 
     # ------------------------------------------------------------------------------------------------ states
@@ -328,7 +327,7 @@ def _initial_tokens(executor: Executor) -> int:
 
 
 def _span(
-    chunks: Sequence[Batch], documents: Documents, initial_tokens: int, c: int, row: int | None
+    chunks: Chunks, documents: Documents, initial_tokens: int, c: int, row: int | None
 ) -> tuple[int, int]:
     """Return the `kv.TokenRange` of a chunk, in a sequence that `initial_tokens` tokens precede."""
     chunk = chunks[c]
