@@ -292,7 +292,7 @@ class Stack(nn.Module):
     def _by_chunks(
         self, batch: Batch, method: Method, states: bool, group: Any
     ) -> tuple[Tensor, list[State], list[int] | None]:
-        default = default_chunk_size(self, batch.ids, method.recompute)
+        default = default_chunk_size(self, batch.ids, method.recompute, method.checkpoints)
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
         results = self.steps(batch, method.engine_spec(batch.seqlen, default), group).loss(states)

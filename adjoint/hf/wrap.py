@@ -293,7 +293,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     """
     batch, starts = call.batch()
     model, method, group = call.model, verification.wrap_state.method, verification.wrap_state.group
-    size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen)
+    size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen, method.checkpoints)
     if group is not None:
         size = at_most(size, batch.seqlen, ranks_of(group))
     regular = method.model_spec(batch.seqlen, size, starts)
