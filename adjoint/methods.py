@@ -119,12 +119,12 @@ class Method(Protocol):
 
     @property
     def summary(self) -> str:
-        """What it computes, in words."""
+        """Return in words what it computes."""
         return repr(self)
 
     @property
     def storage_summary(self) -> str:
-        """What it stores, in words; "" if there is nothing to choose."""
+        """Return in words what it stores; "" if there is nothing to choose."""
         return ""
 
     def describe(self, picked: bool = False) -> str:

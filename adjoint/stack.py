@@ -22,6 +22,7 @@ from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.compare import compare_own_layers
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, grouped, uncompiled
 from adjoint.engine.weights import Tensors
@@ -312,8 +313,9 @@ class Stack(nn.Module):
         if uses_fsdp(self):
             return joined_steps(self, stages, batch, spec, group)
         places = Tensors(self)
-        arguments = stages, batch, spec, width, lambda: places.replaced({})
-        steps = ChunkedStep(*arguments, distribution=distribution_of(group))
+        access = ParameterAccess(lambda: places.replaced({}))
+        distribution = distribution_of(group)
+        steps = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
         if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
             states = [tuple(s.detach() for s in state) for state in batch.states]

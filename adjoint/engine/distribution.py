@@ -1,16 +1,14 @@
-"""Which worker runs each tile of a batch, and what the workers sum. A new way to distribute is one class."""
+"""`Distribution`: which worker runs each tile of a batch, and what workers sum. One class for each way."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from adjoint.engine.exchange import BetweenTiles, Exchange
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid, make_grid
 from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, make_schedule
@@ -18,12 +16,9 @@ from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.layers import State
 
-if TYPE_CHECKING:
-    from adjoint.engine.step import ChunkedStep
-
 
 class Distribution:
-    """One process that has all stages and the whole sequence; others derive from it.
+    """A single process with all stages and the whole sequence; others derive from it.
 
     A step asks it for the grid and the programs, for what connects its executor to other workers, and for the
     sums over workers. Objects are made for one step.
@@ -71,21 +66,22 @@ class Distribution:
         owners = self.owners(grid)
         return make_schedule(grid, owners, forward=forward, backward=backward, tapes=tapes, buffers=buffers)
 
-    def connections(self) -> Connections:
+    def connections(self, grid: Grid) -> Connections:
         """Return what connects this worker's executor to other processes."""
         return Connections()
 
-    def exchange(self, grid: Grid) -> Exchange:
-        """Return how states cross chunk edges."""
-        return BetweenTiles()
-
-    def agree(self, step: ChunkedStep) -> Grid:
+    def agree(
+        self, executor: Executor, spec: EngineSpec, parameters: Sequence[Tensor], has_backward: bool
+    ) -> Grid:
         """Check that all workers run the same step; return its grid, with the same random cuts on all.
+
+        Args:
+            executor: that was made for it. parameters: of all stages.
 
         Raises:
             UserError: the workers' arguments differ.
         """
-        return step.grid
+        return executor.grid
 
     def adjoint_scale(self, spec: EngineSpec, grid: Grid) -> tuple[tuple[float, ...], ...]:
         """Return `Grid.adjoint_scale` for a spec that drops the adjoint state by chance."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
-import functools
+import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,18 +20,12 @@ from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import (
-    Edges,
-    Packing,
     PerChunk,
-    Slab,
-    recurrent,
-    stores_on_host,
     to_host,
 )
 from adjoint.engine.threads import sleep_while_waiting
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
-from adjoint.errors import UserError
-from adjoint.kernels import checks
+from adjoint.engine.tile_values import TileValues
 from adjoint.layers import State
 
 Pending = Callable[[], Tensor]  # waits for a message and returns it
@@ -68,12 +60,13 @@ class Transport(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Connections:
     """A worker's links to its process and to the other workers.
 
     Attributes:
         transport: to the other workers; None if there are none.
+        exchange: how states cross chunk edges; by default between tiles.
         traced: makes a context from an action or a tile; entered around each action and each tile of
             `HelperTasks`.
         share: runs `HelperTasks`.
@@ -82,81 +75,25 @@ class Connections:
     """
 
     transport: Transport | None = None
+    exchange: Exchange = dataclasses.field(default_factory=BetweenTiles)
     traced: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     share: Callable[[Executor, HelperTasks], None] | None = None
     warmed_up: Set[Hashable] = frozenset()
 
 
-class Chunks:
-    """The chunks of a batch, made when they are asked for: there may be very many."""
-
-    def __init__(self, batch: Batch, grid: Grid) -> None:
-        self.batch, self.grid = batch, grid
-        self.latest: tuple[int, Batch] | None = None
-
-    def __getitem__(self, c: int) -> Batch:
-        latest = self.latest
-        if latest is None or latest[0] != c:
-            start, stop = self.grid.cuts[c : c + 2]
-            self.latest = latest = c, self.batch.chunk(start, stop, self.grid.document(c))
-        return latest[1]
-
-
-class Documents:
-    """Document boundaries of a batch, in the form that a chunk's `Past` takes them.
-
-    Args:
-        seq_idx: as in `Batch`.
-    """
-
-    def __init__(self, seq_idx: Tensor | None) -> None:
-        self.seq_idx = seq_idx
-
-    def __call__(self, chunk: Batch, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
-        """Return `Past.visible` and `Past.starts` of a chunk; () if the batch has no `seq_idx`.
-
-        The initial state's `before` tokens belong to each row's first document."""
-        if chunk.seq_idx is None:
-            return ()
-        start, stop = chunk.start, chunk.start + chunk.seqlen
-        visible, starts = [], []
-        for row in self._starts_by_row:
-            last = row[bisect.bisect_right(row, start) - 1]
-            visible.append(start - last + (before if last == 0 else 0))
-            starts.append([at - start for at in row if start < at < stop])
-        return visible, starts
-
-    @functools.cached_property
-    def _starts_by_row(self) -> list[list[int]]:
-        """First tokens of each row's documents, on the host."""
-        assert self.seq_idx is not None
-        return checks.starts_in(self.seq_idx)
-
-
-class Executor:
+class Executor(TileValues):
     """The runner of one worker's program on a batch: `run` its actions, then read the attributes.
 
     Args:
-        stages: all of the model's stages; None for those that other workers have.
-        batch: with a state for each stage, also for others' stages (zeros of the right sizes).
-        spec: read for host memory and `window="auto"` (then the forward notes decays).
-        width: last dimension of the tensors between stages, (batch, tokens, width); only used with a
-            transport.
+        stages, grid, batch, spec, width: as in `TileValues`; with `window="auto"` the forward notes decays.
         gradients: sums of parameters' gradients, to which this worker adds.
         connections: the worker's links to other processes; by default none.
-        exchange: how states cross chunk edges; by default between tiles.
-
-    Raises:
-        UserError: a state of complex numbers.
 
     Attributes:
-        accumulate_dtype: dtype of sums and messages: float64 in a float64 model, else float32.
         lowest_precision: the least precise dtype of parameters and computations.
         total, losses: the summed loss of all chunks whose head this worker has, and that of each chunk.
-        final, d_initial: final states, and cotangents of the initial states, one tuple per stage.
-        d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
         gradients: sums of parameters' gradients.
-        store: values that tiles and messages have written and later actions read, by their keys (`value`).
+        decays: of each stage, if windows are picked by them.
     """
 
     def __init__(
@@ -168,75 +105,24 @@ class Executor:
         width: int = 0,
         gradients: Gradients | None = None,
         connections: Connections | None = None,
-        exchange: Exchange | None = None,
     ) -> None:
-        local_stages = [stage for stage in stages if stage is not None]
-        parameter_dtypes = {p.dtype for stage in local_stages for p in stage.parameters()}
-        state_dtypes = {s.dtype for state in batch.states for s in state}  # where all parameters are frozen
-        if any(dtype.is_complex for dtype in state_dtypes):
-            raise UserError("a layer's state of complex numbers: let it be of real ones (torch.view_as_real)")
-        self.accumulate_dtype = (
-            torch.float64 if torch.float64 in parameter_dtypes | state_dtypes else torch.float32
-        )
-        used = parameter_dtypes.union(*(stage.precisions for stage in local_stages)) & RECOMPUTE_RTOL.keys()
+        super().__init__(stages, grid, batch, spec, width)
+        dtypes = self.parameter_dtypes().union(*(s.precisions for s in stages if s is not None))
+        used = dtypes & RECOMPUTE_RTOL.keys()
         self.lowest_precision = max(used, key=RECOMPUTE_RTOL.__getitem__, default=self.accumulate_dtype)
-        self.stages, self.grid, self.batch = stages, grid, batch
-        self.connections, self.exchange = connections or Connections(), exchange or BetweenTiles()
+        self.connections = connections or Connections()
+        self.exchange = self.connections.exchange
         self.transport = transport = self.connections.transport
-        self.width, self.device, initial = width, batch.ids.device, batch.states
-        self.host = stores_on_host(spec, self.device)
         self.waits = transport is not None and transport.on_device
-        self.chunks = Chunks(batch, grid)
-        self.documents = Documents(batch.seq_idx)
         self.total: Tensor | None = None
         self.losses = PerChunk(grid.chunks)
         self.recomputed_losses = PerChunk(grid.chunks)  # the same of recomputed chunks, to be compared
-        self.final: list[State] = list(initial)
-        self.d_final, self.d_initial = list[Cotangents](), list[Cotangents]()
-        self.d_ids: Tensor | None = None
         self.gradients = Gradients() if gradients is None else gradients
         self.decays = [Decays() for _ in stages] if spec.backward.window == "auto" else None
-        self.store: dict[Key, Any] = {}
-        self.passed_on: set[Key] = set()
-        self.return_final_kv = True
         self.begin_backward(None)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        grows = [
-            (None,) * len(s) if stage is None else stage.grows
-            for s, stage in zip(initial, stages, strict=True)
-        ]
-        self.grows: list[tuple[int | None, ...]] = grows
-        self.packing = [
-            Packing(recurrent(s, g), self.accumulate_dtype) for s, g in zip(initial, grows, strict=True)
-        ]
-        self.edges = [Edges(packing, self.host) for packing in self.packing]
-        self.freed_by_tile: Collection[Key] = ()  # keys that the running tile is the last to need
-        self.slabs: dict[int, list[Slab]] = {}
-        for k, stage in enumerate(stages):
-            if stage is None:
-                continue
-            for s, dim in zip(initial[k], grows[k], strict=True):
-                if dim is not None:
-                    checks.shape("initial_state", s, batch.rows, *s.shape[1:])
-                    self.slabs.setdefault(k, []).append(self.exchange.slab(self, s, dim))
         self.exchange.begin(self)
-
-    def stage(self, k: int) -> Stage:
-        """Return stage k, which is this worker's."""
-        stage = self.stages[k]
-        assert stage is not None, f"stage {k} is another worker's"
-        return stage
-
-    def state_bytes(self) -> int:
-        """Return the bytes on the device of all stages' states at a chunk edge."""
-        return 0 if self.host else sum(p.size for p in self.packing) * self.accumulate_dtype.itemsize
-
-    def slab_bytes(self) -> int:
-        """Return the bytes on the device of append-only states with their cotangents."""
-        if self.host:
-            return 0
-        return sum(slab.most_bytes() for slabs in self.slabs.values() for slab in slabs)
 
     def begin_forward(self, return_final_kv: bool) -> None:
         """Set whether append-only final states are returned; else they are empty in `final`."""
@@ -270,12 +156,6 @@ class Executor:
         if self.grid.checkpoints is not None:  # the program begins with the state before the sequence
             self.clear()
             self.store = {key: value for key, value in store.items() if key[0] != "S"}
-
-    def clear(self) -> None:
-        """Drop all values of the store, states at edges included."""
-        self.store = {}
-        for edges in self.edges:
-            edges.clear()
 
     @contextlib.contextmanager
     def separate_gradients(self) -> Iterator[Gradients]:
@@ -360,23 +240,7 @@ class Executor:
     def free(self, action: Action) -> None:
         """Drop the values that no later action of this worker reads."""
         for key in action.frees:
-            self._drop(key)
-
-    def _drop(self, key: Key) -> None:
-        """Drop a value, if it is there; with checkpoints another state may take its place."""
-        value = self.store.pop(key, None)
-        if self.grid.checkpoints is not None and isinstance(value, int):
-            _, k, c = key
-            self.edges[k].release(value)
-            self.stage(k).forget(self.grid.cuts[c + 1])
-
-    def make_place(self, k: int, c: int) -> None:
-        """Drop stage k's state before chunk c, if the running tile is the last that needs it.
-
-        With checkpoints the state after the chunk takes its place."""
-        key = ("S", k, c - 1)
-        if self.grid.checkpoints is not None and key in self.freed_by_tile:
-            self._drop(key)
+            self.drop(key)
 
     def tile(self, t: Tile) -> None:
         """Compute one tile."""
@@ -397,56 +261,13 @@ class Executor:
         with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
             yield
 
-    # ------------------------------------------------------------------------------------------- messages
-
-    def value(self, key: Key) -> Any:
-        """Return a value of the store; for a state stored as a row's number, that row of `Edges`."""
-        value = self.store[key]
-        return self.edges[key[1]].at(value) if isinstance(value, int) else value
-
-    def destination(self, key: Key) -> tuple[int | Tensor, Tensor]:
-        """Return the store's entry for a value that will be written, and the tensor to write to.
-
-        They are the same tensor, except for a state that stays here: its entry is the number of a row of
-        `Edges`."""
-        name, k = key[:2]
-        if name != "S" or key in self.passed_on:
-            out = self.room(key)
-            return out, out
-        row = self.edges[k].row()
-        return row, self.edges[k].at(row)
-
-    def room(self, key: Key) -> Tensor:
-        """Return an empty tensor for a message."""
-        name, k, c = key[:3]
-        if name in ("S", "dS"):
-            return self.packing[k].empty()
-        start, stop = self.grid.cuts[c : c + 2]
-        if name == "spill":
-            start = max(start, self.grid.cuts[key[3]] - self.grid.reach)
-        shape = self.batch.rows, stop - start, self.width
-        return torch.empty(shape, dtype=self.accumulate_dtype, device=self.device)
-
-    def message(self, key: Key) -> Tensor:
-        """Return a value of the store as one tensor, as a message carries it."""
-        value = self.value(key)
-        if isinstance(value, tuple):
-            return self.packing[key[1]].pack(value, self.room(key))
-        if value is None:  # no cotangent
-            return self.room(key).zero_()
-        return value.to(self.accumulate_dtype).contiguous()
-
     # ---------------------------------------------------------------------------------------------- tiles
-
-    def _input(self, name: str, k: int, c: int) -> Tensor:
-        """Return stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
-        return self.store[name, k - 1, c].to(self.device, non_blocking=True) if k else self.chunks[c].ids
 
     def forward(self, t: Tile) -> None:
         """Compute a stage's output and state; linearize keeps the tape."""
         k, c, stage = t.stage, t.chunk, self.stage(t.stage)
-        with self.exchange.around(self, t):
-            x, state, chunk = self._input("y", k, c), self.exchange.state(self, k, c), self.chunks[c]
+        with self.exchange.tile_context(self, t):
+            x, state, chunk = self.input("y", k, c), self.exchange.state(self, k, c), self.chunks[c]
             y, after = self._run_forward(t, stage, x, state, chunk)
             if stage.stateful:
                 self.exchange.put_state(self, k, c, after)
@@ -486,8 +307,8 @@ class Executor:
     def recompute(self, t: Tile) -> None:
         """Make a tape that the forward has not kept."""
         k, c, stage = t.stage, t.chunk, self.stage(t.stage)
-        x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
-        with self.exchange.around(self, t):
+        x = self.input("y" if self.grid.first_of_segment(k) else "z", k, c)
+        with self.exchange.tile_context(self, t):
             inputs = x, self.exchange.state(self, k, c), self.chunks[c], self.gradients
             y, _, tape = self.gradients.unlisted_leaves.run_tile(lambda: stage.linearize(*inputs))
         self.store["tape", k, c] = tape
@@ -499,8 +320,8 @@ class Executor:
     def advance(self, t: Tile) -> None:
         """Compute a state that the forward has not stored, and nothing else."""
         k, c, stage = t.stage, t.chunk, self.stage(t.stage)
-        x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
-        with torch.no_grad(), self.exchange.around(self, t):
+        x = self.input("y" if self.grid.first_of_segment(k) else "z", k, c)
+        with torch.no_grad(), self.exchange.tile_context(self, t):
             y, after = stage.advance(x, self.exchange.state(self, k, c), self.chunks[c])
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
@@ -545,7 +366,7 @@ class Executor:
         left, start, stop, halo_stop = grid.extent(t)
         chunks_read, window = grid.covering(left, halo_stop), grid.window(k)
         assert stage is not None and window is not None
-        pieces = [self._input("y", k, j) for j in chunks_read]
+        pieces = [self.input("y", k, j) for j in chunks_read]
         first = grid.cuts[chunks_read[0]]
         x = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, left - first : halo_stop - first]
         dy = self._cotangent(k, start, halo_stop)

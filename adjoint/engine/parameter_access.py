@@ -1,22 +1,41 @@
-"""How stages get their weights, and how gradients are returned to them."""
+"""`ParameterAccess`: how stages get their weights, and how gradients are returned to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
-from adjoint.engine.grid import EngineSpec
+from adjoint.engine.grid import EngineSpec, Grid
 from adjoint.engine.leaves import UnlistedLeaves
+from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients
 
-if TYPE_CHECKING:
-    from adjoint.engine.step import ChunkedStep
+ContextFactory = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+class Runs(Protocol):
+    """The part of a `step.ChunkedStep` that a `ParameterAccess` reads and calls."""
+
+    executor: Executor
+    grid: Grid
+    parameters: list[Tensor]
+    grad_inputs: list[Tensor]
+    has_backward: bool
+    sums: Sequence[Sum]
+    distribution: Distribution
+
+    def run_forward(self) -> tuple[Tensor, list[Tensor]]: ...
+
+    def run_backward(
+        self, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
+    ) -> tuple[Gradients, list[Tensor | None]]: ...
 
 
 class ParameterAccess:
@@ -24,11 +43,18 @@ class ParameterAccess:
 
     Objects are made for one step.
 
+    Args:
+        backward_context: makes the context in which the backward runs, which puts the model back as it was in
+            the forward: a caller may have replaced its tensors for the forward alone.
+
     Attributes:
         frozen_may_change: whether somebody may write to frozen parameters between forward and backward.
     """
 
     frozen_may_change = True
+
+    def __init__(self, backward_context: ContextFactory = contextlib.nullcontext) -> None:
+        self.backward_context = backward_context
 
     def stages(self, stages: Sequence[Stage | None]) -> list[Stage | None]:
         """Return the stages as the engine runs them."""
@@ -54,12 +80,12 @@ class ParameterAccess:
     def check(self, executor: Executor, has_backward: bool) -> None:
         """Raise a UserError if an executor's precision does not go with these weights."""
 
-    def forward(self, step: ChunkedStep) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
         """Run a step's forward, and whatever has to come at once: see `ChunkedStep.forward`."""
         return step.run_forward()
 
     def backward(
-        self, step: ChunkedStep, d_loss: Tensor | None, d_final: Sequence[Any]
+        self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
     ) -> tuple[Gradients, list[Tensor | None]]:
         """Run a step's backward: see `ChunkedStep.backward`."""
         return step.run_backward(d_loss, d_final)

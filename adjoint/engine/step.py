@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -27,7 +26,6 @@ from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
 
 T = TypeVar("T")
-ContextFactory = Callable[[], contextlib.AbstractContextManager[Any]]
 # (cotangents of the results) → (gradients of `grad_inputs`, cotangents of the initial states and embeddings)
 Backward = Callable[..., tuple[Gradients, Sequence[Tensor | None]]]
 
@@ -118,8 +116,6 @@ class ChunkedStep:
         stages: all stages of a model; None for those that other workers have.
         batch: with a differentiable state for each stage.
         width: last dimension of the tensors between stages.
-        backward_context: makes the context in which the backward runs, which puts the model back as it was in
-            the forward: a caller may have replaced its tensors for the forward alone.
         sums: the sums, besides the loss, that stages add to.
         distribution: the workers that run the batch together; by default this process alone.
         access: how stages get their weights; by default they are plain tensors.
@@ -148,7 +144,6 @@ class ChunkedStep:
         batch: Batch,
         spec: EngineSpec,
         width: int,
-        backward_context: ContextFactory = contextlib.nullcontext,
         sums: Sequence[Sum] = (),
         distribution: Distribution | None = None,
         access: ParameterAccess | None = None,
@@ -156,7 +151,6 @@ class ChunkedStep:
         self.distribution, self.access = distribution or Distribution(), access or ParameterAccess()
         self.stages = self.access.stages(stages)
         self.batch, self.spec, self.width, self.sums = batch, spec, width, sums
-        self.backward_context = backward_context
         self.local_stages = [stage for stage in self.stages if stage is not None]
         self.parameters = list(dict.fromkeys(p for stage in self.local_stages for p in stage.parameters()))
         self.initial = [s for state in batch.states for s in state]
@@ -188,7 +182,7 @@ class ChunkedStep:
                 storage = dataclasses.replace(storage, checkpoints=states)
                 self.spec = dataclasses.replace(spec, storage=storage)
                 self._make_executor()
-        agreed = self.distribution.agree(self)
+        agreed = self.distribution.agree(self.executor, self.spec, self.parameters, self.has_backward)
         if agreed is not self.grid:
             self._make_executor(agreed)
 
@@ -211,8 +205,7 @@ class ChunkedStep:
             self.spec,
             self.width,
             self.access.gradients(self.parameters, self.has_backward, self.distribution.is_alone),
-            self.distribution.connections(),
-            self.distribution.exchange(grid),
+            self.distribution.connections(grid),
         )
 
     def _measure_first_chunk(self) -> budget.ChunkMemory:
@@ -271,7 +264,7 @@ class ChunkedStep:
         return self.access.forward(self)
 
     def backward(
-        self, d_loss: Tensor | None, d_final: Sequence[Any]
+        self, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
     ) -> tuple[Gradients, list[Tensor | None]]:
         """Return the gradients of parameters, and the cotangents of `initial`.
 
@@ -303,7 +296,7 @@ class ChunkedStep:
         return total / self.batch.divisor, final + [s.total for s in self.sums]
 
     def run_backward(
-        self, d_loss: Tensor | None, d_final: Sequence[Any]
+        self, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
     ) -> tuple[Gradients, list[Tensor | None]]:
         """Run the backward's part of the program; return what `backward` returns."""
         executor = self.executor
@@ -315,7 +308,7 @@ class ChunkedStep:
         executor.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
         stored_values = {key: value for key, value in executor.store.items() if key[0] != "tape"}
         try:
-            with self.backward_context(), self.constants.restored():
+            with self.access.backward_context(), self.constants.restored():
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)
             d_initial = [d for state in executor.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()
@@ -438,7 +431,7 @@ def _without_frees(action: Action, stays: set[Key]) -> Action:
     return dataclasses.replace(action, frees=tuple(key for key in action.frees if key not in stays))
 
 
-def grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
+def grouped(states: Sequence[State], flat: Sequence[T]) -> list[tuple[T, ...]]:
     """Return the flat list as tuples, one per state and of its length."""
     rest = iter(flat)
     return [tuple(next(rest) for _ in state) for state in states]

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.engine.stage import Stage
-from adjoint.engine.step import ChunkedStep, ContextFactory
+from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
@@ -59,8 +60,7 @@ class Backbone(Stage):
             (see `Exact`).
         fetches: as in `Stage`.
         padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
-        router_loss: sums for the routers' loss, or None.
-        router_logits: collects the routers' logits that are returned beside the hidden states, or None.
+        router: what is made of the routers' logits: a loss, or outputs beside the hidden states; or None.
     """
 
     stateful: ClassVar[bool] = True
@@ -76,8 +76,7 @@ class Backbone(Stage):
         *,
         fetches: bool = False,
         padding: Padding | None = None,
-        router_loss: RouterLoss | None = None,
-        router_logits: RouterLogits | None = None,
+        router: RouterLoss | RouterLogits | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
@@ -89,7 +88,7 @@ class Backbone(Stage):
         self.randomness, self.recompute = ChunkRandomness(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches, self.padding = fetches, padding
-        self.router_loss, self.router_logits = router_loss, router_logits
+        self.router = router
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -141,9 +140,9 @@ class Backbone(Stage):
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
-        if self.router_logits is None:
+        if not isinstance(self.router, RouterLogits):
             return output[0], state
-        return self.router_logits.append_to(output[0], output.router_logits, chunk.start), state
+        return self.router.append_to(output[0], output.router_logits, chunk.start), state
 
     def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
@@ -172,7 +171,7 @@ class Backbone(Stage):
         inputs: dict[str, Any] = {name: values for name, values in chunk.inputs.items() if name != TOKEN_MASK}
         inputs["inputs_embeds" if x.is_floating_point() else "input_ids"] = x
         inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
-        if self.router_loss or self.router_logits:
+        if self.router is not None:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
         # Masks made of token types count tokens from the document's start.
         if TOKEN_TYPES in inputs and block_function(self.model):
@@ -260,7 +259,7 @@ class CausalLM(Backbone):
             recompute=method.recompute,
             fetches=fetches,
             padding=padding,
-            router_loss=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
+            router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             hidden_states=hidden_states,
         )
@@ -276,9 +275,9 @@ class CausalLM(Backbone):
         loss = summed_loss(self.model, output[0], chunk.targets, z_loss_factor)
         if self.hidden_states is not None:
             self.hidden_states.add(output[0], chunk.start)
-        if self.router_loss is not None:
-            chunk_sums = self.router_loss.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
-            loss = loss + self.router_loss.add(chunk_sums, chunk.start)
+        if isinstance(self.router, RouterLoss):
+            chunk_sums = self.router.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
+            loss = loss + self.router.add(chunk_sums, chunk.start)
         return loss, state
 
 
@@ -365,14 +364,14 @@ def make_step(
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
-    sums = [] if stages[0].router_loss is None else [stages[0].router_loss]
+    sums = [stages[0].router] if isinstance(stages[0].router, RouterLoss) else []
     if group is not None:
         if sharded and (why := why_not_shared(model, group)):
             check.refuse(model, f"sequence_group: {why}")
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
-    access = FSDPAccess(root_of(model)) if sharded else None
-    return ChunkedStep(stages, batch, spec, width, backward_context, sums, distribution_of(group), access)
+    access = FSDPAccess(root_of(model)) if sharded else ParameterAccess(backward_context)
+    return ChunkedStep(stages, batch, spec, width, sums, distribution_of(group), access)
 
 
 @torch.no_grad()

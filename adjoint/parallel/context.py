@@ -14,7 +14,7 @@ import functools
 import itertools
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,31 +23,39 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.exchange import Exchange
-from adjoint.engine.executor import Chunks, Connections, Documents, Executor
+from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid, Tile
 from adjoint.engine.schedule import Action, Owners, Schedule
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.storage import Slab, by_itself, growing, joined, recurrent
 from adjoint.engine.tile import Cotangents
+from adjoint.engine.tile_values import Chunks, Documents, TileValues
 from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
-if TYPE_CHECKING:
-    from adjoint.engine.step import ChunkedStep
+if TYPE_CHECKING:  # torch may be built without it
+    from torch.distributed import ProcessGroup
 
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
 WEIGHTS_NAME = "the model's weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-SINGLE_RANK: Any = object()  # in a group's place: this process alone, running the code of a group
-_compared: Any = WeakTensorKeyDictionary()  # a model's first parameter: groups that have compared weights
 
 
-def group_of(group: Any) -> Any:
+class SingleRank:
+    """Stand-in for a group: this process alone, running the code of a group."""
+
+
+SINGLE_RANK = SingleRank()
+# a model's first parameter: groups that have compared weights
+_compared: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
+
+
+def group_of(group: object) -> ProcessGroup:
     """Return the process group of a `sequence_group`.
 
     Args:
@@ -81,14 +89,14 @@ def group_of(group: Any) -> Any:
             "sequence_group must be a process group of torch.distributed or a DeviceMesh of one dimension; "
             f"got {group!r}"
         )
-    if not inside:
+    if not inside or not isinstance(group, dist.ProcessGroup):
         raise UserError(
             f"sequence_group: rank {dist.get_rank()} is not in the group; only its members may call with it"
         )
     return group
 
 
-def ranks_of(group: Any) -> int:
+def ranks_of(group: ProcessGroup) -> int:
     """Return the number of processes of a group that `group_of` has returned."""
     import torch.distributed as dist
 
@@ -119,46 +127,47 @@ class WithinTiles(Exchange):
     def _owner(self, c: int) -> int:
         return self.owners.peer(self.rank, c)
 
-    def slab(self, executor: Executor, initial: Tensor, dim: int) -> Slab:
+    def slab(self, values: TileValues, initial: Tensor, dim: int) -> Slab:
         if self._owner(0) != self.rank:  # who has the first chunk has what is before it, too
             initial = initial.narrow(dim, 0, 0)
-        grid = executor.grid
+        grid = values.grid
         tokens = sum(grid.tokens(c) for c in range(grid.chunks) if self._owner(c) == self.rank)
-        return Slab(initial, dim, tokens, executor.host)
+        return Slab(initial, dim, tokens, values.host)
 
-    def begin(self, executor: Executor) -> None:
-        grid, self.initial_tokens = executor.grid, _initial_tokens(executor)
-        span = functools.partial(_span, executor.chunks, executor.documents, self.initial_tokens)
+    def begin(self, values: TileValues) -> None:
+        super().begin(values)
+        grid, self.initial_tokens = values.grid, _initial_tokens(values)
+        span = functools.partial(_span, values.chunks, values.documents, self.initial_tokens)
         self.distributed_kv = DistributedKV(grid, self.owners, self.rank, self.transport, span)
         self.first_tags = list(
-            itertools.accumulate((len(packing.shapes) for packing in executor.packing), initial=STATES)
+            itertools.accumulate((len(packing.shapes) for packing in values.packing), initial=STATES)
         )
         own_chunks = [c for c in range(grid.chunks) if self._owner(c) == self.rank]
         self.last = own_chunks[-1] if own_chunks else -1
-        for edges in executor.edges:
+        for edges in values.edges:
             edges.rows = sum(grid.reads_state(c) for c in own_chunks)
 
-    def count_edges(self, executor: Executor, actions: Collection[Action]) -> None:
+    def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
         """Do nothing: edges are known from the beginning."""
 
     # ------------------------------------------------------------------------------------------------ states
 
-    def _past(self, executor: Executor, slab: Slab, c: int, fetches: bool, anchor: Tensor) -> DistributedPast:
-        chunk, initial_tokens = executor.chunks[c], self.initial_tokens
+    def _past(self, values: TileValues, slab: Slab, c: int, fetches: bool, anchor: Tensor) -> DistributedPast:
+        chunk, initial_tokens = values.chunks[c], self.initial_tokens
         begin = chunk.document or -initial_tokens
         arguments = self.distributed_kv, slab, c, chunk.start, begin, anchor, fetches
-        return DistributedPast(*arguments, *executor.documents(chunk, initial_tokens))
+        return DistributedPast(*arguments, *values.documents(chunk, initial_tokens))
 
-    def state(self, executor: Executor, k: int, c: int) -> tuple[Any, ...]:
-        initial, grows, grid = executor.batch.states[k], executor.grows[k], executor.grid
+    def state(self, values: TileValues, k: int, c: int) -> tuple[Any, ...]:
+        initial, grows, grid = values.batch.states[k], values.grows[k], values.grid
         first, before_chunk = (k, c) not in self.states, recurrent(initial, grows)
         arrives = first and grid.reads_state(c) and bool(before_chunk)
         if first:
             if c in grid.document_starts:
                 before_chunk = tuple(torch.zeros_like(s) for s in before_chunk)
             elif arrives:
-                edges = executor.edges[k]
-                before_chunk = executor.packing[k].unpack(edges.at(edges.row()))
+                edges = values.edges[k]
+                before_chunk = values.packing[k].unpack(edges.at(edges.row()))
             self.states[k, c] = before_chunk
         before_chunk = self.states[k, c]
         if first:  # their receivers have come this far, or will do so without this rank: waiting is safe
@@ -171,7 +180,7 @@ class WithinTiles(Exchange):
                 self.transport,
                 tag,
                 s,
-                executor.accumulate_dtype,
+                values.accumulate_dtype,
                 next_rank if first else None,
                 previous_rank,
                 gradient_source,
@@ -180,32 +189,32 @@ class WithinTiles(Exchange):
         ]
         for handoff in handoffs if arrives else ():
             handoff.post_receive(self._owner(c - 1))
-        stage = executor.stage(k)
+        stage = values.stage(k)
         with torch.no_grad():
             handed = tuple(
                 handoff if stage.takes_state_handoff else handoff.receive() for handoff in handoffs
             )
         pasts = (
-            self._past(executor, slab, c, stage.fetches, torch.zeros((), requires_grad=True))
-            for slab in executor.slabs.get(k, ())
+            self._past(values, slab, c, stage.fetches, torch.zeros((), requires_grad=True))
+            for slab in values.slabs.get(k, ())
         )
         return joined(handed, pasts, grows)
 
-    def put_state(self, executor: Executor, k: int, c: int, state: State) -> None:
-        handoffs, grows = self.handoffs[k, c], executor.grows[k]
-        if not executor.stage(k).takes_state_handoff:
+    def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
+        handoffs, grows = self.handoffs[k, c], values.grows[k]
+        if not values.stage(k).takes_state_handoff:
             with torch.no_grad():
                 for handoff, s in zip(handoffs, recurrent(state, grows), strict=True):
                     handoff.send(s)
-        self._end_forward(executor, k, c)
+        self._end_forward(values, k, c)
         self.under_way[k] += handoffs
-        if c + 1 == executor.grid.chunks:
+        if c + 1 == values.grid.chunks:
             after_chunk = map(by_itself, recurrent(state, grows))
-            slabs = (slab.between(0, 0) for slab in executor.slabs.get(k, ()))
-            executor.final[k] = joined(after_chunk, slabs, grows)
+            slabs = (slab.between(0, 0) for slab in values.slabs.get(k, ()))
+            values.final[k] = joined(after_chunk, slabs, grows)
 
     @contextlib.contextmanager
-    def around(self, executor: Executor, t: Tile) -> Iterator[None]:
+    def tile_context(self, values: TileValues, t: Tile) -> Iterator[None]:
         """Raise NotAttended if keys and values were joined to other ranks' but `attend` was not called.
 
         Then a model's own attention code has used the chunk's own keys as if they were all, whether it failed
@@ -226,27 +235,27 @@ class WithinTiles(Exchange):
                 'other ranks: give it attn_implementation="sdpa", or leave sequence_group out'
             ) from cause
         if t.kind == "recompute":
-            self._end_forward(executor, t.stage, t.chunk)
+            self._end_forward(values, t.stage, t.chunk)
 
-    def _end_forward(self, executor: Executor, k: int, c: int) -> None:
+    def _end_forward(self, values: TileValues, k: int, c: int) -> None:
         """End the forward of a chunk for handoffs that a layer has used itself: its states have been sent."""
-        for handoff in self.handoffs.get((k, c), ()) if executor.stage(k).takes_state_handoff else ():
+        for handoff in self.handoffs.get((k, c), ()) if values.stage(k).takes_state_handoff else ():
             handoff.end_forward()
 
     # -------------------------------------------------------------------------------------------- cotangents
 
-    def cotangents(self, executor: Executor, k: int, c: int) -> Cotangents:
-        grows, grid, slabs = executor.grows[k], executor.grid, executor.slabs.get(k, [])
+    def cotangents(self, values: TileValues, k: int, c: int) -> Cotangents:
+        grows, grid, slabs = values.grows[k], values.grid, values.slabs.get(k, [])
         if c == self.last:
-            for slab, d in zip(slabs, growing(executor.d_final[k], grows), strict=True):
+            for slab, d in zip(slabs, growing(values.d_final[k], grows), strict=True):
                 slab.begin(None if d is None else self._own_tokens(grid, d, slab.dim))
         self._wait(k)
         handoffs = self.handoffs.get((k, c), [])
         for handoff in handoffs:
             handoff.begin_backward()
         if c + 1 == grid.chunks:
-            carried: Cotangents = recurrent(executor.d_final[k], grows)
-        elif executor.stage(k).takes_state_handoff:  # their values come while the tile runs
+            carried: Cotangents = recurrent(values.d_final[k], grows)
+        elif values.stage(k).takes_state_handoff:  # their values come while the tile runs
             carried = tuple(
                 None
                 if x.gradient_source is None
@@ -257,17 +266,17 @@ class WithinTiles(Exchange):
             carried = tuple(x.receive_cotangent() for x in handoffs)
         return joined(carried, (None for _ in slabs), grows)
 
-    def put_cotangents(self, executor: Executor, k: int, c: int, d_state: Cotangents) -> None:
-        grows, handoffs = executor.grows[k], self.handoffs.pop((k, c), [])
+    def put_cotangents(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> None:
+        grows, handoffs = values.grows[k], self.handoffs.pop((k, c), [])
         for handoff, d in zip(handoffs, recurrent(d_state, grows), strict=True):
-            if not executor.stage(k).takes_state_handoff:
+            if not values.stage(k).takes_state_handoff:
                 handoff.send_cotangent(d)
             handoff.end_backward()
         self.under_way[k] += handoffs
         if c == 0:
             d_recurrent = tuple(by_itself(x.grad_initial_state) for x in handoffs)
-            past = (slab.initial().to(slab.initially.dtype) for slab in executor.slabs.get(k, []))
-            executor.d_initial[k] = joined(d_recurrent, past, grows)
+            past = (slab.initial().to(slab.initially.dtype) for slab in values.slabs.get(k, []))
+            values.d_initial[k] = joined(d_recurrent, past, grows)
 
     def _wait(self, k: int) -> None:
         """Wait until the stage's states and cotangents have left."""
@@ -306,7 +315,7 @@ class WithinTiles(Exchange):
         return out
 
 
-def _initial_tokens(executor: Executor) -> int:
+def _initial_tokens(values: TileValues) -> int:
     """Return the number of tokens before the sequence in states that grow.
 
     Raises:
@@ -314,8 +323,8 @@ def _initial_tokens(executor: Executor) -> int:
     """
     past_lengths = {
         s.shape[dim]
-        for k in executor.slabs
-        for s, dim in zip(executor.batch.states[k], executor.grows[k], strict=True)
+        for k in values.slabs
+        for s, dim in zip(values.batch.states[k], values.grows[k], strict=True)
         if dim is not None
     }
     if len(past_lengths) > 1:
@@ -338,7 +347,7 @@ def _span(
     return min([*boundaries[1][row], chunk.seqlen]), chunk.start - boundaries[0][row]
 
 
-def distribution_of(group: Any) -> Distribution:
+def distribution_of(group: ProcessGroup | SingleRank | None) -> Distribution:
     """Return how a batch is distributed; group: whose ranks share its sequences, `SINGLE_RANK`, or None."""
     return Distribution() if group is None else SequenceGroup(group)
 
@@ -356,11 +365,14 @@ class SequenceGroup(Distribution):
 
     is_alone = False
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ProcessGroup | SingleRank) -> None:
         import torch.distributed as dist
 
         self.group = group
-        self.ranks, self.worker = (1, 0) if group is SINGLE_RANK else (ranks_of(group), dist.get_rank(group))
+        if isinstance(group, SingleRank):
+            self.ranks, self.worker = 1, 0
+        else:
+            self.ranks, self.worker = ranks_of(group), dist.get_rank(group)
 
     def begin(self, stages: Sequence[Stage | None], spec: EngineSpec, device: torch.device) -> None:
         if spec.backward.window == "auto":
@@ -377,7 +389,10 @@ class SequenceGroup(Distribution):
                 "sequence_group: checkpoints= computes states again from chunks before them, which other "
                 "ranks have: leave it out; each rank stores the states before its own chunks alone"
             )
-        self.transport = Alone() if self.group is SINGLE_RANK else GroupTransport(self.group, device)
+        if isinstance(self.group, SingleRank):
+            self.transport: GroupTransport = Alone()
+        else:
+            self.transport = GroupTransport(self.group, device)
 
     def grid(
         self,
@@ -388,10 +403,12 @@ class SequenceGroup(Distribution):
     ) -> Grid:
         # Where a layer is a stage, states cross between tiles: then no rank waits for another inside of one.
         # Keys and values are asked for inside, and so are the states of a stage that is many layers.
-        own = [stage for stage in stages if stage is not None]
-        inside = any(stage.is_many_layers or any(dim is not None for dim in stage.grows) for stage in own)
+        local_stages = [stage for stage in stages if stage is not None]
+        inside = any(
+            stage.is_many_layers or any(dim is not None for dim in stage.grows) for stage in local_stages
+        )
         grid = super().grid(spec, seqlen, stages, windows)
-        return dataclasses.replace(grid, costs=costs_of(own), exchanges_within_tiles=inside)
+        return dataclasses.replace(grid, costs=costs_of(local_stages), exchanges_within_tiles=inside)
 
     def owners(self, grid: Grid) -> Owners:
         return Owners((0,) * grid.stages, self.ranks).in_rounds(grid)
@@ -401,13 +418,10 @@ class SequenceGroup(Distribution):
         owners = self.owners(grid)
         return any(owners(0, c) == self.worker for c in range(grid.chunks))
 
-    def connections(self) -> Connections:
-        return Connections(self.transport)
-
-    def exchange(self, grid: Grid) -> Exchange:
+    def connections(self, grid: Grid) -> Connections:
         if not grid.exchanges_within_tiles:
-            return super().exchange(grid)
-        return WithinTiles(self.owners(grid), self.worker, self.transport)
+            return Connections(self.transport)
+        return Connections(self.transport, WithinTiles(self.owners(grid), self.worker, self.transport))
 
     def running(
         self, schedule: Schedule, make_executor: Callable[[], Executor]
@@ -417,10 +431,13 @@ class SequenceGroup(Distribution):
 
     # ------------------------------------------------------------------------------------------ agreement
 
-    def agree(self, step: ChunkedStep) -> Grid:
-        if self.group is SINGLE_RANK:
-            return step.grid
-        fingerprint = self._fingerprint(step)
+    def agree(
+        self, executor: Executor, spec: EngineSpec, parameters: Sequence[Tensor], has_backward: bool
+    ) -> Grid:
+        grid = executor.grid
+        if isinstance(self.group, SingleRank):
+            return grid
+        fingerprint = self._fingerprint(executor, spec, parameters, has_backward)
         own_numbers = torch.tensor([number % (1 << 63) for number in fingerprint.values()], dtype=torch.int64)
         numbers_by_rank = [
             rank_numbers.tolist()
@@ -437,24 +454,25 @@ class SequenceGroup(Distribution):
                     "sequence_group: every rank must call with the same rows and method, but rank "
                     f"{rank} and rank 0 of the group differ in {name}{counts}"
                 )
-        grid = step.grid
         if not grid.adjoint_scale:
             return grid
-        own_scale = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=step.batch.ids.device)
+        own_scale = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=executor.device)
         scale_of_rank_0 = self.transport.all_gather(own_scale, self.transport.ranks)[0]
         return dataclasses.replace(grid, adjoint_scale=tuple(map(tuple, scale_of_rank_0.tolist())))
 
-    def _fingerprint(self, step: ChunkedStep) -> dict[str, int]:
+    def _fingerprint(
+        self, executor: Executor, spec: EngineSpec, parameters: Sequence[Tensor], has_backward: bool
+    ) -> dict[str, int]:
         """Return all that must be the same on all ranks, as numbers, by the users' names for it."""
-        batch, spec, executor = step.batch, step.spec, step.executor
+        batch = executor.batch
         settings = {
             "the number of rows": batch.rows,
             "the number of tokens": batch.seqlen,
             "the chunk size": spec.chunk_size,
             "the number of chunks": executor.grid.chunks,
             "the method": zlib.crc32(repr(spec).encode()),
-            "whether gradients are on": step.has_backward,
-            "what is trained": zlib.crc32(repr([p.requires_grad for p in step.parameters]).encode()),
+            "whether gradients are on": has_backward,
+            "what is trained": zlib.crc32(repr([p.requires_grad for p in parameters]).encode()),
             "the number of labels (num_items_in_batch)": zlib.crc32(repr(float(batch.divisor)).encode()),
             "precision": zlib.crc32(repr((executor.autocast, executor.lowest_precision)).encode()),
         }
@@ -467,10 +485,10 @@ class SequenceGroup(Distribution):
         }
         fingerprint = settings | {name: _digest(values) for name, values in tensors.items()}
         compared_groups, group = (
-            _compared.setdefault(step.parameters[0], set()),
+            _compared.setdefault(parameters[0], set()),
             self.transport.group.group_name,
         )
-        local_parameters = (local(p.detach()) for p in step.parameters)
+        local_parameters = (local(p.detach()) for p in parameters)
         weights = () if group in compared_groups else [p.reshape(-1)[:WEIGHTS] for p in local_parameters]
         compared_groups.add(group)
         return fingerprint | {WEIGHTS_NAME: _digest(weights)}

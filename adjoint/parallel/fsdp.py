@@ -12,7 +12,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,14 +25,17 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.leaves import UnlistedLeaves, leaves_of, suspend_hooks
-from adjoint.engine.parameter_access import ParameterAccess
+from adjoint.engine.parameter_access import ParameterAccess, Runs
 from adjoint.engine.stage import Layer, Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.errors import UserError
 from adjoint.layers import State
-from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, distribution_of, local
+from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of, local
 from adjoint.parallel.handoff import StateHandoff
+
+if TYPE_CHECKING:  # torch may be built without it
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 REPLICA = (
@@ -110,12 +113,12 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     return None
 
 
-def why_not_shared(model: nn.Module, group: Any) -> str | None:
+def why_not_shared(model: nn.Module, group: ProcessGroup | SingleRank) -> str | None:
     """Return why the ranks of a group cannot share a sequence of a sharded model; None if they can.
 
     A layer's weights are gathered by all processes that have a shard of it at the same time, so these must
     run the same chunks: they must be ranks of different groups."""
-    members = set() if group is SINGLE_RANK else set(dist.get_process_group_ranks(group))
+    members = set() if isinstance(group, SingleRank) else set(dist.get_process_group_ranks(group))
     meshes = (set(p.device_mesh.mesh.flatten().tolist()) for p in _dtensors(model))
     return UNDER_FSDP if any(len(members & mesh) > 1 for mesh in meshes) else None
 
@@ -370,6 +373,7 @@ class FSDPAccess(ParameterAccess):
     frozen_may_change = False  # FSDP writes to them, and nobody else can before the backward
 
     def __init__(self, root: nn.Module) -> None:
+        super().__init__()
         self.root = root
         self.gradients_of_forward: dict[Tensor, Tensor] | None = None
         self.d_initial: list[Tensor | None] = []
@@ -441,7 +445,7 @@ class FSDPAccess(ParameterAccess):
                 "loss, so that small ones would be lost; use bfloat16"
             )
 
-    def forward(self, step: ChunkedStep) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward; keep the gradients for the factor that the loss's backward brings."""
         if not step.has_backward:
             return step.run_forward()
@@ -484,7 +488,7 @@ class FSDPAccess(ParameterAccess):
                 local(grads[p]).copy_(total)
 
     def backward(
-        self, step: ChunkedStep, d_loss: Tensor | None, d_final: Sequence[Any]
+        self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
     ) -> tuple[Gradients, list[Tensor | None]]:
         states = len(d_final) - len(step.sums)
         if any(d is not None for d in d_final[:states]):
@@ -520,7 +524,11 @@ class FSDPAccess(ParameterAccess):
 
 
 def joined_steps(
-    stack: Any, stages: Sequence[Any], batch: Batch, spec: EngineSpec, group: Any = None
+    stack: Any,
+    stages: Sequence[Stage | None],
+    batch: Batch,
+    spec: EngineSpec,
+    group: ProcessGroup | None = None,
 ) -> ChunkedStep:
     """Return the `ChunkedStep` of a sharded `Stack`; on first use, compare its gradients with autograd's.
 
@@ -534,11 +542,12 @@ def joined_steps(
         raise UserError(f"sequence_group: {why}")
     reshard(stack)
 
-    def steps(batch: Batch, spec: EngineSpec, group: Any) -> ChunkedStep:
+    def steps(batch: Batch, spec: EngineSpec, group: ProcessGroup | SingleRank | None) -> ChunkedStep:
         states = [tuple(s for state in batch.states for s in state)]
         batch = dataclasses.replace(batch, states=states)
+        layers = [stage for stage in stages if stage is not None]
         return ChunkedStep(
-            [SequentialStages(stages)],
+            [SequentialStages(layers)],
             batch,
             spec,
             stack.config.d_model,
