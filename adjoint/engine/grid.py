@@ -278,8 +278,8 @@ class Grid:
         state: list[Key] = [("S", k, c - 1)] if crosses and self.reads_state(c) else []
         if t.kind == "backward":
             carried = [("dS", k, c)] if crosses and self.carries(c + 1) else []
-            held = state if self.checkpoints is not None else []  # by the tape: its place is not free before
-            return [("tape", k, c), *self.cotangents(k, self.cuts[c], self.cuts[c + 1]), *carried, *held]
+            state = state if self.checkpoints is not None else []  # which the tape holds until then
+            return [("tape", k, c), *self.cotangents(k, self.cuts[c], self.cuts[c + 1]), *carried, *state]
         if t.kind == "windowed":
             left, start, _, halo_stop = self.extent(t)
             below = [("y", k - 1, j) for j in self.covering(left, halo_stop)] if k else []

@@ -31,21 +31,21 @@ MOST = 60
 
 @functools.cache
 def fewest(chunks: int, states: int) -> int:
-    """The fewest chunks to be computed again, by trying every place for the next state."""
+    """Return the fewest chunks to be computed again, by trying every place for the next state."""
     if chunks == 1 or states == 1:
         return chunks * (chunks - 1) // 2
     return min(k + fewest(chunks - k, states - 1) + fewest(k, states) for k in range(1, chunks))
 
 
 def again(chunks: int, states: int, taped: int | None, starts: Sequence[int] = (0,)) -> int:
-    """The number of chunks computed again for a state."""
+    """Return the number of chunks computed again for a state."""
     reversal = binomial.Reversal(starts, chunks, states, taped)
     assert [chunk for chunk, _ in reversal] == [*reversed(range(chunks if taped is None else taped + 1))]
     return sum(len(run) for _, runs in reversal for run in runs)
 
 
 def test_no_schedule_computes_less_again() -> None:
-    """For all numbers of chunks and states: the formula, and what is listed, after a forward and without one.
+    """The formula and the lists have the fewest, for all numbers of chunks and states.
 
     A forward that keeps more tapes leaves as much as that of a shorter sequence."""
     for chunks in range(1, MOST + 1):
@@ -79,8 +79,8 @@ def program_of(
     """The program of a stack of two layers in chunks of one token."""
     spec = EngineSpec(1, storage=Storage(checkpoints=states), documents=documents)
     grid = make_grid(spec, chunks, (False, True, True, False), 0)
-    made = make_schedule(grid, Owners((0,) * 4), **options)
-    return made, made.programs[0]
+    schedule = make_schedule(grid, Owners((0,) * 4), **options)
+    return schedule, (*schedule.programs[0],)
 
 
 def tiles(program: tuple[Action, ...], kind: str, stage: int) -> list[Tile]:
@@ -95,14 +95,14 @@ def test_programs_hold_no_more_states_and_read_what_is_there(
 ) -> None:
     chunks = 23
     for forward in (True, False):
-        made, program = program_of(chunks, states, documents, forward=forward, tapes=tapes)
-        there, grid = set(), made.grid
+        schedule, program = program_of(chunks, states, documents, forward=forward, tapes=tapes)
+        available, grid = set(), schedule.grid
         for action in program:
             reads, writes = keys_of(grid, action)
-            assert there.issuperset(reads), f"{action} misses something"
-            there.update(writes)
-            there.difference_update(action.frees)
-        assert not there
+            assert available.issuperset(reads), f"{action} misses something"
+            available.update(writes)
+            available.difference_update(action.frees)
+        assert not available
         most = stored_states(grid, program)
         assert set(most) == {1, 2}
         places = min(states, chunks - tapes) + tapes - 1 if forward else states
@@ -116,11 +116,11 @@ def test_programs_hold_no_more_states_and_read_what_is_there(
             else:
                 assert again == fewest(chunks, states) + chunks
         assert not tiles(program, "advance", 3)  # the loss is not computed again for a state
-        assert not tiles(program, "advance", 1) or "\n  advance(1," in str(made)
+        assert not tiles(program, "advance", 1) or "\n  advance(1," in str(schedule)
 
 
 class Counts:
-    """What an executor computes again, and the states that it stores."""
+    """Counts of the chunks that an executor computes again, and of the states that it stores."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.again: collections.Counter[int] = collections.Counter()
@@ -201,14 +201,14 @@ class TwoBack(Leaky):
 
 @pytest.mark.parametrize("states", [1, 3, 40])
 def test_a_new_state_may_hold_a_part_of_the_one_before(states: int) -> None:
-    """It takes the place of that one."""
+    """The new state takes the place of the old one."""
     model, ids = stack(TwoBack), make_ids(2, 29)
     _, got = gradients(model, ids, ids, Exact(1, checkpoints=states))
     assert_same(got, gradients(model, ids, ids, Backprop())[1])
 
 
 def test_a_budget_that_states_do_not_fit_leaves_some_out() -> None:
-    """By the bytes of a tape and a state: what is dearer for what it saves goes first."""
+    """What is dearer for what it saves goes first, by the bytes of a tape and a state."""
     chunk = budget.ChunkMemory(tape=100, backward_peak=50)
     divide = functools.partial(budget.tapes_and_states, measured=chunk, sizes=[7] * 500)
     assert divide(50 + 100 + 499 * 3, state=3) == (1, 499)
@@ -230,7 +230,7 @@ def test_a_budget_that_states_do_not_fit_leaves_some_out() -> None:
 
 
 def test_a_budget_may_store_fewer_states(counts: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no checkpoints given, the budget limits states: the step stores fewer, and gradients are exact."""
+    """A budget limits states, if no checkpoints are given: the step stores fewer, and gradients are exact."""
     model, ids = make_model("mamba2", d_state=64), make_ids(1, 500)
     _, expected = gradients(model, ids, ids, Backprop())
     _, got = gradients(model, ids, ids, Exact(5, memory="1kB"))
