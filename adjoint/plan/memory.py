@@ -507,7 +507,7 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
     if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes and states
         tape, state = sum(setup.piece(k).saved for k in span), sum(map(setup.state, span))
         room = budget - sum(parts[name] for name in ("gradients", "past", "kept"))
-        chunk = ChunkMemory(tape, max(0, parts["chunk"] + parts["head"] - tape))
+        chunk = ChunkMemory(tape, max(0, parts["chunk"] + parts["head"] - tape) + 2 * state)
         sizes = [spec.chunk_size] * setup.chunks
         _, states = tapes_and_states(room, chunk, sizes, state, spec.storage.checkpoints)
         parts["states"] = min(parts["states"], (states + 2) * state)
