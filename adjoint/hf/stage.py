@@ -149,6 +149,16 @@ class Backbone(Stage):
         with self.chunk_context(), self.randomness.at_chunk(chunk.start):
             return self.run(x, state, chunk)
 
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        """Compute the hidden states and the new state, without a head; note what the next chunk will draw."""
+        stop = chunk.start + chunk.seqlen
+        with self.chunk_context(), self.randomness.at_chunk(chunk.start, stop):
+            output, state = self.run_backbone(x, state, chunk)
+            return output[0], state
+
+    def forget(self, start: int) -> None:
+        self.randomness.states_by_chunk.pop(start, None)
+
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:

@@ -471,7 +471,7 @@ def _results(
         for name, was_trained in requires_grad.items():
             parameters[name].requires_grad_(was_trained)
     named_gradients = dict(zip(followed, gradients, strict=True))
-    return Results(named_gradients, loss, written, hidden), bool(randomness.states_by_chunk)
+    return Results(named_gradients, loss, written, hidden), randomness.has_drawn
 
 
 def _explain_loss(model: PreTrainedModel) -> str | None:

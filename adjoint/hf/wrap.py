@@ -346,7 +346,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     """
     batch, starts = call.batch()
     model, method, group = call.model, verification.wrap_state.method, verification.wrap_state.group
-    size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen)
+    size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen, method.checkpoints)
     if group is not None:
         size = at_most(size, batch.seqlen, ranks_of(group))
     regular = method.model_spec(batch.seqlen, size, starts)
@@ -426,7 +426,7 @@ def _loss_by_chunks(
     cache = None
     if returns_cache:
         cache = cache_of_state(model, result.states[0], verification.slots, call.last_document)
-    if group is not None and stage.randomness.states_by_chunk:
+    if group is not None and stage.randomness.has_drawn:
         check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
     logits = None
     if hidden_states is not None and hidden_states.hidden is not None:

@@ -127,7 +127,7 @@ class StackLM(LanguageModel):
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.module.embedding.weight.device)
-        default = default_chunk_size(self.module, ids, self.method.recompute)
+        default = default_chunk_size(self.module, ids, self.method.recompute, self.method.checkpoints)
         return self.method.engine_spec(seqlen, default).chunk_size
 
     def output(
@@ -206,7 +206,8 @@ class PretrainedLM(LanguageModel):
     def chunk_size(self, batch: int, seqlen: int) -> int:
         from adjoint.hf.verification import verification_of
 
-        default = chunk_size_on(self.module.device, verification_of(self.module).sizes, batch, seqlen)
+        sizes, device = verification_of(self.module).sizes, self.module.device
+        default = chunk_size_on(device, sizes, batch, seqlen, self.method.checkpoints)
         return self.method.model_spec(seqlen, default).chunk_size
 
     def output(
