@@ -1,5 +1,5 @@
 """The numbers in the prose of README.md and docs/, by name: what computes each from stored results, the
-planner or the package's own constants. `benchmarks/pages.py` puts them between their marks."""
+planner or the package's own constants. `benchmarks/phrases.py` says in which sentences they are."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s:#]+)(#[^)]*)?\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".ipynb": "json", ".json": "json"}
-MARK = re.compile(r"<!--[=/].*?-->")  # around generated numbers (benchmarks/pages.py)
 LONGEST = 40_000  # characters of a file that is shown as a page: results in numbers are longer
 
 
@@ -53,8 +52,7 @@ def place(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Marks of numbers are left out. Links out of docs/ lead to the file's page; folders and long files have
-    none, and are named by their paths."""
+    """Lead links out of docs/ to the file's page. Folders and long files have none: their path is shown."""
     source = page.file.src_uri
     if source.startswith("files/"):  # links are from the folder of the file that it shows
         file = ROOT / source.removeprefix("files/")
@@ -81,4 +79,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return link[0]
         return f"[{words}]({os.path.relpath(target, Path(source).parent)}{anchor})"
 
-    return LINK.sub(shown, MARK.sub("", markdown))
+    return LINK.sub(shown, markdown)
