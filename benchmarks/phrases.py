@@ -1,4 +1,4 @@
-"""Where the numbers in the prose of README.md and docs/ come from: each page's phrases that hold one.
+"""The phrases of README.md and docs/ that hold a number, by page, and where each number comes from.
 
 A field such as {scan.forward_ms:.1f} is `forward_ms` of `benchmarks.numbers.scan`, in Python's format `.1f`
 (`,.0f` where none is given). A phrase is just long enough to be found: `benchmarks/pages.py` looks for its
@@ -9,7 +9,12 @@ from __future__ import annotations
 
 PHRASES: dict[str, tuple[str, ...]] = {
     "README.md": (
+        "takes {wrapped_growth.memory_bytes} times the memory for {wrapped_growth.length} times the length",
         "Python {versions.python:.2f} to {versions.python_newest:.2f}",
+        "transformers {versions.transformers:.2f} to {versions.transformers_newest:.2f}",
+        "`Exact` takes {gain.method_memory} times less memory than backpropagation",
+        "and {gain.method_slower:.1f} times its time",
+        "ours take {gain.kernels_memory} times less memory and {gain.kernels_faster} times less time",
     ),
     "docs/cluster.md": (
         "(a 1g.5gb has {published.mig_1g_mib} MiB)",
@@ -27,7 +32,6 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "its loss falls by {depth_study.local_fall:.2f}",
         "`Exact` falls by {depth_study.exact_fall:.2f}",
         "is at most {depth_study.truncated:.3f} above",
-        "up to {loss_by_position.beyond} times",
     ),
     "docs/finetune.md": ("{constants.weight_decay:.1f} on matrices",),
     "docs/gpu.md": (
@@ -47,7 +51,8 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "{held.states} of states at chunk edges: {held.all} GiB in all",
         "Backpropagation's {held.token_mib:.1f} MiB per token exceed {constants.h200_gib} GiB",
     ),
-    "docs/method.md": (
+    "docs/long_memory.md": ("up to {loss_by_position.beyond} times",),
+    "docs/method_costs.md": (
         "of {edges.parameters:.2f} billion parameters",
         "an edge is {edges.mb:.1f} MB",
         "store {edges.gb_1m:.1f} GB of edges",
@@ -64,7 +69,29 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "transformers {versions.transformers:.2f} to {versions.transformers_newest:.2f}",
         "`>` means {constants.beyond} times the longest measured",
     ),
+    "docs/models_memory.md": (
+        "took {single_process.first_mib} MiB at 8,192 tokens",
+        "for the README's picture it took {single_process.second_mib} MiB",
+    ),
     "docs/paper.md": (
+        "takes up to {published.less_memory} times less memory than backpropagation at 1M tokens",
+        "{figure_1.plain} times less, against backpropagation through a fused scan",
+        "it is {published.speedup} times as fast on five instances",
+        "40 GPUs in a pipeline do the work of {figure_6.gpus_1048576} at 1M tokens",
+        "{products.minus}% at T̄ = 2,000",
+        "plus gives {products.plus}%",
+        "The {published.speedup} times of figure 6",
+        "{published.gpu_gb} GB ÷ {published.vjp_mb:.1f} MB is {published.vjps} batches of vjps",
+        "up to {published.tflops} TFLOPS",
+    ),
+    "docs/paper_claims.md": (
+        "The count of the standard head is {whole.head}% and of the standard MLP {whole.mlp}%",
+        "is {whole.short_gib:.1f} GiB too low",
+        "takes {whole.slower:.1f} times as long at 80,000 tokens",
+        "float32, {whole.weights_gib:.1f} GiB with its copies",
+        "an A100's {constants.a100_gib} GiB",
+    ),
+    "docs/paper_figures.md": (
         "reports up to {published.less_memory} times less memory",
         "it is {figure_1.plain} times less, and {figure_1.checkpointing} times less than with checkpointing",
         "A factor of {published.less_memory} is possible",
@@ -72,16 +99,6 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "with its bubbles, {figure_6.network_gb} GB/s and {figure_6.latency_us} µs per message",
         "40 GPUs do the work of {figure_6.gpus_1048576} at 1M tokens, and of {figure_6.gpus_1024:.1f} at 1K",
         "gets {slices.busy:.1f} times one GPU; {slices.idle:.1f} if each task leaves",
-        "The count of the standard head is {whole.head}% and of the standard MLP {whole.mlp}%",
-        "is {whole.short_gib:.1f} GiB too low",
-        "takes {whole.slower:.1f} times as long at 80,000 tokens",
-        "float32, {whole.weights_gib:.1f} GiB with its copies",
-        "an A100's {constants.a100_gib} GiB",
-        "{products.minus}% at T̄ = 2,000",
-        "plus gives {products.plus}%",
-        "The {published.speedup} times of figure 6",
-        "{published.gpu_gb} GB ÷ {published.vjp_mb:.1f} MB is {published.vjps} batches of vjps",
-        "up to {published.tflops} TFLOPS",
     ),
     "docs/plan.md": (
         "adds {constants.reserved_cpu_mb} MB and a fifth",
@@ -100,4 +117,4 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "at most {window_time.most:.1f} times the backward without one",
         "{window_time.dense:.1f} times with dense matrices",
     ),
-}  # fmt: skip
+}

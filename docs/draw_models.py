@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md again: every class of tests/hf/hf_models.py, and all other causal LMs
+"""Writes the tables of docs/models_classes.md again: every class of tests/hf/hf_models.py, and all other causal LMs
 that transformers has, tried. Takes some minutes.
 
 python -m docs.draw_models
@@ -33,7 +33,7 @@ from tests.hf.hf_models import (
     refusal_reason,
 )
 
-TABLE = Path(__file__).with_name("models.md")
+TABLE = Path(__file__).with_name("models_classes.md")
 HEAD = ["family", "class", "its cache holds", "gradient by chunks"]
 LIMIT = 1e-10
 UNTRIED = "not tried, as they were not made small so or do not run in float64"
