@@ -55,7 +55,7 @@ class WrappedLength(Wrapped):
 
 def draw(rows: Sequence[Row], limit: int) -> Any:
     """Memory against length, both on logarithmic axes; each line ends where the model no longer fits."""
-    figure, axes = report.pyplot().subplots(figsize=(7.2, 3.8))
+    figure, axes = report.pyplot().subplots(figsize=(6, 3.9))
     lengths = sorted({row["length"] for row in rows})
     axes.axhline(limit / 2**30, color=report.BLACK, linewidth=0.8, linestyle=":")
     axes.annotate(f"{limit / 2**30:.0f} GiB: the limit", (lengths[-1], limit / 2**30), (0, 4),

@@ -1,5 +1,5 @@
-"""Writes the tables of docs/models_classes.md again: every class of tests/hf/hf_models.py, and all other causal LMs
-that transformers has, tried. Takes some minutes.
+"""Write the tables of docs/models_classes.md again: try every class of tests/hf/hf_models.py, and all other
+causal LMs that transformers has. Takes some minutes.
 
 python -m docs.draw_models
 """
@@ -36,7 +36,7 @@ from tests.hf.hf_models import (
 TABLE = Path(__file__).with_name("models_classes.md")
 HEAD = ["family", "class", "its cache holds", "gradient by chunks"]
 LIMIT = 1e-10
-UNTRIED = "not tried, as they were not made small so or do not run in float64"
+UNTRIED = "not tried, because no small configuration of them was found or they do not run in float64"
 SECONDS = 60  # for one of the others
 # What makes a configuration small, whichever of these options it has.
 SMALL: dict[str, Any] = {
