@@ -7,15 +7,14 @@
 | LayerLocal   | for one layer only  | as Exact, Truncated if windowed | as Exact, tasks any order  |
 | MiniSequence | yes, to rounding    | n_layer × seqlen × d_model      | one more forward, MLPs two |
 
-To the engine a method is an `EngineSpec`: which arrows between tiles the backward keeps, and what the forward
-stores. `spec(seqlen, default)` makes it for sequences of `seqlen` tokens; `default` is the chunk size where
-the method has none. MiniSequence has no spec: autograd runs its backward, in smaller pieces.
+A new one is a class that fills in `Method`. To the engine a method is an `EngineSpec`: which arrows between
+tiles the backward keeps, and what the forward stores.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from adjoint.engine.grid import BackwardSpec, EngineSpec, Storage
 from adjoint.memory import size_bytes
@@ -24,17 +23,121 @@ from adjoint.settings import documented, option
 KEEP = ("edges", "inputs", "offload")
 RECOMPUTE = ("none", "selective", "full")
 TOLERANCE = 1e-3
+_STORED = {
+    "edges": "states kept at chunk edges",
+    "inputs": "states and every layer's inputs kept",
+    "offload": "states and every layer's inputs kept in host memory",
+}
+_RECOMPUTED = {
+    "none": "",
+    "selective": "all but scans and large products recomputed",
+    "full": "layers recomputed",
+}
+_TWO_TOKENS = (
+    "a wrapped model's chunks have two tokens at least, as transformers takes one for decoding: "
+    "chunk_size and window are 2 or more"
+)
+WRAPPED = "a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop()"
+
+
+@runtime_checkable
+class Method(Protocol):
+    """A way to run the backward pass: all that the engine, a `Stack` and a wrapped model read of it.
+
+    Subclasses are frozen dataclasses, whose fields are the keys of `method.*`.
+
+    Attributes:
+        name: in configurations, `method.name`.
+        has_chunks: whether the engine runs it by chunks; else autograd goes through the whole sequence.
+        chunk_size: tokens per chunk; None if one is picked from the model's widths and the device.
+        recompute: which of a layer's activations its backward computes again: "none", "selective" or "full"
+            (see `Exact`).
+        memory: budget for activations in one process (see `Exact`), or None.
+        picks_windows: whether windows are picked after the forward, for which it needs the whole sequence.
+        has_independent_layers: whether a layer's backward needs no other layer's, so that helpers can share
+            it.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    has_chunks: ClassVar[bool] = True
+    has_independent_layers: ClassVar[bool] = False
+
+    @property
+    def chunk_size(self) -> int | None:
+        return None
+
+    @property
+    def recompute(self) -> str:
+        return "none"
+
+    @property
+    def memory(self) -> int | str | None:
+        return None
+
+    @property
+    def picks_windows(self) -> bool:
+        return False
+
+    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
+        """Return the spec for the layers of a `Stack`, each a stage.
+
+        Args:
+            seqlen: tokens of the sequence.
+            default: tokens per chunk if `chunk_size` is None.
+
+        Raises:
+            ValueError: the method is for wrapped models alone.
+        """
+        ...
+
+    def model_spec(self, seqlen: int, default: int, documents: tuple[int, ...] = (0,)) -> EngineSpec:
+        """Return the spec for a wrapped model, which is one stage.
+
+        A continuation has two tokens at least, as transformers takes a single token for decoding.
+
+        Args:
+            seqlen, default: as in `engine_spec`.
+            documents: first tokens of the documents, at which chunks are cut.
+        """
+        size = max(2, min(self.chunk_size or default, seqlen))
+        return dataclasses.replace(self.engine_spec(seqlen, size), documents=documents, least=2)
+
+    def why_not_stack(self) -> str | None:
+        """Return why the method does not run a `Stack`; None if it does."""
+        return None
+
+    def why_not_wrapped(self) -> str | None:
+        """Return why the method does not run a model of transformers; None if it does."""
+        return None
+
+    @property
+    def summary(self) -> str:
+        """What it computes, in words."""
+        return repr(self)
+
+    @property
+    def storage_summary(self) -> str:
+        """What it stores, in words; "" if there is nothing to choose."""
+        return ""
+
+    def describe(self, picked: bool = False) -> str:
+        """Return the method in words; `picked`: whether its chunk size was picked for it."""
+        size = self.chunk_size
+        chunks = f"chunks of {size:,} tokens" + " (picked)" * picked if size else ""
+        return ", ".join(filter(None, (self.summary, chunks, self.storage_summary)))
 
 
 @documented
 @dataclasses.dataclass(frozen=True)
-class Backprop:
+class Backprop(Method):
     """Plain backpropagation through the whole sequence: the baseline.
 
     Do not use it for sequences whose activations do not fit in memory.
     """
 
     name: ClassVar[str] = "backprop"
+    has_chunks: ClassVar[bool] = False
     checkpoint: bool = option(
         False, "recompute each layer in the backward instead of storing its activations."
     )
@@ -45,10 +148,14 @@ class Backprop:
         The forward keeps the chunk's tape or, with `checkpoint`, each layer's input."""
         return EngineSpec(seqlen, storage=Storage("inputs", tapes=0) if self.checkpoint else Storage())
 
+    @property
+    def summary(self) -> str:
+        return "backpropagation" + ", each layer recomputed" * self.checkpoint
+
 
 @documented
 @dataclasses.dataclass(frozen=True)
-class Exact:
+class Exact(Method):
     """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence
     (docs/method.md §4).
 
@@ -118,10 +225,23 @@ class Exact:
             ),
         )
 
+    def why_not_wrapped(self) -> str | None:
+        return _TWO_TOKENS if self.chunk_size == 1 else None
+
+    @property
+    def summary(self) -> str:
+        return "exact gradients"
+
+    @property
+    def storage_summary(self) -> str:
+        storage = "offload" if self.offload else self.keep
+        budget = f"activations kept within {self.memory}" if self.memory else ""
+        return ", ".join(filter(None, (_STORED[storage], _RECOMPUTED[self.recompute], budget)))
+
 
 @documented
 @dataclasses.dataclass(frozen=True)
-class Truncated:
+class Truncated(Method):
     """The paper's truncation: each layer's recurrence is cut to a window in the backward; depth stays exact.
 
     In each layer the gradient of a token's output reaches back `window` tokens through the recurrence, no
@@ -188,10 +308,36 @@ class Truncated:
             return EngineSpec(size, BackwardSpec(drop_probability=size / self.window))
         return EngineSpec(size, BackwardSpec(window=self.window))
 
+    @property
+    def picks_windows(self) -> bool:
+        return self.window == "auto"
+
+    def model_spec(self, seqlen: int, default: int, documents: tuple[int, ...] = (0,)) -> EngineSpec:
+        """Return the spec for a wrapped model: cotangents are dropped at edges a window apart."""
+        assert isinstance(self.window, int)
+        size = max(2, min(self.chunk_size or default, seqlen, self.window))
+        drop_every = None if self.window >= seqlen else self.window // size * size
+        return EngineSpec(size, BackwardSpec(drop_every=drop_every), documents=documents, least=2)
+
+    def why_not_wrapped(self) -> str | None:
+        if self.picks_windows or self.unbiased:
+            return (
+                "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need "
+                "layers of a Stack"
+            )
+        return _TWO_TOKENS if 1 in (self.chunk_size, self.window) else None
+
+    @property
+    def summary(self) -> str:
+        if self.window == "auto":
+            return f"truncated gradients, windows by a tolerance of {self.tolerance or TOLERANCE:g}"
+        cuts = "random cuts, on average" if self.unbiased else "a window of"
+        return f"truncated gradients, {cuts} {self.window:,} tokens" + " apart" * self.unbiased
+
 
 @documented
 @dataclasses.dataclass(frozen=True)
-class LayerLocal:
+class LayerLocal(Method):
     """Every layer gets dL/dy_K, the last layer's cotangent, as its own (the paper's Proposition 3, eq. 7), so
     that layers need not wait for each other.
 
@@ -204,6 +350,7 @@ class LayerLocal:
     """
 
     name: ClassVar[str] = "layer-local"
+    has_independent_layers: ClassVar[bool] = True
     window: int | None = option(
         None, "tokens that each output's gradient reaches back through the recurrence; None for all."
     )
@@ -221,10 +368,18 @@ class LayerLocal:
             min(self.chunk_size or default, seqlen), BackwardSpec(dy_from="head", window=window)
         )
 
+    def why_not_wrapped(self) -> str | None:
+        return WRAPPED
+
+    @property
+    def summary(self) -> str:
+        window = "" if self.window is None else f", a window of {self.window:,} tokens"
+        return f"layer-local gradients{window}"
+
 
 @documented
 @dataclasses.dataclass(frozen=True)
-class MiniSequence:
+class MiniSequence(Method):
     """The Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892, algorithms 1 to 4) for models that
     `adjoint.wrap` takes: plain backpropagation whose large intermediate values exist for one piece of the
     sequence at a time.
@@ -244,6 +399,7 @@ class MiniSequence:
     """
 
     name: ClassVar[str] = "mini-sequence"
+    has_chunks: ClassVar[bool] = False
     mlp_chunks: int = option(
         4, "pieces of the sequence for MLPs; 1 runs them whole. It need not divide seqlen."
     )
@@ -257,46 +413,21 @@ class MiniSequence:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of pieces, 1 or more; got {value!r}")
 
+    def why_not_stack(self) -> str | None:
+        return (
+            "MiniSequence() is for models of transformers, by adjoint.wrap; a Stack takes Exact() or "
+            "Backprop(checkpoint=True)"
+        )
+
+    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
+        """Raise ValueError: autograd runs it, in smaller pieces, and no `Stack` has such pieces."""
+        raise ValueError(self.why_not_stack())
+
 
 # The methods that a `Stack` takes, by name.
-METHODS: dict[str, Any] = {method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)}
-
-
-_KEPT = {
-    "edges": "states kept at chunk edges",
-    "inputs": "states and every layer's inputs kept",
-    "offload": "states and every layer's inputs kept in host memory",
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)
 }
-_RECOMPUTED = {
-    "none": "",
-    "selective": "all but scans and large products recomputed",
-    "full": "layers recomputed",
-}
-
-
-def described(method: Any, picked: bool = False) -> str:
-    """Return a method in words; `picked`: whether its chunk size was picked for it."""
-    size = getattr(method, "chunk_size", None)
-    parts = [_kind(method), f"chunks of {size:,} tokens" + " (picked)" * picked if size else ""]
-    if isinstance(method, Exact):
-        storage = "offload" if method.offload else method.keep
-        parts += [_KEPT[storage], _RECOMPUTED[method.recompute]]
-        parts.append(f"activations kept within {method.memory}" if method.memory else "")
-    return ", ".join(filter(None, parts))
-
-
-def _kind(method: Any) -> str:
-    if isinstance(method, Backprop):
-        return "backpropagation" + ", each layer recomputed" * method.checkpoint
-    if isinstance(method, Truncated):
-        if method.window == "auto":
-            return f"truncated gradients, windows by a tolerance of {method.tolerance or TOLERANCE:g}"
-        cuts = "random cuts, on average" if method.unbiased else "a window of"
-        return f"truncated gradients, {cuts} {method.window:,} tokens" + " apart" * method.unbiased
-    if isinstance(method, LayerLocal):
-        window = "" if method.window is None else f", a window of {method.window:,} tokens"
-        return f"layer-local gradients{window}"
-    return "exact gradients" if isinstance(method, Exact) else repr(method)
 
 
 def check_window(window: object, alternative: str = "") -> None:

@@ -36,6 +36,7 @@ from adjoint.layers.init import draw_seed, drawn_from
 from adjoint.layers.mixer import reach_of
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
+from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import ContextParallelStep, group_of, ranks_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, uses_fsdp
 
@@ -209,7 +210,7 @@ class Stack(nn.Module):
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
-        method: Any = None,
+        method: Method | None = None,
         state: list[State] | None = None,
         return_logits: bool = False,
         return_state: bool = False,
@@ -248,15 +249,14 @@ class Stack(nn.Module):
             raise UserError(REPLICA)
         self._check(input_ids, labels)
         seq_idx = document_numbers(input_ids, seq_idx, cu_seqlens)
-        if method is not None and not hasattr(method, "engine_spec"):
-            raise ValueError(
-                f"method must be an object such as adjoint.Exact(), got {method!r}; MiniSequence() is for "
-                "models of transformers, by adjoint.wrap; a Stack takes Exact() or Backprop(checkpoint=True)"
-            )
+        if method is not None and not isinstance(method, Method):
+            raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
+        if method is not None and (why := method.why_not_stack()):
+            raise ValueError(why)
         if state is not None and len(state) != self.config.n_layer:
             raise ValueError(f"state must have {self.config.n_layer} entries, 1 per layer; got {len(state)}")
         states = self.initial_state(input_ids.shape[0]) if state is None else state
-        output, plain = StackOutput(), method is None or method.name == "backprop"
+        output, plain = StackOutput(), method is None or isinstance(method, Backprop)
         if labels is None and not plain and torch.is_grad_enabled():
             raise ValueError(f"{method} runs the backward of a loss: give labels, or leave method out")
         group = None
@@ -266,7 +266,9 @@ class Stack(nn.Module):
         if plain and torch.is_grad_enabled() and uses_fsdp(self):
             reduce_at_once(self)
         if plain or labels is None:
-            y, final = self._hidden(input_ids, states, seq_idx, getattr(method, "checkpoint", False))
+            y, final = self._hidden(
+                input_ids, states, seq_idx, isinstance(method, Backprop) and method.checkpoint
+            )
             if labels is not None:
                 batch = Batch.from_labels(input_ids, labels, seq_idx)
                 output.loss = self.head_loss(y, batch.targets) / batch.divisor
@@ -285,9 +287,9 @@ class Stack(nn.Module):
 
     @uncompiled
     def _by_chunks(
-        self, batch: Batch, method: Any, states: bool, group: Any
+        self, batch: Batch, method: Method, states: bool, group: Any
     ) -> tuple[Tensor, list[State], list[int] | None]:
-        default = default_chunk_size(self, batch.ids, getattr(method, "recompute", "none"))
+        default = default_chunk_size(self, batch.ids, method.recompute)
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
         results = self.steps(batch, method.engine_spec(batch.seqlen, default), group).loss(states)
@@ -315,9 +317,9 @@ class Stack(nn.Module):
             compare_own_layers(stages, states, width, dtype, batch.ids.device)
         return steps
 
-    def _check_shared(self, method: Any, labels: Tensor | None, return_logits: bool) -> None:
+    def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:
         """Raise a UserError for a call that a sequence_group cannot share."""
-        if method is None or method.name == "backprop":
+        if method is None or not method.has_chunks:
             why = "plain backpropagation has one chunk, which cannot be shared: give method=adjoint.Exact()"
         elif labels is None:
             why = "it shares the loss of a batch: give labels, or leave sequence_group out"

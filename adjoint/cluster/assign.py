@@ -9,6 +9,7 @@ from typing import Any
 from adjoint.cluster.devices import Device, shares
 from adjoint.cluster.spec import ShardSpec
 from adjoint.errors import UserError
+from adjoint.methods import Method
 from adjoint.plan.capacity import Fit
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.partition import GB, partition
@@ -21,7 +22,7 @@ from adjoint.train.layout import Layout
 def make_specs(
     model: Any,
     training: TrainingConfig,
-    method: Any,
+    method: Method,
     layout: Layout,
     processes: list[dict[str, Any]],
     ids: tuple[int, int] | None = None,

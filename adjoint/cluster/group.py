@@ -26,6 +26,7 @@ from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
+from adjoint.methods import Method
 from adjoint.plan.schedule import exchanges_within_tiles
 from adjoint.train.config import ClusterConfig, TrainingConfig
 
@@ -216,7 +217,7 @@ class Group:
         self,
         model: Any,
         training: TrainingConfig,
-        method: Any,
+        method: Method,
         cluster: ClusterConfig,
         ids: tuple[int, int] | None = None,
         files: SharedFiles | None = None,

@@ -16,12 +16,13 @@ from adjoint.cluster.shard import PipelineWorker
 from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import EngineSpec
 from adjoint.errors import UserError
-from adjoint.hf.chunking import check_method, spec_of
+from adjoint.hf.chunking import check_method
 from adjoint.hf.model_parts import PassThrough, backbone_of
 from adjoint.hf.split import Pretrained, verify_description
 from adjoint.hf.trial_copy import duplicate_layers
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
+from adjoint.methods import Method
 from adjoint.plan.pretrained import outlined
 from adjoint.plan.stage_memory import Uncountable
 from adjoint.train.pretrained import KEY, configuration, damaged_weights
@@ -56,7 +57,7 @@ class PretrainedPipelineWorker(PipelineWorker):
     def _stages(self) -> list[Any]:
         self.part.train(torch.is_grad_enabled())  # it may have dropout
         stages: list[Any] = [None] * self.shards
-        recompute = getattr(self.spec.method, "recompute", "none")
+        recompute = self.spec.method.recompute
         span = self.spec.spans[self.spec.shard]
         stages[self.spec.shard] = self.found.make_stage(self.part, span, recompute)
         return stages
@@ -68,21 +69,21 @@ class PretrainedPipelineWorker(PipelineWorker):
         return drawn_from(self.spec.training.seed, number, self.spec.rank)
 
     def _spec(self, seqlen: int, chunk_size: int) -> EngineSpec:
-        return spec_of(self.spec.method, seqlen, chunk_size)
+        return self.spec.method.model_spec(seqlen, chunk_size)
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         element = 2 if self.spec.precision == "bfloat16" else self.spec.dtype.itemsize
         device = self.device
         picked = self.found.chunk_size(batch, seqlen, element, device.type, memory_of(device))
         size = self.spec.layout.at_most(picked, seqlen)
-        return spec_of(self.spec.method, seqlen, size).chunk_size
+        return self.spec.method.model_spec(seqlen, size).chunk_size
 
 
 # Of what safetensors files call their dtypes, those that loading in float32 does not change.
 DTYPES = ("F32", "BF16", "F16")
 
 
-def described_by_files(directory: str, method: Any, trust_remote_code: bool = False) -> Pretrained | None:
+def described_by_files(directory: str, method: Method, trust_remote_code: bool = False) -> Pretrained | None:
     """Describe the model of a folder for shards that read their weights from its files themselves.
 
     Memory does not grow with the number of layers: of each third of the model one layer of each kind is read

@@ -148,7 +148,7 @@ class PipelineWorker:
 
     def _stages(self) -> list[Any]:
         """Return the model's stages, None for those of other shards."""
-        return self.part.stages(getattr(self.spec.method, "recompute", "none"))
+        return self.part.stages(self.spec.method.recompute)
 
     def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
         """Return each stage's state before a sequence, from this shard's; None means zeros."""
@@ -473,7 +473,7 @@ class PipelineWorker:
         """
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
-            default = default_chunk_size(self.part, ids, getattr(self.spec.method, "recompute", "none"))
+            default = default_chunk_size(self.part, ids, self.spec.method.recompute)
         return self.spec.layout.chunk_size(self.spec.method, seqlen, default)
 
     def picked_windows(self) -> list[int] | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from adjoint.engine.schedule import Owners
+from adjoint.methods import Method
 from adjoint.plan.schedule import owners_of
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
@@ -26,7 +27,7 @@ class ShardSpec:
 
     model: Any
     training: TrainingConfig
-    method: Any
+    method: Method
     layout: Layout
     spans: tuple[range, ...]
     rank: int

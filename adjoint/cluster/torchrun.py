@@ -154,13 +154,13 @@ def _check(config: Config, process: Place) -> None:
     layout = Layout(1, workers, process.world // workers)
     layout.check_rows(config.data.batch)
     layout.check_sequence(config.method)
-    if workers > 1 and getattr(config.method, "memory", None) is not None:
+    if workers > 1 and config.method.memory is not None:
         raise UserError("method.memory: works where one process has a sequence; leave it out")
     if settings.carry_state != "none":
         raise UserError("training.carry_state: works in one process only; leave it out, or start one process")
     if settings.profile:
         raise UserError("training.profile: records one process; leave it out, or start one process")
-    if getattr(config.method, "window", None) == "auto":
+    if config.method.picks_windows:
         raise UserError("method.window: auto needs all rows of a batch; give a number, or start one process")
     if ":" in settings.device:
         raise UserError(

@@ -15,60 +15,25 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import Sizes
-from adjoint.engine.grid import BackwardSpec, EngineSpec
+from adjoint.engine.grid import EngineSpec
 from adjoint.hf import check
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import TOKEN_TYPES
 from adjoint.hf.model_parts import backbone_of, original_class
-from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
+from adjoint.methods import WRAPPED, Method
 
 CPU_CHUNK_SIZE = 1024  # the default chunk size on a CPU, in tokens; see `adjoint.engine.chunk_size`
 
 
-def check_method(method: Any) -> None:
+def check_method(method: object) -> None:
     """Check that a method works for transformers models.
 
     Raises:
         ValueError: it does not, or its chunk size or window is a single token.
     """
-    if isinstance(method, Truncated) and (method.window == "auto" or method.unbiased):
-        raise ValueError(
-            "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need layers "
-            "of a Stack"
-        )
-    if isinstance(method, (Exact, Truncated)) and 1 in (method.chunk_size, getattr(method, "window", None)):
-        raise ValueError(
-            "a wrapped model's chunks have two tokens at least, as transformers takes one for decoding: "
-            f"chunk_size and window are 2 or more; got {method!r}"
-        )
-    if not isinstance(method, (Backprop, Exact, Truncated, MiniSequence)):
-        raise ValueError(
-            f"a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop(): got {method!r}"
-        )
-
-
-def recompute_setting(method: Any) -> str:
-    """Return how much of a layer's tape a method recomputes: "none", "selective" or "full"."""
-    return getattr(method, "recompute", "none")
-
-
-def spec_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> EngineSpec:
-    """Return a method's spec for whole models.
-
-    Chunks are cut at documents' starts, and a continuation has two tokens at least, as transformers takes a
-    single token for decoding.
-
-    Args:
-        chunk_size: tokens per chunk if the method does not set it.
-        starts: first tokens of the documents.
-    """
-    size = max(2, min(getattr(method, "chunk_size", None) or chunk_size, seqlen))
-    if isinstance(method, Truncated):
-        assert isinstance(method.window, int)
-        size = max(2, min(size, method.window))
-        drop_every = None if method.window >= seqlen else method.window // size * size
-        return EngineSpec(size, BackwardSpec(drop_every=drop_every), documents=starts, least=2)
-    return dataclasses.replace(method.engine_spec(seqlen, size), documents=starts, least=2)
+    why = method.why_not_wrapped() if isinstance(method, Method) else WRAPPED
+    if why:
+        raise ValueError(f"{why}; got {method!r}")
 
 
 def kept_features(model: nn.Module) -> int:

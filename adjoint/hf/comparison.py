@@ -34,7 +34,7 @@ from adjoint.errors import LOGGER, VERBOSITY, is_heard
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.check import ROUTER_LOGITS, Refused, as_refusal, refuse, uses_router_loss
 from adjoint.hf.checkpointing import WithoutCheckpointing
-from adjoint.hf.chunking import move_edges_out_of_blocks, recompute_setting
+from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
@@ -52,6 +52,7 @@ from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.stage import Backbone, CausalLM, CollectHiddenStates, find_slots, make_step
 from adjoint.hf.trial_copy import SHORT_WINDOW, example_tokens, in_eval_mode, make_trial_copy, shorten_windows
 from adjoint.hf.trials import TRIAL_CHUNK_SIZE
+from adjoint.methods import Method
 from adjoint.parallel.context import SINGLE_RANK
 from adjoint.parallel.fsdp import (
     backpropagate,
@@ -355,7 +356,7 @@ def gradients_by_engine(make_chunked_step: Callable[[Any, Tensor, Tensor], Chunk
 
 
 def gradient_functions(
-    method: Any, kind: CallKind, fetches: bool = False
+    method: Method, kind: CallKind, fetches: bool = False
 ) -> tuple[GradientFunction, GradientFunction]:
     """Return the two ways to compute a loss and its gradients: of the whole, and by chunks.
 
@@ -379,7 +380,7 @@ def gradient_functions(
 
     # With a memory budget several tapes are alive at once. The trial has two, to find layers that recompute
     # from the latest chunk's values.
-    tapes = 1 if getattr(method, "memory", None) is None else 2
+    tapes = 1 if method.memory is None else 2
     spec = dataclasses.replace(TRIAL_SPEC, storage=Storage(tapes=tapes))
 
     def step_by_chunks(model: Any, ids: Tensor, labels: Tensor) -> ChunkedStep:
@@ -387,7 +388,7 @@ def gradient_functions(
         batch, _ = call.batch()
         cut_spec = move_edges_out_of_blocks(model, spec, batch)
         if not kind.loss:
-            backbone = Backbone(model, slots, recompute=recompute_setting(method))
+            backbone = Backbone(model, slots, recompute=method.recompute)
             backbone.padding = call.padding
             return make_step([backbone, WeightedSum()], batch, cut_spec)
         stage = CausalLM.from_call(call, slots, method, fetches)

@@ -29,6 +29,7 @@ from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
 from adjoint.hf.trial_copy import in_eval_mode
 from adjoint.layers import State
+from adjoint.methods import Exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +269,7 @@ def _compare_spans(model: Any, description: Pretrained) -> None:
         batch = Batch.from_labels(ids, labels, states=initial)
         return ChunkedStep(stages, batch, comparison.TRIAL_SPEC, description.d_model)
 
-    by_whole, _ = comparison.gradient_functions(None, CallKind())
+    by_whole, _ = comparison.gradient_functions(Exact(), CallKind())
     try:
         comparison.compare(
             model, by_whole, comparison.gradients_by_engine(by_spans), *comparison.CHUNKS_DIFFER

@@ -23,7 +23,7 @@ from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, make_chunk_cache, zeros
 from adjoint.hf.call import TOKEN_TYPES, Call, Padding
-from adjoint.hf.chunking import block_function, recompute_setting
+from adjoint.hf.chunking import block_function
 from adjoint.hf.head import refuse_unsummable_loss, refuse_z_loss, summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
 from adjoint.hf.model_parts import (
@@ -38,6 +38,7 @@ from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
+from adjoint.methods import Method
 from adjoint.parallel.context import ContextParallelStep
 from adjoint.parallel.fsdp import ShardedModelStage, fsdp_step, trained_parameters, uses_fsdp, why_not_shared
 
@@ -201,7 +202,11 @@ class CausalLM(Backbone):
 
     @staticmethod
     def from_call(
-        call: Call, slots: Sequence[Slot], method: Any, fetches: bool = False, router_loss_factor: float = 1.0
+        call: Call,
+        slots: Sequence[Slot],
+        method: Method,
+        fetches: bool = False,
+        router_loss_factor: float = 1.0,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
@@ -216,7 +221,7 @@ class CausalLM(Backbone):
         model, padded = call.model, call.mask is not None
         refuse_unsummable_loss(model, padded)
         refuse_z_loss(model, padded)
-        stage = CausalLM(model, slots, recompute=recompute_setting(method))
+        stage = CausalLM(model, slots, recompute=method.recompute)
         stage.fetches = fetches
         if z := check.z_loss_coefficient(model):  # the model takes the mean over all tokens
             stage.z_loss_factor = z / call.ids.numel()

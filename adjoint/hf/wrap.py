@@ -29,7 +29,7 @@ from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, comparison, mini_sequence
 from adjoint.hf.call import Call
-from adjoint.hf.chunking import check_method, move_edges_out_of_blocks, recompute_setting, spec_of
+from adjoint.hf.chunking import check_method, move_edges_out_of_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.model_parts import (
@@ -55,12 +55,11 @@ from adjoint.hf.verification import (
 from adjoint.hf.wrap_state import WrapState, wrap_state_of
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
-from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
+from adjoint.methods import Backprop, Exact, Method, MiniSequence
 from adjoint.parallel.context import group_of, ranks_of
 from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-Method = Exact | Truncated | MiniSequence | Backprop
 
 
 def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None) -> ModelT:
@@ -103,7 +102,7 @@ def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None
     method = Exact() if method is None else method
     check_method(method)
     if sequence_group is not None:
-        if not isinstance(method, (Exact, Truncated)):
+        if not method.has_chunks:
             raise UserError(f"sequence_group: {method.name} has no chunks to share: give Exact()")
         sequence_group = group_of(sequence_group)
         if ranks_of(sequence_group) == 1:
@@ -221,9 +220,8 @@ def _lm_forward(self: Any, arguments: dict[str, Any]) -> Any:
     with wrap_state.lock:
         if wrap_state.uses_original_forward or not call.has_labels:
             return call.run_original()
-        is_backprop, is_mini_sequence = (
-            isinstance(wrap_state.method, kind) for kind in (Backprop, MiniSequence)
-        )
+        is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
+        is_backprop = not (wrap_state.method.has_chunks or is_mini_sequence)
         if is_backprop or call.extra_output or (is_mini_sequence and call.logits_index is not None):
             if call.extra_output and not is_backprop:
                 _warn_not_chunked(call)
@@ -298,9 +296,10 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen)
     if group is not None:
         size = at_most(size, batch.seqlen, ranks_of(group))
-    regular = spec_of(method, batch.seqlen, size, starts)
+    regular = method.model_spec(batch.seqlen, size, starts)
     spec = move_edges_out_of_blocks(model, regular, batch)
-    if spec is not regular and (isinstance(method, Truncated) or verification.sharded or group is not None):
+    drops = regular.backward.drop_every is not None
+    if spec is not regular and (drops or verification.sharded or group is not None):
         check.refuse(
             model,
             "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
@@ -370,7 +369,7 @@ def _hidden_by_chunks(call: Call) -> Any:
         )
     verification = verify(call)
     batch, spec = _cut_into_chunks(call, verification)
-    stage = Backbone(model, verification.slots, recompute=recompute_setting(verification.wrap_state.method))
+    stage = Backbone(model, verification.slots, recompute=verification.wrap_state.method.recompute)
     stage.padding = verification.padding_of(call)
     collect = CollectHiddenStates(batch.seqlen)
     stage.router_logits = RouterLogits() if call.kind.routed else None
@@ -466,6 +465,7 @@ def _loss_by_mini_sequence(call: Call) -> LossOutput:
     model, kind = call.model, call.kind._replace(embedded=False, padded=False, token_inputs=())
     verification = verification_of(model)
     method = verification.wrap_state.method
+    assert isinstance(method, MiniSequence)
     check.refuse_other_losses(model, kind.routed)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
     functions = comparison.gradient_functions(method, kind)[0], mini_sequence.gradient_function(method, kind)
@@ -495,9 +495,9 @@ def _hidden_by_mini_sequence(call: Call) -> Any:
     verification = verification_of(call.model)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
     refuse_documents_that_mix(verification, call)
-    with mini_sequence.splitting(
-        call.model, verification.examine_once(_find_mlps), verification.wrap_state.method.mlp_chunks
-    ):
+    method, mlps = verification.wrap_state.method, verification.examine_once(_find_mlps)
+    assert isinstance(method, MiniSequence)
+    with mini_sequence.splitting(call.model, mlps, method.mlp_chunks):
         output = call.run_original(use_cache=False)
     _check_model_in_backward(output[0], verification)
     return output

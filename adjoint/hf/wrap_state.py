@@ -6,7 +6,7 @@ import threading
 from typing import Any
 from weakref import ref
 
-from adjoint.methods import Backprop
+from adjoint.methods import Backprop, Method
 
 
 class WrapState:
@@ -24,7 +24,7 @@ class WrapState:
         announced: whether the first use has been logged.
     """
 
-    def __init__(self, method: Any, outer_model: ref[Any] | None = None, group: Any = None) -> None:
+    def __init__(self, method: Method, outer_model: ref[Any] | None = None, group: Any = None) -> None:
         self.group = group
         self.method, self.uses_original_forward, self.lock, self.outer_model = (
             method,

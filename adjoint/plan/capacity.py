@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adjoint.errors import UserError
+from adjoint.methods import Exact
 from adjoint.plan.memory import PARTS, Setup, layer_bytes, needs
 from adjoint.plan.partition import GB, named, partition
 
@@ -123,13 +124,14 @@ class Fit:
     def _remedies(self) -> list[str]:
         limits, setup, remedies = self.limits, self.setup, []
         assert limits is not None
-        if not (chunked := hasattr(setup.method, "chunk_size")):
+        if not (chunked := setup.method.has_chunks):
             remedies.append("--method.name exact")
         elif (size := self.fitting_chunk()) is not None:
             remedies.append(f"--method.chunk_size {size}")
-        if getattr(setup.method, "keep", "offload") != "offload" and setup.machine.kind == "cuda":
+        is_exact = isinstance(setup.method, Exact)
+        if is_exact and not setup.spec.storage.offload and setup.machine.kind == "cuda":
             # a budget is for keep="edges" alone
-            without_budget = {} if getattr(setup.method, "memory", None) is None else {"memory": None}
+            without_budget = {} if setup.method.memory is None else {"memory": None}
             if self.with_method(keep="offload", **without_budget).spans():
                 remedies.append("--method.keep offload" + " --method.memory null" * bool(without_budget))
 

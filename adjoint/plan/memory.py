@@ -14,12 +14,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from adjoint.engine.budget import AUTO, RESERVED_CPU
 from adjoint.engine.grid import EngineSpec, Grid, Key
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, Run, Schedule, Send, keys_of
-from adjoint.methods import Backprop
+from adjoint.methods import Method
 from adjoint.parallel.kv import QUERIES_AHEAD
 from adjoint.plan.model import HEAD, Model
 from adjoint.plan.schedule import exchanges_within_tiles, forward_plan, grid_of, owners_of, step_plan
@@ -84,7 +84,7 @@ class Setup:
     """
 
     model: Model
-    method: Any
+    method: Method
     batch: int
     seqlen: int
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -109,7 +109,7 @@ class Setup:
     @property
     def plain_autograd(self) -> bool:
         """Whether autograd goes through the whole sequence by itself."""
-        return self.alone and isinstance(self.method, Backprop)
+        return self.alone and not self.method.has_chunks
 
     @functools.cached_property
     def window(self) -> tuple[int | None, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage
 from adjoint.layers import StackConfig, State
+from adjoint.methods import Method
 from adjoint.plan import stage_memory
 from adjoint.plan.stage_memory import Conditions, Counted
 
@@ -96,7 +97,7 @@ class Model:
         """Return the FakeTensorMode of a piece, its stage, and its state before a sequence."""
         raise NotImplementedError
 
-    def engine_spec(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
+    def engine_spec(self, method: Method, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
         """Return the method's instructions to the engine; size: (batch, seqlen)."""
         raise NotImplementedError
 

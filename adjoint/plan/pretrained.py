@@ -22,12 +22,13 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.tile import MAX_PENDING_BYTES
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.chunking import check_method, spec_of
+from adjoint.hf.chunking import check_method
 from adjoint.hf.kernels.replacements import rebound_functions
 from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.layers import StackConfig, State
+from adjoint.methods import Method
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, Counted, Uncountable, fake_tensors
 from adjoint.train.optimizer import share_in_8bit
@@ -181,7 +182,7 @@ class PretrainedModel(Model):
         with _countable(self.source.kind):
             return super()._count(piece, on)
 
-    def engine_spec(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
+    def engine_spec(self, method: Method, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
         """Return the method's instructions to the engine.
 
         Raises:
@@ -194,7 +195,7 @@ class PretrainedModel(Model):
         batch, seqlen = size
         element = 2 if machine.precision == "bfloat16" else machine.element
         picked = self.source.chunk_size(batch, seqlen, element, machine.kind, machine.memory)
-        return spec_of(method, seqlen, layout.at_most(picked, seqlen))
+        return method.model_spec(seqlen, layout.at_most(picked, seqlen))
 
     def described(self) -> dict[str, Any]:
         return {

@@ -14,6 +14,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage, check_windows, costs_of
 from adjoint.layers import MIXERS, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
+from adjoint.methods import Method
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.stack import Stack
@@ -92,11 +93,10 @@ class StackModel(Model):
                 self.fakes[kind, dtype] = mode, Stack(config, 0)
         return self.fakes[kind, dtype]
 
-    def engine_spec(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
+    def engine_spec(self, method: Method, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
-        recompute = getattr(method, "recompute", "none")
         states = sum(layer.state for layer in self.layers) * machine.element
-        sizes = Sizes(kept_bytes(self.source, element, recompute), states)
+        sizes = Sizes(kept_bytes(self.source, element, method.recompute), states)
         default = chunk_size_for(sizes, *size, machine.kind, machine.memory)
         spec = method.engine_spec(size[1], layout.chunk_size(method, size[1], default))
         check_windows(self.source, spec)

@@ -29,6 +29,7 @@ from adjoint.checkpoint import (
 )
 from adjoint.errors import UserError
 from adjoint.files import flush
+from adjoint.methods import Method
 from adjoint.train.carried_state import STEM
 from adjoint.train.dependencies import check_model, records_model
 from adjoint.train.optimizer import flattened, parts_of, restored
@@ -163,7 +164,7 @@ def load_checkpoint(
     return trainer, rng
 
 
-def trained_model(checkpoint: Path, method: Any) -> Any:
+def trained_model(checkpoint: Path, method: Method) -> Any:
     """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
     merged into its weights."""
     from adjoint.train.pretrained import load

@@ -23,7 +23,7 @@ from adjoint.data.batches import DataConfig
 from adjoint.data.tokenizer import tokenizer_in
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
-from adjoint.methods import METHODS
+from adjoint.methods import METHODS, Method
 from adjoint.settings import (
     Must,
     NotNegative,
@@ -310,7 +310,7 @@ class Config:
     on two cores in minutes."""
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(d_model=128, n_layer=2))
-    method: Any = field(default_factory=METHODS["exact"])
+    method: Method = field(default_factory=METHODS["exact"])
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -540,7 +540,7 @@ def _unknown(name: str, origin: str) -> UserError:
     return UserError(f"{origin}: unknown key {name}{suggestion} (--help-all lists all keys)")
 
 
-def _method(name: str, settings: dict[str, Any]) -> Any:
+def _method(name: str, settings: dict[str, Any]) -> Method:
     """Return the method of `adjoint.methods` with the given arguments; None keeps the method's default."""
     fields = {method: {f.name: f.default for f in dataclasses.fields(cls)} for method, cls in METHODS.items()}
     arguments = {key: value for key, value in settings.items() if value is not None}

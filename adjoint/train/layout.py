@@ -8,7 +8,7 @@ from typing import Any
 from adjoint.engine.chunk_size import at_most
 from adjoint.errors import UserError
 from adjoint.layers import MIXERS, Mixer
-from adjoint.methods import Backprop, LayerLocal, MiniSequence, Truncated
+from adjoint.methods import Method
 from adjoint.settings import NotNegative, Positive, check_fields
 
 
@@ -116,13 +116,13 @@ class Layout:
         them."""
         return at_most(chunk_size, seqlen, self.sequence)
 
-    def chunk_size(self, method: Any, seqlen: int, default: int) -> int:
+    def chunk_size(self, method: Method, seqlen: int, default: int) -> int:
         """Return the tokens of a chunk; where the method does not say, `default` or fewer (`at_most`)."""
         return method.engine_spec(seqlen, self.at_most(default, seqlen)).chunk_size
 
     # ------------------------------------------------------------------------------ what does not go together
 
-    def check(self, model: Any, method: Any) -> None:
+    def check(self, model: Any, method: Method) -> None:
         """Raise a UserError where a model (a StackConfig, or what is known of a pretrained one) or a method
         cannot be spread so."""
         if self.shards > model.n_layer:
@@ -137,19 +137,19 @@ class Layout:
                 "cluster.helpers: this model has attention, whose keys and values stay with one worker; use "
                 "--cluster.shards instead"
             )
-        if self.helpers and not isinstance(method, LayerLocal):
+        if self.helpers and not method.has_independent_layers:
             raise UserError(f"cluster.helpers: {method.name} has no tasks to share; use layer-local")
         self.check_sequence(method)
 
-    def check_sequence(self, method: Any) -> None:
+    def check_sequence(self, method: Method) -> None:
         """Raise a UserError for a method whose sequences several workers cannot share."""
         if self.sequence == 1:
             return
         if self.helpers:
             raise UserError("cluster.helpers: do not work with cluster.sequence; leave one of them out")
-        if isinstance(method, (Backprop, MiniSequence)):
+        if not method.has_chunks:
             raise UserError(f"cluster.sequence: {method.name} has no chunks to share; use exact")
-        if isinstance(method, Truncated) and method.window == "auto":
+        if method.picks_windows:
             raise UserError(
                 'cluster.sequence: window "auto" needs the whole sequence in one place; give a number'
             )
@@ -162,7 +162,7 @@ class Layout:
                 f"row; give --data.batch {self.replicas}, or more"
             )
 
-    def check_chunks(self, method: Any, seqlen: int, chunk_size: int | None = None) -> None:
+    def check_chunks(self, method: Method, seqlen: int, chunk_size: int | None = None) -> None:
         """Raise a UserError where some worker of a sequence would have no chunk, of the shortest length there
         may be where it is not known yet."""
         size = chunk_size or self.chunk_size(method, seqlen, seqlen)
@@ -174,11 +174,11 @@ class Layout:
                 f"most {chunks} workers"
             )
 
-    def check_run(self, method: Any, training: Any) -> None:
+    def check_run(self, method: Method, training: Any) -> None:
         """Raise a UserError for what only one process can do."""
         if training.optimizer_in_backward:
             raise UserError("training.optimizer_in_backward: works in one process only; leave it out")
-        if getattr(method, "memory", None) is not None:
+        if method.memory is not None:
             raise UserError("method.memory: works in one process only; leave it out")
         if training.carry_state != "none" and self.workers * self.replicas > self.shards:
             raise UserError(

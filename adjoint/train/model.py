@@ -14,7 +14,7 @@ from adjoint.engine.chunk_size import chunk_size_on, default_chunk_size
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
-from adjoint.methods import Exact
+from adjoint.methods import Exact, Method
 from adjoint.stack import Stack, StackOutput
 from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Config, TrainingConfig
@@ -29,10 +29,10 @@ class LanguageModel(Protocol):
     """
 
     module: Any
-    method: Any
+    method: Method
     group: Any
 
-    def __init__(self, module: Any, method: Any, group: Any = None) -> None:
+    def __init__(self, module: Any, method: Method, group: Any = None) -> None:
         self.module, self.method, self.group = module, method, group
 
     @staticmethod
@@ -97,7 +97,7 @@ class StackLM(LanguageModel):
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.module.embedding.weight.device)
-        default = default_chunk_size(self.module, ids, getattr(self.method, "recompute", "none"))
+        default = default_chunk_size(self.module, ids, self.method.recompute)
         return self.method.engine_spec(seqlen, default).chunk_size
 
     def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
@@ -162,11 +162,10 @@ class PretrainedLM(LanguageModel):
         return self.module.get_input_embeddings().num_embeddings
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        from adjoint.hf.chunking import spec_of
         from adjoint.hf.verification import verification_of
 
         default = chunk_size_on(self.module.device, verification_of(self.module).sizes, batch, seqlen)
-        return spec_of(self.method, seqlen, default).chunk_size
+        return self.method.model_spec(seqlen, default).chunk_size
 
     def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
         targets = shift_labels(labels, seq_idx)

@@ -21,6 +21,7 @@ from adjoint.hf.split import Pretrained, examine
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
+from adjoint.methods import Method
 
 KEY = "model.from_pretrained"
 # Modules without an adapter where none are named: transformers or a fused kernel reads their weight past it.
@@ -98,7 +99,7 @@ def sizes(directory: str, trust_remote_code: bool = False) -> dict[str, int]:
 
 def load(
     directory: str,
-    method: Any,
+    method: Method,
     lora: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     key: str = KEY,
@@ -190,7 +191,7 @@ def _linear_maps(model: Any) -> list[str]:
 
 
 def described(
-    directory: str, method: Any, folder: Path | None, trust_remote_code: bool = False
+    directory: str, method: Method, folder: Path | None, trust_remote_code: bool = False
 ) -> Pretrained:
     """Describe the model of a folder to the layer shards that train it.
 

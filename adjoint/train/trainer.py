@@ -25,7 +25,6 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
-from adjoint.methods import described
 from adjoint.train import dependencies, machine
 from adjoint.train.carried_state import STEM, Carried
 from adjoint.train.checkpoint import (
@@ -399,7 +398,7 @@ class Trainer:
 
     def _announce(self) -> None:
         data, settings, method = self.data, self.settings, self.method
-        picked = getattr(method, "chunk_size", 0) is None
+        picked = method.has_chunks and method.chunk_size is None
         if picked:
             method = dataclasses.replace(method, chunk_size=self._picked_chunk_size())
         answers = "" if data.predicted is None else f", {data.predicted:.1%} of them predicted"
@@ -407,7 +406,7 @@ class Trainer:
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
             f"d_model {self.config.model.d_model}\n"
-            f"method: {described(method, picked)}\n"
+            f"method: {method.describe(picked)}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on{answers}, "
             f"{len(data.eval.tokens):,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
             f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens, "

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adjoint.errors import UserError
 from adjoint.memory import PeakMemory, memory_left
-from adjoint.methods import METHODS, Backprop, check_window
+from adjoint.methods import METHODS, Backprop, Method, check_window
 from adjoint.stack import Stack
 from adjoint.tools.measure.passes import synchronize
 from adjoint.train.machine import autocast
@@ -55,7 +55,7 @@ class Agreement(NamedTuple):
 
 
 def gradient(
-    model: Stack, input_ids: Tensor, method: Any, precision: str = "float32"
+    model: Stack, input_ids: Tensor, method: Method, precision: str = "float32"
 ) -> tuple[NamedGradients, list[int] | None]:
     """Return the gradient of the mean loss by parameter name, and the windows that the method picked, one per
     layer.
@@ -123,12 +123,12 @@ def _mean(agreements: Sequence[Agreement]) -> dict[str, float | None]:
 
 def takes(name: str, argument: str) -> bool:
     """Whether the method has this argument: "window", and "tolerance" if it can pick its windows."""
-    return any(field.name == argument for field in dataclasses.fields(METHODS[name]))
+    return argument in METHODS[name].__dataclass_fields__
 
 
 def build(
     name: str, window: Window, seqlen: int, chunk_size: int | None, tolerance: float | None = None
-) -> Any:
+) -> Method:
     """Return the method `name` with a window (None: all of seqlen), a chunk size and the tolerance of window
     "auto", where it takes them."""
     values: dict[str, Any] = {"window": seqlen if window is None else window, "chunk_size": chunk_size}
@@ -270,7 +270,7 @@ class Comparison:
             "peak_memory_bytes": None if None in peaks else max(peaks),
         }
 
-    def _gradient(self, ids: Tensor, method: Any) -> tuple[NamedGradients, list[int] | None]:
+    def _gradient(self, ids: Tensor, method: Method) -> tuple[NamedGradients, list[int] | None]:
         return gradient(self.model, ids.to(self.device), method, self.precision)
 
     def _checked(self, gradients: NamedGradients) -> NamedGradients:
