@@ -113,12 +113,12 @@ class Method(Protocol):
 
     @property
     def summary(self) -> str:
-        """What it computes, in words."""
+        """Words for what it computes."""
         return repr(self)
 
     @property
     def storage_summary(self) -> str:
-        """What it stores, in words; "" if there is nothing to choose."""
+        """Words for what it stores; "" if there is nothing to choose."""
         return ""
 
     def describe(self, picked: bool = False) -> str:
@@ -266,7 +266,13 @@ class Truncated(Method):
     """
 
     name: ClassVar[str] = "truncated"
-    window: int | Literal["auto"] = dataclasses.field(metadata={"help": 'tokens, 1 or more, or "auto".'})
+    window: int | Literal["auto"] = dataclasses.field(
+        metadata={
+            "help": "tokens that each output's gradient reaches back through a layer's recurrence, "
+            "1 or more; or "
+            '"auto", picked for each layer.'
+        }
+    )
     chunk_size: int | None = option(
         None,
         "tokens per chunk; None picks it as `Exact` does (with unbiased: at most a quarter of the "
@@ -352,7 +358,7 @@ class LayerLocal(Method):
     name: ClassVar[str] = "layer-local"
     has_independent_layers: ClassVar[bool] = True
     window: int | None = option(
-        None, "tokens that each output's gradient reaches back through the recurrence; None for all."
+        None, "tokens that each output's gradient reaches back through a layer's recurrence; None for all."
     )
     chunk_size: int | None = option(None, "tokens per chunk; None picks one.")
 

@@ -161,7 +161,9 @@ class Executor:
         parameter_dtypes = {p.dtype for stage in local_stages for p in stage.parameters()}
         state_dtypes = {s.dtype for state in batch.states for s in state}  # where all parameters are frozen
         if any(dtype.is_complex for dtype in state_dtypes):
-            raise UserError("a layer's state of complex numbers: let it be of real ones (torch.view_as_real)")
+            raise UserError(
+                "a layer's state has complex numbers; keep it as real numbers (torch.view_as_real)"
+            )
         self.accumulate_dtype = (
             torch.float64 if torch.float64 in parameter_dtypes | state_dtypes else torch.float32
         )

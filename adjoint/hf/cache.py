@@ -433,7 +433,7 @@ def _to_chunk_layer(layer: Any) -> Any:
     if type(layer) is getattr(cache_utils, "DummyLayer", None):  # since 5.22
         return layer
     if type(layer) not in CHUNK_LAYER_CLASSES:
-        raise ValueError(f"its cache has a {type(layer).__name__}, whose state is not known here")
+        raise ValueError(f"its cache has a {type(layer).__name__}, a kind of state that chunks cannot carry")
     names = [name for name in ("sliding_window", "number_of_states") if hasattr(layer, name)]
     chunk_layer: Any = CHUNK_LAYER_CLASSES[type(layer)](**{name: getattr(layer, name) for name in names})
     chunk_layer.pasts, chunk_layer.pieces, chunk_layer.handoffs, chunk_layer.handed_off = {}, {}, {}, {}

@@ -81,7 +81,7 @@ def block_function(model: Any) -> Callable[[Tensor], Tensor] | None:
     if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
         return functools.partial(blocks, device=None)
     if "block_sequence_ids" in inspect.getsource(kind.forward):
-        check.refuse(model, "token_type_ids lets tokens see those after them, which a chunk does not know")
+        check.refuse(model, "token_type_ids lets tokens attend to later ones, which a chunk does not have")
     return None
 
 

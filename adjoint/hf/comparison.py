@@ -202,7 +202,7 @@ def _compare_with(
     """
     if not math.isfinite(expected.loss):
         reason = f"its own loss of {TOKENS} tokens is {expected.loss}{_name_nonfinite_parameter(model)}"
-        refuse(model, reason, "look for what made it so")
+        refuse(model, reason, "look for the step that made it so")
     with as_refusal(model):
         try:
             got, _ = _results(model, by_chunks, list(expected.gradients))

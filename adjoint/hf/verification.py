@@ -130,7 +130,7 @@ def verification_of(model: Any) -> Verification:
             return verification
     if previous and len(wrap_state.verifications) == MAX_VERIFICATIONS:
         warnings.warn(
-            f"{previous[0].snapshot.difference(snapshot)}, as something is at every call: gradients are "
+            f"{previous[0].snapshot.difference(snapshot)}, and something is at every call, so gradients are "
             "compared each time, which is slow",
             stacklevel=5,
         )

@@ -151,8 +151,8 @@ class ContextParallelExecutor(Executor):
         }
         if len(past_lengths) > 1:
             raise UserError(
-                f"sequence_group: initial states hold keys of {sorted(past_lengths)} tokens; give all "
-                "layers as many"
+                f"sequence_group: initial states have keys of {sorted(past_lengths)} tokens; give all layers "
+                "the same number"
             )
         return max(past_lengths, default=0)
 
@@ -545,7 +545,7 @@ class ContextParallelStep(ChunkedStep):
             if scale != scales[0] and not (scale != scale and scales[0] != scales[0]):
                 raise UserError(
                     f"sequence_group: the loss is multiplied by {scales[0]:g} on rank 0 and by {scale:g} on "
-                    f"rank {rank} of the group; it is the whole's on every rank, and so must its factor be"
+                    f"rank {rank} of the group: multiply it by the same number on every rank"
                 )
 
 

@@ -64,8 +64,8 @@ def main(argv: list[str]) -> int:
     parser = Flags(
         prog="adjoint doctor",
         description="Report what this machine has and which code runs what: versions, devices, MIG slices, "
-        "the scan backends and why one is not usable, threads and what the environment says of them, network "
-        "interfaces. Under torchrun also the address and interface of each process. "
+        "the scan backends and why one is not usable, settings of threads, network interfaces. "
+        "Under torchrun also the address and interface of each process. "
         "Checks every usable backend against the reference in float64.",
         epilog="Takes a few seconds, and the first time some more to build the C++ kernels. "
         "Exit code 0, or 1 if no backend works.",
