@@ -113,12 +113,12 @@ class Method(Protocol):
 
     @property
     def summary(self) -> str:
-        """Words for what it computes."""
+        """Return in words what it computes."""
         return repr(self)
 
     @property
     def storage_summary(self) -> str:
-        """Words for what it stores; "" if there is nothing to choose."""
+        """Return in words what it stores; "" if there is nothing to choose."""
         return ""
 
     def describe(self, picked: bool = False) -> str:
@@ -268,9 +268,8 @@ class Truncated(Method):
     name: ClassVar[str] = "truncated"
     window: int | Literal["auto"] = dataclasses.field(
         metadata={
-            "help": "tokens that each output's gradient reaches back through a layer's recurrence, "
-            "1 or more; or "
-            '"auto", picked for each layer.'
+            "help": "tokens that each output's gradient reaches back through a layer's recurrence, 1 or "
+            'more; or "auto", picked for each layer.'
         }
     )
     chunk_size: int | None = option(

@@ -22,7 +22,8 @@ from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.compare import compare_own_layers
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.stage import Embedding, Head, Layer, check_windows
+from adjoint.engine.parameter_access import ParameterAccess
+from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, grouped, uncompiled
 from adjoint.engine.weights import Tensors
 from adjoint.errors import UserError
@@ -37,7 +38,7 @@ from adjoint.layers.mixer import reach_of
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Backprop, Method
-from adjoint.parallel.context import ContextParallelStep, group_of, ranks_of
+from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, uses_fsdp
 
 
@@ -143,16 +144,17 @@ class Stack(nn.Module):
         """Return the layers that are here."""
         return [self.layers[k] for k in self.span]  # type: ignore[misc]
 
-    def stages(self, recompute: str = "none") -> list[Any]:
+    def stages(self, recompute: str = "none") -> list[Stage | None]:
         """Return the engine's stages: embedding, one per layer, head; None for those that are not here.
 
         Args:
             recompute: as in `Exact`.
         """
-        stages: list[Any] = [None] * (self.config.n_layer + 2)
+        stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
+        casts_weights = not uses_fsdp(self)  # else they are not gathered yet when they would be cast
         for k in self.span:
             block: Any = self.layers[k]
-            stages[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute)
+            stages[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute, casts_weights)
         if self.is_first:
             stages[0] = Embedding(self.embedding)
         if self.is_last:
@@ -309,8 +311,9 @@ class Stack(nn.Module):
         if uses_fsdp(self):
             return joined_steps(self, stages, batch, spec, group)
         places = Tensors(self)
-        arguments = stages, batch, spec, width, lambda: places.replaced({})
-        steps = ChunkedStep(*arguments) if group is None else ContextParallelStep(group, *arguments)
+        access = ParameterAccess(lambda: places.replaced({}))
+        distribution = distribution_of(group)
+        steps = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
         if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
             states = [tuple(s.detach() for s in state) for state in batch.states]

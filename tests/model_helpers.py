@@ -16,7 +16,7 @@ from adjoint.batch import Batch, State
 from adjoint.documents import document_numbers
 from adjoint.engine.executor import Executor
 from adjoint.engine.storage import Edges, Slab
-from adjoint.parallel.context import ContextParallelExecutor
+from adjoint.parallel.context import WithinTiles
 from adjoint.parallel.handoff import StateHandoff
 
 SIZES: dict[str, Any] = {"vocab_size": 17, "d_model": 12, "n_layer": 2, "d_state": 4, "headdim": 6}
@@ -144,11 +144,7 @@ def nothing_held() -> Iterator[None]:
     """What steps inside have stored is freed with them: nothing is left for the garbage collector to find."""
 
     def stored() -> list[Any]:
-        return [
-            o
-            for o in gc.get_objects()
-            if type(o) in {Executor, ContextParallelExecutor, Slab, Edges, StateHandoff}
-        ]
+        return [o for o in gc.get_objects() if type(o) in {Executor, WithinTiles, Slab, Edges, StateHandoff}]
 
     gc.collect()
     before = stored()  # an earlier test's model may hold on to a tensor of its own

@@ -348,3 +348,12 @@ def test_no_function_takes_more_than_seven_parameters() -> None:
                 if count > 7 and not any(name in where for name in mirrored):
                     many.append(f"{where} takes {count}")
     assert not many, "\n".join(many)
+
+
+def test_the_tour_is_as_long_as_it_says() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tour = text[text.index("## A tour") : text.index("## Adding")]
+    files = re.findall(r"^\d+\. \[\S+\]\((\S+)\)", tour, re.MULTILINE)
+    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+    said = re.search(r"([\d,]+) lines in all", tour)
+    assert said is not None and abs(int(said[1].replace(",", "")) - lines) <= 100, f"it has {lines} lines"

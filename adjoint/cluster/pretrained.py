@@ -65,7 +65,7 @@ class PretrainedPipelineWorker(PipelineWorker):
     def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
         return [self.found.initial_states(span, rows, self.device) for span in self.spec.spans]
 
-    def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
+    def drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
         return drawn_from(self.spec.training.seed, number, self.spec.rank)
 
     def _spec(self, seqlen: int, chunk_size: int) -> EngineSpec:

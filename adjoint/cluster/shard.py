@@ -12,7 +12,7 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,16 +27,18 @@ from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.compare import compare_own_layers
+from adjoint.engine.distribution import Distribution
+from adjoint.engine.exchange import BetweenTiles, Exchange
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid
-from adjoint.engine.schedule import Recv, Schedule, Send
-from adjoint.engine.stage import costs_of
-from adjoint.engine.tile import Gradients
+from adjoint.engine.schedule import Owners, Recv, Schedule, Send
+from adjoint.engine.stage import Stage, costs_of
+from adjoint.engine.step import ChunkedStep
 from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
-from adjoint.parallel.context import ContextParallelExecutor
+from adjoint.parallel.context import WithinTiles
 from adjoint.parallel.transport import sum_gradients
 from adjoint.plan.schedule import forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
@@ -154,7 +156,7 @@ class PipelineWorker:
         """Return each stage's state before a sequence, from this shard's; None means zeros."""
         return self.part.stage_states(self.part.initial_state(rows) if states is None else states)
 
-    def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
+    def drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
         """Return a context that seeds the random draws for batch `number`; a stack draws nothing."""
         return contextlib.nullcontext()
 
@@ -229,39 +231,23 @@ class PipelineWorker:
         spec, layout = self.spec, self.spec.layout
         layout.check_rows(len(ids))
         batch = self._batch(ids, seq_idx, self.carried.start(*step.start))
-        engine_spec = self._scheme_of(batch, chunk_size)
+        engine_spec = self._engine_spec(batch, chunk_size)
         layout.check_chunks(spec.method, batch.seqlen, engine_spec.chunk_size)
-        grid = dataclasses.replace(self._grid(engine_spec, batch.seqlen), adjoint_scale=step.adjoint_scale)
-        auto = engine_spec.backward.window == "auto"
-        first_schedule = forward_plan(grid, spec.owners) if auto else self._step_plan(engine_spec, grid)
-        with self._drawing(step.number):
-            self._warm_up(batch, engine_spec, first_schedule)
-        worker = self._worker(batch, engine_spec, grid)
-        if worker.grid.chunks > 1:
-            with autocast(spec.precision, self.device):
-                compare_own_layers(worker.stages, batch.states, worker.width, spec.dtype, self.device)
-        worker.begin_forward(return_final_kv=step.ended is not None)
-        unit_gradient = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
-        scale = unit_gradient / step.batches / batch.divisor
-        worker.begin_backward(scale)
-        with self._drawing(step.number):
-            self._carry_out(worker, first_schedule, free=not auto)
-            if auto:
-                self.windows = self._pick_windows(worker, engine_spec)
-                grid = self._grid(engine_spec, batch.seqlen, self.windows)
-                window_schedule = self._step_plan(engine_spec, grid)
-                worker.begin_backward(scale, grid=grid)
-                self._warm_up(batch, engine_spec, window_schedule)
-                self._carry_out(worker, window_schedule)
+        chunked = self._step(batch, engine_spec, step)
+        with autocast(spec.precision, self.device):
+            if len(engine_spec.cuts(batch.seqlen)) > 2:  # more than one chunk
+                compare_own_layers(chunked.stages, batch.states, chunked.width, spec.dtype, self.device)
+            executor = chunked.accumulate(step.batches, return_final_kv=step.ended is not None)
+        self.windows = chunked.windows
         if step.ended is not None:
-            self.carried.end([worker.final[1 + k] for k in self.part.span], step.ended.to(self.device))
+            self.carried.end([executor.final[1 + k] for k in self.part.span], step.ended.to(self.device))
         for parameter in self.part.parameters():
-            gradient = worker.gradients.get(parameter)
+            gradient = executor.gradients.get(parameter)
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if step.final:
             self._sum_gradients()
-        return self._loss(worker, step.batches)
+        return self._loss(executor, step.batches)
 
     def evaluate(
         self, ids: Tensor, chunk_size: int | None = None, seq_idx: Tensor | None = None
@@ -275,15 +261,12 @@ class PipelineWorker:
             return 0.0 if self.is_last else None
         with torch.no_grad():
             batch = self._batch(ids, seq_idx)
-            engine_spec = self._scheme_of(batch, chunk_size)
+            engine_spec = self._engine_spec(batch, chunk_size)
             unpicked = dataclasses.replace(engine_spec.backward, window=None)
-            engine_spec = dataclasses.replace(engine_spec, backward=unpicked)
-            grid = self._grid(engine_spec, batch.seqlen)
-            schedule = forward_plan(grid, self.spec.owners.in_rounds(grid))
-            self._warm_up(batch, engine_spec, schedule)
-            worker = self._worker(batch, engine_spec, schedule.grid)
-            self._carry_out(worker, schedule)
-        return self._loss(worker)
+            with autocast(self.spec.precision, self.device):
+                spec = dataclasses.replace(engine_spec, backward=unpicked)
+                executor = self._step(batch, spec, None).accumulate()
+        return self._loss(executor)
 
     def _batch(self, ids: Tensor, seq_idx: Tensor | None, states: list[State] | None = None) -> Batch:
         """Return this worker's rows with their initial states, and the loss divisor of the whole batch."""
@@ -292,69 +275,23 @@ class PipelineWorker:
         )
         return dataclasses.replace(batch, states=self._states(batch.rows, states))
 
-    def _scheme_of(self, batch: Batch, chunk_size: int | None) -> EngineSpec:
+    def _engine_spec(self, batch: Batch, chunk_size: int | None) -> EngineSpec:
         size = chunk_size or self.chunk_size(batch.rows, batch.seqlen)
         return self._spec(batch.seqlen, size)
 
-    def _worker(self, batch: Batch, engine_spec: EngineSpec, grid: Grid) -> Executor:
-        width = self.spec.model.d_model
-        with autocast(self.spec.precision, self.device):
-            shared = functools.partial(share, helpers=self.helpers, known=self.known)
-            connections = Connections(self.transport, self._traced, shared, self.warmed_up)
-            arguments = self._stages(), grid, batch, engine_spec, width, Gradients(), connections
-            if grid.exchanges_within_tiles:
-                return ContextParallelExecutor(self.spec.owners.in_rounds(grid), self.spec.worker, *arguments)
-            return Executor(*arguments)
-
-    def _warm_up(self, batch: Batch, engine_spec: EngineSpec, schedule: Schedule) -> None:
-        """Run each kind of this worker's tiles once before the program, if the transport is on the GPU."""
-        if self.transport is None or not self.transport.on_device:
-            return
-        program, worker = schedule.programs[self.spec.worker], self._worker(batch, engine_spec, schedule.grid)
-        if not kinds_of(worker, program).keys() <= self.warmed_up:
-            self.at = "first use of the kernels", False
-            warm_up(worker, program, self.warmed_up)
-
-    def _step_plan(self, engine_spec: EngineSpec, grid: Grid) -> Schedule:
-        return step_plan(engine_spec, grid, self.spec.owners.in_rounds(grid), self.spec.layout.helped)
-
-    def _grid(self, engine_spec: EngineSpec, seqlen: int, windows: list[int] | None = None) -> Grid:
-        spec = self.spec
-        helped = spec.layout.helped
-        return grid_of(spec.model, engine_spec, seqlen, spec.owners, helped, self.costs, windows)
-
-    def _pick_windows(self, worker: Executor, engine_spec: EngineSpec) -> list[int]:
-        """Return each layer's window from the decays measured by its owners: the widest over all replicas."""
-        assert worker.decays is not None
-        widths = [0] * self.spec.model.n_layer
-        for k in self.part.span:
-            widths[k] = worker.decays[1 + k].window(engine_spec.backward.tolerance, worker.grid.cuts[-1])
-        if self.transport is None:
-            return widths
-        self.at = "windows of all", True
-        all_widths = self.transport.all_gather(
-            torch.tensor(widths, device=self.device), self.spec.layout.everyone
+    def _step(self, batch: Batch, engine_spec: EngineSpec, microbatch: Microbatch | None) -> ChunkedStep:
+        """Return a batch's step; without a microbatch it is evaluated, and draws nothing anew."""
+        return ChunkedStep(
+            self._stages(),
+            batch,
+            engine_spec,
+            self.spec.model.d_model,
+            distribution=PipelineRank(self, microbatch),
         )
-        return torch.stack(all_widths).amax(0).tolist()
-
-    def _carry_out(self, worker: Executor, schedule: Schedule, free: bool = True) -> None:
-        """Runs this worker's program.
-
-        Args:
-            free: whether what nobody reads any more is let go; else another program will read it.
-        """
-        self.trace = []
-        if self.transport is not None:
-            self.transport.connect(schedule.channels(), schedule.buffers)
-        program = schedule.programs[self.spec.worker]
-        worker.run(program if free else [dataclasses.replace(action, frees=()) for action in program])
-        if self.transport is not None:
-            self.transport.flush()
-        if isinstance(worker, ContextParallelExecutor):
-            worker.finish()
 
     @contextlib.contextmanager
-    def _traced(self, action: Any) -> Iterator[None]:
+    def traced(self, action: Any) -> Iterator[None]:
+        """Note the time of an action, and for whoever watches that it is under way."""
         self.at = str(action), isinstance(action, Send | Recv)
         start, processor = time.perf_counter(), time.thread_time()
         yield
@@ -375,10 +312,10 @@ class PipelineWorker:
             parameters = [p for p in self.part.parameters() if p is not table and p.requires_grad]
             sum_gradients(parameters, self.transport, peers)
 
-    def _loss(self, worker: Executor, batches: float = 1) -> float | None:
+    def _loss(self, executor: Executor, batches: float = 1) -> float | None:
         if not self.is_last:
             return None
-        return 0.0 if worker.total is None else (worker.total / (worker.batch.divisor * batches)).item()
+        return 0.0 if executor.total is None else (executor.total / (executor.batch.divisor * batches)).item()
 
     def norms(self) -> dict[str, float]:
         """Map each parameter's name in the stack to the L2 norm of its gradient."""
@@ -486,6 +423,94 @@ class PipelineWorker:
 
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)
+
+
+class PipelineRank(Distribution):
+    """The workers of a replica: layers dealt out to shards, chunks in turn to a shard's workers, and helpers.
+
+    Args:
+        worker: whose program it is.
+        microbatch: of the step; None for an evaluation.
+    """
+
+    is_alone = False
+
+    def __init__(self, worker: PipelineWorker, microbatch: Microbatch | None) -> None:
+        self.pipeline, self.spec, self.microbatch = worker, worker.spec, microbatch
+        self.worker, self.transport = worker.spec.worker, worker.transport
+
+    def begin(self, stages: Sequence[Stage | None], spec: EngineSpec, device: torch.device) -> None:
+        self.pipeline.trace = []
+
+    def grid(
+        self,
+        spec: EngineSpec,
+        seqlen: int,
+        stages: Sequence[Stage | None],
+        windows: Sequence[int] | None = None,
+    ) -> Grid:
+        helped, costs = self.spec.layout.helped, self.pipeline.costs
+        return grid_of(self.spec.model, spec, seqlen, self.spec.owners, helped, costs, windows)
+
+    def owners(self, grid: Grid) -> Owners:
+        return self.spec.owners.in_rounds(grid)
+
+    def schedule(
+        self, spec: EngineSpec, grid: Grid, *, forward: bool = True, backward: bool = True, tapes: int = 1
+    ) -> Schedule:
+        if not backward:
+            return forward_plan(grid, self.owners(grid))
+        return step_plan(spec, grid, self.owners(grid), self.spec.layout.helped)
+
+    def connections(self, grid: Grid) -> Connections:
+        worker = self.pipeline
+        exchange: Exchange = BetweenTiles()
+        if self.transport is not None and grid.exchanges_within_tiles:
+            exchange = WithinTiles(self.owners(grid), self.worker, self.transport)
+        shared = functools.partial(share, helpers=worker.helpers, known=worker.known)
+        return Connections(self.transport, exchange, worker.traced, shared, worker.warmed_up)
+
+    def adjoint_scale(self, spec: EngineSpec, grid: Grid) -> tuple[tuple[float, ...], ...]:
+        assert self.microbatch is not None
+        return self.microbatch.adjoint_scale  # the same on all workers
+
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which random numbers are those of the step."""
+        if self.microbatch is None:
+            return contextlib.nullcontext()
+        return self.pipeline.drawing(self.microbatch.number)
+
+    def running(
+        self, schedule: Schedule, make_executor: Callable[[], Executor]
+    ) -> contextlib.AbstractContextManager[None]:
+        if self.transport is not None:
+            with self._drawing():
+                self._warm_up(schedule, make_executor)
+            self.transport.connect(schedule.channels(), schedule.buffers)
+        return self._drawing()
+
+    def _warm_up(self, schedule: Schedule, make_executor: Callable[[], Executor]) -> None:
+        """Run each kind of this worker's tiles once before the program, if the transport is on the GPU."""
+        assert self.transport is not None
+        if not self.transport.on_device:
+            return
+        program, executor, warmed_up = (
+            schedule.programs[self.worker],
+            make_executor(),
+            self.pipeline.warmed_up,
+        )
+        if not kinds_of(executor, program).keys() <= warmed_up:
+            self.pipeline.at = "first use of the kernels", False
+            warm_up(executor, program, warmed_up)
+
+    def windows(self, windows: list[int]) -> list[int]:
+        """Return the widest windows of all replicas."""
+        if self.transport is None:
+            return windows
+        self.pipeline.at = "windows of all", True
+        device = self.pipeline.device
+        by_worker = self.transport.all_gather(torch.tensor(windows, device=device), self.spec.layout.everyone)
+        return torch.stack(by_worker).amax(0).tolist()
 
 
 def total_norm(norms: list[float], precision: str) -> float:

@@ -25,8 +25,8 @@ from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.shard import Microbatch, total_norm
 from adjoint.cluster.shared_files import shared_files
+from adjoint.engine.distribution import draw_adjoint_scale
 from adjoint.engine.generators import set_torch_states, torch_states
-from adjoint.engine.step import draw_adjoint_scale
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack

@@ -19,7 +19,7 @@ from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, make_grid
 from adjoint.engine.leaves import ChunkChangedError, UnlistedLeaves
 from adjoint.engine.schedule import Owners, Run, make_schedule
-from adjoint.engine.stage import Embedding, Layer
+from adjoint.engine.stage import Embedding, Layer, Stage
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.engine.weights import Constants
 from adjoint.errors import UserError
@@ -137,7 +137,7 @@ def some_numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-class WeightedSum:
+class WeightedSum(Stage):
     """A stage in place of the head: the loss is a weighted sum of its input (1, tokens, width).
 
     The weights are fixed random numbers.
@@ -146,16 +146,8 @@ class WeightedSum:
         inputs: the stage's inputs, by the chunks' first tokens.
     """
 
-    stateful, grows, reach = False, (), 0
-
     def __init__(self) -> None:
         self.inputs = dict[int, Tensor]()
-
-    def parameters(self) -> Iterable[Tensor]:
-        return ()
-
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return ()
 
     @staticmethod
     def sum(x: Tensor, start: int = 0) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
-from collections.abc import Iterable
-from typing import Any, Protocol
+import functools
+from collections.abc import Iterable, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,10 @@ from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
 from adjoint.engine.weights import Casts, SummedProducts, Tensors
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
-from adjoint.layers import MIXERS, WINDOWED, Block, StackConfig, State
+from adjoint.layers import MIXERS, WINDOWED, Block, Mixer, StackConfig, State
 
 
-class Stage(Protocol):
+class Stage(abc.ABC):
     """A piece of a model that maps (input on a chunk, state before it) to (output, state after it).
 
     The first stage's input is the chunk's ids. The last stage's output is the chunk's summed loss, a scalar;
@@ -31,42 +33,81 @@ class Stage(Protocol):
                       stage gets a `Past`, joins its own piece to it and returns that piece. Stored once, with
                       a cotangent of the same size to which all later chunks add
 
+    A stage does not change once it is made. A class that derives from this one gets the defaults of a stage
+    without a state.
+
     Attributes:
         stateful: whether it has a state.
         grows: for each tensor of the state, the dimension along which it grows; None if it is recurrent.
         reach: tokens to the left of its own that a windowed vjp reads, besides the state.
+        takes_state_handoff: whether it takes a `handoff.StateHandoff` in the place of each recurrent tensor,
+            where ranks share a sequence.
+        is_many_layers: whether it is more than one layer, whose states cross to other ranks one after the
+            other.
+        fetches: whether keys and values of other ranks are fetched and joined to its own, for attention
+            that is a model's own code (`kv.DistributedPast`).
+        precisions: dtypes that it computes in, besides those of its parameters.
     """
 
     @property
-    def stateful(self) -> bool: ...
+    def stateful(self) -> bool:
+        return False
+
     @property
-    def grows(self) -> tuple[int | None, ...]: ...
+    def grows(self) -> tuple[int | None, ...]:
+        return ()
+
     @property
-    def reach(self) -> int: ...
+    def reach(self) -> int:
+        return 0
+
+    @property
+    def takes_state_handoff(self) -> bool:
+        return False
+
+    @property
+    def is_many_layers(self) -> bool:
+        return False
+
+    @property
+    def fetches(self) -> bool:
+        return False
+
+    @property
+    def precisions(self) -> Set[torch.dtype]:
+        return frozenset()
 
     def parameters(self) -> Iterable[Tensor]:
         """Return the parameters whose gradients `linearize` adds."""
-        ...
+        return ()
 
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         """Return (name, module) pairs: the modules whose forwards may write to their tensors."""
-        ...
+        return ()
 
+    @abc.abstractmethod
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         """Return the output and the new state. The engine calls it with gradients off."""
-        ...
 
+    @abc.abstractmethod
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         """Return the output, the new state and the pullback: see `tile.linearize`."""
-        ...
+
+    def forward_noting_decay(
+        self, x: Tensor, state: State, chunk: Batch, decays: Decays
+    ) -> tuple[Tensor, State]:
+        """Run `forward` and add to `decays`; only for stages that window="auto" reaches."""
+        raise NotImplementedError(f"{type(self).__name__} notes no decays")
+
+    def windowed_vjp(self, inputs: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
+        """Return the vjp cut to a window, of the input and the state: see `tile.windowed_vjp`."""
+        raise NotImplementedError(f"{type(self).__name__} has no windows")
 
 
-class Embedding:
+class Embedding(Stage):
     """ids → y_0 (batch, tokens, d_model)."""
-
-    stateful, grows, reach = False, (), 0
 
     def __init__(self, table: nn.Embedding) -> None:
         if table.scale_grad_by_freq:
@@ -109,16 +150,14 @@ class Embedding:
             return self.table(x), (), pullback
 
 
-class Layer:
+class Layer(Stage):
     """A module (x, state) → (y, state) as a stage: a `Block`, or any other; x and y (batch, tokens, d_model).
 
     Args:
         reach, grows: as in `Stage`.
         recompute: activations that a tape leaves out: "none", "selective" or "full" (see `methods.Exact`).
-
-    Attributes:
-        takes_state_handoff: whether its module takes a `handoff.StateHandoff` in the place of each recurrent
-            tensor.
+        casts_weights: whether linear layers' weights are cast once a step under autocast; False for weights
+            that are not gathered yet by then (under `fully_shard`).
     """
 
     def __init__(
@@ -127,18 +166,34 @@ class Layer:
         reach: int = 0,
         grows: tuple[int | None, ...] = (None,),
         recompute: str = "none",
+        casts_weights: bool = True,
     ) -> None:
-        self.block, self.reach, self.grows, self.recompute = block, reach, grows, recompute
-        self.stateful = bool(grows)
-        mixer: Any = getattr(block, "mixer", None)
-        self.takes_state_handoff = (
-            _class_of(block) is Block and _class_of(mixer) in MIXERS.values() and mixer.takes_state_handoff
-        )
-        self.casts, self.tensors = Casts(), Tensors(block, buffers=False)
-        self.all: list[Tensor] = list(block.parameters())
+        self.block, self.recompute = block, recompute
+        self._reach, self._grows = reach, grows
+        self.casts, self.tensors = Casts(casts_weights), Tensors(block, buffers=False)
+        self._parameters: list[Tensor] = list(block.parameters())
+
+    @property
+    def stateful(self) -> bool:
+        return bool(self._grows)
+
+    @property
+    def grows(self) -> tuple[int | None, ...]:
+        return self._grows
+
+    @property
+    def reach(self) -> int:
+        return self._reach
+
+    @functools.cached_property
+    def takes_state_handoff(self) -> bool:
+        if _class_of(self.block) is not Block:
+            return False
+        mixer = self.block.mixer
+        return isinstance(mixer, Mixer) and _class_of(mixer) in MIXERS.values() and mixer.takes_state_handoff
 
     def parameters(self) -> Iterable[Tensor]:
-        return self.all
+        return self._parameters
 
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         return self.block.named_modules()
@@ -178,7 +233,7 @@ class Layer:
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         trained, casts = (
-            [p for p in self.all if p.requires_grad],
+            [p for p in self._parameters if p.requires_grad],
             self.casts.cast_weights(self.block, x.device),
         )
 
@@ -202,10 +257,8 @@ def _class_of(module: Any) -> type:
     return cls if any(base.__name__ == "FSDPModule" for base in derived) else type(module)
 
 
-class Head:
+class Head(Stage):
     """y_K → the chunk's summed loss."""
-
-    stateful, grows, reach = False, (), 0
 
     def __init__(self, model: Any) -> None:
         """Take a `Stack`, or a model with its `head_parameters` and `head_loss`."""
@@ -213,9 +266,6 @@ class Head:
 
     def parameters(self) -> Iterable[Tensor]:
         return self.model.head_parameters()
-
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return ()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.model.head_loss(x, chunk.targets), ()
@@ -239,14 +289,14 @@ def check_windows(config: StackConfig, spec: EngineSpec) -> None:
         )
 
 
-def costs_of(stages: Iterable[Stage]) -> tuple[float, ...]:
+def costs_of(stages: Iterable[Stage | None]) -> tuple[float, ...]:
     """Return the multiply-adds per token of each stage's forward, as an estimate of its time.
 
-    It counts each weight of a matrix once; the embedding, a look-up, counts 0. The scan's own work is left
-    out: O(d_inner d_state), it is small beside the projections at real widths."""
+    It counts each weight of a matrix once; the embedding, a look-up, counts 0, as does an absent stage. The
+    scan's own work is left out: O(d_inner d_state), it is small beside the projections at real widths."""
     return tuple(
         0.0
-        if isinstance(stage, Embedding)
+        if stage is None or isinstance(stage, Embedding)
         else float(sum(p.numel() for p in stage.parameters() if p.dim() > 1))
         for stage in stages
     )

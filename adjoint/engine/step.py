@@ -1,8 +1,7 @@
-"""`ChunkedStep`: a batch by a spec in one process, as one autograd function from parameters to the loss."""
+"""`ChunkedStep`: a batch by a spec, as one autograd function from parameters to the loss or as a program."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -14,19 +13,19 @@ from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine import budget
-from adjoint.engine.executor import Connections, Executor, Transport
-from adjoint.engine.grid import EngineSpec, Grid, Key, Storage, make_grid
-from adjoint.engine.leaves import UnlistedLeaves
-from adjoint.engine.schedule import Action, Owners, Run, keys_of, make_schedule
+from adjoint.engine.distribution import Distribution
+from adjoint.engine.executor import Executor
+from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
+from adjoint.engine.parameter_access import ParameterAccess
+from adjoint.engine.schedule import Action, HelperTasks, Run, Schedule, keys_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import Constants
-from adjoint.kernels.checks import differentiable_once
+from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
 
 T = TypeVar("T")
-ContextFactory = Callable[[], contextlib.AbstractContextManager[Any]]
 # (cotangents of the results) → (gradients of `grad_inputs`, cotangents of the initial states and embeddings)
 Backward = Callable[..., tuple[Gradients, Sequence[Tensor | None]]]
 
@@ -108,135 +107,128 @@ class _SkipNone:
 
 
 class ChunkedStep:
-    """A batch's forward and backward in one process: the program of one worker, cut into two.
+    """A batch's forward and backward as this process runs them.
 
-    Making it computes nothing; `loss()` and `forward()` make its executor and its program.
+    As one autograd function (`loss`, `differentiable`) its program is cut into two; `accumulate` runs it
+    whole, for a loop that needs no autograd. Making it computes nothing.
 
     Args:
-        stages: all stages of a model.
+        stages: all stages of a model; None for those that other workers have.
         batch: with a differentiable state for each stage.
         width: last dimension of the tensors between stages.
-        backward_context: makes the context in which the backward runs, which puts the model back as it was in
-            the forward: a caller may have replaced its tensors for the forward alone.
         sums: the sums, besides the loss, that stages add to.
+        distribution: the workers that run the batch together; by default this process alone.
+        access: how stages get their weights; by default they are plain tensors.
 
     Attributes:
-        parameters: the parameters of all stages, each once.
+        parameters: the parameters of this process's stages, each once.
         grad_inputs: the tensors whose gradients a backward returns: `parameters` and, after the forward, the
             unlisted ones that its last chunk has reached (`leaves.UnlistedLeaves`).
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
         has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
         windows: each layer's window, once they are picked.
-        worker, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's grid
-            as far as it is known; set by `_begin`.
+        executor, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's
+            grid as far as it is known; set by `_begin`.
         backward_actions: the backward's part of the program; set by the forward.
         constants: tensors that are not trained, as the forward has left them.
     """
 
-    frozen_too = True  # whether `constants` has frozen parameters
-    # How many processes share the sequence, which of them this is, and its messages to the others.
-    workers, place = 1, 0
-    transport: Transport | None = None
-    worker: Executor
+    executor: Executor
     grid: Grid
     tapes: int
     backward_actions: Sequence[Action] = ()
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[Stage | None],
         batch: Batch,
         spec: EngineSpec,
         width: int,
-        backward_context: ContextFactory = contextlib.nullcontext,
         sums: Sequence[Sum] = (),
+        distribution: Distribution | None = None,
+        access: ParameterAccess | None = None,
     ) -> None:
-        assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
-        self.stages, self.batch, self.spec, self.width, self.backward_context = (
-            stages,
-            batch,
-            spec,
-            width,
-            backward_context,
-        )
-        self.sums = sums
-        self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
+        self.distribution, self.access = distribution or Distribution(), access or ParameterAccess()
+        self.stages = self.access.stages(stages)
+        self.batch, self.spec, self.width, self.sums = batch, spec, width, sums
+        self.local_stages = [stage for stage in self.stages if stage is not None]
+        self.parameters = list(dict.fromkeys(p for stage in self.local_stages for p in stage.parameters()))
         self.initial = [s for state in batch.states for s in state]
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
         self.grad_inputs, self.has_backward = self.parameters, torch.is_grad_enabled()
         self.windows: list[int] | None = None
-        self.stateful = [stage.stateful for stage in stages]
-        self.reach = max(stage.reach for stage in stages)
-        self.owners = Owners((0,) * len(stages), self.workers)
+
+    # --------------------------------------------------------------------------------------------- executor
 
     def _begin(self) -> None:
-        """Make the worker, with room for the states of all chunks, and count the tapes that fit in memory."""
-        spec = self.spec
-        self.worker = self._worker(spec)
+        """Make the executor, with room for all chunks' states, and count the tapes that fit in memory."""
+        self.spec = spec = self.access.begin(self.batch, self.spec, self.distribution)
+        self.distribution.begin(self.stages, spec, self.batch.ids.device)
+        self._make_executor()
         self.tapes = 0 if spec.backward.window == "auto" else spec.storage.tapes
         if spec.storage.memory is not None and self.has_backward and self.parameters:
-            grid, device = self.worker.grid, self.batch.ids.device
+            grid, device = self.executor.grid, self.batch.ids.device
             sizes = [grid.tokens(c) for c in range(grid.chunks)]
-            room = budget.room_for_tapes(spec.storage.memory, self.worker.kept_bytes(), device)
+            room = budget.room_for_tapes(spec.storage.memory, self.executor.kept_bytes(), device)
             measured = self._measure_first_chunk()
             self.tapes = budget.tapes_within(room, measured, sizes)
-            fits_in_one_chunk = (measured.tape + measured.backward_peak) * self.batch.seqlen / sizes[
-                0
-            ] <= room
-            if spec.storage.prefer_single_chunk and fits_in_one_chunk:
+            bytes_in_one_chunk = (measured.tape + measured.backward_peak) * self.batch.seqlen / sizes[0]
+            if spec.storage.prefer_single_chunk and bytes_in_one_chunk <= room:
                 self.spec = dataclasses.replace(spec, chunk_size=self.batch.seqlen)
-                self.worker = self._worker(self.spec)
-        self.grid = self.worker.grid
+                self._make_executor()
+        agreed = self.distribution.agree(self.executor, self.spec, self.parameters, self.has_backward)
+        if agreed is not self.grid:
+            self._make_executor(agreed)
 
-    def _grid(self, spec: EngineSpec) -> Grid:
-        return make_grid(spec, self.batch.seqlen, self.stateful, self.reach)
+    def _make_executor(self, grid: Grid | None = None) -> None:
+        """Make the executor of a grid; by default of the spec's, with cuts drawn if it drops by chance."""
+        if grid is None:
+            grid = self.distribution.grid(self.spec, self.batch.seqlen, self.stages)
+            if self.spec.backward.drop_probability and self.has_backward:
+                scale = self.distribution.adjoint_scale(self.spec, grid)
+                grid = dataclasses.replace(grid, adjoint_scale=scale)
+        self.grid, self.executor = grid, self._executor_of(grid)
+        self.access.check(self.executor, self.has_backward)
 
-    def _make_worker(self, grid: Grid, batch: Batch, spec: EngineSpec) -> Executor:
-        connections = Connections(self.transport)
-        return Executor(self.stages, grid, batch, spec, self.width, self._new_gradients(), connections)
-
-    def _new_gradients(self) -> Gradients:
-        # in a group every process would have to find the same tensors
-        unlisted = UnlistedLeaves(self.parameters, open=self.has_backward and self.transport is None)
-        return Gradients(unlisted, self.parameters if self.has_backward else ())
-
-    def _worker(self, spec: EngineSpec, adjoint_scale: tuple[tuple[float, ...], ...] = ()) -> Executor:
-        """Make a worker of the batch; without `adjoint_scale` it is drawn, if the spec drops by chance."""
-        grid = self._grid(spec)
-        if spec.backward.drop_probability and self.has_backward:
-            drawn = adjoint_scale or draw_adjoint_scale(
-                sum(self.stateful), grid.chunks, spec.backward.drop_probability
-            )
-            grid = dataclasses.replace(grid, adjoint_scale=drawn)
+    def _executor_of(self, grid: Grid) -> Executor:
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
-        batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
-        return self._make_worker(grid, batch, spec)
+        return Executor(
+            self.stages,
+            grid,
+            dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached),
+            self.spec,
+            self.width,
+            self.access.gradients(self.parameters, self.has_backward, self.distribution.is_alone),
+            self.distribution.connections(grid),
+        )
 
     def _measure_first_chunk(self) -> budget.ChunkMemory:
         """Return the first chunk's memory, measured by running it alone, once per model and kind of batch.
 
         A stage that draws random numbers draws those of this run again for the first chunk."""
-        worker, ids = self.worker, self.batch.ids
-        size = worker.grid.tokens(0)
+        executor, ids = self.executor, self.batch.ids
+        size = executor.grid.tokens(0)
         measurements = budget.measurements_of(self.parameters)
         trained = tuple(p.requires_grad for p in self.parameters)
         recompute = self.spec.storage.recompute
-        kind = len(ids), size, ids.device, worker.lowest_precision, worker.autocast, recompute, trained
+        kind = len(ids), size, ids.device, executor.lowest_precision, executor.autocast, recompute, trained
         if kind not in measurements:
             with budget.LiveBytes() as live:
                 spec = EngineSpec(size, least=self.spec.least, storage=Storage(keep=self.spec.storage.keep))
-                first = dataclasses.replace(self.batch.chunk(0, size), states=worker.batch.states)
+                first = dataclasses.replace(self.batch.chunk(0, size), states=executor.batch.states)
                 with torch.enable_grad():
                     first_step = ChunkedStep(self.stages, first, spec, self.width)
                 with torch.no_grad():
                     before = live.begin()
                     first_step._begin()
                     live_at_begin = live.live
-                    loss, final = first_step._forward()
+                    loss, final = first_step.run_forward()
                     tape = live.live - live_at_begin
-                    first_step.backward(torch.ones_like(loss), [None] * len(final))
+                    first_step.run_backward(torch.ones_like(loss), [None] * len(final))
                     measurements[kind] = budget.ChunkMemory(tape, live.peak - before - tape)
         return measurements[kind]
+
+    # ------------------------------------------------------------------------------ as an autograd function
 
     def loss(self, states: bool = False) -> Result:
         """Run the forward; return the mean loss and the final states, differentiable.
@@ -262,58 +254,161 @@ class ChunkedStep:
             return_final_kv: as `states` of `loss`.
         """
         self._begin()
-        self.worker.begin_forward(return_final_kv)
-        return self._forward()
+        self.executor.begin_forward(return_final_kv)
+        return self.access.forward(self)
 
-    def _forward(self) -> tuple[Tensor, list[Tensor]]:
-        worker = self.worker
-        forward_actions, self.backward_actions = self._programs()
+    def backward(
+        self, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        """Return the gradients of parameters, and the cotangents of `initial`.
+
+        Args:
+            d_loss: cotangent of the mean loss. d_final: of the final states and the totals of the sums.
+        """
+        self.distribution.check_same_scale(d_loss)
+        return self.access.backward(self, d_loss, d_final)
+
+    def run_forward(self) -> tuple[Tensor, list[Tensor]]:
+        """Run the forward's part of the program; return what `forward` returns."""
+        executor = self.executor
+        schedule, forward_actions, self.backward_actions = self._cut_program()
         # A second backward finds its tapes used and recomputes them: what that reads must stay.
         stays = self._read_by_backward() if self.has_backward else set()
-        self._run([_without_frees(a, stays) for a in forward_actions])
-        self.grad_inputs = [*self.parameters, *worker.gradients.unlisted_leaves.close()]
+        self._run(schedule, [_without_frees(a, stays) for a in forward_actions])
+        self.grad_inputs = [*self.parameters, *executor.gradients.unlisted_leaves.close()]
         if self.has_backward:
-            modules = [named for stage in self.stages for named in stage.modules()]
-            self.constants = Constants(modules, self.frozen_too)
-        if worker.decays is not None:
-            decays = [d for d, stateful in zip(worker.decays, self.stateful, strict=True) if stateful]
-            self.windows = [d.window(self.spec.backward.tolerance, self.batch.seqlen) for d in decays]
-            self.grid = make_grid(
-                self.spec, self.batch.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
-            )
+            modules = [named for stage in self.local_stages for named in stage.modules()]
+            self.constants = Constants(modules, self.access.frozen_may_change)
+        if executor.decays is not None:
+            self._pick_windows()
             self.backward_actions = self._backward_program()
-        total, states = self._results()
-        # not the worker's own tensors: an autograd function that held its outputs would never be freed
+        total, states = self.distribution.results(executor, self.sums)
+        # not the executor's own tensors: an autograd function that held its outputs would never be freed
         final = [s.detach() for state in states for s in state]
         return total / self.batch.divisor, final + [s.total for s in self.sums]
+
+    def run_backward(
+        self, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        """Run the backward's part of the program; return what `backward` returns."""
+        executor = self.executor
+        for sequence_sum, d in zip(reversed(self.sums), reversed(d_final), strict=False):
+            sequence_sum.cotangent = d
+            if d_loss is None and d is not None:  # a sum's cotangent reaches stages by the loss's backward
+                d_loss = d.new_zeros(())
+        scale = None if d_loss is None else d_loss / self.batch.divisor
+        executor.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
+        stored_values = {key: value for key, value in executor.store.items() if key[0] != "tape"}
+        try:
+            with self.access.backward_context(), self.constants.restored():
+                self._run(self._schedule(forward=False, tapes=0), self.backward_actions)
+            d_initial = [d for state in executor.d_initial for d in state]
+            embedded = self.batch.ids.is_floating_point()
+            return self._summed(executor.gradients, d_initial + ([executor.d_ids] if embedded else []))
+        finally:  # ready for a second backward, also after an interrupt
+            executor.begin_again(stored_values)
+            self.backward_actions = self._backward_program()
+
+    def _summed(
+        self, gradients: Gradients, d_initial: list[Tensor | None]
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        """Return gradients and cotangents summed over the workers with the same stages."""
+        listed = self.parameters
+
+        def zeros(i: int) -> Tensor:
+            if i < len(listed):
+                return torch.zeros_like(listed[i], dtype=accumulate_dtype(listed[i].dtype))
+            return torch.zeros_like(self.initial[i - len(listed)])
+
+        terms = [*(gradients.sums.get(p) for p in listed), *d_initial]
+        totals = self.distribution.summed(terms, zeros)
+        if totals is terms:  # nobody else has these stages
+            return gradients, d_initial
+        gradients.sums = {p: total for p, total in zip(listed, totals, strict=False) if total is not None}
+        return gradients, list(totals[len(listed) :])
 
     def chunk_losses(self) -> list[Tensor]:
         """Run the forward alone; return the summed loss of each chunk."""
         self.forward()
-        losses = self.worker.losses
+        losses = self.executor.losses
         return list(losses.select(sorted(losses.written)).unbind())
 
-    def _programs(self) -> tuple[Sequence[Action], Sequence[Action]]:
-        """Return this process's actions of the forward, and of the backward that follows it."""
-        actions = self._make_actions(backward=self.has_backward, tapes=self.tapes)
-        split = next((i for i, a in enumerate(actions) if not _is_forward(a)), len(actions))
-        return actions[:split], actions[split:]
+    # --------------------------------------------------------------------------------------- without autograd
+
+    def accumulate(self, divisor: float = 1, return_final_kv: bool = False) -> Executor:
+        """Run the whole program, or without gradients that of the forward, as a loop of its own needs it.
+
+        Args:
+            divisor: of the mean loss, whose cotangent it divides.
+            return_final_kv: as `states` of `loss`.
+
+        Returns:
+            The executor, which holds this worker's share of the summed loss, its stages' final states and the
+            sums of its gradients.
+        """
+        self._begin()
+        executor = self.executor
+        executor.begin_forward(return_final_kv)
+        unit = torch.ones((), dtype=executor.accumulate_dtype, device=executor.device)
+        scale = unit / divisor / self.batch.divisor
+        executor.begin_backward(scale)
+        if not self.has_backward:
+            self._run(self._schedule(backward=False, tapes=0))
+        elif executor.decays is None:
+            self._run(self._schedule(tapes=self.tapes))
+        else:
+            schedule = self._schedule(backward=False, tapes=0)
+            actions = schedule.programs[self.distribution.worker]
+            self._run(schedule, [dataclasses.replace(a, frees=()) for a in actions])
+            self._pick_windows()
+            executor.begin_backward(scale, grid=self.grid)
+            self._run(self._schedule(forward=False, tapes=0))
+        return executor
+
+    # --------------------------------------------------------------------------------------------- programs
+
+    def _schedule(self, *, forward: bool = True, backward: bool = True, tapes: int) -> Schedule:
+        return self.distribution.schedule(
+            self.spec, self.grid, forward=forward, backward=backward, tapes=tapes
+        )
 
     def _backward_program(self) -> Sequence[Action]:
-        return self._make_actions(forward=False, tapes=0)
+        return self._schedule(forward=False, tapes=0).programs[self.distribution.worker]
 
-    def _make_actions(self, **options: Any) -> Sequence[Action]:
-        """Return this process's program; `options` are those of `make_schedule`."""
-        return make_schedule(self.grid, self.owners, **options).programs[self.place]
+    def _cut_program(self) -> tuple[Schedule, Sequence[Action], Sequence[Action]]:
+        """Return the schedule of the forward, its actions, and those of the backward that follows it."""
+        grid, worker = self.grid, self.distribution.worker
+        windowed = any(grid.window(k) is not None for k in range(grid.stages))
+        if windowed and not self.distribution.is_alone:
+            # inputs of other ranks' windows travel in the backward alone: there may be none
+            schedule = self._schedule(backward=False, tapes=0)
+            later = self._backward_program() if self.has_backward else ()
+            return schedule, schedule.programs[worker], later
+        schedule = self._schedule(backward=self.has_backward, tapes=self.tapes)
+        actions = schedule.programs[worker]
+        forward_actions = [a for a in actions if _in_forward(a)]
+        return schedule, forward_actions, [a for a in actions if not _in_forward(a)]
 
-    def _run(self, actions: Sequence[Action]) -> None:
-        self.worker.run(actions)
+    def _run(self, schedule: Schedule, actions: Sequence[Action] | None = None) -> None:
+        """Run this worker's program of a schedule, or those of its actions that are given."""
+        if actions is None:
+            actions = schedule.programs[self.distribution.worker]
+        with self.distribution.running(schedule, lambda: self._executor_of(self.grid)):
+            self.executor.run(actions)
 
-    def _results(self) -> tuple[Tensor, list[State]]:
-        """Return the summed loss and the final states, of all processes, and drop the worker's."""
-        total, final = self.worker.results()
-        assert total is not None
-        return total, final
+    def _pick_windows(self) -> None:
+        """Pick each layer's window by the decays that the forward has noted; set the backward's grid."""
+        assert self.executor.decays is not None
+        tolerance, seqlen = self.spec.backward.tolerance, self.batch.seqlen
+        widths = [
+            0 if stage is None else decays.window(tolerance, seqlen)
+            for stage, decays, stateful in zip(
+                self.stages, self.executor.decays, self.grid.stateful, strict=True
+            )
+            if stateful
+        ]
+        self.windows = self.distribution.windows(widths)
+        self.grid = self.distribution.grid(self.spec, seqlen, self.stages, self.windows)
 
     def _read_by_backward(self) -> set[Key]:
         grid = self.grid
@@ -321,30 +416,11 @@ class ChunkedStep:
             return {key for t in grid.forward_tiles() for key in grid.writes(t)}
         return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
 
-    def backward(
-        self, d_loss: Tensor | None, d_final: Sequence[Any]
-    ) -> tuple[Gradients, list[Tensor | None]]:
-        worker = self.worker
-        for sequence_sum, d in zip(reversed(self.sums), reversed(d_final), strict=False):
-            sequence_sum.cotangent = d
-            if d_loss is None and d is not None:  # a sum's cotangent reaches stages by the loss's backward
-                d_loss = d.new_zeros(())
-        scale = None if d_loss is None else d_loss / self.batch.divisor
-        worker.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
-        stored_values = {key: value for key, value in worker.store.items() if key[0] != "tape"}
-        try:
-            with self.backward_context(), self.constants.restored():
-                self._run(self.backward_actions)
-            d_initial = [d for state in worker.d_initial for d in state]
-            embedded = self.batch.ids.is_floating_point()
-            return worker.gradients, d_initial + ([worker.d_ids] if embedded else [])
-        finally:  # ready for a second backward, also after an interrupt
-            worker.begin_again(stored_values)
-            self.backward_actions = self._backward_program()
 
-
-def _is_forward(action: Action) -> bool:
-    return isinstance(action, Run) and action.tile.is_forward
+def _in_forward(action: Action) -> bool:
+    """Whether an action of a program without windows belongs to the forward: its messages are states."""
+    assert not isinstance(action, HelperTasks)
+    return action.tile.is_forward if isinstance(action, Run) else action.key[0] == "S"
 
 
 def _without_frees(action: Action, stays: set[Key]) -> Action:
@@ -352,17 +428,7 @@ def _without_frees(action: Action, stays: set[Key]) -> Action:
     return dataclasses.replace(action, frees=tuple(key for key in action.frees if key not in stays))
 
 
-def grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
+def grouped(states: Sequence[State], flat: Sequence[T]) -> list[tuple[T, ...]]:
     """Return the flat list as tuples, one per state and of its length."""
     rest = iter(flat)
     return [tuple(next(rest) for _ in state) for state in states]
-
-
-def draw_adjoint_scale(stateful: int, chunks: int, drop: float) -> tuple[tuple[float, ...], ...]:
-    """Draw `Grid.adjoint_scale`: 0 with probability `drop`, else 1 / (1 - drop); () if nothing is dropped.
-
-    The numbers come from PyTorch's CPU generator."""
-    if not drop:
-        return ()
-    drawn = (torch.rand(stateful, chunks) >= drop).double() / (1 - drop)
-    return tuple(map(tuple, drawn.tolist()))

@@ -59,7 +59,7 @@ def warm_up(worker: Any, actions: Sequence[Action], warmed_up: set[Hashable]) ->
         warmed_up: the kinds that have run in this process; the function adds to them.
     """
     worker.begin_backward(torch.ones((), dtype=worker.accumulate_dtype, device=worker.device))
-    worker.count_edges(actions)
+    worker.exchange.count_edges(worker, actions)
     with worker.precision():
         for kind, action in kinds_of(worker, actions).items():
             if kind in warmed_up:

@@ -27,13 +27,15 @@ from adjoint.kernels.checks import differentiable_once
 class Casts:
     """Casts of a module's linear layers' weights to autocast's dtype, made again when the weight has changed.
 
+    Args:
+        allowed: whether weights are cast at all.
+
     Attributes:
-        allowed: False for weights that are not gathered yet when they would be cast (under `fully_shard`).
         casts: each weight's version when it was cast, and the cast.
     """
 
-    def __init__(self) -> None:
-        self.allowed = True
+    def __init__(self, allowed: bool = True) -> None:
+        self.allowed = allowed
         self.casts: dict[Tensor, tuple[int, Tensor]] = {}
 
     def cast_weights(self, module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:

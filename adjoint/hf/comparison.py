@@ -388,8 +388,7 @@ def gradient_functions(
         batch, _ = call.batch()
         cut_spec = move_edges_out_of_blocks(model, spec, batch)
         if not kind.loss:
-            backbone = Backbone(model, slots, recompute=method.recompute)
-            backbone.padding = call.padding
+            backbone = Backbone(model, slots, recompute=method.recompute, padding=call.padding)
             return make_step([backbone, WeightedSum()], batch, cut_spec)
         stage = CausalLM.from_call(call, slots, method, fetches)
         return make_step([stage], batch, cut_spec, group=SINGLE_RANK if kind.shared else None)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.step import ChunkedStep, ContextFactory
+from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
+from adjoint.engine.stage import Stage
+from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
@@ -39,11 +41,11 @@ from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.methods import Method
-from adjoint.parallel.context import ContextParallelStep
-from adjoint.parallel.fsdp import ShardedModelStage, fsdp_step, trained_parameters, uses_fsdp, why_not_shared
+from adjoint.parallel.context import distribution_of
+from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
 
 
-class Backbone:
+class Backbone(Stage):
     """The backbone as a stage: ids (batch, tokens) → hidden states (batch, tokens, hidden_size).
 
     The state is the model's cache.
@@ -56,15 +58,14 @@ class Backbone:
             layer.
         recompute: how much of a layer's tape is recomputed in the backward: "none", "selective" or "full"
             (see `Exact`).
-
-    Attributes:
-        fetches: whether keys and values of other ranks are fetched for attention (`kv.DistributedPast`).
-        padding: set if hidden states of padding at the right are asked for; its chunks get the model's mask.
-        router_loss: sums for the routers' loss, or None.
-        router_logits: set if the routers' logits are returned beside the hidden states.
+        fetches: as in `Stage`.
+        padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
+        router: what is made of the routers' logits: a loss, or outputs beside the hidden states; or None.
     """
 
-    stateful, takes_state_handoff, reach = True, True, 0
+    stateful: ClassVar[bool] = True
+    takes_state_handoff: ClassVar[bool] = True
+    is_many_layers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -72,20 +73,30 @@ class Backbone:
         slots: Sequence[Slot],
         multiplier: float | None = None,
         recompute: str = "none",
+        *,
+        fetches: bool = False,
+        padding: Padding | None = None,
+        router: RouterLoss | RouterLogits | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
-        self.grows = tuple(slot.grows for slot in self.slots)
+        self._grows = tuple(slot.grows for slot in self.slots)
         self.chunk_context = ChunkContext(model)
         self.trained_parameters, self.sharded = trained_parameters(model), uses_fsdp(model)
         self.tensors = Tensors(model)
         self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
         self.randomness, self.recompute = ChunkRandomness(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
-        self.fetches = False
-        self.router_loss: RouterLoss | None = None
-        self.router_logits: RouterLogits | None = None
-        self.padding: Padding | None = None
+        self._fetches, self.padding = fetches, padding
+        self.router = router
+
+    @property
+    def grows(self) -> tuple[int | None, ...]:
+        return self._grows
+
+    @property
+    def fetches(self) -> bool:
+        return self._fetches
 
     @functools.cached_property
     def cache(self) -> ChunkCache:
@@ -119,9 +130,9 @@ class Backbone:
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
-        if self.router_logits is None:
+        if not isinstance(self.router, RouterLogits):
             return output[0], state
-        return self.router_logits.append_to(output[0], output.router_logits, chunk.start), state
+        return self.router.append_to(output[0], output.router_logits, chunk.start), state
 
     def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
@@ -150,7 +161,7 @@ class Backbone:
         inputs: dict[str, Any] = {name: values for name, values in chunk.inputs.items() if name != TOKEN_MASK}
         inputs["inputs_embeds" if x.is_floating_point() else "input_ids"] = x
         inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
-        if self.router_loss or self.router_logits:
+        if self.router is not None:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
         # Masks made of token types count tokens from the document's start.
         if TOKEN_TYPES in inputs and block_function(self.model):
@@ -192,13 +203,21 @@ class Backbone:
 class CausalLM(Backbone):
     """The backbone and the head as a stage: ids → the chunk's summed loss.
 
-    Attributes:
+    Args:
+        backbone: arguments of `Backbone`.
         z_loss_factor: coefficient of the squared log-partition function of every token, or None.
         hidden_states: storage for hidden states of which logits are made later, or None.
     """
 
-    z_loss_factor: float | None = None
-    hidden_states: HiddenStates | None = None
+    def __init__(
+        self,
+        *backbone: Any,
+        z_loss_factor: float | None = None,
+        hidden_states: HiddenStates | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*backbone, **options)
+        self.z_loss_factor, self.hidden_states = z_loss_factor, hidden_states
 
     @staticmethod
     def from_call(
@@ -207,12 +226,14 @@ class CausalLM(Backbone):
         method: Method,
         fetches: bool = False,
         router_loss_factor: float = 1.0,
+        padding: Padding | None = None,
+        hidden_states: HiddenStates | None = None,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
         Args:
             method: says what is recomputed.
-            fetches: as in `Backbone`.
+            fetches, padding, hidden_states: as in the constructor.
             router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
@@ -221,13 +242,17 @@ class CausalLM(Backbone):
         model, padded = call.model, call.mask is not None
         refuse_unsummable_loss(model, padded)
         refuse_z_loss(model, padded)
-        stage = CausalLM(model, slots, recompute=method.recompute)
-        stage.fetches = fetches
-        if z := check.z_loss_coefficient(model):  # the model takes the mean over all tokens
-            stage.z_loss_factor = z / call.ids.numel()
-        if call.kind.routed:
-            stage.router_loss = RouterLoss(model, router_loss_factor)
-        return stage
+        z = check.z_loss_coefficient(model)
+        return CausalLM(
+            model,
+            slots,
+            recompute=method.recompute,
+            fetches=fetches,
+            padding=padding,
+            router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
+            z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
+            hidden_states=hidden_states,
+        )
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
@@ -240,9 +265,9 @@ class CausalLM(Backbone):
         loss = summed_loss(self.model, output[0], chunk.targets, z_loss_factor)
         if self.hidden_states is not None:
             self.hidden_states.add(output[0], chunk.start)
-        if self.router_loss is not None:
-            chunk_sums = self.router_loss.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
-            loss = loss + self.router_loss.add(chunk_sums, chunk.start)
+        if isinstance(self.router, RouterLoss):
+            chunk_sums = self.router.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
+            loss = loss + self.router.add(chunk_sums, chunk.start)
         return loss, state
 
 
@@ -270,7 +295,7 @@ class HiddenStates:
         self.hidden[:, at : at + y.shape[1]] = y
 
 
-class CollectHiddenStates(HiddenStates):
+class CollectHiddenStates(HiddenStates, Stage):
     """A stage above a backbone that stores the hidden states instead of computing a loss.
 
     If not all of them are stored, no backward may follow.
@@ -279,17 +304,9 @@ class CollectHiddenStates(HiddenStates):
         cotangent: gradient of the hidden states, to be set before the backward.
     """
 
-    stateful, grows, reach = False, (), 0
-
     def __init__(self, tokens: int, first_token: int = 0) -> None:
         super().__init__(tokens, first_token)
         self.cotangent: Tensor | None = None
-
-    def parameters(self) -> Iterable[Tensor]:
-        return ()
-
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return ()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         self.add(x, chunk.start)
@@ -337,18 +354,14 @@ def make_step(
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
-    sums = [] if stages[0].router_loss is None else [stages[0].router_loss]
+    sums = [stages[0].router] if isinstance(stages[0].router, RouterLoss) else []
     if group is not None:
         if sharded and (why := why_not_shared(model, group)):
             check.refuse(model, f"sequence_group: {why}")
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
-    if sharded:
-        sharded_stage = ShardedModelStage(stages[0], root_of(model))
-        return fsdp_step([sharded_stage, *stages[1:]], batch, spec, width, sums, group)
-    if group is not None:
-        return ContextParallelStep(group, stages, batch, spec, width, backward_context, sums)
-    return ChunkedStep(stages, batch, spec, width, backward_context, sums)
+    access = FSDPAccess(root_of(model)) if sharded else ParameterAccess(backward_context)
+    return ChunkedStep(stages, batch, spec, width, sums, distribution_of(group), access)
 
 
 @torch.no_grad()

@@ -24,7 +24,8 @@ from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.compare import TOKENS
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.step import ContextFactory, uncompiled
+from adjoint.engine.parameter_access import ContextFactory
+from adjoint.engine.step import uncompiled
 from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, comparison, mini_sequence
@@ -42,7 +43,7 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
 from adjoint.hf.randomness import ChunkRandomness
-from adjoint.hf.router_loss import RouterLogits
+from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import Backbone, CausalLM, CollectHiddenStates, HiddenStates, make_step
 from adjoint.hf.verification import (
@@ -318,12 +319,15 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         reason = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
         check.refuse(model, f"sequence_group: {reason}")
     router_loss_factor = verification.router_loss_factor if call.kind.routed else 1.0
+    hidden_states = None if call.logits_index is None else _hidden_states_for_logits(call, batch)
     stage = CausalLM.from_call(
-        call, verification.slots, verification.wrap_state.method, verification.fetches, router_loss_factor
-    )
-    stage.padding = verification.padding_of(call)
-    stage.hidden_states = hidden_states = (
-        None if call.logits_index is None else _hidden_states_for_logits(call, batch)
+        call,
+        verification.slots,
+        verification.wrap_state.method,
+        verification.fetches,
+        router_loss_factor,
+        verification.padding_of(call),
+        hidden_states,
     )
     result = make_step([stage], batch, spec, backward_context, group).loss()
     if group is not None and stage.randomness.states_by_chunk:
@@ -333,9 +337,9 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         rows, width = len(call.ids), hidden_states.hidden.shape[-1]
         hidden = hidden_states.hidden.reshape(rows, -1, width)[:, call.logits_index]
         logits = gathered_runner(model)(lambda: logits_by_slices(model, hidden))
-    if stage.router_loss is None:
+    if not isinstance(stage.router, RouterLoss):
         return LossOutput(loss=result.loss, logits=logits)
-    router_loss = stage.router_loss.loss(result.sums[0])
+    router_loss = stage.router.loss(result.sums[0])
     loss = result.loss + router_loss_factor * router_loss
     return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits)
 
@@ -369,10 +373,14 @@ def _hidden_by_chunks(call: Call) -> Any:
         )
     verification = verify(call)
     batch, spec = _cut_into_chunks(call, verification)
-    stage = Backbone(model, verification.slots, recompute=verification.wrap_state.method.recompute)
-    stage.padding = verification.padding_of(call)
+    stage = Backbone(
+        model,
+        verification.slots,
+        recompute=verification.wrap_state.method.recompute,
+        padding=verification.padding_of(call),
+        router=RouterLogits() if call.kind.routed else None,
+    )
     collect = CollectHiddenStates(batch.seqlen)
-    stage.router_logits = RouterLogits() if call.kind.routed else None
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
     step.forward()
     assert collect.hidden is not None
@@ -383,9 +391,9 @@ def _hidden_by_chunks(call: Call) -> Any:
 
     (hidden,) = step.differentiable([collect.hidden.detach()], backward)
     hidden = hidden.reshape(*call.ids.shape, -1)
-    if stage.router_logits is None:
+    if not isinstance(stage.router, RouterLogits):
         return Output(last_hidden_state=hidden)
-    hidden, *logits = stage.router_logits.split_from(hidden)
+    hidden, *logits = stage.router.split_from(hidden)
     return Output(last_hidden_state=hidden, router_logits=tuple(layer.flatten(0, 1) for layer in logits))
 
 

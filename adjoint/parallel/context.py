@@ -14,38 +14,49 @@ import functools
 import itertools
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjoint.batch import Batch
-from adjoint.engine.executor import Connections, Documents, Executor
+from adjoint.engine.distribution import Distribution
+from adjoint.engine.exchange import Exchange
+from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid, Tile
-from adjoint.engine.schedule import BUFFERS, CAPACITY, Action, HelperTasks, Owners, Run, make_schedule
+from adjoint.engine.schedule import Action, Owners, Schedule
 from adjoint.engine.sequence_sums import Sum
-from adjoint.engine.stage import Layer, Stage, costs_of
-from adjoint.engine.step import ChunkedStep, ContextFactory
+from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.storage import Slab, by_itself, growing, joined, recurrent
-from adjoint.engine.tile import Cotangents, Gradients
+from adjoint.engine.tile import Cotangents
+from adjoint.engine.tile_values import Documents, TileValues
 from adjoint.errors import UserError
-from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
+if TYPE_CHECKING:  # torch may be built without it
+    from torch.distributed import ProcessGroup
+
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
 WEIGHTS_NAME = "the model's weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-SINGLE_RANK: Any = object()  # in a group's place: this process alone, running the code of a group
-_compared: Any = WeakTensorKeyDictionary()  # a model's first parameter: groups that have compared weights
 
 
-def group_of(group: Any) -> Any:
+class SingleRank:
+    """Stand-in for a group: this process alone, running the code of a group."""
+
+
+SINGLE_RANK = SingleRank()
+# a model's first parameter: groups that have compared weights
+_compared: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
+
+
+def group_of(group: object) -> ProcessGroup:
     """Return the process group of a `sequence_group`.
 
     Args:
@@ -79,99 +90,85 @@ def group_of(group: Any) -> Any:
             "sequence_group must be a process group of torch.distributed or a DeviceMesh of one dimension; "
             f"got {group!r}"
         )
-    if not inside:
+    if not inside or not isinstance(group, dist.ProcessGroup):
         raise UserError(
             f"sequence_group: rank {dist.get_rank()} is not in the group; only its members may call with it"
         )
     return group
 
 
-def ranks_of(group: Any) -> int:
+def ranks_of(group: ProcessGroup) -> int:
     """Return the number of processes of a group that `group_of` has returned."""
     import torch.distributed as dist
 
     return dist.get_world_size(group)
 
 
-class ContextParallelExecutor(Executor):
-    """The executor of one rank, in whose tiles states, keys and values cross chunk edges (`handoff`, `kv`).
+class WithinTiles(Exchange):
+    """States, keys and values cross chunk edges while tiles run (`handoff`, `kv`).
 
     Args:
         owners: owners of the chunks, in rounds (`Owners.in_rounds`).
-        place: this worker.
-        executor_arguments: as in `Executor`.
+        rank: the worker that this is.
+        transport: to the other workers.
+
+    Attributes:
+        states: recurrent states before this rank's chunks, by stage and chunk.
+        handoffs: of the tapes that have not been pulled back, by stage and chunk.
+        under_way: handoffs whose messages have not left, by stage.
+        initial_tokens: tokens before the sequence in states that grow.
     """
 
-    transport: Messages
-
-    def __init__(self, owners: Owners, place: int, *executor_arguments: Any) -> None:
-        self.owners, self.place = owners, place
-        super().__init__(*executor_arguments)
-        self.initial_tokens = self._initial_tokens()
-        # not a method: the worker would hold itself, and keep keys and values alive after the step
-        span = functools.partial(_span, self.chunks, self.documents, self.initial_tokens)
-        self.distributed_kv = DistributedKV(self.grid, owners, place, self.transport, span)
-        self.states: dict[tuple[int, int], State] = {}  # recurrent states before this rank's chunks
+    def __init__(self, owners: Owners, rank: int, transport: Messages) -> None:
+        self.owners, self.rank, self.transport = owners, rank, transport
+        self.states: dict[tuple[int, int], State] = {}
         self.handoffs: dict[tuple[int, int], list[StateHandoff]] = {}
-        self.under_way: dict[int, list[StateHandoff]] = collections.defaultdict(list)  # by stage
-        self.first_tags = list(
-            itertools.accumulate((len(packing.shapes) for packing in self.packing), initial=STATES)
-        )
-        own_chunks = [c for c in range(self.grid.chunks) if self._owner(c) == place]
-        self.last = own_chunks[-1] if own_chunks else -1
-        for edges in self.edges:
-            edges.rows = sum(self.grid.reads_state(c) for c in own_chunks)
+        self.under_way: dict[int, list[StateHandoff]] = collections.defaultdict(list)
 
     def _owner(self, c: int) -> int:
-        return self.owners.peer(self.place, c)
+        return self.owners.peer(self.rank, c)
 
-    def slab(self, initial: Tensor, dim: int) -> Slab:
-        if self._owner(0) != self.place:  # who has the first chunk has what is before it, too
+    def slab(self, values: TileValues, initial: Tensor, dim: int) -> Slab:
+        if self._owner(0) != self.rank:  # who has the first chunk has what is before it, too
             initial = initial.narrow(dim, 0, 0)
-        grid = self.grid
-        tokens = sum(grid.tokens(c) for c in range(grid.chunks) if self._owner(c) == self.place)
-        return Slab(initial, dim, tokens, self.host)
+        grid = values.grid
+        tokens = sum(grid.tokens(c) for c in range(grid.chunks) if self._owner(c) == self.rank)
+        return Slab(initial, dim, tokens, values.host)
 
-    def count_edges(self, actions: Sequence[Action]) -> None:
-        """Do nothing: this worker knows its edges from the beginning."""
+    def begin(self, values: TileValues) -> None:
+        super().begin(values)
+        grid, self.initial_tokens = values.grid, _initial_tokens(values)
+        span = functools.partial(_span, values.chunks, values.documents, self.initial_tokens)
+        self.distributed_kv = DistributedKV(grid, self.owners, self.rank, self.transport, span)
+        self.first_tags = list(
+            itertools.accumulate((len(packing.shapes) for packing in values.packing), initial=STATES)
+        )
+        own_chunks = [c for c in range(grid.chunks) if self._owner(c) == self.rank]
+        self.last = own_chunks[-1] if own_chunks else -1
+        for edges in values.edges:
+            edges.rows = sum(grid.reads_state(c) for c in own_chunks)
+
+    def count_edges(self, values: TileValues, actions: Sequence[Action]) -> None:
+        """Do nothing: edges are known from the beginning."""
 
     # ------------------------------------------------------------------------------------------------ states
 
-    def _initial_tokens(self) -> int:
-        """Return the number of tokens before the sequence in states that grow.
-
-        Raises:
-            UserError: layers have different numbers of them.
-        """
-        past_lengths = {
-            s.shape[dim]
-            for k in self.slabs
-            for s, dim in zip(self.batch.states[k], self.grows[k], strict=True)
-            if dim is not None
-        }
-        if len(past_lengths) > 1:
-            raise UserError(
-                f"sequence_group: initial states have keys of {sorted(past_lengths)} tokens; give all layers "
-                "the same number"
-            )
-        return max(past_lengths, default=0)
-
-    def past(self, slab: Slab, c: int, fetches: bool = False) -> DistributedPast:
-        chunk, initial_tokens = self.chunks[c], self.initial_tokens
-        anchor = torch.zeros((), requires_grad=True)
+    def _past(self, values: TileValues, slab: Slab, c: int, fetches: bool, anchor: Tensor) -> DistributedPast:
+        chunk, initial_tokens = values.chunks[c], self.initial_tokens
         begin = chunk.document or -initial_tokens
         arguments = self.distributed_kv, slab, c, chunk.start, begin, anchor, fetches
-        return DistributedPast(*arguments, *self.documents(chunk, initial_tokens))
+        return DistributedPast(*arguments, *values.documents(chunk, initial_tokens))
 
-    def state(self, k: int, c: int) -> Any:
-        initial, grows, grid = self.batch.states[k], self.grows[k], self.grid
+    def state(self, values: TileValues, k: int, c: int) -> tuple[Any, ...]:
+        initial, grows, grid = values.batch.states[k], values.grows[k], values.grid
         first, before_chunk = (k, c) not in self.states, recurrent(initial, grows)
         arrives = first and grid.reads_state(c) and bool(before_chunk)
         if first:
             if c in grid.document_starts:
                 before_chunk = tuple(torch.zeros_like(s) for s in before_chunk)
             elif arrives:
-                before_chunk = self.packing[k].unpack(self.edges[k].at(self.edges[k].row()))
+                edges = values.edges[k]
+                before_chunk = values.packing[k].unpack(edges.at(edges.row()))
             self.states[k, c] = before_chunk
         before_chunk = self.states[k, c]
         if first:  # their receivers have come this far, or will do so without this rank: waiting is safe
@@ -184,7 +181,7 @@ class ContextParallelExecutor(Executor):
                 self.transport,
                 tag,
                 s,
-                self.accumulate_dtype,
+                values.accumulate_dtype,
                 next_rank if first else None,
                 previous_rank,
                 gradient_source,
@@ -193,44 +190,32 @@ class ContextParallelExecutor(Executor):
         ]
         for handoff in handoffs if arrives else ():
             handoff.post_receive(self._owner(c - 1))
+        stage = values.stage(k)
         with torch.no_grad():
-            handed = tuple(handoff if self._takes_handoff(k) else handoff.receive() for handoff in handoffs)
-        fetches = getattr(self.stages[k], "fetches", False)
-        return joined(handed, (self.past(slab, c, fetches) for slab in self.slabs.get(k, ())), grows)
-
-    def _takes_handoff(self, k: int) -> bool:
-        return getattr(self.stages[k], "takes_state_handoff", False)
-
-    def keep_state(self, k: int, c: int, state: State) -> None:
-        handoffs = self.handoffs[k, c]
-        if not self._takes_handoff(k):
-            with torch.no_grad():
-                for handoff, s in zip(handoffs, recurrent(state, self.grows[k]), strict=True):
-                    handoff.send(s)
-        self._close(k, c)
-        self.under_way[k] += handoffs
-        if c + 1 == self.grid.chunks:
-            after_chunk = map(by_itself, recurrent(state, self.grows[k]))
-            self.final[k] = joined(
-                after_chunk, (slab.between(0, 0) for slab in self.slabs.get(k, ())), self.grows[k]
+            handed = tuple(
+                handoff if stage.takes_state_handoff else handoff.receive() for handoff in handoffs
             )
+        pasts = (
+            self._past(values, slab, c, stage.fetches, torch.zeros((), requires_grad=True))
+            for slab in values.slabs.get(k, ())
+        )
+        return joined(handed, pasts, grows)
 
-    def forward(self, t: Tile) -> None:
-        with self._check_attended():
-            super().forward(t)
-
-    def recompute(self, t: Tile) -> None:
-        with self._check_attended():
-            super().recompute(t)
-        self._close(t.stage, t.chunk)
-
-    def _close(self, k: int, c: int) -> None:
-        """End the forward of a chunk for handoffs that a layer has used itself: its states have been sent."""
-        for handoff in self.handoffs.get((k, c), ()) if self._takes_handoff(k) else ():
-            handoff.end_forward()
+    def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
+        handoffs, grows = self.handoffs[k, c], values.grows[k]
+        if not values.stage(k).takes_state_handoff:
+            with torch.no_grad():
+                for handoff, s in zip(handoffs, recurrent(state, grows), strict=True):
+                    handoff.send(s)
+        self._end_forward(values, k, c)
+        self.under_way[k] += handoffs
+        if c + 1 == values.grid.chunks:
+            after_chunk = map(by_itself, recurrent(state, grows))
+            slabs = (slab.between(0, 0) for slab in values.slabs.get(k, ()))
+            values.final[k] = joined(after_chunk, slabs, grows)
 
     @contextlib.contextmanager
-    def _check_attended(self) -> Iterator[None]:
+    def tile_context(self, values: TileValues, t: Tile) -> Iterator[None]:
         """Raise NotAttended if keys and values were joined to other ranks' but `attend` was not called.
 
         Then a model's own attention code has used the chunk's own keys as if they were all, whether it failed
@@ -250,22 +235,28 @@ class ContextParallelExecutor(Executor):
                 "sequence_group: this model's attention is its own code, which knows no keys and values of "
                 'other ranks: give it attn_implementation="sdpa", or leave sequence_group out'
             ) from cause
+        if t.kind == "recompute":
+            self._end_forward(values, t.stage, t.chunk)
 
-    def backward(self, t: Tile) -> None:
-        """Pull a tape back, exchanging the states' cotangents."""
-        k, c, grows, grid = t.stage, t.chunk, self.grows[t.stage], self.grid
-        start, stop = grid.cuts[c : c + 2]
-        last, slabs, takes_handoff = c + 1 == grid.chunks, self.slabs.get(k, []), self._takes_handoff(k)
+    def _end_forward(self, values: TileValues, k: int, c: int) -> None:
+        """End the forward of a chunk for handoffs that a layer has used itself: its states have been sent."""
+        for handoff in self.handoffs.get((k, c), ()) if values.stage(k).takes_state_handoff else ():
+            handoff.end_forward()
+
+    # -------------------------------------------------------------------------------------------- cotangents
+
+    def cotangents(self, values: TileValues, k: int, c: int) -> Cotangents:
+        grows, grid, slabs = values.grows[k], values.grid, values.slabs.get(k, [])
         if c == self.last:
-            for slab, d in zip(slabs, growing(self.d_final[k], grows), strict=True):
-                slab.begin(None if d is None else self._own_tokens(d, slab.dim))
+            for slab, d in zip(slabs, growing(values.d_final[k], grows), strict=True):
+                slab.begin(None if d is None else self._own_tokens(grid, d, slab.dim))
         self._wait(k)
-        handoffs = self.handoffs.pop((k, c), [])
+        handoffs = self.handoffs.get((k, c), [])
         for handoff in handoffs:
             handoff.begin_backward()
-        if last:
-            carried: Cotangents = recurrent(self.d_final[k], grows)
-        elif takes_handoff:  # their values come while the tile runs
+        if c + 1 == grid.chunks:
+            carried: Cotangents = recurrent(values.d_final[k], grows)
+        elif values.stage(k).takes_state_handoff:  # their values come while the tile runs
             carried = tuple(
                 None
                 if x.gradient_source is None
@@ -274,20 +265,19 @@ class ContextParallelExecutor(Executor):
             )
         else:
             carried = tuple(x.receive_cotangent() for x in handoffs)
-        d_state = joined(carried, (None for _ in slabs), grows)
-        dx, d_state = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_state)
-        if ("dy", k - 1, c) in grid.writes(t):
-            self.store["dy", k - 1, c] = dx
-        self._add_to_ids(k, start, dx)
+        return joined(carried, (None for _ in slabs), grows)
+
+    def put_cotangents(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> None:
+        grows, handoffs = values.grows[k], self.handoffs.pop((k, c), [])
         for handoff, d in zip(handoffs, recurrent(d_state, grows), strict=True):
-            if not takes_handoff:
+            if not values.stage(k).takes_state_handoff:
                 handoff.send_cotangent(d)
             handoff.end_backward()
         self.under_way[k] += handoffs
         if c == 0:
             d_recurrent = tuple(by_itself(x.grad_initial_state) for x in handoffs)
-            past = (slab.initial().to(slab.initially.dtype) for slab in slabs)
-            self.d_initial[k] = joined(d_recurrent, past, grows)
+            past = (slab.initial().to(slab.initially.dtype) for slab in values.slabs.get(k, []))
+            values.d_initial[k] = joined(d_recurrent, past, grows)
 
     def _wait(self, k: int) -> None:
         """Wait until the stage's states and cotangents have left."""
@@ -295,34 +285,55 @@ class ContextParallelExecutor(Executor):
             handoff.wait()
 
     def finish(self) -> None:
-        """Wait until everything has left."""
         for k in [*self.under_way]:
             self._wait(k)
 
     # ------------------------------------------------------------------------------------ states that grow
 
-    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, grid: Grid) -> Iterator[tuple[int, int, int]]:
         """Yield this rank's runs of tokens: (first token in the sequence, length, index among its own)."""
         initial_tokens = self.initial_tokens
-        if initial_tokens and self._owner(0) == self.place:
+        if initial_tokens and self._owner(0) == self.rank:
             yield -initial_tokens, initial_tokens, -initial_tokens
-        for c in range(self.grid.chunks):
-            if self._owner(c) == self.place:
-                yield self.grid.cuts[c], self.grid.tokens(c), self.distributed_kv.own_tokens(c)
+        for c in range(grid.chunks):
+            if self._owner(c) == self.rank:
+                yield grid.cuts[c], grid.tokens(c), self.distributed_kv.own_tokens(c)
 
-    def _own_tokens(self, all_tokens: Tensor, dim: int) -> Tensor:
+    def _own_tokens(self, grid: Grid, all_tokens: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor with all tokens, those before the sequence included."""
-        pieces = [all_tokens.narrow(dim, self.initial_tokens + start, n) for start, n, _ in self._pieces()]
+        pieces = [
+            all_tokens.narrow(dim, self.initial_tokens + start, n) for start, n, _ in self._pieces(grid)
+        ]
         return torch.cat(pieces, dim=dim) if pieces else all_tokens.narrow(dim, 0, 0)
 
-    def gather_slab(self, slab: Slab) -> Tensor:
+    def gather_slab(self, grid: Grid, slab: Slab) -> Tensor:
         """Return the slab's tensor with all tokens; those of other ranks are zero."""
         shape = [*slab.initially.shape]
-        shape[slab.dim] = self.initial_tokens + self.grid.cuts[-1]
+        shape[slab.dim] = self.initial_tokens + grid.cuts[-1]
         out = slab.initially.new_zeros(shape)
-        for start, n, own_start in self._pieces():
+        for start, n, own_start in self._pieces(grid):
             out.narrow(slab.dim, self.initial_tokens + start, n).copy_(slab.between(own_start, own_start + n))
         return out
+
+
+def _initial_tokens(values: TileValues) -> int:
+    """Return the number of tokens before the sequence in states that grow.
+
+    Raises:
+        UserError: layers have different numbers of them.
+    """
+    past_lengths = {
+        s.shape[dim]
+        for k in values.slabs
+        for s, dim in zip(values.batch.states[k], values.grows[k], strict=True)
+        if dim is not None
+    }
+    if len(past_lengths) > 1:
+        raise UserError(
+            f"sequence_group: initial states have keys of {sorted(past_lengths)} tokens; give all layers the "
+            "same number"
+        )
+    return max(past_lengths, default=0)
 
 
 def _span(
@@ -337,69 +348,92 @@ def _span(
     return min([*boundaries[1][row], chunk.seqlen]), chunk.start - boundaries[0][row]
 
 
-class ContextParallelStep(ChunkedStep):
-    """`ChunkedStep` of one rank of a group.
+def distribution_of(group: ProcessGroup | SingleRank | None) -> Distribution:
+    """Return how a batch is distributed; group: whose ranks share its sequences, `SINGLE_RANK`, or None."""
+    return Distribution() if group is None else SequenceGroup(group)
+
+
+class SequenceGroup(Distribution):
+    """The ranks of a group, each with all stages, to whom the chunks of a sequence are dealt in turn.
 
     Args:
-        group: a process group of two ranks or more (`group_of`), or `SINGLE_RANK`.
-        stages, batch, spec, width, backward_context, sums: as in `ChunkedStep`.
+        group: a process group (`group_of`), or `SINGLE_RANK`.
 
-    Raises:
-        UserError: the ranks' arguments differ, or ranks cannot share such a spec or stage.
+    Attributes:
+        ranks: the number of processes.
+        transport: to the other ranks; set by `begin`.
     """
 
-    transport: GroupTransport
+    is_alone = False
 
-    def __init__(
-        self,
-        group: Any,
-        stages: Sequence[Stage],
-        batch: Batch,
-        spec: EngineSpec,
-        width: int,
-        backward_context: ContextFactory = contextlib.nullcontext,
-        sums: Sequence[Sum] = (),
-    ) -> None:
+    def __init__(self, group: ProcessGroup | SingleRank) -> None:
         import torch.distributed as dist
 
         self.group = group
-        self.workers, self.place = (1, 0) if group is SINGLE_RANK else (ranks_of(group), dist.get_rank(group))
-        super().__init__(stages, batch, spec, width, backward_context, sums)
+        if isinstance(group, SingleRank):
+            self.ranks, self.worker = 1, 0
+        else:
+            self.ranks, self.worker = ranks_of(group), dist.get_rank(group)
 
-    def _begin(self) -> None:
-        _check(self.stages, self.spec)
-        alone, device = self.group is SINGLE_RANK, self.batch.ids.device
-        self.transport = Alone() if alone else GroupTransport(self.group, device)
-        super()._begin()
-        if isinstance(self.worker, ContextParallelExecutor):
-            self.owners = self.worker.owners
-        if not alone:
-            self._check_agreement()
+    def begin(self, stages: Sequence[Stage | None], spec: EngineSpec, device: torch.device) -> None:
+        if spec.backward.window == "auto":
+            raise UserError(
+                'sequence_group: window "auto" needs the whole sequence in one place; give a number'
+            )
+        if spec.storage.memory is not None:
+            raise UserError(
+                "sequence_group: memory= fits chunks to what one process has left, but all ranks must run "
+                "the same chunks: give chunk_size instead"
+            )
+        if isinstance(self.group, SingleRank):
+            self.transport: GroupTransport = Alone()
+        else:
+            self.transport = GroupTransport(self.group, device)
 
-    def _grid(self, spec: EngineSpec) -> Grid:
+    def grid(
+        self,
+        spec: EngineSpec,
+        seqlen: int,
+        stages: Sequence[Stage | None],
+        windows: Sequence[int] | None = None,
+    ) -> Grid:
         # Where a layer is a stage, states cross between tiles: then no rank waits for another inside of one.
         # Keys and values are asked for inside, and so are the states of a stage that is many layers.
+        local_stages = [stage for stage in stages if stage is not None]
         inside = any(
-            any(dim is not None for dim in stage.grows)
-            or (getattr(stage, "takes_state_handoff", False) and not isinstance(stage, Layer))
-            for stage in self.stages
+            stage.is_many_layers or any(dim is not None for dim in stage.grows) for stage in local_stages
         )
-        return dataclasses.replace(
-            super()._grid(spec), costs=costs_of(self.stages), exchanges_within_tiles=inside
-        )
+        grid = super().grid(spec, seqlen, stages, windows)
+        return dataclasses.replace(grid, costs=costs_of(local_stages), exchanges_within_tiles=inside)
 
-    def _make_worker(self, grid: Grid, batch: Batch, spec: EngineSpec) -> Executor:
+    def owners(self, grid: Grid) -> Owners:
+        return Owners((0,) * grid.stages, self.ranks).in_rounds(grid)
+
+    def has_chunk(self, grid: Grid) -> bool:
+        """Whether this rank, and those at its place of other groups, have a chunk."""
+        owners = self.owners(grid)
+        return any(owners(0, c) == self.worker for c in range(grid.chunks))
+
+    def connections(self, grid: Grid) -> Connections:
         if not grid.exchanges_within_tiles:
-            return super()._make_worker(grid, batch, spec)
-        owners = Owners((0,) * len(self.stages), self.workers).in_rounds(grid)
-        arguments = self.stages, grid, batch, spec, self.width, self._new_gradients()
-        return ContextParallelExecutor(owners, self.place, *arguments, Connections(self.transport))
+            return Connections(self.transport)
+        return Connections(self.transport, WithinTiles(self.owners(grid), self.worker, self.transport))
+
+    def running(
+        self, schedule: Schedule, make_executor: Callable[[], Executor]
+    ) -> contextlib.AbstractContextManager[None]:
+        self.transport.buffers = schedule.buffers
+        return contextlib.nullcontext()
 
     # ------------------------------------------------------------------------------------------ agreement
 
-    def _check_agreement(self) -> None:
-        """Raise a UserError that says what differs between the ranks; use rank 0's random cuts on all."""
-        fingerprint = self._fingerprint()
+    def agree(
+        self, executor: Executor, spec: EngineSpec, parameters: Sequence[Tensor], has_backward: bool
+    ) -> Grid:
+        grid = executor.grid
+        if isinstance(self.group, SingleRank):
+            return grid
+        fingerprint = self._fingerprint(executor, spec, parameters, has_backward)
         own_numbers = torch.tensor([number % (1 << 63) for number in fingerprint.values()], dtype=torch.int64)
         numbers_by_rank = [
             rank_numbers.tolist()
@@ -416,26 +450,27 @@ class ContextParallelStep(ChunkedStep):
                     "sequence_group: every rank must call with the same rows and method, but rank "
                     f"{rank} and rank 0 of the group differ in {name}{counts}"
                 )
-        grid = self.grid
-        if grid.adjoint_scale:
-            own_scale = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=self.batch.ids.device)
-            scale_of_rank_0 = self.transport.all_gather(own_scale, self.transport.ranks)[0]
-            self.worker = self._worker(self.spec, tuple(map(tuple, scale_of_rank_0.tolist())))
-            self.grid = self.worker.grid
+        if not grid.adjoint_scale:
+            return grid
+        own_scale = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=executor.device)
+        scale_of_rank_0 = self.transport.all_gather(own_scale, self.transport.ranks)[0]
+        return dataclasses.replace(grid, adjoint_scale=tuple(map(tuple, scale_of_rank_0.tolist())))
 
-    def _fingerprint(self) -> dict[str, int]:
+    def _fingerprint(
+        self, executor: Executor, spec: EngineSpec, parameters: Sequence[Tensor], has_backward: bool
+    ) -> dict[str, int]:
         """Return all that must be the same on all ranks, as numbers, by the users' names for it."""
-        batch, spec, worker = self.batch, self.spec, self.worker
+        batch = executor.batch
         settings = {
             "the number of rows": batch.rows,
             "the number of tokens": batch.seqlen,
             "the chunk size": spec.chunk_size,
-            "the number of chunks": worker.grid.chunks,
+            "the number of chunks": executor.grid.chunks,
             "the method": zlib.crc32(repr(spec).encode()),
-            "whether gradients are on": self.has_backward,
-            "what is trained": zlib.crc32(repr([p.requires_grad for p in self.parameters]).encode()),
+            "whether gradients are on": has_backward,
+            "what is trained": zlib.crc32(repr([p.requires_grad for p in parameters]).encode()),
             "the number of labels (num_items_in_batch)": zlib.crc32(repr(float(batch.divisor)).encode()),
-            "precision": zlib.crc32(repr((worker.autocast, worker.lowest_precision)).encode()),
+            "precision": zlib.crc32(repr((executor.autocast, executor.lowest_precision)).encode()),
         }
         tensors: dict[str, Sequence[Tensor | None]] = {
             "input_ids": [batch.ids],
@@ -446,54 +481,30 @@ class ContextParallelStep(ChunkedStep):
         }
         fingerprint = settings | {name: _digest(values) for name, values in tensors.items()}
         compared_groups, group = (
-            _compared.setdefault(self.parameters[0], set()),
+            _compared.setdefault(parameters[0], set()),
             self.transport.group.group_name,
         )
-        local_parameters = (local(p.detach()) for p in self.parameters)
+        local_parameters = (local(p.detach()) for p in parameters)
         weights = () if group in compared_groups else [p.reshape(-1)[:WEIGHTS] for p in local_parameters]
         compared_groups.add(group)
         return fingerprint | {WEIGHTS_NAME: _digest(weights)}
 
-    # ------------------------------------------------------------------------------------------- programs
-
-    def _programs(self) -> tuple[Sequence[Action], Sequence[Action]]:
-        grid = self.grid
-        if any(grid.window(k) is not None for k in range(grid.stages)):
-            # inputs of other ranks' windows travel in the backward alone: there may be none
-            later = self._backward_program() if self.has_backward else ()
-            return self._make_actions(backward=False, tapes=0), later
-        actions = self._make_actions(backward=self.has_backward, tapes=self.tapes)
-        return [a for a in actions if _in_forward(a)], [a for a in actions if not _in_forward(a)]
-
-    def _make_actions(self, **options: Any) -> Sequence[Action]:
-        # windowed tiles' cotangents come in small pieces: more messages are under way
-        buffers = BUFFERS if self.spec.backward.window is None else CAPACITY
-        self.transport.buffers = buffers
-        return make_schedule(self.grid, self.owners, buffers=buffers, **options).programs[self.place]
-
-    def _run(self, actions: Sequence[Action]) -> None:
-        super()._run(actions)
-        self.transport.flush()
-        if isinstance(self.worker, ContextParallelExecutor):
-            self.worker.finish()
-
     # -------------------------------------------------------------------------------------------- results
 
-    def _results(self) -> tuple[Tensor, list[State]]:
+    def results(self, executor: Executor, sums: Sequence[Sum]) -> tuple[Tensor, list[State]]:
         # final states come from the rank with the last chunk, if they are asked for
-        worker, grid = self.worker, self.grid
-        dtype, device = worker.accumulate_dtype, worker.device
-        has_last_chunk = self.owners(0, grid.chunks - 1) == self.place
-        for sequence_sum in self.sums:
+        grid, dtype, device = executor.grid, executor.accumulate_dtype, executor.device
+        has_last_chunk = self.owners(grid)(0, grid.chunks - 1) == self.worker
+        for sequence_sum in sums:
             sequence_sum.share(lambda total: self.transport.all_reduce(total, self.transport.ranks))
-        own_loss, states = worker.results()
-        if isinstance(worker, ContextParallelExecutor) and worker.return_final_kv:
-            states = self._gather_growing(worker, states)
+        own_loss, states = executor.results()
+        if isinstance(executor.exchange, WithinTiles) and executor.return_final_kv:
+            states = self._gather_growing(executor, executor.exchange, states)
         total = torch.zeros((), dtype=dtype, device=device) if own_loss is None else own_loss
-        states_and_dims = zip(states, worker.grows, strict=True)
+        states_and_dims = zip(states, executor.grows, strict=True)
         final = (
             [s for state, grows in states_and_dims for s in recurrent(state, grows)]
-            if worker.return_final_kv
+            if executor.return_final_kv
             else []
         )
         pieces = [s.to(dtype) if has_last_chunk else torch.zeros_like(s, dtype=dtype) for s in final]
@@ -501,44 +512,34 @@ class ContextParallelStep(ChunkedStep):
         first, *rest = self.transport.all_reduce(flat, self.transport.ranks).split(
             [1, *(piece.numel() for piece in pieces)]
         )
-        if worker.return_final_kv:
+        if executor.return_final_kv:
             tensors = (r.view_as(s).to(s.dtype) for r, s in zip(rest, final, strict=True))
-            states_and_dims = zip(states, worker.grows, strict=True)
+            states_and_dims = zip(states, executor.grows, strict=True)
             states = [
                 joined((next(tensors) for _ in recurrent(state, grows)), growing(state, grows), grows)
                 for state, grows in states_and_dims
             ]
         return first[0].clone(), states
 
-    def _gather_growing(self, worker: ContextParallelExecutor, states: Sequence[State]) -> list[State]:
+    def _gather_growing(
+        self, executor: Executor, exchange: WithinTiles, states: Sequence[State]
+    ) -> list[State]:
         """Return the final states, with all ranks' tokens in those that grow."""
-        gathered = list(states)
-        for k, slabs in worker.slabs.items():
+        gathered, grid = list(states), executor.grid
+        for k, slabs in executor.slabs.items():
             past = (
-                self.transport.all_reduce(worker.gather_slab(slab), self.transport.ranks) for slab in slabs
+                self.transport.all_reduce(exchange.gather_slab(grid, slab), self.transport.ranks)
+                for slab in slabs
             )
-            gathered[k] = joined(recurrent(gathered[k], worker.grows[k]), past, worker.grows[k])
+            gathered[k] = joined(recurrent(gathered[k], executor.grows[k]), past, executor.grows[k])
         return gathered
 
-    def backward(
-        self, d_loss: Tensor | None, d_final: Sequence[Any]
-    ) -> tuple[Gradients, list[Tensor | None]]:
-        self._check_same_scale(d_loss)
-        gradients, d_initial = super().backward(d_loss, d_final)
-        listed = self.parameters
+    def summed(
+        self, terms: Sequence[Tensor | None], zeros: Callable[[int], Tensor]
+    ) -> Sequence[Tensor | None]:
+        return summed(terms, zeros, self.transport, self.transport.ranks)
 
-        def zeros(i: int) -> Tensor:
-            if i < len(listed):
-                return torch.zeros_like(listed[i], dtype=accumulate_dtype(listed[i].dtype))
-            return torch.zeros_like(self.initial[i - len(listed)])
-
-        terms = [*(gradients.sums.get(p) for p in listed), *d_initial]
-        totals = summed(terms, zeros, self.transport, self.transport.ranks)
-        gradients.sums = {p: total for p, total in zip(listed, totals, strict=False) if total is not None}
-        return gradients, totals[len(listed) :]
-
-    def _check_same_scale(self, d_loss: Tensor | None) -> None:
-        """Raise a UserError if the ranks' losses are multiplied by different factors."""
+    def check_same_scale(self, d_loss: Tensor | None) -> None:
         own_scale = torch.tensor([0.0 if d_loss is None else float(d_loss)], dtype=torch.float64)
         scales = torch.cat(self.transport.all_gather(own_scale, self.transport.ranks)).tolist()
         for rank, scale in enumerate(scales):
@@ -554,12 +555,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _in_forward(action: Action) -> bool:
-    """Whether an action without windows is the forward's: its messages are states."""
-    assert not isinstance(action, HelperTasks)
-    return action.tile.is_forward if isinstance(action, Run) else action.key[0] == "S"
-
-
 def _digest(tensors: Sequence[Tensor | None]) -> int:
     """Return a number that depends on every bit and on its position."""
     total = 0
@@ -571,14 +566,3 @@ def _digest(tensors: Sequence[Tensor | None]) -> int:
         places = torch.arange(1, len(bits) + 1, device=bits.device) * 0x5851F42D4C957F2D
         total = (total * 31 + int((bits * (places ^ (places >> 29))).sum()) + len(bits)) % (1 << 62)
     return total
-
-
-def _check(stages: Sequence[Stage], spec: EngineSpec) -> None:
-    """Raise a UserError for a spec that a group's ranks cannot share."""
-    if spec.backward.window == "auto":
-        raise UserError('sequence_group: window "auto" needs the whole sequence in one place; give a number')
-    if spec.storage.memory is not None:
-        raise UserError(
-            "sequence_group: memory= fits chunks to what one process has left, but all ranks must run the "
-            "same chunks: give chunk_size instead"
-        )

@@ -12,7 +12,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,18 +21,21 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import compare, tile
+from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.leaves import UnlistedLeaves, leaves_of, suspend_hooks
-from adjoint.engine.sequence_sums import Sum
-from adjoint.engine.stage import Layer
+from adjoint.engine.parameter_access import ParameterAccess, Runs
+from adjoint.engine.stage import Layer, Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.errors import UserError
 from adjoint.layers import State
-from adjoint.parallel.context import SINGLE_RANK, ContextParallelStep, local
+from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of, local
 from adjoint.parallel.handoff import StateHandoff
-from adjoint.parallel.transport import summed
+
+if TYPE_CHECKING:  # torch may be built without it
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 REPLICA = (
@@ -110,12 +113,12 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     return None
 
 
-def why_not_shared(model: nn.Module, group: Any) -> str | None:
+def why_not_shared(model: nn.Module, group: ProcessGroup | SingleRank) -> str | None:
     """Return why the ranks of a group cannot share a sequence of a sharded model; None if they can.
 
     A layer's weights are gathered by all processes that have a shard of it at the same time, so these must
     run the same chunks: they must be ranks of different groups."""
-    members = set() if group is SINGLE_RANK else set(dist.get_process_group_ranks(group))
+    members = set() if isinstance(group, SingleRank) else set(dist.get_process_group_ranks(group))
     meshes = (set(p.device_mesh.mesh.flatten().tolist()) for p in _dtensors(model))
     return UNDER_FSDP if any(len(members & mesh) > 1 for mesh in meshes) else None
 
@@ -251,14 +254,22 @@ def _refuse(root: Any) -> None:
     )
 
 
-class SequentialStages:
+class SequentialStages(Stage):
     """Several stages as one; its state is the stages' states, concatenated.
 
     Its layers run one after the other, so it takes `StateHandoff`s; for a stage that does not, it receives
     and sends the states itself."""
 
-    def __init__(self, stages: Sequence[Any]) -> None:
-        self.stages, self.grows = stages, tuple(dim for stage in stages for dim in stage.grows)
+    stateful: ClassVar[bool] = True
+    takes_state_handoff: ClassVar[bool] = True
+    is_many_layers: ClassVar[bool] = True
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages, self._grows = stages, tuple(dim for stage in stages for dim in stage.grows)
+
+    @property
+    def grows(self) -> tuple[int | None, ...]:
+        return self._grows
 
     def parameters(self) -> Iterable[Tensor]:
         return (p for stage in self.stages for p in stage.parameters())
@@ -270,7 +281,7 @@ class SequentialStages:
         before, after = iter(state), list[Tensor]()
         for stage in self.stages:
             stage_state = tuple(itertools.islice(before, len(stage.grows)))
-            exchanges_here = not getattr(stage, "takes_state_handoff", False)
+            exchanges_here = not stage.takes_state_handoff
             inputs = tuple(
                 s.receive() if exchanges_here and isinstance(s, StateHandoff) else s for s in stage_state
             )
@@ -279,8 +290,13 @@ class SequentialStages:
             after += (s.send(t) if exchanges_here and isinstance(s, StateHandoff) else t for s, t in pairs)
         return x, tuple(after)
 
+    def linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        return tile.linearize(lambda _, x, state: self.forward(x, state, chunk), (), x, state, gradients)
 
-class ShardedModelStage:
+
+class ShardedModelStage(Stage):
     """A sharded model as one stage; to FSDP each chunk is a forward and a backward of the model.
 
     Args:
@@ -288,11 +304,20 @@ class ShardedModelStage:
         root: as in `Gathering`.
     """
 
-    stateful, takes_state_handoff, reach = True, True, 0
+    stateful: ClassVar[bool] = True
+    takes_state_handoff: ClassVar[bool] = True
+    is_many_layers: ClassVar[bool] = True
 
-    def __init__(self, stage: Any, root: nn.Module) -> None:
-        self.stage, self.gathering, self.grows = stage, Gathering(root), stage.grows
-        self.fetches = getattr(stage, "fetches", False)
+    def __init__(self, stage: Stage, root: nn.Module) -> None:
+        self.stage, self.gathering = stage, Gathering(root)
+
+    @property
+    def grows(self) -> tuple[int | None, ...]:
+        return self.stage.grows
+
+    @property
+    def fetches(self) -> bool:
+        return self.stage.fetches
 
     @property
     def precisions(self) -> set[torch.dtype]:
@@ -322,43 +347,55 @@ class _AutogradGradients(Gradients):
         return tuple(t.grad for t in inputs)
 
 
-class FSDPStep(ChunkedStep):
-    """`ChunkedStep` of a sharded model. If a backward may follow, the forward computes the gradients already.
+class FSDPAccess(ParameterAccess):
+    """Weights that FSDP2 gathers for each chunk's forward and backward, which follow at once.
+
+    The step's forward computes the gradients; its backward multiplies them by the loss's factor. In a group
+    that shares the sequence, FSDP reduces gradients among processes that run the same chunks; once all have
+    run, they are summed over the group.
 
     Args:
-        stages: the first is a `ShardedModelStage`. batch, spec, width, sums: as in `ChunkedStep`.
-        more: further arguments, of `ContextParallelStep`.
+        root: as in `Gathering`.
     """
 
-    frozen_too = False  # FSDP writes to frozen parameters, and nobody else can before the backward
+    frozen_may_change = False  # FSDP writes to them, and nobody else can before the backward
 
-    def __init__(
-        self,
-        stages: Sequence[Any],
-        batch: Batch,
-        spec: EngineSpec,
-        width: int,
-        sums: Sequence[Sum] = (),
-        **more: Any,
-    ) -> None:
-        self.root = stages[0].gathering.root
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.root = root
         self.gradients_of_forward: dict[Tensor, Tensor] | None = None
         self.d_initial: list[Tensor | None] = []
-        arguments: dict[str, Any] = {"stages": stages, "batch": batch, "spec": spec, "width": width}
-        super().__init__(**arguments, sums=sums, **more)
 
-    def _begin(self) -> None:
-        backward = self.spec.backward
+    def stages(self, stages: Sequence[Stage | None]) -> list[Stage | None]:
+        first, *others = stages
+        assert first is not None
+        return [ShardedModelStage(first, self.root), *others]
+
+    def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
+        """Refuse what FSDP cannot do; return the spec with as many chunks as any process has.
+
+        Raises:
+            UserError: processes that have shards of the same weights are at different places of their groups.
+        """
+        if isinstance(distribution, SequenceGroup):
+            place, group_size = distribution.worker, distribution.ranks
+            low, high, fewest, most = largest(self.root, -place, place, -group_size, group_size)
+            if -low != high or -fewest != most:
+                raise UserError(
+                    "sequence_group: processes that have shards of the same weights must have the same "
+                    "rank in their groups, and the groups one size: make both from one mesh, "
+                    '("data", "sequence")'
+                )
+        backward = spec.backward
         if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
             raise UserError("Truncated and LayerLocal do not run on a stack under fully_shard: use Exact()")
-        if self.spec.storage.memory is not None:
+        if spec.storage.memory is not None:
             raise UserError(
                 "memory= fits chunks to what one process has left, but under fully_shard all processes "
                 "must run the same chunks: give chunk_size instead"
             )
         reshard(self.root)
-        self.spec = self._align_chunks(self.batch, self.spec)
-        super()._begin()
+        return self._align_chunks(batch, spec)
 
     def _align_chunks(self, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the most chunks of any process: all gather parameters per chunk."""
@@ -368,71 +405,74 @@ class FSDPStep(ChunkedStep):
         if most_chunks > -negative_limit:
             raise UserError(
                 f"one process has {most_chunks:.0f} chunks, and another's sequence can be divided into "
-                f"{-negative_limit:.0f} at most: give the processes sequences of more similar lengths, or a "
-                "larger chunk_size"
+                f"{-negative_limit:.0f} at most: give the processes sequences of more "
+                "similar lengths, or a larger chunk_size"
             )
         while len(cuts) - 1 < most_chunks:
             size, start = max((stop - start, start) for start, stop in itertools.pairwise(cuts))
             cuts = sorted([*cuts, start + size // 2])
         return dataclasses.replace(spec, cut_at=tuple(cuts[1:-1]))
 
-    def _new_gradients(self) -> Gradients:
-        left_to_autograd = gathered_parameters(self.root) | set(self.parameters)
+    def gradients(self, parameters: Sequence[Tensor], has_backward: bool, is_alone: bool) -> Gradients:
+        left_to_autograd = gathered_parameters(self.root) | set(parameters)
         return _AutogradGradients(
-            UnlistedLeaves(
-                left_to_autograd=left_to_autograd, open=self.has_backward and self.transport is None
-            )
+            UnlistedLeaves(left_to_autograd=left_to_autograd, open=has_backward and is_alone)
         )
 
-    def _worker(self, spec: EngineSpec, adjoint_scale: tuple[tuple[float, ...], ...] = ()) -> Executor:
-        worker = super()._worker(spec, adjoint_scale)
-        dtypes = precisions(self.root) | {worker.lowest_precision}
-        if self.has_backward and (torch.float16 in dtypes or worker.autocast == (True, torch.float16)):
+    def check(self, executor: Executor, has_backward: bool) -> None:
+        dtypes = precisions(self.root) | {executor.lowest_precision}
+        if has_backward and (torch.float16 in dtypes or executor.autocast == (True, torch.float16)):
             raise UserError(
                 "float16 under fully_shard: gradients are computed before a GradScaler has scaled the "
                 "loss, so that small ones would be lost; use bfloat16"
             )
-        return worker
 
-    def _forward(self) -> tuple[Tensor, list[Tensor]]:
-        if not self.has_backward:
-            return super()._forward()
-        sweep_results: list[Any] = []
-        trained_parameters = [p for p in self.parameters if p.requires_grad]
-        self.gradients_of_forward = self._compute_gradients(
-            trained_parameters, lambda: sweep_results.extend(self._sweep())
-        )
-        del self.worker  # its stored states grow with the sequence
-        loss, final, others, self.d_initial = sweep_results
-        self.gradients_of_forward |= {t: d for t in self.grad_inputs if (d := others.get(t)) is not None}
+    def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
+        """Run forward and backward; keep the gradients for the factor that the loss's backward brings."""
+        if not step.has_backward:
+            return step.run_forward()
+        results: list[tuple[Tensor, list[Tensor], Gradients]] = []
+
+        def run() -> None:
+            loss, final = step.run_forward()
+            states = len(final) - len(step.sums)
+            totals = zip(step.sums, final[states:], strict=True)
+            d_sums = [sequence_sum.cotangent_of(total) for sequence_sum, total in totals]
+            others, self.d_initial = step.run_backward(torch.ones_like(loss), [*[None] * states, *d_sums])
+            results.append((loss, final, others))
+
+        trained = [p for p in step.parameters if p.requires_grad]
+        distribution = step.distribution
+        shared = isinstance(distribution, SequenceGroup)
+        has_work = not isinstance(distribution, SequenceGroup) or distribution.has_chunk(step.grid)
+        grads = gradients(self.root, trained, run, has_work)
+        if shared:
+            self._sum(distribution, trained, grads)
+        del step.executor  # its stored states grow with the sequence
+        loss, final, others = results[0]
+        self.gradients_of_forward = grads | {
+            t: d for t in step.grad_inputs if (d := others.get(t)) is not None
+        }
         return loss, final
 
-    def _compute_gradients(
-        self, parameters: Sequence[Tensor], run: Callable[[], Any]
-    ) -> dict[Tensor, Tensor]:
-        """Run forward and backward; return the parameters' gradients."""
-        return gradients(self.root, parameters, run)
+    def _sum(
+        self, distribution: Distribution, parameters: Sequence[Tensor], grads: dict[Tensor, Tensor]
+    ) -> None:
+        """Sum gradients over a group, in place."""
 
-    def _sweep(self) -> tuple[Tensor, list[Tensor], Gradients, list[Tensor | None]]:
-        """Run forward and backward.
+        def zeros(i: int) -> Tensor:
+            grads[parameters[i]] = torch.zeros_like(parameters[i])
+            return local(grads[parameters[i]])
 
-        Returns:
-            The loss; final states and totals; gradients of tensors that are no parameters of the model; and
-            cotangents of initial states.
-        """
-        loss, final = super()._forward()
-        states = len(final) - len(self.sums)
-        d_sums = [
-            sequence_sum.cotangent_of(total)
-            for sequence_sum, total in zip(self.sums, final[states:], strict=True)
-        ]
-        others, d_initial = super().backward(torch.ones_like(loss), [*[None] * states, *d_sums])
-        return loss, final, others, d_initial
+        terms = [local(grads[p]) if p in grads else None for p in parameters]
+        for p, total in zip(parameters, distribution.summed(terms, zeros), strict=True):
+            if total is not None:
+                local(grads[p]).copy_(total)
 
     def backward(
-        self, d_loss: Tensor | None, d_final: Sequence[Any]
+        self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
     ) -> tuple[Gradients, list[Tensor | None]]:
-        states = len(d_final) - len(self.sums)
+        states = len(d_final) - len(step.sums)
         if any(d is not None for d in d_final[:states]):
             raise UserError(
                 "under fully_shard gradients are computed before the final state's is known: detach the "
@@ -448,7 +488,7 @@ class FSDPStep(ChunkedStep):
                 f"the loss is multiplied by {-low:g} on one process and by {high:g} on another, but its "
                 "gradients are averaged already: give num_items_in_batch to the model instead"
             )
-        for sequence_sum, d in zip(self.sums, d_final[states:], strict=True):
+        for sequence_sum, d in zip(step.sums, d_final[states:], strict=True):
             assert sequence_sum.cotangent is not None
             expected = scale * sequence_sum.cotangent
             if not torch.allclose(
@@ -463,77 +503,15 @@ class FSDPStep(ChunkedStep):
         return scaled, [None if d is None else d * scale for d in self.d_initial]
 
 
-class FSDPContextParallelStep(FSDPStep, ContextParallelStep):
-    """`FSDPStep` of one rank of a group that shares the sequence.
-
-    FSDP reduces gradients among processes that run the same chunks; once all have run, they are summed over
-    the group.
-
-    Args:
-        group: as in `ContextParallelStep`. stages: as in `FSDPStep`.
-        arguments: batch, spec, width and sums, as in `FSDPStep`.
-
-    Raises:
-        UserError: processes that have shards of the same weights are at different places of their groups.
-    """
-
-    def __init__(self, group: Any, stages: Sequence[Any], *arguments: Any) -> None:
-        super().__init__(stages, *arguments, group=group)
-
-    def _begin(self) -> None:
-        place, group_size = self.place, self.workers
-        low, high, fewest, most = largest(self.root, -place, place, -group_size, group_size)
-        if -low != high or -fewest != most:
-            raise UserError(
-                "sequence_group: processes that have shards of the same weights must have the same rank in "
-                "their "
-                'groups, and the groups one size: make both from one mesh, ("data", "sequence")'
-            )
-        super()._begin()
-
-    def _compute_gradients(
-        self, parameters: Sequence[Tensor], run: Callable[[], Any]
-    ) -> dict[Tensor, Tensor]:
-        chunks = range(self.worker.grid.chunks)
-        has_work = any(self.owners(0, c) == self.place for c in chunks)
-        grads = gradients(self.root, parameters, run, has_work)
-        terms = [local(grads[p]) if p in grads else None for p in parameters]
-
-        def zeros(i: int) -> Tensor:
-            grads[parameters[i]] = torch.zeros_like(parameters[i])
-            return local(grads[parameters[i]])
-
-        totals = summed(terms, zeros, self.transport, self.transport.ranks)
-        for p, total in zip(parameters, totals, strict=True):
-            if total is not None:
-                local(grads[p]).copy_(total)
-        return grads
-
-    def backward(
-        self, d_loss: Tensor | None, d_final: Sequence[Any]
-    ) -> tuple[Gradients, list[Tensor | None]]:
-        self._check_same_scale(d_loss)
-        return super().backward(d_loss, d_final)
-
-
-def fsdp_step(
-    stages: Sequence[Any],
-    batch: Batch,
-    spec: EngineSpec,
-    width: int,
-    sums: Sequence[Sum] = (),
-    group: Any = None,
-) -> ChunkedStep:
-    """Return the `ChunkedStep` of a sharded model, also if the ranks of a group share the batch."""
-    arguments = stages, batch, spec, width, sums
-    return FSDPStep(*arguments) if group is None else FSDPContextParallelStep(group, *arguments)
-
-
 # ---------------------------------------------------------------------------------------------------- stacks
 
 
 def joined_steps(
-    stack: Any, stages: Sequence[Any], batch: Batch, spec: EngineSpec, group: Any = None
+    stack: Any,
+    stages: Sequence[Stage | None],
+    batch: Batch,
+    spec: EngineSpec,
+    group: ProcessGroup | None = None,
 ) -> ChunkedStep:
     """Return the `ChunkedStep` of a sharded `Stack`; on first use, compare its gradients with autograd's.
 
@@ -546,15 +524,19 @@ def joined_steps(
     if group is not None and (why := why_not_shared(stack, group)):
         raise UserError(f"sequence_group: {why}")
     reshard(stack)
-    for stage in stages:
-        if isinstance(stage, Layer):
-            stage.casts.allowed = False  # its weights are not gathered yet when they would be cast
 
-    def steps(batch: Batch, spec: EngineSpec, group: Any) -> ChunkedStep:
+    def steps(batch: Batch, spec: EngineSpec, group: ProcessGroup | SingleRank | None) -> ChunkedStep:
         states = [tuple(s for state in batch.states for s in state)]
         batch = dataclasses.replace(batch, states=states)
-        model_stage = ShardedModelStage(SequentialStages(stages), stack)
-        return fsdp_step([model_stage], batch, spec, stack.config.d_model, group=group)
+        layers = [stage for stage in stages if stage is not None]
+        return ChunkedStep(
+            [SequentialStages(layers)],
+            batch,
+            spec,
+            stack.config.d_model,
+            distribution=distribution_of(group),
+            access=FSDPAccess(stack),
+        )
 
     dtype, device = next(stack.parameters()).dtype, batch.ids.device
     kinds = tuple(compare.kind_of(s, dtype, device) for s in stages if isinstance(s, Layer))

@@ -10,6 +10,7 @@ overlap across ranks like a pipeline."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class StateHandoff:
         self._sent: Tensor | None = None
         self.grad_initial_state: Tensor | None = None
         self._wait_for_gradient: Pending | None = None
-        self._unfinished_sends: list[Any] = []
+        self._unfinished_sends: list[Callable[[], None]] = []
         self._forward_ended = False
 
     def post_receive(self, source: int) -> None:

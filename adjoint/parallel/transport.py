@@ -9,7 +9,7 @@ import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,9 @@ from adjoint.engine.executor import Pending
 from adjoint.engine.schedule import CAPACITY
 from adjoint.errors import UserError
 from adjoint.parallel.network import bind, named_store
+
+if TYPE_CHECKING:  # torch may be built without it
+    from torch.distributed import ProcessGroup, Work
 
 Channel = tuple[int, int]  # sender, receiver
 BUCKET = 1 << 20  # elements: small gradients travel together
@@ -55,9 +58,9 @@ class Messages:
         self,
         rank: int,
         nccl: bool,
-        up: Any,
-        down: Any,
-        among: Mapping[tuple[int, ...], Any],
+        up: ProcessGroup | None,
+        down: ProcessGroup | None,
+        among: Mapping[tuple[int, ...], ProcessGroup],
         reduces_on_gpu: bool | None = None,
     ) -> None:
         import torch.distributed as dist
@@ -66,7 +69,7 @@ class Messages:
         self.on_device, self.buffers = nccl, CAPACITY
         self.up, self.down, self.among = up, down, among
         self.reduces_on_gpu = nccl if reduces_on_gpu is None else reduces_on_gpu
-        self.under_way: dict[int, collections.deque[tuple[Any, Tensor]]] = collections.defaultdict(
+        self.under_way: dict[int, collections.deque[tuple[Work, Tensor]]] = collections.defaultdict(
             collections.deque
         )
         self.connected: set[Channel] = set()
@@ -75,7 +78,7 @@ class Messages:
         """Return a worker's rank among all processes."""
         return self.first + worker
 
-    def _group(self, sender: int, receiver: int) -> Any:
+    def _group(self, sender: int, receiver: int) -> ProcessGroup | None:
         return self.up if sender < receiver else self.down
 
     def connect(self, channels: Sequence[Channel], buffers: int) -> None:
@@ -114,13 +117,15 @@ class Messages:
             under_way.popleft()[0].wait()
         under_way.append(self._started(to, tensor))
 
-    def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[Any, Tensor]:
+    def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[Work, Tensor]:
         """Start a message; return its handle, and the tensor that must live until it has left."""
         to = self._rank_of(to)
         if tensor.is_cuda != self.nccl:
             tensor = _buffer_like(tensor, self.nccl).copy_(tensor, non_blocking=True)
             torch.cuda.current_stream().synchronize()
-        return self.dist.isend(tensor, to, self._group(self.rank, to), tag), tensor
+        work = self.dist.isend(tensor, to, self._group(self.rank, to), tag)
+        assert work is not None, "this process is in the group"
+        return work, tensor
 
     def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
         """Start to send a contiguous tensor, whatever else is under way.
@@ -180,7 +185,7 @@ class GroupTransport(Messages):
         UserError: the group's backend does not carry tensors of this device.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         import torch.distributed as dist
 
         config = dist.get_backend_config(group)
@@ -261,10 +266,10 @@ class Alone(GroupTransport):
         return lambda: None
 
 
-_GLOO_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_GLOO_GROUPS: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
-def _gloo_group_of(group: Any) -> Any:
+def _gloo_group_of(group: ProcessGroup) -> ProcessGroup:
     """Return a gloo group of the same processes, which must all call this; it is made once."""
     if group not in _GLOO_GROUPS:
         import torch.distributed as dist

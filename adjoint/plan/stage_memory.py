@@ -165,7 +165,7 @@ def count_task(example: Example, span: tuple[int, int, int, int], window: int, l
         x = example.x.clone()[:, left:halo_stop]
         dy = example.dy[:, start:].clone()[:, : halo_stop - start]
         inputs = Windowed(0, start - left, stop - left, window, x, example.state, dy, nothing)
-        example.stage.windowed_vjp(inputs, gradients)  # type: ignore[attr-defined]
+        example.stage.windowed_vjp(inputs, gradients)
     return live.peak - before
 
 

@@ -1,6 +1,6 @@
 """Files outside a run's folder that its checkpoints depend on, and whether these are as they were.
 
-A run of a pretrained model makes it from its folder: the configuration always, and with adapters the weights
+A run of a pretrained model makes it from its folder: the configurations always, and with adapters the weights
 too, of which a checkpoint then holds none. Evaluation and export read the tokenizer's files. A checkpoint
 records a digest of each, so that it is not joined to files that have changed meanwhile.
 """
@@ -26,6 +26,7 @@ _SAMPLES_PER_TENSOR = 4
 _SAMPLES_PER_FILE = 2048
 _MODEL_FILES = {
     "config": ("the config.json", "the checkpoint is of the model as it was"),
+    "generation": ("the generation_config.json", "samples and exports would be made by other settings"),
     "code": ("the Python code", "the checkpoint is of the model as it was"),
     "weights": ("the weights", "the checkpoint's adapters are for those as they were"),
 }
@@ -87,7 +88,8 @@ def _model_digests(model: Mapping[str, Any]) -> dict[str, str]:
     if model.get("from_pretrained") is None:
         return {}
     folder = Path(model["from_pretrained"])
-    digests = {"config": _config_digest(folder / "config.json")}
+    files = {"config": "config.json", "generation": "generation_config.json"}
+    digests = {kind: _config_digest(folder / name) for kind, name in files.items()}
     if model.get("trust_remote_code"):
         digests["code"] = _content_digest(folder.glob("*.py"))
     if model.get("lora"):

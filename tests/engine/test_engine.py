@@ -14,7 +14,7 @@ from adjoint import Exact, StackConfig, Truncated
 from adjoint.cluster.shard import Microbatch
 from adjoint.engine import tile
 from adjoint.engine.budget import LiveBytes
-from adjoint.engine.step import draw_adjoint_scale
+from adjoint.engine.distribution import draw_adjoint_scale
 from adjoint.engine.tile import Gradients
 from adjoint.layers import AttentionMixer, State
 from adjoint.train.layout import Layout

@@ -421,7 +421,7 @@ def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
         states = model.stage_states(model.initial_state(1))
         steps = model.steps(Batch(ids, ids, 3000, states=states), spec)
         steps.loss()
-        chunks.append((steps.worker.grid.chunks, min(steps.tapes, steps.worker.grid.chunks)))
+        chunks.append((steps.executor.grid.chunks, min(steps.tapes, steps.executor.grid.chunks)))
     assert chunks == [(1, 1), (3, 1), (3, 3)]
     _, expected = gradients(model, ids, ids, Backprop())
     _, got = gradients(model, ids, ids, Exact(memory="8GB"))

@@ -212,12 +212,12 @@ def counted(seqlen: int, chunk: int) -> None:
         model, ids = make_model("mamba2"), make_ids(2, seqlen)
         out = model(ids, ids, Exact(chunk), sequence_group=world())
         steps = out.loss.grad_fn.back.__closure__[0].cell_contents
-        rows = [edges.rows for edges in steps.worker.edges if edges.memory is not None]
+        rows = [edges.rows for edges in steps.executor.edges if edges.memory is not None]
         out.loss.backward()
     finally:
         GroupTransport.send = send  # type: ignore[method-assign]
     ranks, chunks = dist.get_world_size(), -(-seqlen // chunk)
-    state = steps.worker.packing[1].size * 8
+    state = steps.executor.packing[1].size * 8
     total = torch.tensor([sum(sent)])
     dist.all_reduce(total)
     assert total.item() == 2 * (chunks - 1) * model.config.n_layer * state

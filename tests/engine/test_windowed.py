@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import adjoint
-from adjoint.engine import step
+from adjoint.engine import distribution
 from adjoint.engine.decay import BLOCK, Decays
 from adjoint.engine.grid import Grid, Tile, make_grid
 from adjoint.engine.schedule import make_schedule
@@ -205,7 +205,9 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch):
     drawn, expectation = [], 0
     for outcome in itertools.product((0.0, 2.0), repeat=4):
         adjoint_scale = tuple((math.nan, *outcome[2 * k : 2 * k + 2]) for k in range(2))
-        monkeypatch.setattr(step, "draw_adjoint_scale", lambda n_layer, n_chunks, cut, p=adjoint_scale: p)
+        monkeypatch.setattr(
+            distribution, "draw_adjoint_scale", lambda n_layer, n_chunks, cut, p=adjoint_scale: p
+        )
         drawn.append(flat(model, method, ids))
         expectation += drawn[-1] / 16  # cut = 6 / 12
     truth = flat(model, adjoint.Exact(6), ids)
@@ -221,7 +223,7 @@ def test_draws_differ_between_calls_and_repeat_with_the_seed():
     again = [flat(model, method, ids) for _ in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert any(not torch.equal(first[0], other) for other in first[1:])
-    adjoint_scale = torch.tensor(step.draw_adjoint_scale(100, 1000, 0.25))
+    adjoint_scale = torch.tensor(distribution.draw_adjoint_scale(100, 1000, 0.25))
     assert (
         adjoint_scale.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
         and abs(adjoint_scale.mean() - 1) < 0.02

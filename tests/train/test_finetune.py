@@ -235,6 +235,10 @@ def test_a_run_does_not_go_on_with_another_base(
     for command in commands[1:]:
         assert f"the config.json in {own} changed since the run began" in refusal(command, capsys)
     shutil.copyfile(moved / "config.json", own / "config.json")
+    (own / "generation_config.json").write_text('{"top_k": 3}')
+    for command in commands[1:]:
+        assert f"the generation_config.json in {own} changed since" in refusal(command, capsys)
+    shutil.copyfile(moved / "generation_config.json", own / "generation_config.json")
     shutil.copyfile(moved / "model.safetensors", own / "model.safetensors")
     (own / "tokenizer_config.json").write_text("{}")
     assert "changed since the run began, and the model knows the tokens" in refusal(commands[2], capsys)

@@ -1,0 +1,164 @@
+"""`Exchange`: where a chunk's state comes from and where it goes, forward and backward.
+
+An executor asks its `Exchange` for the state before each chunk and gives it the state after; in the backward
+it asks for the state's cotangent after the chunk and gives it the one before. `BetweenTiles` stores them at
+chunk edges, from where the program's messages take them to other workers. `parallel.context.WithinTiles` has
+them cross while tiles run."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.engine.grid import Tile
+from adjoint.engine.schedule import Action, Recv, Run, Send
+from adjoint.engine.storage import Past, Slab, by_itself, growing, joined, recurrent
+from adjoint.engine.tile import Cotangents
+from adjoint.engine.tile_values import TileValues
+from adjoint.kernels import checks
+from adjoint.layers import State
+
+
+class Exchange(abc.ABC):
+    """Rule by which states, keys and values, and their cotangents cross chunk edges, for one executor.
+
+    It holds no reference to the executor's values, which would then outlive the step in a circle.
+    """
+
+    @abc.abstractmethod
+    def slab(self, values: TileValues, initial: Tensor, dim: int) -> Slab:
+        """Return storage for an append-only tensor of a state, which grows along `dim`."""
+
+    def begin(self, values: TileValues) -> None:
+        """Prepare for an executor, which is complete otherwise: make its slabs."""
+        for k, stage in enumerate(values.stages):
+            if stage is None:
+                continue
+            for s, dim in zip(values.batch.states[k], stage.grows, strict=True):
+                if dim is not None:
+                    checks.shape("initial_state", s, values.batch.rows, *s.shape[1:])
+                    values.slabs.setdefault(k, []).append(self.slab(values, s, dim))
+
+    @abc.abstractmethod
+    def count_edges(self, values: TileValues, actions: Sequence[Action]) -> None:
+        """Set the number of rows of each stage's `Edges`: the states that this worker's own tiles read."""
+
+    def tile_context(self, values: TileValues, t: Tile) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a tile that runs a stage's forward."""
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def state(self, values: TileValues, k: int, c: int) -> tuple[Any, ...]:
+        """Return stage k's state before chunk c: tensors, and a `Past` for each append-only one."""
+
+    @abc.abstractmethod
+    def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
+        """Take stage k's state after chunk c."""
+
+    @abc.abstractmethod
+    def cotangents(self, values: TileValues, k: int, c: int) -> Cotangents:
+        """Return the cotangents of stage k's state after chunk c."""
+
+    @abc.abstractmethod
+    def put_cotangents(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> None:
+        """Take the cotangents of stage k's state before chunk c."""
+
+    def finish(self) -> None:  # noqa: B027 - only some exchanges have anything under way
+        """Wait until everything has left."""
+
+    def final_slabs(self, values: TileValues, k: int) -> list[Tensor]:
+        """Return stage k's append-only tensors after the sequence; empty if they are not asked for."""
+        slabs = values.slabs.get(k, ())
+        return [slab.final() if values.return_final_kv else slab.between(0, 0) for slab in slabs]
+
+
+class BetweenTiles(Exchange):
+    """States cross between tiles: they are keys of the grid (S, dS), stored at edges and sent as messages."""
+
+    def slab(self, values: TileValues, initial: Tensor, dim: int) -> Slab:
+        return Slab(initial, dim, values.grid.cuts[-1], values.host)
+
+    def count_edges(self, values: TileValues, actions: Sequence[Action]) -> None:
+        values.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
+        rows: collections.Counter[int] = collections.Counter()
+        for action in actions:
+            if isinstance(action, Run) and action.tile.is_forward:
+                k, c = action.tile.stage, action.tile.chunk
+                rows[k] += values.grid.reads_state(c + 1) and ("S", k, c) not in values.passed_on
+            elif isinstance(action, Recv) and action.key[0] == "S":
+                if action.key[1] in values.slabs:
+                    raise ValueError(
+                        f"stage {action.key[1]}: a state that grows with the sequence stays with one worker; "
+                        "deal out layers instead of chunks"
+                    )
+                rows[action.key[1]] += 1
+        for k, count in rows.items():
+            if values.edges[k].memory is None:
+                values.edges[k].rows = count
+
+    def state(self, values: TileValues, k: int, c: int) -> tuple[Any, ...]:
+        initial, grows = values.batch.states[k], values.grows[k]
+        if not initial:
+            return ()
+        recurrent_state = recurrent(initial, grows)
+        if c in values.grid.document_starts:
+            recurrent_state = tuple(torch.zeros_like(s) for s in recurrent_state)
+        elif c and recurrent_state:
+            stored = values.value(("S", k, c - 1)).to(values.device, non_blocking=True)
+            recurrent_state = values.packing[k].unpack(stored)
+        if k not in values.slabs:
+            return recurrent_state
+        return joined(recurrent_state, (self._past(values, s, c) for s in values.slabs[k]), grows)
+
+    def _past(self, values: TileValues, slab: Slab, c: int) -> Past:
+        """Return the `Past` of a slab before chunk c."""
+        chunk, grid = values.chunks[c], values.grid
+        begin = chunk.document or -slab.before  # what was there before belongs to the first document
+        first_grad_token = begin if not grid.dropped else grid.first_grad_token(c)
+        return Past(slab, chunk.start, begin, first_grad_token, *values.documents(chunk, slab.before))
+
+    def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
+        recurrent_state = recurrent(state, values.grows[k])
+        if c + 1 == values.grid.chunks:
+            final = map(by_itself, recurrent_state)
+            values.final[k] = joined(final, self.final_slabs(values, k), values.grows[k])
+        elif values.grid.reads_state(c + 1):
+            values.store["S", k, c], out = values.destination(("S", k, c))
+            values.packing[k].pack(recurrent_state, out)
+
+    def cotangents(self, values: TileValues, k: int, c: int) -> Cotangents:
+        grid, grows, slabs = values.grid, values.grows[k], values.slabs.get(k, [])
+        d_final = values.d_final[k]
+        carried: Cotangents = recurrent(d_final, grows)
+        if c + 1 == grid.chunks:
+            for slab, d in zip(slabs, growing(d_final, grows), strict=True):
+                slab.begin(d)
+        elif carried:
+            d_edge = values.store["dS", k, c] if grid.carries(c + 1) else (None,) * len(carried)
+            carried = d_edge if isinstance(d_edge, tuple) else values.packing[k].unpack(d_edge)
+        return joined(carried, (slab.gathered(*grid.cuts[c : c + 2]) for slab in slabs), grows)
+
+    def put_cotangents(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> None:
+        grows = values.grows[k]
+        d_recurrent = tuple(by_itself(d) for d in recurrent(d_state, grows))
+        if d_recurrent and values.grid.carries(c):
+            values.store["dS", k, c - 1] = self._scaled(values, k, c, d_recurrent)
+        elif c == 0:
+            d_past = (slab.initial() for slab in values.slabs.get(k, []))
+            values.d_initial[k] = joined(d_recurrent, d_past, grows)
+
+    def _scaled(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> Cotangents:
+        """Return the adjoint state as it leaves chunk c, multiplied by `Grid.passes`.
+
+        The conv tail's, before it in the tuple, is not: the convolution's short paths are not cut."""
+        if not values.grid.adjoint_scale:
+            return d_state
+        *tail, d = d_state
+        multiplier = values.grid.passes(k, c)
+        return (*tail, None if d is None or multiplier == 0 else d * multiplier)

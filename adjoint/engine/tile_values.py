@@ -1,0 +1,176 @@
+"""`TileValues`: what the tiles of one worker read and write."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.batch import Batch
+from adjoint.engine.grid import EngineSpec, Grid, Key
+from adjoint.engine.stage import Stage
+from adjoint.engine.storage import Edges, Packing, Slab, recurrent, stores_on_host
+from adjoint.engine.tile import Cotangents
+from adjoint.errors import UserError
+from adjoint.kernels import checks
+from adjoint.layers import State
+
+
+class Documents:
+    """Document boundaries of a batch, in the form that a chunk's `Past` takes them.
+
+    Args:
+        seq_idx: as in `Batch`.
+    """
+
+    def __init__(self, seq_idx: Tensor | None) -> None:
+        self.seq_idx = seq_idx
+
+    def __call__(self, chunk: Batch, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
+        """Return `Past.visible` and `Past.starts` of a chunk; () if the batch has no `seq_idx`.
+
+        The initial state's `before` tokens belong to each row's first document."""
+        if chunk.seq_idx is None:
+            return ()
+        start, stop = chunk.start, chunk.start + chunk.seqlen
+        visible, starts = [], []
+        for row in self._starts_by_row:
+            last = row[bisect.bisect_right(row, start) - 1]
+            visible.append(start - last + (before if last == 0 else 0))
+            starts.append([at - start for at in row if start < at < stop])
+        return visible, starts
+
+    @functools.cached_property
+    def _starts_by_row(self) -> list[list[int]]:
+        """First tokens of each row's documents, on the host."""
+        assert self.seq_idx is not None
+        return checks.starts_in(self.seq_idx)
+
+
+class TileValues:
+    """Inputs of a batch, its states at chunk edges, keys and values, cotangents, and values under way.
+
+    Args:
+        stages: all of the model's stages; None for those that other workers have.
+        batch: with a state for each stage, also for others' stages (zeros of the right sizes).
+        spec: read for host memory.
+        width: last dimension of the tensors between stages, (batch, tokens, width); only used with a
+            transport.
+
+    Raises:
+        UserError: a state of complex numbers.
+
+    Attributes:
+        host: whether what is stored for the whole sequence is in host memory.
+        accumulate_dtype: dtype of sums and messages: float64 in a float64 model, else float32.
+        chunks: the batch's chunks. documents: their boundaries.
+        grows: `Stage.grows` of each stage; all None for those of other workers.
+        edges, packing: storage of each stage's recurrent state at chunk edges, and its layout.
+        slabs: storage of append-only states, by stage; made by the executor's `Exchange`.
+        store: values that tiles and messages have written and later actions read, by their keys (`value`).
+        passed_on: states that leave for another worker and are not read here.
+        final, d_initial: final states, and cotangents of the initial states, one tuple per stage.
+        d_final: cotangents of the final states.
+        d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
+        return_final_kv: whether `final` has append-only states; else these are empty.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage | None], grid: Grid, batch: Batch, spec: EngineSpec, width: int = 0
+    ) -> None:
+        self.stages, self.grid, self.batch, self.width = stages, grid, batch, width
+        self.device, initial = batch.ids.device, batch.states
+        state_dtypes = {s.dtype for state in initial for s in state}  # where all parameters are frozen
+        if any(dtype.is_complex for dtype in state_dtypes):
+            raise UserError(
+                "a layer's state has complex numbers; keep it as real numbers (torch.view_as_real)"
+            )
+        is_double = torch.float64 in self.parameter_dtypes() | state_dtypes
+        self.accumulate_dtype = torch.float64 if is_double else torch.float32
+        self.host = stores_on_host(spec, self.device)
+        self.chunks = [
+            batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
+        ]
+        self.documents = Documents(batch.seq_idx)
+        self.grows: list[tuple[int | None, ...]] = [
+            (None,) * len(s) if stage is None else stage.grows
+            for s, stage in zip(initial, stages, strict=True)
+        ]
+        self.packing = [
+            Packing(recurrent(s, g), self.accumulate_dtype) for s, g in zip(initial, self.grows, strict=True)
+        ]
+        self.edges = [Edges(packing, grid.chunks, self.host) for packing in self.packing]
+        self.slabs: dict[int, list[Slab]] = {}
+        self.store: dict[Key, Any] = {}
+        self.passed_on: set[Key] = set()
+        self.final: list[State] = list(initial)
+        self.d_final, self.d_initial = list[Cotangents](), list[Cotangents]()
+        self.d_ids: Tensor | None = None
+        self.return_final_kv = True
+
+    def parameter_dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the parameters of this worker's stages."""
+        return {p.dtype for stage in self.stages if stage is not None for p in stage.parameters()}
+
+    def stage(self, k: int) -> Stage:
+        """Return stage k, which is this worker's."""
+        stage = self.stages[k]
+        assert stage is not None, f"stage {k} is another worker's"
+        return stage
+
+    def kept_bytes(self) -> int:
+        """Return the bytes on the device stored for the whole sequence, tapes excluded.
+
+        These are states at chunk edges, and append-only states with their cotangents."""
+        if self.host:
+            return 0
+        at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.accumulate_dtype.itemsize
+        return at_edges + sum(slab.most_bytes() for slabs in self.slabs.values() for slab in slabs)
+
+    def input(self, name: str, k: int, c: int) -> Tensor:
+        """Return stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
+        return self.store[name, k - 1, c].to(self.device, non_blocking=True) if k else self.chunks[c].ids
+
+    # ------------------------------------------------------------------------------------------- messages
+
+    def value(self, key: Key) -> Any:
+        """Return a value of the store; for a state stored as a row's number, that row of `Edges`."""
+        value = self.store[key]
+        return self.edges[key[1]].at(value) if isinstance(value, int) else value
+
+    def destination(self, key: Key) -> tuple[int | Tensor, Tensor]:
+        """Return the store's entry for a value that will be written, and the tensor to write to.
+
+        They are the same tensor, except for a state that stays here: its entry is the number of a row of
+        `Edges`."""
+        name, k = key[:2]
+        if name != "S" or key in self.passed_on:
+            out = self.room(key)
+            return out, out
+        row = self.edges[k].row()
+        return row, self.edges[k].at(row)
+
+    def room(self, key: Key) -> Tensor:
+        """Return an empty tensor for a message."""
+        name, k, c = key[:3]
+        if name in ("S", "dS"):
+            return self.packing[k].empty()
+        start, stop = self.grid.cuts[c : c + 2]
+        if name == "spill":
+            start = max(start, self.grid.cuts[key[3]] - self.grid.reach)
+        shape = self.batch.rows, stop - start, self.width
+        return torch.empty(shape, dtype=self.accumulate_dtype, device=self.device)
+
+    def message(self, key: Key) -> Tensor:
+        """Return a value of the store as one tensor, as a message carries it."""
+        value = self.value(key)
+        if isinstance(value, tuple):
+            return self.packing[key[1]].pack(value, self.room(key))
+        if value is None:  # no cotangent
+            return self.room(key).zero_()
+        return value.to(self.accumulate_dtype).contiguous()
