@@ -156,7 +156,7 @@ class Backprop(Method):
 @documented
 @dataclasses.dataclass(frozen=True)
 class Exact(Method):
-    """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence
+    """The exact gradient by adjoint states over chunks, in memory that grows by one state per chunk
     (docs/method.md §4).
 
     The forward stores the recurrent states at chunk edges. The backward goes through the chunks in reverse,

@@ -52,7 +52,7 @@ class Backbone(Stage):
 
     Args:
         model: the backbone, or the causal LM around it; parameters go by its names.
-        slots: of the state, from `find_slots`.
+        slots: places of the state's tensors in the cache, from `find_slots`.
         multiplier: None if the embedding is in this stage; else x is hidden states (batch, tokens,
             hidden_size), and the multiplier is what this backbone multiplies embeddings by before its first
             layer.
@@ -60,7 +60,7 @@ class Backbone(Stage):
             (see `Exact`).
         fetches: as in `Stage`.
         padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
-        router: what is made of the routers' logits: a loss, or outputs beside the hidden states; or None.
+        router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
     """
 
     stateful: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 """Verification on first use: the comparisons and trials that a call needs, and their results.
 
-Results hold while the model is as it was."""
+Results are valid as long as the model is unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MAX_VERIFICATIONS = 16
 
 
 class Verification:
-    """Results of comparisons and trials for a model in one state; it holds for no other state.
+    """Results of comparisons and trials for a model in one state; they are not valid for another.
 
     It keeps no model alive.
 
@@ -53,8 +53,8 @@ class Verification:
         precision: autocast's dtype, or None, and the device's type.
         fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
         masks_padding: whether chunks compute the model's own hidden states of padding at the right.
-        results: of `compute_once`, by key.
-        difference: of gradients, from the last kind of call that was verified.
+        results: results of `compute_once`, by key.
+        difference: relative difference of gradients, from the last kind of call that was verified.
     """
 
     def __init__(self, model: Any, snapshot: Snapshot, precision: Any, sharded: bool) -> None:
@@ -142,7 +142,7 @@ def verification_of(model: Any) -> Verification:
 
 
 def verify(call: Call) -> Verification:
-    """Return the verification of a call's model after all that this kind of call needs has been tried.
+    """Try everything that this kind of call needs, and return the verification of the call's model.
 
     The gradients of a few tokens are compared for this kind of call; padding at the left and packed documents
     are tried if the call has them.

@@ -175,8 +175,8 @@ def backends() -> list[Finding]:
 
 
 def choices() -> list[Finding]:
-    """Return a row per device and operation: the backend that `backend=None` takes, and why those before it
-    are passed over. Without a CUDA device, the rows of CUDA say what one would try first."""
+    """Return a row per device and operation: the backend that `backend=None` uses, and why those preferred to
+    it are not used. Without a CUDA device, the rows of CUDA say what one would try first."""
     rows = []
     for kind, operation in itertools.product(("cpu", "cuda"), dispatch.operations()):
         dtypes_by_backend, passed_over = dict[str, list[str]](), dict[str, str]()
