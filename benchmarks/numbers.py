@@ -224,7 +224,7 @@ def window_time() -> Numbers:
 
 def sixteen_million() -> Numbers:
     run = row("sixteen-million/memory")
-    return {"resident_gb": run["resident_bytes"] / 1e9, "tokens_per_s": 1e3 / run["ms_per_token"]}
+    return {"resident_gib": run["resident_bytes"] / 2**30, "tokens_per_s": 1e3 / run["ms_per_token"]}
 
 
 def versions() -> Numbers:

@@ -62,7 +62,7 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "take {mini_sequence.plain_8k:.1f} GB at 8,192 tokens by themselves",
     ),
     "docs/million_tokens.md": (
-        "{sixteen_million.resident_gb:.2f} GB of resident memory",
+        "{sixteen_million.resident_gib:.2f} GiB of resident memory",
         "{sixteen_million.tokens_per_s} tokens per second",
     ),
     "docs/models.md": (

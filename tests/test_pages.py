@@ -35,6 +35,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_pages_are_short_and_listed_by_their_titles() -> None:
+    """At most 200 lines a page; the site lists each once, and without another title than its own."""
+    guides = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    assert not [page.name for page in guides if page.read_text().count("\n") > 200]
+    listed = re.findall(r"^ +- (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(["index.md", *(page.name for page in guides[1:])])
+
+
 def commands() -> list[list[str]]:
     """Every command line of ours in the documents' blocks of code, from the command's name on."""
     found = []
