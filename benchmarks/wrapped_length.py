@@ -55,7 +55,7 @@ class WrappedLength(Wrapped):
 
 def draw(rows: Sequence[Row], limit: int) -> Any:
     """Memory against length, both on logarithmic axes; each line ends where the model no longer fits."""
-    figure, axes = report.pyplot().subplots(figsize=(6, 3.9))
+    figure, axes = report.pyplot().subplots(figsize=(6.6, 3.9))
     lengths = sorted({row["length"] for row in rows})
     axes.axhline(limit / 2**30, color=report.BLACK, linewidth=0.8, linestyle=":")
     axes.annotate(f"{limit / 2**30:.0f} GiB: the limit", (lengths[-1], limit / 2**30), (0, 4),
@@ -70,13 +70,15 @@ def draw(rows: Sequence[Row], limit: int) -> Any:
         if ends:
             axes.plot(xs[-1:], ys[-1:], "x", color=colour, markersize=11, markeredgewidth=2.4)
         said = f"{NAMES[way]}\n{ys[-1]:.2g} GiB at {show.tokens(xs[-1])}"
-        alignment: dict[str, Any] = (
-            {"ha": "left", "va": "bottom"} if ends else {"ha": "right", "va": "bottom"}
-        )
+        # Beside a line's end: the first to end has the later ones on its right.
+        side, place = {
+            "transformers": ("right", (-9, -9)),
+            "checkpointing": ("left", (9, -12)),
+            "wrapped": ("right", (0, 10)),
+        }[way]
         axes.annotate(
-            said, (xs[-1], ys[-1]), (9 if ends else 0, -12 if ends else 10), textcoords="offset points",
-            color=colour, **alignment,
-        )  # fmt: skip
+            said, (xs[-1], ys[-1]), place, textcoords="offset points", color=colour, ha=side, va="bottom"
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, map(show.tokens, lengths))
