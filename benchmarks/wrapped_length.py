@@ -72,7 +72,7 @@ def draw(rows: Sequence[Row], limit: int) -> Any:
         said = f"{NAMES[way]}\n{ys[-1]:.2g} GiB at {show.tokens(xs[-1])}"
         # Beside a line's end: the first to end has the later ones on its right.
         side, place = {
-            "transformers": ("right", (-9, -9)),
+            "transformers": ("right", (-15, -7)),
             "checkpointing": ("left", (9, -12)),
             "wrapped": ("right", (0, 10)),
         }[way]
