@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
-from adjoint.engine.compare import compare_own_layers
+from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
@@ -317,7 +317,7 @@ class Stack(nn.Module):
         if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
             states = [tuple(s.detach() for s in state) for state in batch.states]
-            compare_own_layers(stages, states, width, dtype, batch.ids.device)
+            verify_custom_layers(stages, states, width, dtype, batch.ids.device)
         return steps
 
     def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:

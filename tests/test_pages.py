@@ -36,7 +36,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_pages_are_short_and_listed_by_their_titles() -> None:
-    """At most 200 lines a page; the site lists each once, and without another title than its own."""
+    """Pages have at most 200 lines; the site lists each once, under its own title."""
     guides = [page for page in PAGES if page.name != "CHANGELOG.md"]
     assert not [page.name for page in guides if page.read_text().count("\n") > 200]
     listed = re.findall(r"^ +- (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.hf import check
@@ -103,14 +105,14 @@ class Call:
         arguments: the call's arguments by name.
     """
 
-    def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         self.model, self.arguments = model, arguments
 
     def has(self, *names: str) -> bool:
         """Whether any of these arguments is given."""
         return any(self.arguments.get(name) is not None for name in names)
 
-    def run_original(self, **changed: Any) -> Any:
+    def run_original(self, **changed: object) -> ModelOutput:
         """Run the model's own forward, with some arguments changed."""
         return original_class(self.model).forward(self.model, **{**self.arguments, **changed})
 
@@ -183,10 +185,11 @@ class Call:
         logits_to_keep = self.arguments.get("logits_to_keep")
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             return logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
-        frame: Any = sys._getframe()
-        while (frame := frame.f_back) is not None:
+        frame = sys._getframe().f_back
+        while frame is not None:
             if frame.f_code.co_name == "prediction_step" and "prediction_loss_only" in frame.f_locals:
                 return None if frame.f_locals["prediction_loss_only"] else slice(None)
+            frame = frame.f_back
         return None
 
     @functools.cached_property

@@ -9,9 +9,9 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import Sizes
@@ -41,7 +41,7 @@ def kept_features(model: nn.Module) -> int:
 
     Counted are inputs and outputs of products and convolutions; of experts, only those that a token is
     routed to. For models of several kinds in float32 autograd keeps 0.8 to 1.3 times as much."""
-    config: Any = backbone_of(model).config
+    config = backbone_of(model).config
     experts, total = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1, 0
     for module in backbone_of(model).modules():
         if isinstance(module, nn.Embedding):
@@ -68,7 +68,7 @@ def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
     return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE)
 
 
-def block_function(model: Any) -> Callable[[Tensor], Tensor] | None:
+def block_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
     """Return the model's own function from token types to blocks of tokens that attend to each other.
 
     It takes types (batch, seqlen) and returns the number of each token's block in this shape, -1 for none.
@@ -85,7 +85,7 @@ def block_function(model: Any) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def move_edges_out_of_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
+def move_edges_out_of_blocks(model: PreTrainedModel, spec: EngineSpec, batch: Batch) -> EngineSpec:
     """Return a spec whose chunks never end inside a block of tokens that attend to each other.
 
     An edge inside a block moves to the block's end. Without blocks the spec itself is returned."""

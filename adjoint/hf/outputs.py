@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
@@ -53,7 +52,7 @@ class _LogitsOnAccess:
         with self._as_stored():
             return super().__repr__()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         with self._as_stored():
             return super().__reduce__()
 

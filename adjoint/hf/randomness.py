@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -25,15 +24,14 @@ class ChunkRandomness(Generators):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules: list[Any] = list(model.modules())
+        modules = list(model.modules())
         super().__init__([v for m in modules for v in vars(m).values() if isinstance(v, KINDS)])
         rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
-        configs = [
-            vars(m.config) for m in modules if isinstance(getattr(m, "config", None), PreTrainedConfig)
-        ][:1]
+        own_configs = (getattr(m, "config", None) for m in modules)
+        configs = [vars(config) for config in own_configs if isinstance(config, PreTrainedConfig)][:1]
         rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
         self.has_dropout = model.training and any(rates)
-        self.states_by_chunk: dict[int, Any] = {}
+        self.states_by_chunk: dict[int, Sequence[object]] = {}
 
     @contextlib.contextmanager
     def at_chunk(self, start: int) -> Iterator[None]:

@@ -7,12 +7,14 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
@@ -29,6 +31,7 @@ from adjoint.hf.chunking import block_function
 from adjoint.hf.head import refuse_unsummable_loss, refuse_z_loss, summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
 from adjoint.hf.model_parts import (
+    Forward,
     backbone_of,
     gathered_runner,
     layers_of,
@@ -41,8 +44,11 @@ from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.methods import Method
-from adjoint.parallel.context import distribution_of
+from adjoint.parallel.context import SingleRank, distribution_of
 from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Backbone(Stage):
@@ -69,7 +75,7 @@ class Backbone(Stage):
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         slots: Sequence[Slot],
         multiplier: float | None = None,
         recompute: str = "none",
@@ -81,12 +87,12 @@ class Backbone(Stage):
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
         self._grows = tuple(slot.grows for slot in self.slots)
-        self.chunk_context = ChunkContext(model)
+        self.chunk_context: ContextFactory = ChunkContext(model)
         self.trained_parameters, self.sharded = trained_parameters(model), uses_fsdp(model)
         self.tensors = Tensors(model)
         self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
         self.randomness, self.recompute = ChunkRandomness(model), recompute
-        self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
+        self.layers = [] if recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches, self.padding = fetches, padding
         self.router = router
 
@@ -134,7 +140,7 @@ class Backbone(Stage):
             return output[0], state
         return self.router.append_to(output[0], output.router_logits, chunk.start), state
 
-    def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
+    def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[ModelOutput, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
         cache, past_length = copy.copy(self.cache), chunk.start - chunk.document
         cache.layers = cache.layers_with_state(self.slots, state, past_length)
@@ -150,7 +156,7 @@ class Backbone(Stage):
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         return output, after
 
-    def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> Any:
+    def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> ModelOutput:
         """Call the backbone on a chunk.
 
         Args:
@@ -175,18 +181,18 @@ class Backbone(Stage):
         return self.backbone(use_cache=True, **inputs)
 
     def _recompute_layer(
-        self, forward: Callable[..., Any], cache: ChunkCache, state: State, past_length: int
-    ) -> Callable[..., Any]:
+        self, forward: Forward, cache: ChunkCache, state: State, past_length: int
+    ) -> Forward:
         """Return a layer's forward that is recomputed in the backward from the state before the chunk.
 
         The first run puts the new state into the cache, so the second run gets cache layers of its own."""
 
-        def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
-            generator_states: list[Any] = []
+        def recomputed_forward(*args: object, **kwargs: object) -> object:
+            generator_states: list[Sequence[object]] = []
             # Made here, so that every recomputation gets the same tensors.
             initial_layers = cache.layers_with_state(self.slots, state, past_length)
 
-            def run(*args: Any, **kwargs: Any) -> Any:
+            def run(*args: object, **kwargs: object) -> object:
                 if not generator_states:
                     generator_states.append(self.randomness.states())
                     return forward(*args, **kwargs)
@@ -338,7 +344,7 @@ def make_step(
     batch: Batch,
     spec: EngineSpec,
     backward_context: ContextFactory = contextlib.nullcontext,
-    group: Any = None,
+    group: ProcessGroup | SingleRank | None = None,
 ) -> ChunkedStep:
     """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 
@@ -365,7 +371,7 @@ def make_step(
 
 
 @torch.no_grad()
-def find_slots(model: Any, input_ids: Tensor) -> list[Slot]:
+def find_slots(model: PreTrainedModel, input_ids: Tensor) -> list[Slot]:
     """Return the places of a model's state in its cache, found by running it on two tokens of one
     sequence."""
     stage, cache, ids = Backbone(model, []), make_chunk_cache(model.config), input_ids[:1, :1].expand(1, 2)

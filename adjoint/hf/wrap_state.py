@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from torch import nn
+
 from adjoint.methods import Backprop, Method
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class WrapState:
@@ -24,7 +29,9 @@ class WrapState:
         announced: whether the first use has been logged.
     """
 
-    def __init__(self, method: Method, outer_model: ref[Any] | None = None, group: Any = None) -> None:
+    def __init__(
+        self, method: Method, outer_model: ref[nn.Module] | None = None, group: ProcessGroup | None = None
+    ) -> None:
         self.group = group
         self.method, self.uses_original_forward, self.lock, self.outer_model = (
             method,
@@ -35,11 +42,11 @@ class WrapState:
         self.verifications: list[Any] = []
         self.announced = False
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[WrapState], tuple[Method]]:
         return WrapState, (self.method,)
 
 
-def wrap_state_of(model: Any) -> WrapState:
+def wrap_state_of(model: nn.Module) -> WrapState:
     """Return a model's wrap state.
 
     A model made by a wrapped model's class, for example by its `from_pretrained`, has none: it gets a
