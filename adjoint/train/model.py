@@ -109,7 +109,7 @@ class StackLM(LanguageModel):
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
         if grows and config.training.carry_state != "none":
             raise UserError(
-                "training.carry_state: attention's keys and values would grow for ever; leave it out"
+                "training.carry_state: attention's keys and values would grow without limit; leave it out"
             )
         return cls(module, config.method, group)
 
@@ -177,7 +177,9 @@ class PretrainedLM(LanguageModel):
                 'cluster.shards to 0, or data.documents to "stream"'
             )
         if packed and config.method.name not in ("exact", "truncated"):
-            raise UserError("data.documents: packed, they need chunks; use --method.name exact")
+            raise UserError(
+                "data.documents: packed documents need a method with chunks; use --method.name exact"
+            )
 
     @classmethod
     def from_config(
