@@ -118,7 +118,7 @@ REFUSED = {
     Counts: "its output differs",
     LooksAhead: "its output differs",
     Draws: "or draws random numbers",
-    Fails: "it does not go on from the state it gave",
+    Fails: "it does not continue from the state it gave",
 }
 
 
