@@ -103,12 +103,12 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
         return f"DeepSpeed ZeRO-3 holds parameters where chunks do not find them; {OTHERS}, or use ZeRO-2"
     enclosing_units, dtensors = [*units(model), *units(root)[:1]], _dtensors(model)
     twice = any(sum(placement.is_shard() for placement in p.placements) > 1 for p in dtensors)
-    if twice or (dtensors and not enclosing_units):
+    if twice:
         return f"its parameters are DTensors of tensor parallelism, which chunks cannot use; {OTHERS}"
     if not enclosing_units and any(vars(module).get("_is_fsdp_managed_module") for module in model.modules()):
         return f"FullyShardedDataParallel (FSDP1), or fully_shard of a module around it, shards it; {OTHERS}"
     unit_parameters = {p for unit in enclosing_units for p in unit.parameters()}
-    if any(p not in unit_parameters for p in dtensors):
+    if enclosing_units and any(p not in unit_parameters for p in dtensors):
         return "fully_shard was called for a module around it: give that one to adjoint.wrap"
     return None
 
