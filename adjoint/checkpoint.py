@@ -22,7 +22,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -31,6 +31,31 @@ from adjoint.errors import UserError
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+class FileEntry(TypedDict):
+    """A file's entry in the manifest."""
+
+    sha256: str
+    bytes: int
+
+
+class TrainerState(TypedDict, total=False):
+    """The content of trainer.json; older ones lack keys.
+
+    Attributes:
+        tokens: trained on so far. data: the cursor of the text. torch: PyTorch's version.
+        config: of the run, as plain values by section and key.
+        dependencies: digests of what a run needs besides its own files, by kind.
+    """
+
+    step: int
+    tokens: int
+    data: dict[str, Any]
+    unigram_entropy: float | None
+    torch: str
+    config: dict[str, dict[str, Any]]
+    dependencies: dict[str, str]
 
 
 class DamagedCheckpoint(UserError):
@@ -129,9 +154,10 @@ def verify_checkpoint(path: str | Path) -> None:
             raise damaged(f"the checksum of {name} does not match")
 
 
-def read_trainer(path: Path) -> dict[str, Any]:
+def read_trainer(path: Path) -> TrainerState:
     """Return a checkpoint's step, data cursor, configuration, …"""
-    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    state: TrainerState = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    return state
 
 
 class StoredTensors:

@@ -13,7 +13,7 @@ from typing import Any
 
 from adjoint.cli import main
 from adjoint.cluster.heartbeat import NOTICE
-from adjoint.engine import compare
+from adjoint.engine.verification import COARSE
 from adjoint.memory import size_bytes
 from adjoint.plan.memory import RESERVED
 from adjoint.tools.measure import passes
@@ -186,7 +186,7 @@ def versions() -> Numbers:
 
 def constants() -> Numbers:
     return {
-        "beyond": passes.BEYOND, "weight_decay": TrainingConfig().weight_decay, "coarse": compare.COARSE,
+        "beyond": passes.BEYOND, "weight_decay": TrainingConfig().weight_decay, "coarse": COARSE,
         "reserved_cpu_mb": RESERVED["cpu"][0] / 1e6, "reserved_cuda_gb": RESERVED["cuda"][0] / 1e9,
         "sustained": 100 * command.SUSTAINED, "bandwidth_gb": size_bytes(command.BANDWIDTH) / 1e9,
         "gpu_cap_gb": CAP_BYTES / 1e9, "as_good": AS_GOOD, "one_more": 4 / 3,

@@ -23,9 +23,9 @@ BLACK, GREY = "#000000", "#7A7A7A"
 
 def environment(*packages: str) -> dict[str, Any]:
     """Return the conditions of a run: commit, date, hardware, system, versions, also of `packages`."""
-    conditions = {"commit": commit(), **machine.environment()}
-    conditions["versions"] |= machine.versions(*packages)
-    return conditions
+    conditions = machine.environment()
+    versions = conditions["versions"] | machine.versions(*packages)
+    return {"commit": commit(), **conditions, "versions": versions}
 
 
 def commit() -> str:

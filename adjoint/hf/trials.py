@@ -6,13 +6,13 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from adjoint.engine.compare import TOKENS, alike
-from adjoint.hf.check import Refused, refuse
+from adjoint.engine.verification import TOKENS, Refused, alike
+from adjoint.hf.check import refuse
 from adjoint.hf.kernels import fla
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import (
@@ -22,12 +22,10 @@ from adjoint.hf.model_parts import (
     gathered_runner,
     original_class,
 )
-from adjoint.hf.trial_copy import example_tokens, in_eval_mode
-
-TRIAL_CHUNK_SIZE = 5  # cuts TOKENS into chunks of different lengths
+from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 
 
-def refuse_left_padding(model: Any) -> None:
+def refuse_left_padding(model: PreTrainedModel) -> None:
     """Refuse padding at the left if the model does more with it than cut it off.
 
     Raises:
@@ -43,7 +41,7 @@ def refuse_left_padding(model: Any) -> None:
         )
 
 
-def masks_padding(model: Any, compare_padded: Callable[[], float]) -> bool:
+def masks_padding(model: PreTrainedModel, compare_padded: Callable[[], float]) -> bool:
     """Whether chunks compute the model's own hidden states of padding at the right.
 
     Warns if not, as a loss may read them."""
@@ -60,7 +58,7 @@ def masks_padding(model: Any, compare_padded: Callable[[], float]) -> bool:
     return True
 
 
-def warn_if_documents_mix(model: Any, names: Sequence[str], use_cache: bool | None) -> None:
+def warn_if_documents_mix(model: PreTrainedModel, names: Sequence[str], use_cache: bool | None) -> None:
     """Warn if the model itself does not keep packed documents apart, as chunks do.
 
     Args:
@@ -79,7 +77,7 @@ def warn_if_documents_mix(model: Any, names: Sequence[str], use_cache: bool | No
         )
 
 
-def refuse_if_documents_mix(model: Any, names: Sequence[str]) -> None:
+def refuse_if_documents_mix(model: PreTrainedModel, names: Sequence[str]) -> None:
     """Refuse documents described by inputs with these names if the model's own code ignores them.
 
     Raises:
@@ -94,7 +92,7 @@ def refuse_if_documents_mix(model: Any, names: Sequence[str]) -> None:
         )
 
 
-def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Any]:
+def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Tensor | int]:
     """Return the inputs of these names for TOKENS; the second document begins at TRIAL_CHUNK_SIZE."""
     positions = torch.arange(TOKENS, dtype=torch.int32)[None]
     document, cuts = (
@@ -110,7 +108,7 @@ def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _ignores_first_tokens(model: Any, **inputs: Any) -> bool:
+def _ignores_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -> bool:
     """Whether, given these inputs, the first TRIAL_CHUNK_SIZE tokens change no later hidden state of the
     backbone."""
     if fla.is_of_fla(model):
@@ -130,7 +128,7 @@ def _ignores_first_tokens(model: Any, **inputs: Any) -> bool:
 
 
 @torch.no_grad()
-def ignores_input(model: Any, name: str, has_labels: bool) -> bool:
+def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
     """Whether a model's own forward accepts an input of this name without reading it.
 
     It is given NaNs for a few tokens: an output that stays the same does not depend on them.

@@ -14,14 +14,14 @@ import functools
 import itertools
 import sys
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from adjoint.batch import Batch
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.exchange import Exchange
 from adjoint.engine.executor import Connections, Executor
@@ -31,15 +31,12 @@ from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.storage import Slab, by_itself, growing, joined, recurrent
 from adjoint.engine.tile import Cotangents
-from adjoint.engine.tile_values import Documents, TileValues
+from adjoint.engine.tile_values import Chunks, Documents, TileValues
 from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
-
-if TYPE_CHECKING:  # torch may be built without it
-    from torch.distributed import ProcessGroup
 
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
 WEIGHTS_NAME = "the model's weights"
@@ -56,7 +53,7 @@ SINGLE_RANK = SingleRank()
 _compared: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
 
-def group_of(group: object) -> ProcessGroup:
+def group_of(group: object) -> dist.ProcessGroup:
     """Return the process group of a `sequence_group`.
 
     Args:
@@ -65,8 +62,6 @@ def group_of(group: object) -> ProcessGroup:
     Raises:
         UserError: it is neither, this process is not in it, or torch.distributed is not initialised.
     """
-    import torch.distributed as dist
-
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
             "sequence_group: torch.distributed is not initialised: call "
@@ -97,10 +92,8 @@ def group_of(group: object) -> ProcessGroup:
     return group
 
 
-def ranks_of(group: ProcessGroup) -> int:
+def ranks_of(group: dist.ProcessGroup) -> int:
     """Return the number of processes of a group that `group_of` has returned."""
-    import torch.distributed as dist
-
     return dist.get_world_size(group)
 
 
@@ -148,7 +141,7 @@ class WithinTiles(Exchange):
         for edges in values.edges:
             edges.rows = sum(grid.reads_state(c) for c in own_chunks)
 
-    def count_edges(self, values: TileValues, actions: Sequence[Action]) -> None:
+    def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
         """Do nothing: edges are known from the beginning."""
 
     # ------------------------------------------------------------------------------------------------ states
@@ -337,7 +330,7 @@ def _initial_tokens(values: TileValues) -> int:
 
 
 def _span(
-    chunks: Sequence[Batch], documents: Documents, initial_tokens: int, c: int, row: int | None
+    chunks: Chunks, documents: Documents, initial_tokens: int, c: int, row: int | None
 ) -> tuple[int, int]:
     """Return the `kv.TokenRange` of a chunk, in a sequence that `initial_tokens` tokens precede."""
     chunk = chunks[c]
@@ -348,7 +341,7 @@ def _span(
     return min([*boundaries[1][row], chunk.seqlen]), chunk.start - boundaries[0][row]
 
 
-def distribution_of(group: ProcessGroup | SingleRank | None) -> Distribution:
+def distribution_of(group: dist.ProcessGroup | SingleRank | None) -> Distribution:
     """Return how a batch is distributed; group: whose ranks share its sequences, `SINGLE_RANK`, or None."""
     return Distribution() if group is None else SequenceGroup(group)
 
@@ -366,9 +359,7 @@ class SequenceGroup(Distribution):
 
     is_alone = False
 
-    def __init__(self, group: ProcessGroup | SingleRank) -> None:
-        import torch.distributed as dist
-
+    def __init__(self, group: dist.ProcessGroup | SingleRank) -> None:
         self.group = group
         if isinstance(group, SingleRank):
             self.ranks, self.worker = 1, 0
@@ -384,6 +375,11 @@ class SequenceGroup(Distribution):
             raise UserError(
                 "sequence_group: memory= fits chunks to what one process has left, but all ranks must run "
                 "the same chunks: give chunk_size instead"
+            )
+        if spec.storage.checkpoints is not None:
+            raise UserError(
+                "sequence_group: checkpoints= computes states again from chunks before them, which other "
+                "ranks have: leave it out; each rank stores the states before its own chunks alone"
             )
         if isinstance(self.group, SingleRank):
             self.transport: GroupTransport = Alone()

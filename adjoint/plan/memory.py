@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adjoint.engine.budget import AUTO, RESERVED_CPU
+from adjoint.engine.budget import AUTO, RESERVED_CPU, ChunkMemory, tapes_and_states
 from adjoint.engine.grid import EngineSpec, Grid, Key
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, Run, Schedule, Send, keys_of
 from adjoint.methods import Method
 from adjoint.parallel.kv import QUERIES_AHEAD
+from adjoint.plan.machine import Machine
 from adjoint.plan.model import HEAD, Model
 from adjoint.plan.schedule import exchanges_within_tiles, forward_plan, grid_of, owners_of, step_plan
 from adjoint.plan.stage_memory import Conditions, Counted, composed
@@ -51,27 +52,6 @@ COUNTED_TILES = 2000  # programs with more tiles are followed for fewer chunks
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The device of a worker.
-
-    Attributes:
-        kind: cpu or cuda. memory: bytes of the smallest device, by which a GPU's default chunk is chosen.
-        precision: float32, bfloat16 (autocast) or float64.
-        reserve: whether the memory of libraries and the allocator counts.
-    """
-
-    kind: str = "cpu"
-    precision: str = "float32"
-    memory: float | None = None
-    reserve: bool = True
-
-    @property
-    def element(self) -> int:
-        """Bytes of a weight, which are those of an element of the residual stream between tiles."""
-        return 8 if self.precision == "float64" else 4
-
-
-@dataclass(frozen=True)
 class Setup:
     """A run to be planned: all that its memory and time depend on.
 
@@ -88,7 +68,7 @@ class Setup:
     batch: int
     seqlen: int
     layout: Layout = dataclasses.field(default_factory=Layout)
-    machine: Machine = Machine()
+    machine: Machine = dataclasses.field(default_factory=Machine)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
 
     @functools.cached_property
@@ -264,6 +244,8 @@ class StageBytes(NamedTuple):
         """Return the peak of a tile above the memory before it and its tape: (without head, with head)."""
         if kind == "windowed":
             return self.task, self.task
+        if kind == "advance":  # without the head
+            return self.layers.forward, self.layers.forward
         variants, tape = (self.layers, self.all), self.all.saved
         first, second = (
             {"forward": c.forward, "backward": c.pulled - tape}.get(kind, c.linearized) for c in variants
@@ -310,7 +292,7 @@ def _program_bytes(
         if key[0] == "dS":
             return stages[key[1]].all.pinned
         taped = isinstance(action, Run) and action.tile.kind in ("linearize", "recompute")
-        return 0 if key[0] in ("S", "z") or (key[0] == "y" and taped) else message(key)
+        return 0 if key[0] == "S" or (key[0] in ("y", "z") and taped) else message(key)
 
     def worker_bytes(w: int) -> ProgramBytes:
         size_of: dict[Key, int] = {}
@@ -446,8 +428,10 @@ def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
 def _edges(setup: Setup) -> int:
     """Return the number of states that a worker's layer stores.
 
-    They are those at every edge, before and after the sequence, and the adjoint ones."""
-    return -(-setup.chunks // setup.layout.sequence) + 2
+    They are those at every edge or as many as the method stores, before and after the sequence, and the
+    adjoint ones."""
+    edges, checkpoints = -(-setup.chunks // setup.layout.sequence), setup.spec.storage.checkpoints
+    return (edges if checkpoints is None else min(edges, checkpoints)) + 2
 
 
 def _in_host(setup: Setup, span: Sequence[int], stored: float) -> int:
@@ -500,8 +484,14 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
     if budget == "auto":  # a share of the memory that the run's own weights leave
         left = None if machine.memory is None else machine.memory - parts["weights"] - parts["optimizer"]
         budget = None if left is None else AUTO * (left - fixed * machine.reserve)
-    if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes
-        tapes = sum(setup.piece(k).saved for k in span) * (setup.chunks - 1)
+    if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes and states
+        tape, state = sum(setup.piece(k).saved for k in span), sum(map(setup.state, span))
+        room = budget - sum(parts[name] for name in ("gradients", "past", "kept"))
+        chunk = ChunkMemory(tape, max(0, parts["chunk"] + parts["head"] - tape) + 2 * state)
+        sizes = [spec.chunk_size] * setup.chunks
+        _, states = tapes_and_states(room, chunk, sizes, state, spec.storage.checkpoints)
+        parts["states"] = min(parts["states"], (states + 2) * state)
+        tapes = tape * (setup.chunks - 1)
         used = sum(parts[name] for name in ("gradients", "states", "past", "kept", "chunk", "head"))
         parts["chunk"] += int(max(0, min(budget - used, tapes)))
     parts["reserved"] = int(fixed + share * sum(parts.values())) if machine.reserve else 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.data.tokenizer import check_bytes
@@ -19,6 +20,13 @@ from adjoint.stack import Stack, StackOutput
 from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Config, TrainingConfig
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+Device = torch.device | str | None
+
 
 class LanguageModel(Protocol):
     """A model with the method by which its gradients are computed.
@@ -28,11 +36,11 @@ class LanguageModel(Protocol):
         group: of processes that share each sequence.
     """
 
-    module: Any
+    module: nn.Module
     method: Method
-    group: Any
+    group: dist.ProcessGroup | None
 
-    def __init__(self, module: Any, method: Method, group: Any = None) -> None:
+    def __init__(self, module: nn.Module, method: Method, group: dist.ProcessGroup | None = None) -> None:
         self.module, self.method, self.group = module, method, group
 
     @staticmethod
@@ -41,7 +49,11 @@ class LanguageModel(Protocol):
 
     @classmethod
     def from_config(
-        cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None
+        cls,
+        config: Config,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> LanguageModel:
         """Return the model of a configuration, as it is before the first step."""
 
@@ -53,10 +65,16 @@ class LanguageModel(Protocol):
     def vocab_size(self) -> int:
         """The number of token ids that the model has."""
 
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters, each tied one counted once."""
+
     def chunk_size(self, batch: int, seqlen: int) -> int:
         """Return the tokens of a chunk, under the caller's autocast."""
 
-    def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
+    def output(
+        self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
+    ) -> StackOutput | CausalLMOutputWithPast:
         """Return an output with the mean `loss` of a batch. Arguments are those of `Stack.forward`, with
         `state` and `return_state` where states are carried."""
 
@@ -73,12 +91,20 @@ class LanguageModel(Protocol):
 class StackLM(LanguageModel):
     """A `Stack`."""
 
+    module: Stack
+
     @staticmethod
     def check(config: Config) -> None:
         check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
 
     @classmethod
-    def from_config(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> StackLM:
+    def from_config(
+        cls,
+        config: Config,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> StackLM:
         module = Stack(config.model).to(device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
         if grows and config.training.carry_state != "none":
@@ -95,12 +121,18 @@ class StackLM(LanguageModel):
     def vocab_size(self) -> int:
         return self.module.config.vocab_size
 
+    @property
+    def num_parameters(self) -> int:
+        return self.module.num_parameters()
+
     def chunk_size(self, batch: int, seqlen: int) -> int:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.module.embedding.weight.device)
-        default = default_chunk_size(self.module, ids, self.method.recompute)
+        default = default_chunk_size(self.module, ids, self.method.recompute, self.method.checkpoints)
         return self.method.engine_spec(seqlen, default).chunk_size
 
-    def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
+    def output(
+        self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
+    ) -> StackOutput | CausalLMOutputWithPast:
         options = {"method": self.method, "sequence_group": self.group, **states}
         return self.module(ids, labels=labels, seq_idx=seq_idx, **options)
 
@@ -124,6 +156,8 @@ class StackLM(LanguageModel):
 class PretrainedLM(LanguageModel):
     """A causal LM of transformers, wrapped."""
 
+    module: PreTrainedModel
+
     @staticmethod
     def check(config: Config) -> None:
         directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
@@ -144,7 +178,11 @@ class PretrainedLM(LanguageModel):
 
     @classmethod
     def from_config(
-        cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None
+        cls,
+        config: Config,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> PretrainedLM:
         from adjoint.hf.wrap import wrap
         from adjoint.train.pretrained import load
@@ -161,13 +199,20 @@ class PretrainedLM(LanguageModel):
     def vocab_size(self) -> int:
         return self.module.get_input_embeddings().num_embeddings
 
+    @property
+    def num_parameters(self) -> int:
+        return self.module.num_parameters()
+
     def chunk_size(self, batch: int, seqlen: int) -> int:
         from adjoint.hf.verification import verification_of
 
-        default = chunk_size_on(self.module.device, verification_of(self.module).sizes, batch, seqlen)
+        sizes, device = verification_of(self.module).sizes, self.module.device
+        default = chunk_size_on(device, sizes, batch, seqlen, self.method.checkpoints)
         return self.method.model_spec(seqlen, default).chunk_size
 
-    def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
+    def output(
+        self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
+    ) -> StackOutput | CausalLMOutputWithPast:
         targets = shift_labels(labels, seq_idx)
         if (targets == IGNORE_INDEX).all():  # transformers' own loss would be nan
             return StackOutput(torch.zeros((), device=ids.device, requires_grad=True))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Exact
-from adjoint.hf.check import Refused
+from adjoint.engine.verification import Refused
 from tests.model_helpers import relative
 from tests.ranks import on_ranks
 

@@ -18,7 +18,8 @@ from adjoint.memory import size_bytes, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
 from adjoint.plan.layouts import Ranked, Request, rank
-from adjoint.plan.memory import Machine, Setup
+from adjoint.plan.machine import Machine
+from adjoint.plan.memory import Setup
 from adjoint.plan.stack import model_of
 from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value
 from adjoint.tools.plan.report import as_dict, labels_of, show
