@@ -183,8 +183,8 @@ class Stack(nn.Module):
         """
         if not is_untouched(self.lm_head, nn.Linear) or self.lm_head.bias is not None:
             raise ValueError(
-                "the loss is made of lm_head's weight, slice by slice: lm_head must be an nn.Linear without "
-                f"bias, hooks or parametrization; got {type(self.lm_head).__name__}"
+                "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
+                f"without bias, hooks or parametrization; got {type(self.lm_head).__name__}"
             )
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")

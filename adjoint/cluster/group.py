@@ -254,7 +254,8 @@ class Group:
             if exchanges_within_tiles(model, self.layout.sequence):
                 if transport == "nccl":
                     raise UserError(
-                        "cluster.transport: workers that share this model's sequences send by gloo; use auto"
+                        "cluster.transport: nccl cannot carry attention's messages between sequence workers; "
+                        "use auto, which is gloo there"
                     )
                 transport = "gloo"
             backend = devices.backend([process["gpu"] for process in processes], transport)

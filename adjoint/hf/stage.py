@@ -79,15 +79,15 @@ class Backbone(Stage):
 
     Args:
         model: the backbone, or the causal LM around it; parameters go by its names.
-        slots: of the state, from `find_slots`.
+        slots: places of the state's tensors in the cache, from `find_slots`.
         multiplier: None if the embedding is in this stage; else x is hidden states (batch, tokens,
             hidden_size), and the multiplier is what this backbone multiplies embeddings by before its first
             layer.
         recompute: how much of a layer's tape is recomputed in the backward: "none", "selective" or "full"
             (see `Exact`).
         fetches: as in `Stage`.
-        router: what is made of the routers' logits: a loss, or outputs beside the hidden states; or None.
-        context: what the chunks of a call share.
+        router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
+        context: properties of the call that all of its chunks share.
     """
 
     stateful: ClassVar[bool] = True

@@ -47,6 +47,7 @@ from adjoint.hf.language_inputs import language_model_of
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     backbone_of,
+    base_of,
     calling_original_forwards,
     gathered_runner,
     layers_of,
@@ -168,8 +169,7 @@ def entry_modules(model: nn.Module) -> dict[nn.Module, EntryForward]:
     Raises:
         ValueError: the model is not of transformers, or has no backbone separate from its head.
     """
-    get_base_model = getattr(model, "get_base_model", None)
-    lm = model if get_base_model is None else get_base_model()
+    lm = base_of(model)
     name = type(model).__name__
     if not isinstance(lm, PreTrainedModel):
         raise ValueError(f"adjoint.wrap takes a causal LM of transformers, or a classifier: this is a {name}")
@@ -276,7 +276,7 @@ def _deferred_logits(call: Call) -> Callable[[], Tensor]:
     def compute() -> Tensor:
         warnings.warn(
             "out.logits was read: a call with labels makes none, so they are computed now, by a second "
-            "forward without gradients; torch.no_grad() and logits_to_keep=N make those of the last N tokens",
+            "forward without gradients; torch.no_grad() and logits_to_keep=N give those of the last N tokens",
             stacklevel=3,
         )
         with torch.no_grad(), ChunkRandomness(model).undone():
@@ -355,8 +355,8 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     if spec is not regular and (drops or verification.sharded or group is not None):
         check.refuse(
             model,
-            "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
-            "alone",
+            "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in one "
+            "process",
         )
     check.refuse_large_masks(model, spec.chunk_size * call.longest_document, replacements.MASKED_PAIRS)
     description = f"{type(method).__name__} in chunks of {spec.chunk_size:,} tokens"
@@ -458,13 +458,13 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
     if wrap_state_of(model).group is not None:
         check.refuse(
             model,
-            "sequence_group: hidden states are those of the whole sequence in one process: give labels to "
-            "the causal LM, whose loss is shared",
+            "sequence_group: no rank has the hidden states of the whole sequence: give labels to the causal "
+            "LM, whose loss is shared",
         )
     if uses_fsdp(model) and torch.is_grad_enabled():
         check.refuse(
             model,
-            "under fully_shard chunks run back inside the forward, before a loss made of hidden states is "
+            "under fully_shard a chunk's backward runs inside the forward, before a loss of hidden states is "
             "known: give labels to the causal LM",
         )
     verification = verify(call)

@@ -323,8 +323,8 @@ def _initial_tokens(values: TileValues) -> int:
     }
     if len(past_lengths) > 1:
         raise UserError(
-            f"sequence_group: initial states hold keys of {sorted(past_lengths)} tokens; give all "
-            "layers as many"
+            f"sequence_group: initial states have keys of {sorted(past_lengths)} tokens; give all layers the "
+            "same number"
         )
     return max(past_lengths, default=0)
 
@@ -542,7 +542,7 @@ class SequenceGroup(Distribution):
             if scale != scales[0] and not (scale != scale and scales[0] != scales[0]):
                 raise UserError(
                     f"sequence_group: the loss is multiplied by {scales[0]:g} on rank 0 and by {scale:g} on "
-                    f"rank {rank} of the group; it is the whole's on every rank, and so must its factor be"
+                    f"rank {rank} of the group: multiply it by the same number on every rank"
                 )
 
 

@@ -183,9 +183,9 @@ class Layout:
         chunks = -(-seqlen // size)
         if chunks < self.sequence:
             raise UserError(
-                f"cluster.sequence: {self.sequence} workers for {chunks} chunks of {size} tokens; "
-                f"lower --method.chunk_size to {max(1, seqlen // self.sequence)} or less, or take at "
-                f"most {chunks} workers"
+                f"cluster.sequence: {self.sequence} workers for {chunks} chunks of {size} tokens; lower "
+                f"--method.chunk_size to {max(1, seqlen // self.sequence)} or less, or use at most {chunks} "
+                "workers"
             )
 
     def check_run(self, method: Method, training: Any) -> None:
