@@ -22,7 +22,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
 METHOD = adjoint.Exact(chunk_size=8)
-CLASSES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "NemotronHForCausalLM"]
+LLAMA = "LlamaForCausalLM"
+CLASSES = ["Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "NemotronHForCausalLM"]
 EXPERTS = "Qwen3MoeForCausalLM"
 
 
@@ -43,18 +44,21 @@ def loss_and_gradients(model: Any, inputs: dict[str, Tensor], **options: Any) ->
     return gradients | {"loss": full(output.loss.detach()).clone()}
 
 
-def as_one_process(folder: str, sizes: dict[str, Any], seqlens: list[int], group: bool, **options: Any) -> None:
-    """Compare a sharded model's loss and gradients by chunks with those of the unsharded model by autograd."""
+def as_one_process(
+    folder: str, sizes: dict[str, Any], seqlens: list[int], method: Any = METHOD, **options: Any
+) -> None:
+    """Compare loss and gradients of a sharded model by a method with those of the unsharded by autograd."""
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
     os.environ |= {"WORLD_SIZE": str(dist.get_world_size())}
     # the other implementations of experts compute in float32
-    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, experts_implementation="eager")
+    load = functools.partial(
+        transformers.AutoModelForCausalLM.from_pretrained, experts_implementation="eager"
+    )
     with float64_throughout():
         plain = to_float64(load(folder, dtype=torch.float64)).train()
         config = DistributedConfig(**sizes)
         model = to_float64(load(folder, dtype=torch.float64, distributed_config=config)).train()
-        shared = model.device_mesh["fsdp"] if group else None
-        adjoint.wrap(model, METHOD, sequence_group=shared)
+        adjoint.wrap(model, method)
         for seed, seqlen in enumerate(seqlens):
             inputs = batch(seqlen, seed=seed)
             expected = loss_and_gradients(plain, inputs, **options)
@@ -64,16 +68,27 @@ def as_one_process(folder: str, sizes: dict[str, Any], seqlens: list[int], group
             assert len(set(peers)) == 1
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [LLAMA, *(pytest.param(name, marks=pytest.mark.slow) for name in CLASSES)])
 def test_tensor_parallel(name: str, tmp_path: Path) -> None:
     make(name).save_pretrained(tmp_path / "model")
-    on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2}, [37, 8, 19], False)
+    on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2}, [37, 8, 19])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [adjoint.Exact(8, recompute="full"), adjoint.Exact(8, memory="1GB"), adjoint.MiniSequence()],
+    ids=str,
+)
+def test_other_methods(method: Any, tmp_path: Path) -> None:
+    make(LLAMA).save_pretrained(tmp_path / "model")
+    on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2}, [37], method)
 
 
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}], ids=str)
 def test_experts_with_their_routers_loss(sizes: dict[str, Any], tmp_path: Path) -> None:
     make(EXPERTS).save_pretrained(tmp_path / "model")
-    arguments = str(tmp_path / "model"), sizes, [37, 19], False
+    arguments = str(tmp_path / "model"), sizes, [37, 19]
     on_ranks(2, tmp_path, _with_routers_loss, *arguments)
 
 
@@ -82,22 +97,30 @@ def _with_routers_loss(*arguments: Any) -> None:
 
 
 def across_a_sequence_group(folder: str) -> None:
-    """Tensor parallelism on one dimension of a mesh, chunks of each sequence dealt out along the other."""
+    """Compare with one process: layers sharded along one dimension of a mesh, chunks dealt along the other."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    rank = str(dist.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "tp"))
-    load = transformers.AutoModelForCausalLM.from_pretrained
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "tensor"))
+    columns = (
+        ("self_attn", ("q_proj", "k_proj", "v_proj"), ColwiseParallel),
+        ("mlp", ("gate_proj", "up_proj"), ColwiseParallel),
+    )
+    rows = ("self_attn", ("o_proj",), RowwiseParallel), ("mlp", ("down_proj",), RowwiseParallel)
     with float64_throughout():
-        plain = to_float64(load(folder, dtype=torch.float64)).train()
-        model = load(folder, dtype=torch.float64, tp_plan="auto", device_mesh=mesh["tp"])
-        model = adjoint.wrap(to_float64(model).train(), METHOD, sequence_group=mesh["sequence"])
+        plain, model = (
+            to_float64(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)).train()
+            for _ in range(2)
+        )
+        for layer in model.model.layers:
+            for module, names, style in (*columns, *rows):
+                plan = {name: style() for name in names}
+                parallelize_module(layer.get_submodule(module), mesh["tensor"], plan)
+        adjoint.wrap(model, METHOD, sequence_group=mesh["sequence"])
         inputs = batch(37)
         assert_same(loss_and_gradients(model, inputs), loss_and_gradients(plain, inputs), 1e-10)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_across_a_sequence_group(name: str, tmp_path: Path) -> None:
-    make(name).save_pretrained(tmp_path / "model")
+def test_across_a_sequence_group(tmp_path: Path) -> None:
+    make(LLAMA).save_pretrained(tmp_path / "model")
     on_ranks(4, tmp_path, across_a_sequence_group, str(tmp_path / "model"))
