@@ -97,7 +97,7 @@ def _with_routers_loss(*arguments: Any) -> None:
 
 
 def across_a_sequence_group(folder: str) -> None:
-    """Compare with one process: layers sharded along one dimension of a mesh, chunks dealt along the other."""
+    """Compare with one process: layers sharded along one dimension of a mesh, chunks along the other."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
