@@ -153,7 +153,8 @@ class Watch:
     """
 
     def __init__(self, actors: Sequence[ActorHandle], ranks: Sequence[int]) -> None:
-        self.actors, self.asked = actors, dict[int, ObjectRef]()
+        self.actors = actors
+        self.asked: dict[int, ObjectRef] = {}
         self.moved = time.monotonic()
         self.last_seen = dict.fromkeys(ranks, self.moved)
         self.said: dict[int, tuple[int, tuple[str, bool]]] = {}

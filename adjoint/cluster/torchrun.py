@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from adjoint.cluster.heartbeat import Heartbeat
@@ -37,7 +38,6 @@ from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
 
 
 class Place(NamedTuple):
@@ -226,7 +226,7 @@ def _check_data(
             )
 
 
-def sequence_group(process: Place, workers: int, timeout: float) -> ProcessGroup | None:
+def sequence_group(process: Place, workers: int, timeout: float) -> dist.ProcessGroup | None:
     """Return the process group of those that share this process's rows, None if it has them alone.
 
     A collective call: creating a group needs every process, also those outside of it.

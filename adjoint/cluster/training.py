@@ -211,7 +211,8 @@ class ShardedTrainer(Trainer):
     def _build(self, checkpoint: Path | None) -> None:
         config = self.config
         if not hasattr(self, "origin"):
-            self.origin, self.gauges = checkpoint, dict[str, Gauge]()
+            self.origin = checkpoint
+            self.gauges: dict[str, Gauge] = {}
             self.whole = summary_of(config, self.folder.path / "pretrained" if checkpoint is None else None)
             self.num_parameters = self.whole.num_parameters
             self.beginning = self.data.train.state_dict(), torch_states()

@@ -83,11 +83,20 @@ class Generators:
             self.set(states)
             yield
 
-    def have_drawn(self, since: Sequence[Any]) -> bool:
-        """Whether the generators' states differ from `since`, that is whether one has drawn."""
+    def states_since(self, before: list[Any]) -> list[Any]:
+        """Return the states; those of generators that have not drawn since `before` are its own objects.
+
+        Without any draw it is `before` itself."""
         current = self.states()
+        if not before:
+            return current
         with _disable_current_modes():
-            return not _same(since, current)
+            shared = [a if _same(a, b) else b for a, b in zip(before, current, strict=True)]
+        return before if all(a is b for a, b in zip(before, shared, strict=True)) else shared
+
+    def have_drawn(self, since: list[Any]) -> bool:
+        """Whether the generators' states differ from `since`, that is whether one has drawn."""
+        return self.states_since(since) is not since
 
 
 def _access(generator: Any) -> tuple[Any, Any]:

@@ -27,8 +27,8 @@ from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 
 # Dimension along which a tensor grows: keys and values are (batch, heads, tokens, dim), an indexer's keys
-# (batch, tokens, dim).
-GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1}
+# (batch, tokens, dim), keys by which blocks are picked (batch, heads, tokens, dim).
+GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1, "block_index": 2}
 
 
 class _LastReadState(threading.local):
@@ -46,7 +46,7 @@ class Slot:
 
     Attributes:
         layer: index of the model's layer.
-        name: "conv", "recurrent", "keys", "values" or "indexer".
+        name: "conv", "recurrent", or one of `GROWING_DIMS`.
         index: which of a layer's several conv or recurrent states.
         shape: without the batch; the growing dimension is 0.
         dtype: of the tensor.
@@ -70,6 +70,19 @@ def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
     return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
 
 
+@dataclasses.dataclass(frozen=True)
+class CarriedState:
+    """The state with which a call begins.
+
+    Attributes:
+        state: of the model's cache, as `Slot`s have it.
+        tokens: number of tokens before the call, of the document that goes on.
+    """
+
+    state: State
+    tokens: int
+
+
 class _StateLayer:
     """A cache layer whose recurrent tensors are replaced by new ones and whose keys and values grow.
 
@@ -88,6 +101,8 @@ class _StateLayer:
     dtype: torch.dtype
     device: torch.device
     is_initialized: bool
+    keys: Tensor | None
+    values: Tensor | None
 
     def states(self) -> dict[tuple[str, int], Tensor]:
         """Map (name, index) to the tensors that the chunk has left."""
@@ -205,10 +220,12 @@ class _AttentionLayer(_StateLayer):
         self.is_initialized = True
         self.dtype, self.device = key_states.dtype, key_states.device
         self.pieces |= {"keys": key_states, "values": value_states}
-        if not self.pasts:
-            return key_states, value_states
-        reach = None if self.window is None else self.window - 1
-        keys, values = (join(self.pasts[name], self.pieces[name], reach) for name in ("keys", "values"))
+        keys, values = key_states, value_states
+        if self.pasts:
+            reach = None if self.window is None else self.window - 1
+            keys, values = (join(self.pasts[name], self.pieces[name], reach) for name in ("keys", "values"))
+        # Some indexers read how many keys there are; the tensors themselves are only in the slabs.
+        self.keys, self.values = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (keys, values))
         return keys, values
 
     @property
@@ -240,6 +257,18 @@ class _IndexedAttentionLayer(_AttentionLayer):
         return self.pasts["indexer"].join(piece) if "indexer" in self.pasts else piece
 
 
+class _BlockIndexedAttentionLayer(_AttentionLayer):
+    """A cache layer of sparse attention, whose indexer picks blocks of the past by keys of its own.
+
+    The indexer's keys get no gradient."""
+
+    @uncompiled
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Store the chunk's indexer keys, and return them joined to those before the chunk."""
+        piece = self.pieces["block_index"] = idx_k.detach()
+        return self.pasts["block_index"].join(piece) if "block_index" in self.pasts else piece
+
+
 # The mixins that make our cache layer of each of transformers'; some layers have a recurrence and attention.
 CACHE_MIXINS: dict[type, tuple[type, ...]] = {
     cache_utils.DynamicLayer: (_AttentionLayer,),
@@ -252,6 +281,8 @@ CACHE_MIXINS: dict[type, tuple[type, ...]] = {
 CHUNK_LAYER_CLASSES: dict[type, type] = {
     kind: type(kind.__name__, (*others, kind), {}) for kind, others in CACHE_MIXINS.items()
 }
+# Cache layers in a model's own module, by the name of their class: it is not imported before it is used.
+MODELS_CACHE_MIXINS = {"MiniMaxM3VLSparseCacheLayer": _BlockIndexedAttentionLayer}
 
 
 # How many states a layer has, by model_type, where the configuration does not say what its cache holds.
@@ -440,8 +471,12 @@ def _to_chunk_layer(layer: CacheLayerMixin) -> _StateLayer:
     """
     if type(layer) is getattr(cache_utils, "DummyLayer", None):  # since 5.22
         return layer
-    if type(layer) not in CHUNK_LAYER_CLASSES:
-        raise ValueError(f"its cache has a {type(layer).__name__}, a kind of state that chunks cannot carry")
+    if (kind := type(layer)) not in CHUNK_LAYER_CLASSES:
+        if kind.__name__ not in MODELS_CACHE_MIXINS:
+            raise ValueError(f"its cache has a {kind.__name__}, a kind of state that chunks cannot carry")
+        mixin = MODELS_CACHE_MIXINS[kind.__name__]
+        # transformers makes layers of the last class of a type
+        CHUNK_LAYER_CLASSES[kind] = type(kind.__name__, (mixin, kind), {"_layer_type": None})
     names = [name for name in ("sliding_window", "number_of_states") if hasattr(layer, name)]
     settings = {name: getattr(layer, name) for name in names}
     chunk_layer: _StateLayer = CHUNK_LAYER_CLASSES[type(layer)](**settings)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import NoReturn
 
 import torch
@@ -87,6 +88,32 @@ def refuse_length(model: PreTrainedModel, longest_document: int) -> None:
             f"documents of more than keep_window_size ({window}) tokens see keys picked by topk, which "
             "decides between equal ones by how many there are; give shorter ones",
         )
+
+
+def refuse_large_masks(model: PreTrainedModel, pairs: int, limit: int) -> None:
+    """Refuse chunks so long that attention in the model's own code has a mask that PyTorch's kernel misreads.
+
+    Args:
+        pairs: of a query of a chunk and a key.
+        limit: the most pairs.
+
+    Raises:
+        Refused: there are more, and a module calls the kernel itself, so that its queries cannot be cut.
+    """
+    if pairs <= limit:
+        return
+    for name, module in model.named_modules():
+        forward = inspect.unwrap(type(module).forward)
+        names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
+        takes_mask = "attention_mask" in inspect.signature(forward).parameters
+        if takes_mask and "scaled_dot_product_attention" in names:
+            reason = (
+                "which its own code gives to a kernel of PyTorch that is silently wrong on CUDA beyond 2**32"
+            )
+            refuse(
+                model,
+                f"{name} has a mask of {pairs:,} pairs of a query and a key, {reason}: shorten chunk_size",
+            )
 
 
 def refuse_unsupported_model(model: PreTrainedModel) -> None:

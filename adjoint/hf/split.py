@@ -103,14 +103,22 @@ class Pretrained:
             slots = tuple(dataclasses.replace(slot, dtype=torch.float64) for slot in slots)
         return dataclasses.replace(self, slots=slots)
 
-    def chunk_size(self, batch: int, seqlen: int, element: int, device: str, memory: float | None) -> int:
+    def chunk_size(
+        self,
+        batch: int,
+        seqlen: int,
+        element: int,
+        device: str,
+        memory: float | None,
+        checkpoints: int | None = None,
+    ) -> int:
         """Return the tokens of a chunk if the method does not set them.
 
         Args:
             element: as in `sizes_of`; the others as in `chunk_size_for`.
         """
         sizes = sizes_of(self.features, self.slots, element)
-        return chunk_size_for(sizes, batch, seqlen, device, memory)
+        return chunk_size_for(sizes, batch, seqlen, device, memory, checkpoints)
 
     def initial_states(self, span: range, batch: int, device: torch.device) -> State:
         """Return the state of a span's layers before a sequence."""

@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,11 +26,19 @@ from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
-from adjoint.hf.cache import ChunkCache, Slot, make_chunk_cache, zeros
-from adjoint.hf.call import TOKEN_TYPES, Call, Padding
+from adjoint.hf.cache import CarriedState, ChunkCache, Slot, make_chunk_cache, zeros
+from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
 from adjoint.hf.head import refuse_unsummable_loss, refuse_z_loss, summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
+from adjoint.hf.language_inputs import (
+    EMBEDS,
+    POSITIONS,
+    PREFIX,
+    LanguageLayout,
+    feeding,
+    shared_inputs,
+)
 from adjoint.hf.model_parts import (
     Forward,
     backbone_of,
@@ -47,8 +56,20 @@ from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+
+class CallContext(NamedTuple):
+    """Properties of a call that all of its chunks share.
+
+    Attributes:
+        padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
+        language_layout: of the language model's inputs, if the stage's input are these
+            (`language_inputs.LanguageInputs`).
+        carried: the state with which sequences begin, or None.
+    """
+
+    padding: Padding | None = None
+    language_layout: LanguageLayout | None = None
+    carried: CarriedState | None = None
 
 
 class Backbone(Stage):
@@ -65,8 +86,8 @@ class Backbone(Stage):
         recompute: how much of a layer's tape is recomputed in the backward: "none", "selective" or "full"
             (see `Exact`).
         fetches: as in `Stage`.
-        padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
         router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
+        context: what the chunks of a call share.
     """
 
     stateful: ClassVar[bool] = True
@@ -81,8 +102,8 @@ class Backbone(Stage):
         recompute: str = "none",
         *,
         fetches: bool = False,
-        padding: Padding | None = None,
         router: RouterLoss | RouterLogits | None = None,
+        context: CallContext | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
@@ -93,8 +114,9 @@ class Backbone(Stage):
         self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
         self.randomness, self.recompute = ChunkRandomness(model), recompute
         self.layers = [] if recompute == "none" else list(layers_of(self.backbone).values())
-        self._fetches, self.padding = fetches, padding
+        self._fetches = fetches
         self.router = router
+        self.padding, self.language_layout, self.carried = context or CallContext()
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -116,11 +138,26 @@ class Backbone(Stage):
         return self.model.named_modules()
 
     def initial_state(self, batch: int, device: torch.device) -> State:
-        return zeros(self.slots, batch, device)
+        return zeros(self.slots, batch, device) if self.carried is None else self.carried.state
+
+    def past_length(self, chunk: Batch) -> int:
+        """Return the number of tokens of a chunk's document before it."""
+        before = self.carried.tokens if self.carried is not None and not chunk.document else 0
+        return chunk.start - chunk.document + before
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         with self.chunk_context(), self.randomness.at_chunk(chunk.start):
             return self.run(x, state, chunk)
+
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        """Compute the hidden states and the new state, without a head; note what the next chunk will draw."""
+        stop = chunk.start + chunk.seqlen
+        with self.chunk_context(), self.randomness.at_chunk(chunk.start, stop):
+            output, state = self.run_backbone(x, state, chunk)
+            return output[0], state
+
+    def forget(self, start: int) -> None:
+        self.randomness.states_by_chunk.pop(start, None)
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
@@ -142,7 +179,7 @@ class Backbone(Stage):
 
     def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[ModelOutput, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
-        cache, past_length = copy.copy(self.cache), chunk.start - chunk.document
+        cache, past_length = copy.copy(self.cache), self.past_length(chunk)
         cache.layers = cache.layers_with_state(self.slots, state, past_length)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
@@ -163,22 +200,38 @@ class Backbone(Stage):
             x: ids (batch, tokens), or embeddings (batch, tokens, hidden_size).
             cache: holds the state before the chunk.
         """
-        past_length = chunk.start - chunk.document
-        inputs: dict[str, Any] = {name: values for name, values in chunk.inputs.items() if name != TOKEN_MASK}
-        inputs["inputs_embeds" if x.is_floating_point() else "input_ids"] = x
+        past_length = self.past_length(chunk)
+        inputs: dict[str, Any] = {
+            name: values
+            for name, values in chunk.inputs.items()
+            if name != TOKEN_MASK and not name.startswith(PREFIX)
+        }
+        language_inputs: dict[str, object] = {}
+        if self.language_layout is not None:
+            language_inputs = self.language_layout.unpack(x, chunk.inputs)
+            inputs |= shared_inputs(self.model, language_inputs)
+            embeddings = language_inputs[EMBEDS]
+            assert isinstance(embeddings, Tensor)
+            x = embeddings
+        inputs[EMBEDS if x.is_floating_point() else "input_ids"] = x
         inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
         if self.router is not None:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
         # Masks made of token types count tokens from the document's start.
-        if TOKEN_TYPES in inputs and block_function(self.model):
-            inputs[TOKEN_TYPES] = F.pad(inputs[TOKEN_TYPES], (past_length, 0))
-        if "position_ids" in self.forward_parameters:
+        if (named_function := block_function(self.model, inputs)) is not None:
+            inputs[named_function[0]] = F.pad(inputs[named_function[0]], (past_length, 0))
+        if (components := chunk.inputs.get(POSITIONS)) is not None:
+            inputs[POSITIONS] = components.movedim(-1, 0)
+        elif POSITIONS in self.forward_parameters and POSITIONS not in inputs:
             positions = torch.arange(past_length, past_length + x.shape[1], device=x.device)
-            inputs["position_ids"] = positions.expand(x.shape[0], -1)
+            inputs[POSITIONS] = positions.expand(x.shape[0], -1)
         if self.padding is not None:
             attended = past_length if any(dim is not None for dim in self.grows) else 0
             inputs["attention_mask"] = self.padding.mask(chunk.start, chunk.start + x.shape[1], attended)
-        return self.backbone(use_cache=True, **inputs)
+        if self.language_layout is None:
+            return self.backbone(use_cache=True, **inputs)
+        with feeding(self.model, language_inputs):
+            return self.backbone(use_cache=True, **inputs)
 
     def _recompute_layer(
         self, forward: Forward, cache: ChunkCache, state: State, past_length: int
@@ -254,7 +307,7 @@ class CausalLM(Backbone):
             slots,
             recompute=method.recompute,
             fetches=fetches,
-            padding=padding,
+            context=CallContext(padding, call.kind.language_layout, call.carried),
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             hidden_states=hidden_states,
@@ -344,7 +397,7 @@ def make_step(
     batch: Batch,
     spec: EngineSpec,
     backward_context: ContextFactory = contextlib.nullcontext,
-    group: ProcessGroup | SingleRank | None = None,
+    group: dist.ProcessGroup | SingleRank | None = None,
 ) -> ChunkedStep:
     """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 

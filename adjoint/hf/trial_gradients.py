@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from adjoint.hf.check import ROUTER_LOGITS, uses_router_loss
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.kernels.replacements import pytorch_references
+from adjoint.hf.language_inputs import EMBEDS, POSITIONS, example_positions, feeding, shared_inputs
 from adjoint.hf.model_parts import (
     backbone_of,
     calling_original_forwards,
@@ -29,7 +30,7 @@ from adjoint.hf.model_parts import (
     root_of,
 )
 from adjoint.hf.router_loss import router_loss_coefficient
-from adjoint.hf.stage import Backbone, CausalLM, find_slots, make_step
+from adjoint.hf.stage import Backbone, CallContext, CausalLM, find_slots, make_step
 from adjoint.hf.trial_copy import SHORT_WINDOW, TRIAL_CHUNK_SIZE
 from adjoint.methods import Method
 from adjoint.parallel.context import SINGLE_RANK
@@ -142,8 +143,9 @@ def gradient_functions(
     """
 
     def loss_of_whole(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
-        call = Call(model, example_inputs(model, ids, labels, kind))
-        output = call.run_original(use_cache=False, return_dict=True)
+        call = example_call(model, ids, labels, kind)
+        with feeding_whole(call):
+            output = call.run_original(use_cache=False, return_dict=True)
         if not kind.loss:
             return WeightedSum.sum(output[0])
         if not kind.routed:
@@ -156,11 +158,12 @@ def gradient_functions(
     spec = dataclasses.replace(TRIAL_SPEC, storage=Storage(tapes=tapes))
 
     def step_by_chunks(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> ChunkedStep:
-        call, slots = Call(model, example_inputs(model, ids, labels, kind)), find_slots(model, ids)
+        call, slots = example_call(model, ids, labels, kind), find_slots(model, ids)
         batch, _ = call.batch()
         cut_spec = move_edges_out_of_blocks(model, spec, batch)
         if not kind.loss:
-            backbone = Backbone(model, slots, recompute=method.recompute, padding=call.padding)
+            context = CallContext(call.padding, kind.language_layout)
+            backbone = Backbone(model, slots, recompute=method.recompute, context=context)
             return make_step([backbone, WeightedSum()], batch, cut_spec)
         stage = CausalLM.from_call(call, slots, method, fetches)
         return make_step([stage], batch, cut_spec, group=SINGLE_RANK if kind.shared else None)
@@ -169,18 +172,44 @@ def gradient_functions(
     return by_whole, gradients_by_engine(step_by_chunks)
 
 
+def example_call(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: CallKind) -> Call:
+    """Return a call of this kind, for ids and labels (1, TOKENS)."""
+    inputs = example_inputs(model, ids, labels, kind)
+    if kind.language_layout is None:
+        return Call(model, inputs)
+    types = torch.tensor(EXAMPLE_TOKEN_TYPES, device=ids.device)[None]
+    return Call(model, inputs, kind.language_layout.example(inputs.pop(EMBEDS), types))
+
+
+@contextlib.contextmanager
+def feeding_whole(call: Call) -> Iterator[None]:
+    """Let the model's own forward run on a call's language inputs, if it has any, as a whole."""
+    if (language_inputs := call.language_inputs) is None:
+        yield
+        return
+    inputs = language_inputs.layout.unpack(language_inputs.features, language_inputs.tokens)
+    before = call.arguments
+    call.arguments = {**before, **shared_inputs(call.model, inputs)}
+    try:
+        with feeding(call.model, inputs):
+            yield
+    finally:
+        call.arguments = before
+
+
 def example_inputs(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: CallKind) -> dict[str, Any]:
     """Return the arguments of a call of this kind, for ids and labels (1, TOKENS)."""
     padded_tokens = PADDED_TOKENS if kind.loss else PADDED_HIDDEN_STATES
     is_real = (torch.arange(TOKENS, device=ids.device) < TOKENS - padded_tokens)[None]
-    inputs: dict[str, Any] = dict.fromkeys(
-        kind.token_inputs, torch.tensor(EXAMPLE_TOKEN_TYPES, device=ids.device)[None]
-    )
+    types = torch.tensor(EXAMPLE_TOKEN_TYPES, device=ids.device)[None]
+    inputs: dict[str, Any] = dict.fromkeys(kind.token_inputs, types)
     if kind.embedded:
         with torch.no_grad():
             inputs["inputs_embeds"] = gathered_runner(model)(lambda: model.get_input_embeddings()(ids))
     else:
         inputs["input_ids"] = ids
+    if kind.position_components:
+        inputs[POSITIONS] = example_positions(types, kind.position_components).movedim(-1, 0)
     if kind.padded:
         inputs["attention_mask"] = is_real.long()
         labels = labels.masked_fill(~is_real, IGNORE_INDEX)

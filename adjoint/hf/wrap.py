@@ -33,9 +33,17 @@ from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.call import Call
-from adjoint.hf.chunking import check_method, move_edges_out_of_blocks
+from adjoint.hf.carried_state import (
+    cache_of_state,
+    refuse_if_states_are_lost,
+    state_of_cache,
+    why_not_carried,
+)
+from adjoint.hf.chunking import check_method, move_edges_out_of_blocks, refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
+from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
+from adjoint.hf.language_inputs import language_model_of
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     backbone_of,
@@ -49,7 +57,7 @@ from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
-from adjoint.hf.stage import Backbone, CausalLM, CollectHiddenStates, HiddenStates, make_step
+from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
 from adjoint.hf.verification import (
     Verification,
     refuse_documents_that_mix,
@@ -66,7 +74,6 @@ from adjoint.parallel.context import group_of, ranks_of
 from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -77,7 +84,7 @@ EntryForward = Callable[[PreTrainedModel, dict[str, Any]], ModelOutput | tuple[T
 def wrap(
     model: ModelT,
     method: Method | None = None,
-    sequence_group: ProcessGroup | DeviceMesh | None = None,
+    sequence_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> ModelT:
     """Make a transformers causal LM compute its loss by a method.
 
@@ -241,13 +248,20 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
             return call.run_original()
         is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
         is_backprop = not (wrap_state.method.has_chunks or is_mini_sequence)
-        if is_backprop or call.extra_output or (is_mini_sequence and call.logits_index is not None):
-            if call.extra_output and not is_backprop:
+        is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
+        if is_backprop or is_extra or (is_mini_sequence and call.logits_index is not None):
+            if is_extra and not is_backprop:
                 _warn_not_chunked(call)
             with calling_original_forwards(self):
                 return call.run_original()
         check.refuse_transforms(self)
-        output = _loss_by_mini_sequence(call) if is_mini_sequence else _loss_by_chunks(call, verify(call))
+        if is_mini_sequence:
+            output = _loss_by_mini_sequence(call)
+        elif call.extra_outputs:
+            output = _loss_with_state(call)
+        else:
+            at_language_model = _at_language_model(call)
+            output = _loss_by_chunks(at_language_model, verify(at_language_model))
         if wrap_state.group is None and call.logits_index is None:
             setattr(output.loss, COMPUTE, _deferred_logits(call))
     return output if call.returns_dict else output.to_tuple()
@@ -289,20 +303,38 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
         if uses_original or not (in_training or call.has_documents):
             return call.run_original()
         is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
-        if call.extra_output or (is_mini_sequence and not in_training):
+        if call.extra_outputs or (is_mini_sequence and not in_training):
             if in_training and not is_mini_sequence and torch.is_grad_enabled():
                 _warn_not_chunked(call)
             return call.run_original()
         check.refuse_transforms(self)
         if is_mini_sequence:
             return _hidden_by_mini_sequence(call)
-        output = _hidden_by_chunks(call)
+        output = _hidden_by_chunks(_at_language_model(call))
     return output if call.returns_dict else output.to_tuple()
+
+
+def _at_language_model(call: Call) -> Call:
+    """Return the call as one of the language model: its images' features are computed, for all tokens.
+
+    Raises:
+        Refused: several processes share the model or the sequence.
+    """
+    if modalities := call.modalities:
+        names = ", ".join(modalities)
+        if uses_fsdp(call.model):
+            check.refuse(call.model, f"{names}: under fully_shard it takes text alone")
+        if wrap_state_of(call.model).group is not None:
+            check.refuse(call.model, f"sequence_group: {names} are of the whole sequence in one process")
+        call = call.at_language_model()
+        assert call.language_inputs is not None
+        refuse_unknown_blocks(call.model, call.language_inputs.sees_next, call.arguments)
+    return call
 
 
 def _warn_not_chunked(call: Call) -> None:
     """Warn that a call asks for an output that only the original forward has."""
-    warnings.warn(f"{call.extra_output}: this call is backpropagated as if not wrapped", stacklevel=4)
+    warnings.warn(f"{call.extra_outputs[0]}: this call is backpropagated as if not wrapped", stacklevel=4)
     reduce_at_once(root_of(call.model))
 
 
@@ -314,7 +346,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     """
     batch, starts = call.batch()
     model, method, group = call.model, verification.wrap_state.method, verification.wrap_state.group
-    size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen)
+    size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen, method.checkpoints)
     if group is not None:
         size = at_most(size, batch.seqlen, ranks_of(group))
     regular = method.model_spec(batch.seqlen, size, starts)
@@ -326,13 +358,54 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
             "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in one "
             "process",
         )
+    check.refuse_large_masks(model, spec.chunk_size * call.longest_document, replacements.MASKED_PAIRS)
     description = f"{type(method).__name__} in chunks of {spec.chunk_size:,} tokens"
     _announce(verification, lambda: f"{description}; {_describe_kernels(model)}")
     return batch, spec
 
 
-def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | RoutedLossOutput:
-    """Compute the causal LM's loss by `Exact` or `Truncated`; the model must have been verified."""
+def _carries_state(call: Call, wrap_state: WrapState) -> bool:
+    """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
+    the usual kind."""
+    is_alone = wrap_state.group is None and not uses_fsdp(call.model)
+    return (
+        call.carries_state
+        and wrap_state.method.has_chunks
+        and is_alone
+        and why_not_carried(call.model) is None
+    )
+
+
+def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
+    """Compute the loss of a call that begins with a cache or returns one.
+
+    Raises:
+        Refused: the state cannot be carried on.
+    """
+    model = call.model
+    if modalities := call.modalities:
+        reason = (
+            "where tokens stand after an image is not in the cache: leave use_cache and past_key_values out"
+        )
+        check.refuse(model, f"{', '.join(modalities)}: {reason}")
+    slots = verification_of(model).slots
+    carried = None if call.cache is None else state_of_cache(model, call.cache, slots, call.ids)
+    continued = call.after(carried)
+    verification = verify(continued)
+    verification.compute_once("carried states", refuse_if_states_are_lost, model, verification.slots)
+    return _loss_by_chunks(continued, verification, bool(call.arguments.get("use_cache")))
+
+
+def _loss_by_chunks(
+    call: Call,
+    verification: Verification,
+    returns_cache: bool = False,
+) -> LossOutput | RoutedLossOutput:
+    """Compute the causal LM's loss by `Exact` or `Truncated`; the model must have been verified.
+
+    Args:
+        returns_cache: whether the output has the cache after the last token.
+    """
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
     model, group = call.model, verification.wrap_state.group
     if group is not None and call.logits_index is not None:
@@ -349,8 +422,11 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         verification.padding_of(call),
         hidden_states,
     )
-    result = make_step([stage], batch, spec, backward_context, group).loss()
-    if group is not None and stage.randomness.states_by_chunk:
+    result = make_step([stage], batch, spec, backward_context, group).loss(states=returns_cache)
+    cache = None
+    if returns_cache:
+        cache = cache_of_state(model, result.states[0], verification.slots, call.last_document)
+    if group is not None and stage.randomness.has_drawn:
         check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
     logits = None
     if hidden_states is not None and hidden_states.hidden is not None:
@@ -358,10 +434,10 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         hidden = hidden_states.hidden.reshape(rows, -1, width)[:, call.logits_index]
         logits = gathered_runner(model)(lambda: logits_by_slices(model, hidden))
     if not isinstance(stage.router, RouterLoss):
-        return LossOutput(loss=result.loss, logits=logits)
+        return LossOutput(loss=result.loss, logits=logits, past_key_values=cache)
     router_loss = stage.router.loss(result.sums[0])
     loss = result.loss + router_loss_factor * router_loss
-    return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits)
+    return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits, past_key_values=cache)
 
 
 def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
@@ -397,7 +473,7 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
         model,
         verification.slots,
         recompute=verification.wrap_state.method.recompute,
-        padding=verification.padding_of(call),
+        context=CallContext(verification.padding_of(call), call.kind.language_layout),
         router=RouterLogits() if call.kind.routed else None,
     )
     collect = CollectHiddenStates(batch.seqlen)
@@ -451,7 +527,8 @@ def _announce(verification: Verification, describe: Callable[[], str]) -> None:
         return
     verification.wrap_state.announced = True
     if is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-        layers = len(layers_of(backbone_of(verification.model)))
+        model = verification.model
+        layers = len(layers_of(language_model_of(model) or backbone_of(model)))
         LOGGER.info(
             f"{original_class(verification.model).__name__} of {layers} layers runs by {describe()}; "
             f"gradients compared on {TOKENS} tokens: relative difference {verification.difference:.1e}"
@@ -521,7 +598,8 @@ def _hidden_by_mini_sequence(call: Call) -> ModelOutput:
 def _check_model_in_backward(output: Tensor, verification: Verification) -> None:
     """Make the backward, in which layers run again, start with a check that the model is unchanged."""
     if output.requires_grad:
-        # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules.
+        # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules. One for each call,
+        # as what a forward leaves may depend on its input (rotary caches grow with the length).
         model, snapshot = verification.model, Snapshot(verification.model)
         constants = Constants(model.named_modules())
 

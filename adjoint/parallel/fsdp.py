@@ -299,8 +299,14 @@ class SequentialStages(Stage):
         return (named for stage in self.stages for named in stage.modules())
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self._run(self.stages, x, state, chunk)
+
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self._run(self.stages[:-1], x, state, chunk)  # without the head
+
+    def _run(self, stages: Sequence[Any], x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         before, after = iter(state), list[Tensor]()
-        for stage in self.stages:
+        for stage in stages:
             stage_state = tuple(itertools.islice(before, len(stage.grows)))
             exchanges_here = not stage.takes_state_handoff
             inputs = tuple(
@@ -353,6 +359,12 @@ class ShardedModelStage(Stage):
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.gathering(lambda: self.stage.forward(x, state, chunk))
+
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self.gathering(lambda: self.stage.advance(x, state, chunk))
+
+    def forget(self, start: int) -> None:
+        self.stage.forget(start)
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
@@ -414,6 +426,12 @@ class FSDPAccess(ParameterAccess):
             raise UserError(
                 "memory= fits chunks to what one process has left, but under fully_shard all processes "
                 "must run the same chunks: give chunk_size instead"
+            )
+        if spec.storage.checkpoints is not None and largest(self.root, len(spec.documents))[0] > 1:
+            raise UserError(
+                "checkpoints= computes states again from the start of a document, but under fully_shard all "
+                "processes must run the same chunks, and their documents differ: leave it out, or give one "
+                "document per row"
             )
         reshard(self.root)
         return self._align_chunks(batch, spec)

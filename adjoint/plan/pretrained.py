@@ -203,7 +203,8 @@ class PretrainedModel(Model):
             raise UserError(f"method.name: {error}") from None
         batch, seqlen = size
         element = 2 if machine.precision == "bfloat16" else machine.element
-        picked = self.source.chunk_size(batch, seqlen, element, machine.kind, machine.memory)
+        device = machine.kind, machine.memory
+        picked = self.source.chunk_size(batch, seqlen, element, *device, method.checkpoints)
         return method.model_spec(seqlen, layout.at_most(picked, seqlen))
 
     def described(self) -> dict[str, object]:

@@ -162,6 +162,11 @@ class Layout:
             raise UserError(
                 'cluster.sequence: window "auto" needs the whole sequence in one place; give a number'
             )
+        if method.checkpoints is not None:
+            raise UserError(
+                "cluster.sequence: method.checkpoints computes states again from chunks before them, which "
+                "other workers have; leave it out: each worker stores the states before its own chunks alone"
+            )
 
     def check_rows(self, batch: int) -> None:
         """Raise a UserError where some replica would have no row of a batch."""

@@ -540,7 +540,7 @@ RIGHT_POSITIONS[1, -7:] = 1
 INSIDE = BATCH["attention_mask"].clone()
 INSIDE[0, 5] = 0
 FOUR = torch.ones(2, 1, 29, 29).tril()
-PIXELS = torch.zeros(1, 3, 8, 8)
+ENCODED = torch.zeros(1, 3, 8, 8)
 
 FEW = NEW_IDS % 3
 BLOCKS = torch.zeros_like(IDS)  # of images: longer than a chunk, across its edge, up to it, in a padded row
@@ -576,12 +576,11 @@ def test_an_input_is_honoured(case: str) -> None:
 ROW = torch.arange(29)[None]
 MASK = BATCH["attention_mask"]
 CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
-    "pixel_values is not an input": {"pixel_values": PIXELS},
     "token_type_ids lets tokens attend to later ones": {"token_type_ids": BLOCKS},
     "documents of more than keep_window_size (40) tokens": dict.fromkeys(
         ("input_ids", "labels", "attention_mask"), torch.ones(1, 41, dtype=torch.int64)
     ),
-    "encoder_hidden_states is not an input that can be split into chunks": {"encoder_hidden_states": PIXELS},
+    "encoder_hidden_states is not an input that can be split into chunks": {"encoder_hidden_states": ENCODED},
     "set the labels that do not count to -100": {"ignore_index": 5},
     "logits_to_keep is not an input that can be split into chunks: Exact and Truncated give logits beside a "
     "loss under torch.no_grad()": {"logits_to_keep": 3},
@@ -621,7 +620,6 @@ NO_LLAMA = {
     "GPT2": GPT2,
     "encoder": GPT2,
     "dict": "Gemma3ForCausalLM",
-    "pixel_values": IMAGES,
 }  # by a part of the message
 
 

@@ -371,29 +371,76 @@ def _attention(
     tokens, key_length = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_distributed = attention.is_spread(key)
-    if is_distributed and (
-        attention_mask is not None or dropout or not causal or kwargs.get("position_bias") is not None
-    ):
+    has_bias = kwargs.get("position_bias") is not None
+    if is_distributed and (attention_mask is not None or dropout or not causal or has_bias):
         raise NotAttended(
             f"sequence_group: the attention of {type(module).__name__} is more than causal (a mask, dropout "
             "or a bias of positions), for which keys would have to be in one process: leave sequence_group "
             "out"
         )
-    if attention_mask is None and (is_distributed or 1 < tokens < key_length) and causal:
+    needs_mask = 1 < tokens < key_length or (has_bias and tokens * key_length > MASKED_PAIRS)
+    if attention_mask is None and (is_distributed or needs_mask) and causal:
         if torch.is_autocast_enabled(query.device.type):  # autocast does not cast inside an autograd.Function
             dtype = torch.get_autocast_dtype(query.device.type)
             query = query.to(dtype)
             if dropout:
                 key, value = key.to(dtype), value.to(dtype)
-        if not dropout and kwargs.get("position_bias") is None:
+        if not dropout and not has_bias:
             return attention.past_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
         attention_mask = torch.ones(tokens, key_length, dtype=torch.bool, device=query.device).tril(
             key_length - tokens
         )
         attention_mask = attention_mask[None, None]
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+    return _masked_attention(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **kwargs,
     )
+
+
+# Pairs of a query and a key in one call of attention with a mask. Beyond 2**32 PyTorch's kernel on CUDA reads
+# the mask's rows from wrong addresses (its issue 187227); it may pad the rows.
+MASKED_PAIRS = 2**31
+
+
+def _masked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Run attention with a mask or a bias, for no more queries at a time than `MASKED_PAIRS` allows."""
+    tokens, bias = query.shape[2], kwargs.pop("position_bias", None)
+    assert bias is None or isinstance(bias, Tensor)
+    rows = max(1, MASKED_PAIRS // key.shape[2])
+
+    def rows_of(table: Tensor | None, start: int) -> Tensor | None:
+        is_by_query = table is not None and table.shape[-2] == tokens
+        return table[..., start : start + rows, :] if table is not None and is_by_query else table
+
+    if tokens <= rows or attention_mask is None:
+        rows = tokens
+    outputs = [
+        sdpa_attention_forward(
+            module,
+            query[:, :, start : start + rows],
+            key,
+            value,
+            rows_of(attention_mask, start),
+            **({} if bias is None else {"position_bias": rows_of(bias, start)}),
+            **kwargs,
+        )[0]
+        for start in range(0, tokens, rows)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
 def _mask(*args: object, **kwargs: object) -> Tensor | None:
