@@ -31,6 +31,7 @@ from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import calling_original_forwards
 from adjoint.hf.stage import CausalLM, make_step
 from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
+from adjoint.hf.verification import verification_of
 from adjoint.layers import State
 from adjoint.methods import Exact
 
@@ -102,7 +103,9 @@ def _stored(layer: object, tokens: int) -> int:
     return tokens if window is None else min(tokens, window - 1)
 
 
-def cache_of_state(model: PreTrainedModel, state: State, slots: Sequence[Slot], tokens: int) -> DynamicCache:
+def cache_of_state(
+    model: PreTrainedModel, state: Sequence[Tensor], slots: Sequence[Slot], tokens: int
+) -> DynamicCache:
     """Return a cache of transformers that holds a state, without gradients.
 
     Args:
@@ -137,6 +140,33 @@ def cache_of_state(model: PreTrainedModel, state: State, slots: Sequence[Slot], 
         elif slot.name == "block_index":
             layer.update_index(value)
     return cache
+
+
+def states_by_layer(model: PreTrainedModel, cache: object, ids: Tensor) -> list[State]:
+    """Return the recurrent states in a cache, a tuple for each layer of a wrapped model.
+
+    Args:
+        ids: as in `state_of_cache`.
+    """
+    slots = verification_of(model).slots
+    state = state_of_cache(model, cache, slots, ids).state
+    layers = range(model.config.get_text_config().num_hidden_layers)
+    return [tuple(s for slot, s in zip(slots, state, strict=True) if slot.layer == k) for k in layers]
+
+
+def cache_by_layer(model: PreTrainedModel, states: Sequence[State]) -> DynamicCache:
+    """Return a cache of transformers with the states of `states_by_layer`."""
+    slots = sorted(verification_of(model).slots, key=lambda slot: slot.layer)  # stable: as in the states
+    return cache_of_state(model, [s for state in states for s in state], slots, tokens=1)
+
+
+def why_not_from_batch_to_batch(model: PreTrainedModel) -> str | None:
+    """Return the reason why a training loop cannot carry a wrapped model's states from batch to batch."""
+    if reason := why_not_carried(model):
+        return reason
+    if any(slot.grows is not None for slot in verification_of(model).slots):
+        return "attention's keys and values would grow without limit"
+    return None
 
 
 def refuse_if_states_are_lost(model: PreTrainedModel, slots: Sequence[Slot]) -> None:

@@ -44,6 +44,12 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return inner_models[0] if len(inner_models) == 1 else model
 
 
+def base_of(model: nn.Module) -> nn.Module:
+    """Return the model of transformers inside PEFT's model, or the model itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()
+
+
 def root_of(model: nn.Module) -> nn.Module:
     """Return the model that was passed to `adjoint.wrap`: the causal LM, or PEFT's model around it."""
     wrap_state = vars(model).get("_adjoint")

@@ -147,8 +147,8 @@ class Verification:
     def padding_of(self, call: Call) -> Padding | None:
         """Return a call's padding at the right if the caller can read it and chunks compute what the model
         does."""
-        masks_padding = call.reads_padding and self.results[_padding_key(call.kind)]
-        return call.padding if masks_padding else None
+        is_computed = call.reads_padding and self.results[_padding_key(call.kind)]
+        return call.padding if is_computed else None
 
     @property
     def slots(self) -> list[Slot]:

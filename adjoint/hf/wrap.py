@@ -47,6 +47,7 @@ from adjoint.hf.language_inputs import language_model_of
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     backbone_of,
+    base_of,
     calling_original_forwards,
     gathered_runner,
     layers_of,
@@ -168,8 +169,7 @@ def entry_modules(model: nn.Module) -> dict[nn.Module, EntryForward]:
     Raises:
         ValueError: the model is not of transformers, or has no backbone separate from its head.
     """
-    get_base_model = getattr(model, "get_base_model", None)
-    lm = model if get_base_model is None else get_base_model()
+    lm = base_of(model)
     name = type(model).__name__
     if not isinstance(lm, PreTrainedModel):
         raise ValueError(f"adjoint.wrap takes a causal LM of transformers, or a classifier: this is a {name}")

@@ -166,8 +166,11 @@ class PretrainedLM(LanguageModel):
             check_bytes(directory, config.model.vocab_size)
         if shards and config.model.lora is not None:
             raise UserError("model.lora: shards do not train adapters; set cluster.shards to 0")
-        if config.training.carry_state != "none":
-            raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
+        if config.training.carry_state != "none" and (shards or packed):
+            place = "set cluster.shards to 0" if shards else 'set data.documents to "stream"'
+            raise UserError(
+                f"training.carry_state: a pretrained model's states go on in rows of one process; {place}"
+            )
         if shards and packed:
             raise UserError(
                 "data.documents: packed documents of a pretrained model work in one process only; set "
@@ -191,6 +194,12 @@ class PretrainedLM(LanguageModel):
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
         module = load(directory, config.method, lora, config.model.trust_remote_code).to(device, dtype)
+        if config.training.carry_state != "none":
+            from adjoint.hf.carried_state import why_not_from_batch_to_batch
+            from adjoint.hf.model_parts import base_of
+
+            if reason := why_not_from_batch_to_batch(base_of(module)):
+                raise UserError(f"training.carry_state: {type(module).__name__}: {reason}; leave it out")
         return cls(module if group is None else wrap(module, config.method, group), config.method, group)
 
     @classmethod
@@ -215,6 +224,8 @@ class PretrainedLM(LanguageModel):
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
     ) -> StackOutput | CausalLMOutputWithPast:
+        if "return_state" in states:
+            return self._output_with_state(ids, labels, states["state"])
         targets = shift_labels(labels, seq_idx)
         if (targets == IGNORE_INDEX).all():  # transformers' own loss would be nan
             return StackOutput(torch.zeros((), device=ids.device, requires_grad=True))
@@ -222,6 +233,17 @@ class PretrainedLM(LanguageModel):
         if seq_idx is None:
             return self.module(input_ids=ids, labels=labels)
         return self.module(input_ids=ids, shift_labels=targets, seq_idx=seq_idx)
+
+    def _output_with_state(self, ids: Tensor, labels: Tensor, state: object) -> StackOutput:
+        """Return the loss of a batch that begins with a state, and its final state, by layers."""
+        from adjoint.hf.carried_state import cache_by_layer, states_by_layer
+        from adjoint.hf.model_parts import base_of
+
+        self.module.train(torch.is_grad_enabled())
+        model = base_of(self.module)
+        cache = cache_by_layer(model, state) if isinstance(state, list) else None
+        out = self.module(input_ids=ids, labels=labels, past_key_values=cache, use_cache=True)
+        return StackOutput(out.loss, state=states_by_layer(model, out.past_key_values, ids))
 
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
         from adjoint.train.pretrained import continued
