@@ -87,7 +87,7 @@ class Backbone(Stage):
             (see `Exact`).
         fetches: as in `Stage`.
         router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
-        context: what the chunks of a call share.
+        context: properties of the call that all of its chunks share.
     """
 
     stateful: ClassVar[bool] = True

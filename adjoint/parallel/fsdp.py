@@ -215,7 +215,7 @@ class Gathering:
 
 
 def gradients(
-    root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], Any], has_work: bool = True
+    root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
 ) -> dict[Tensor, Tensor]:
     """Return the gradients that `run`, forwards and backwards of a sharded model, gives its parameters.
 

@@ -186,7 +186,7 @@ def test_gradients_equal_backprop(variant: str, seed: int) -> None:
 
 
 class TwoBack(Leaky):
-    """h[t] = a h[t-2] + W x[t]: of the state before a token, one tensor is in the state after it."""
+    """A mixer h[t] = a h[t-2] + W x[t], whose state after a token holds a tensor of the state before it."""
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
         return tuple(super(TwoBack, self).initial_state(batch, dtype, device)[0] for _ in range(2))
@@ -208,7 +208,7 @@ def test_a_new_state_may_hold_a_part_of_the_one_before(states: int) -> None:
 
 
 def test_a_budget_that_states_do_not_fit_leaves_some_out() -> None:
-    """What is dearer for what it saves goes first, by the bytes of a tape and a state."""
+    """States and tapes are dropped in the order of what they cost for what they save."""
     chunk = budget.ChunkMemory(tape=100, backward_peak=50)
     divide = functools.partial(budget.tapes_and_states, measured=chunk, sizes=[7] * 500)
     assert divide(50 + 100 + 499 * 3, state=3) == (1, 499)

@@ -235,11 +235,11 @@ def test_the_first_layer_and_token_that_differ() -> None:
     def results(**hidden_states: list[Tensor]) -> verification.Results:
         return verification.Results({}, hidden_states=hidden_states)
 
-    whole = results(same=[states], repeated=[states, states], first=[states], second=[states])
+    reference = results(same=[states], repeated=[states, states], first=[states], second=[states])
     chunks = results(
         same=[states], repeated=[all_of_it], first=list(later.split(5, 1)), second=list(all_of_it.split(5, 1))
     )
-    located = verification._first_difference(whole, chunks, 5)
+    located = verification._first_difference(reference, chunks, 5)
     assert located is not None and "(first in first, from token 9 on; chunks begin at every 5th)" in located
     assert verification._first_difference(results(first=[states[:, :9]]), chunks, 5) is None
 

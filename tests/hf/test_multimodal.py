@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("do
 
 QWEN, GEMMA, LLAVA = (f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Gemma3", "Llava"))
 QWEN_VL = "Qwen3VLForConditionalGeneration"
-TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+TABLE = Path(__file__).parents[2] / "docs" / "models_classes.md"
 
 
 def wrapped_copy(model: Any, method: Any = None) -> Any:
