@@ -125,7 +125,7 @@ def test_documents_of_positions_with_four_components() -> None:
         loss.backward()
         total = total + loss.detach()
     expected = total, current_gradients(model)
-    with pytest.warns(UserWarning, match="lets documents see those before them"):
+    with pytest.warns(UserWarning, match="lets documents attend to earlier ones"):
         assert_exact(loss_and_gradients(wrapped_copy(model), **inputs), expected)
 
 
@@ -238,5 +238,5 @@ def test_a_mask_that_only_the_model_knows_is_refused(monkeypatch: pytest.MonkeyP
 
     model = wrapped_copy(make_multimodal(GEMMA))
     monkeypatch.setattr(chunking, "block_function", lambda *_: None)
-    with one_line("its own mask lets tokens see those after them, which a chunk does not know"):
+    with one_line("its own mask lets tokens attend to later ones, which a chunk does not have"):
         model(**make_multimodal_batch(GEMMA))
