@@ -13,7 +13,7 @@ from typing import Any
 
 from adjoint.cli import main
 from adjoint.cluster.heartbeat import NOTICE
-from adjoint.engine import compare
+from adjoint.engine import binomial, compare
 from adjoint.memory import size_bytes
 from adjoint.plan.memory import RESERVED
 from adjoint.tools.measure import passes
@@ -119,12 +119,21 @@ def models_by_vectors() -> str:
     return report.markdown_table(["", *(f"{said}, {way}" for said, _, way in ways)], lines)
 
 
+def reversible() -> str:
+    """Return the table of how many chunks can be reversed, by the states that are stored."""
+    repeats = range(1, 6)
+    heads = ("states", *(f"again at most {n}×" for n in repeats))
+    lines = [[str(n), *(f"{binomial.reversible_chunks(n, r):,}" for r in repeats)] for n in (8, 32, 128)]
+    return report.markdown_table(heads, lines)
+
+
 # Tables of several results or of the planner, which no benchmark writes: document, mark, what makes it.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/results.md", "kernels by vectors", kernels_by_vectors),
     ("docs/results.md", "models by vectors", models_by_vectors),
     ("docs/convergence.md", "positions", positions),
     ("docs/method.md", "recompute", recomputed),
+    ("docs/method.md", "reversible", reversible),
 ]
 
 # ----------------------------------------------------------------------------------------- numbers by name
