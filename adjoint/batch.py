@@ -22,7 +22,9 @@ class Batch:
 
     Attributes:
         ids: (batch, seqlen) int64; or embeddings, (batch, seqlen, width).
-        targets: (batch, seqlen) int64, the labels already shifted; -100 is ignored.
+        labels: (batch, seqlen) int64; -100 is ignored.
+        is_shifted: whether `labels` are shifted already; else `targets` are, and each chunk shifts its own:
+            a shifted copy of the sequence would take as much memory as its ids.
         divisor: number of valid targets of the whole batch, by which the summed loss is divided.
         seq_idx: (batch, seqlen), each token's document, numbered from 0 within its row; None: one document.
         states: the state of each stage before the first token, one tuple per stage.
@@ -33,7 +35,7 @@ class Batch:
     """
 
     ids: Tensor
-    targets: Tensor
+    labels: Tensor
     divisor: float | Tensor = 1
     seq_idx: Tensor | None = None
     states: Sequence[State] = ()
@@ -41,14 +43,20 @@ class Batch:
     start: int = 0
     document: int = 0
     starts_document: Tensor | None = None
+    is_shifted: bool = True
 
     @staticmethod
     def from_labels(
         ids: Tensor, labels: Tensor, seq_idx: Tensor | None = None, states: Sequence[State] = ()
     ) -> Batch:
-        """Return a batch with targets made from `unshifted `labels` (batch, seqlen); warn if all are -100."""
-        targets = shift_labels(labels, seq_idx)
-        return Batch(ids, targets, divisor_of(targets), seq_idx, states)
+        """Return a batch of unshifted labels (batch, seqlen); warn if all are -100."""
+        divisor = divisor_of(labels[:, 1:], None if seq_idx is None else seq_idx[:, 1:] == seq_idx[:, :-1])
+        return Batch(ids, labels, divisor, seq_idx, states, is_shifted=False)
+
+    @property
+    def targets(self) -> Tensor:
+        """The labels, (batch, seqlen) int64, shifted."""
+        return self.labels if self.is_shifted else shift_labels(self.labels, self.seq_idx)
 
     @property
     def rows(self) -> int:
@@ -61,7 +69,7 @@ class Batch:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors with a value per token."""
-        standard = [t for t in (self.ids, self.targets, self.seq_idx) if t is not None]
+        standard = [t for t in (self.ids, self.labels, self.seq_idx) if t is not None]
         return standard + list(self.inputs.values())
 
     def chunk(self, start: int, stop: int, document: int = 0) -> Batch:
@@ -71,9 +79,14 @@ class Batch:
             document: the chunk's attribute of that name.
         """
         tokens, document_numbers = slice(start, stop), self.seq_idx
+        labels = self.labels[:, tokens]
+        if not self.is_shifted:  # with the label of the next chunk's first token
+            reach = slice(start, stop + 1)
+            numbers = None if document_numbers is None else document_numbers[:, reach]
+            labels = shift_labels(self.labels[:, reach], numbers)[:, : stop - start]
         return Batch(
             self.ids[:, tokens],
-            self.targets[:, tokens],
+            labels,
             self.divisor,
             None if document_numbers is None else document_numbers[:, tokens],
             inputs={name: tensor[:, tokens] for name, tensor in self.inputs.items()},
@@ -97,7 +110,7 @@ class Batch:
         return dataclasses.replace(
             self,
             ids=rows_of_replica(self.ids),
-            targets=rows_of_replica(self.targets),
+            labels=rows_of_replica(self.labels),
             seq_idx=None if self.seq_idx is None else rows_of_replica(self.seq_idx),
             states=(),
             inputs={name: rows_of_replica(tensor) for name, tensor in self.inputs.items()},
@@ -122,14 +135,19 @@ def shift_labels(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
     return targets
 
 
-def divisor_of(targets: Tensor) -> int | Tensor:
+def divisor_of(targets: Tensor, counted: Tensor | None = None) -> int | Tensor:
     """Return the number of valid targets, at least 1, by which the summed loss is divided.
 
     Inside torch.compile it is a tensor. Warn if no target is valid: the loss is then 0 and teaches
-    nothing."""
+    nothing.
+
+    Args:
+        counted: (batch, seqlen) bool, the targets that may be valid; None for all.
+    """
+    is_valid = targets != IGNORE_INDEX if counted is None else (targets != IGNORE_INDEX) & counted
     if torch.compiler.is_compiling():  # reading the number would break the graph
-        return (targets != IGNORE_INDEX).sum().clamp(min=1)
-    valid = int((targets != IGNORE_INDEX).sum())
+        return is_valid.sum().clamp(min=1)
+    valid = int(torch.count_nonzero(is_valid))  # a sum would make whole numbers of them, eight bytes each
     if valid == 0:
         warnings.warn("every label is ignored (-100): the loss and all gradients are 0", stacklevel=2)
     return max(valid, 1)

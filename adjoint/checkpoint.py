@@ -131,13 +131,16 @@ def verify_checkpoint(path: str | Path) -> None:
         entries = [(name, entry["sha256"], entry["bytes"]) for name, entry in files.items()]
     except FileNotFoundError:
         if (path / "checkpoints").is_dir():
-            raise UserError(f"{path}: is a run, not a checkpoint; --run.dir {path} --resume auto") from None
+            raise UserError(
+                f"{path}: is a run, not a checkpoint; continue it with --run.dir {path} --resume auto"
+            ) from None
         raise damaged(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise damaged(f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
         raise UserError(
-            f"{path}: has checkpoint format {version}, this version reads {FORMAT}; use the one that wrote it"
+            f"{path}: has checkpoint format {version}, this version reads {FORMAT}; use the version that "
+            "wrote it"
         )
     stems = {name.partition(".")[0].partition("-")[0] for name, *_ in entries}
     if missing := {"model", "rng", "trainer"} - stems:
@@ -179,7 +182,7 @@ class StoredTensors:
             try:
                 names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(f"{index}: is no index of weights; download it again") from None
+                raise UserError(f"{index}: is not an index of weights; download it again") from None
             files = [path / name for name in sorted(set(names))]
         for file in files:
             try:
@@ -198,7 +201,7 @@ class StoredTensors:
         tied = {"embedding.weight": "lm_head.weight", "lm_head.weight": "embedding.weight"}
         stored_name = name if name in self.files_by_name else tied.get(name, name)
         if stored_name not in self.files_by_name:
-            raise UserError(f"{self.path}: has no {name}; resume with its own config")
+            raise UserError(f"{self.path}: has no {name}; resume with the run's own configuration")
         return self.files_by_name[stored_name].get_tensor(stored_name)
 
     def read_entries(self, owner: str) -> dict[str, torch.Tensor]:

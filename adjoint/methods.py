@@ -3,6 +3,7 @@
 | method       | equals backprop     | memory                          | time                       |
 | Backprop     | is backprop         | grows with seqlen               | forward + backward         |
 | Exact        | yes, to rounding    | one chunk + states at all edges | one more forward           |
+|  checkpoints | yes, to rounding    | one chunk + so many states      | some more forwards         |
 | Truncated    | at window >= seqlen | n_layer × seqlen × d_model      | as Exact, chunks any order |
 | LayerLocal   | for one layer only  | as Exact, Truncated if windowed | as Exact, tasks any order  |
 | MiniSequence | yes, to rounding    | n_layer × seqlen × d_model      | one more forward, MLPs two |
@@ -53,6 +54,7 @@ class Method(Protocol):
         recompute: which of a layer's activations its backward computes again: "none", "selective" or "full"
             (see `Exact`).
         memory: budget for activations in one process (see `Exact`), or None.
+        checkpoints: states that each layer stores at a time (see `Exact`), or None for those at all edges.
         picks_windows: whether windows are picked after the forward, for which it needs the whole sequence.
         has_independent_layers: whether a layer's backward needs no other layer's, so that helpers can share
             it.
@@ -73,6 +75,10 @@ class Method(Protocol):
 
     @property
     def memory(self) -> int | str | None:
+        return None
+
+    @property
+    def checkpoints(self) -> int | None:
         return None
 
     @property
@@ -156,7 +162,7 @@ class Backprop(Method):
 @documented
 @dataclasses.dataclass(frozen=True)
 class Exact(Method):
-    """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence
+    """The exact gradient by adjoint states over chunks, in memory that grows by one state per chunk
     (docs/method.md §4).
 
     The forward stores the recurrent states at chunk edges. The backward goes through the chunks in reverse,
@@ -164,8 +170,8 @@ class Exact(Method):
     sequence's activations fit in memory and only time counts: `Backprop` saves the extra forward.
 
     Raises:
-        ValueError: chunk_size is not a positive whole number, keep or recompute is none of its three values,
-            memory is no size, or memory comes with a keep other than "edges".
+        ValueError: chunk_size or checkpoints is not a positive whole number, keep or recompute is none of its
+            three values, memory is no size, or memory or checkpoints comes with a keep other than "edges".
     """
 
     name: ClassVar[str] = "exact"
@@ -196,8 +202,16 @@ class Exact(Method):
         None,
         'activation budget, on top of memory already allocated: bytes, "30GB", "512MiB", or "auto" for '
         "most of what is left. As many chunks as fit keep their activations and are not recomputed; if "
-        "all fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. None keeps one "
-        "chunk. The first step measures a chunk, at the cost of one.",
+        "all fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. If not even the "
+        "states at all edges fit, some are computed again, as with checkpoints. None keeps one chunk. The "
+        "first step measures a chunk, at the cost of one.",
+    )
+    checkpoints: int | None = option(
+        None,
+        "states that each layer stores at a time; the backward computes the others again from these, in the "
+        "fewest chunks that this takes (binomial checkpointing, Griewank & Walther 2000). Memory then does "
+        "not grow with the number of chunks; attention's keys and values still do. None stores the states "
+        "at all chunk edges.",
     )
 
     def __post_init__(self) -> None:
@@ -209,6 +223,12 @@ class Exact(Method):
         memory = None if self.memory is None else memory_bytes(self.memory)
         if memory is not None and self.keep != "edges":
             raise ValueError(f'memory works with keep="edges" only; got keep={self.keep!r}')
+        check_checkpoints(self.checkpoints)
+        if self.checkpoints is not None and self.keep != "edges":
+            raise ValueError(
+                f"checkpoints limits what is stored, and keep={self.keep!r} stores every layer's input: "
+                "leave keep out, or take offload=True to store states in host memory"
+            )
 
     def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
         """Return the spec: adjoint states carried from chunk to chunk, cotangents from the layer above."""
@@ -220,6 +240,7 @@ class Exact(Method):
                 keep=self.keep,
                 recompute=self.recompute,
                 offload=offload,
+                checkpoints=self.checkpoints,
                 memory=memory,
                 prefer_single_chunk=self.chunk_size is None,
             ),
@@ -234,9 +255,12 @@ class Exact(Method):
 
     @property
     def storage_summary(self) -> str:
-        storage = "offload" if self.offload else self.keep
+        stored = _STORED["offload" if self.offload else self.keep]
+        if self.checkpoints is not None:
+            place = " in host memory" * self.offload
+            stored = f"{self.checkpoints:,} states kept{place}, the others computed again"
         budget = f"activations kept within {self.memory}" if self.memory else ""
-        return ", ".join(filter(None, (_STORED[storage], _RECOMPUTED[self.recompute], budget)))
+        return ", ".join(filter(None, (stored, _RECOMPUTED[self.recompute], budget)))
 
 
 @documented
@@ -266,7 +290,12 @@ class Truncated(Method):
     """
 
     name: ClassVar[str] = "truncated"
-    window: int | Literal["auto"] = dataclasses.field(metadata={"help": 'tokens, 1 or more, or "auto".'})
+    window: int | Literal["auto"] = dataclasses.field(
+        metadata={
+            "help": "tokens that each output's gradient reaches back through a layer's recurrence, 1 or "
+            'more; or "auto", picked for each layer.'
+        }
+    )
     chunk_size: int | None = option(
         None,
         "tokens per chunk; None picks it as `Exact` does (with unbiased: at most a quarter of the "
@@ -352,7 +381,7 @@ class LayerLocal(Method):
     name: ClassVar[str] = "layer-local"
     has_independent_layers: ClassVar[bool] = True
     window: int | None = option(
-        None, "tokens that each output's gradient reaches back through the recurrence; None for all."
+        None, "tokens that each output's gradient reaches back through a layer's recurrence; None for all."
     )
     chunk_size: int | None = option(None, "tokens per chunk; None picks one.")
 
@@ -451,6 +480,16 @@ def check_chunk_size(chunk_size: object) -> None:
         raise ValueError(
             "chunk_size must be a whole number of tokens, 1 or more, or None to have one picked; "
             f"got {chunk_size!r}"
+        )
+
+
+def check_checkpoints(checkpoints: object) -> None:
+    if checkpoints is not None and (
+        isinstance(checkpoints, bool) or not isinstance(checkpoints, int) or checkpoints < 1
+    ):
+        raise ValueError(
+            "checkpoints must be a whole number of states per layer, 1 or more, or None to store all; "
+            f"got {checkpoints!r}"
         )
 
 

@@ -41,6 +41,8 @@ from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, uses_fsdp
 
+CHECKED_AT_ONCE = 1 << 16  # tokens of each row whose ids are checked at a time
+
 
 @dataclasses.dataclass
 class StackOutput:
@@ -181,8 +183,8 @@ class Stack(nn.Module):
         """
         if not is_untouched(self.lm_head, nn.Linear) or self.lm_head.bias is not None:
             raise ValueError(
-                "the loss is made of lm_head's weight, slice by slice: lm_head must be an nn.Linear without "
-                f"bias, hooks or parametrization; got {type(self.lm_head).__name__}"
+                "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
+                f"without bias, hooks or parametrization; got {type(self.lm_head).__name__}"
             )
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
@@ -291,7 +293,7 @@ class Stack(nn.Module):
     def _by_chunks(
         self, batch: Batch, method: Method, states: bool, group: Any
     ) -> tuple[Tensor, list[State], list[int] | None]:
-        default = default_chunk_size(self, batch.ids, method.recompute)
+        default = default_chunk_size(self, batch.ids, method.recompute, method.checkpoints)
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
         results = self.steps(batch, method.engine_spec(batch.seqlen, default), group).loss(states)
@@ -365,8 +367,7 @@ class Stack(nn.Module):
                 raise ValueError(f"{name} must be int64, got {ids.dtype}")
             if torch.compiler.is_compiling():  # values are not known while the graph is traced
                 continue
-            checked = ids if name == "input_ids" else torch.where(ids == IGNORE_INDEX, 0, ids)
-            low, high = int(checked.min()), int(checked.max())
+            low, high = _range(ids, ignored=name == "labels")
             if low < 0 or high >= self.config.vocab_size:
                 bad = low if low < 0 else high
                 raise UserError(
@@ -463,6 +464,19 @@ class Stack(nn.Module):
                 the folder is a run, or one of transformers.
         """
         return _read(directory, "mamba-ssm")
+
+
+def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:
+    """Return the least and the greatest number of (batch, seqlen), piece by piece, so that no copy is large.
+
+    Args:
+        ignored: whether -100 counts as 0.
+    """
+    pieces = numbers.split(CHECKED_AT_ONCE, dim=1)
+    if ignored:
+        pieces = (piece.masked_fill(piece == IGNORE_INDEX, 0) for piece in pieces)
+    low, high = zip(*(piece.aminmax() for piece in pieces), strict=True)
+    return int(torch.stack(low).min()), int(torch.stack(high).max())
 
 
 def _read(directory: str | Path, layout: str | None = None) -> Stack:

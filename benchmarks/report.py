@@ -74,11 +74,12 @@ def add_ratios(rows: Sequence[Row], fields: Sequence[str], base: Row, within: Se
                 row[f"{field}_ratio"] = row[field] / bases[where(row)][field]
 
 
-def memory_and_time(row: Row) -> str:
-    """A cell: MiB and milliseconds per token; a dash where nothing was measured."""
+def memory_and_time(row: Row, unit: str = "MiB") -> str:
+    """A cell: memory and milliseconds per token; a dash where nothing was measured."""
     if "memory_bytes" not in row:
         return "–"
-    return f"{row['memory_bytes'] / 2**20:,.0f} MiB · {row['ms_per_token']:.2f} ms"
+    size, form = {"MiB": (2**20, ",.0f"), "GiB": (2**30, ".2f")}[unit]
+    return f"{row['memory_bytes'] / size:{form}} {unit} · {row['ms_per_token']:.2f} ms"
 
 
 # ----------------------------------------------------------------------------------------------------- tables

@@ -1,6 +1,6 @@
-"""Writes the tables of docs/models.md again: every class of tests/hf/hf_models.py and multimodal_models.py,
-and all other causal LMs that transformers has, tried. Takes some minutes; less with `--multimodal`, which
-writes the table of multimodal classes alone.
+"""Write the tables of docs/models_classes.md again: try every class of tests/hf/hf_models.py and
+multimodal_models.py, and all other causal LMs that transformers has. Takes some minutes; less with
+`--multimodal`, which writes the table of multimodal classes alone.
 
 python -m docs.draw_models
 """
@@ -36,10 +36,10 @@ from tests.hf.hf_models import (
 )
 from tests.hf.multimodal_models import MULTIMODAL, make_multimodal, make_multimodal_batch
 
-TABLE = Path(__file__).with_name("models.md")
+TABLE = Path(__file__).with_name("models_classes.md")
 HEAD = ["family", "class", "its cache holds", "gradient by chunks"]
 LIMIT = 1e-10
-UNTRIED = "not tried, as they were not made small so or do not run in float64"
+UNTRIED = "not tried, because no small configuration of them was found or they do not run in float64"
 SECONDS = 60  # for one of the others
 # What makes a configuration small, whichever of these options it has.
 SMALL: dict[str, Any] = {

@@ -95,6 +95,6 @@ def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[ProcessD
         if needed[name] > memory:
             count = sum(look["node"] == name for look in owners)
             raise UserError(
-                f"{count} shards on a node of {memory / GB:.1f} GB need "
-                f"{needed[name] / GB:.1f} GB; shorten --data.seqlen, or take more nodes or a smaller model"
+                f"{count} shards on a node of {memory / GB:.1f} GB need {needed[name] / GB:.1f} GB; shorten "
+                "--data.seqlen, or use more nodes or a smaller model"
             )

@@ -186,7 +186,7 @@ def visible(inventory: Inventory, environ: Mapping[str, str] | None = None) -> I
             available = ", ".join(d.uuid for d in inventory.devices) or "; ".join(inventory.notes)
             matches = "several devices" if fits else "no device"
             raise UserError(
-                f"CUDA_VISIBLE_DEVICES: {entry!r} names {matches} of this node; it has {available}"
+                f"CUDA_VISIBLE_DEVICES: {entry!r} matches {matches} of this node, which has {available}"
             )
         chosen.append(fits[0])
     return dataclasses.replace(inventory, devices=tuple(chosen))
@@ -202,8 +202,9 @@ def mine(nvml: ModuleType | None = None, environ: Mapping[str, str] | None = Non
     candidates = visible(find(nvml), environ).devices
     if len(candidates) > 1 and any(device.is_slice for device in candidates):
         raise UserError(
-            f"this process sees {len(candidates)} devices, MIG slices among them, and can use one: start a "
-            "process for each, its UUID alone in CUDA_VISIBLE_DEVICES (adjoint cluster env lists them)"
+            f"this process sees {len(candidates)} devices, MIG slices among them, and can use only one: "
+            "start a process per device, with only that device's UUID in CUDA_VISIBLE_DEVICES (adjoint "
+            "cluster env lists them)"
         )
     return candidates[0] if candidates else None
 

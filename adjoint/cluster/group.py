@@ -153,7 +153,8 @@ class Watch:
     """
 
     def __init__(self, actors: Sequence[ActorHandle], ranks: Sequence[int]) -> None:
-        self.actors, self.asked = actors, dict[int, ObjectRef]()
+        self.actors = actors
+        self.asked: dict[int, ObjectRef] = {}
         self.moved = time.monotonic()
         self.last_seen = dict.fromkeys(ranks, self.moved)
         self.said: dict[int, tuple[int, tuple[str, bool]]] = {}
@@ -253,7 +254,8 @@ class Group:
             if exchanges_within_tiles(model, self.layout.sequence):
                 if transport == "nccl":
                     raise UserError(
-                        "cluster.transport: workers that share this model's sequences send by gloo; use auto"
+                        "cluster.transport: nccl cannot carry attention's messages between sequence workers; "
+                        "use auto, which is gloo there"
                     )
                 transport = "gloo"
             backend = devices.backend([process["gpu"] for process in processes], transport)

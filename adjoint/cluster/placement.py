@@ -241,6 +241,6 @@ def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = F
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
             f"cluster.shards: {layout.world} workers with {each} each got no resources in {timeout:.0f} s; "
-            f"free are {free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
+            f"free are {free or 'no CPUs and no GPUs'}; wait for other jobs to end, or use fewer shards"
         )
     return group

@@ -74,10 +74,11 @@ class PretrainedPipelineWorker(PipelineWorker):
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         element = 2 if self.spec.precision == "bfloat16" else self.spec.dtype.itemsize
-        device = self.device
-        picked = self.found.chunk_size(batch, seqlen, element, device.type, memory_of(device))
+        device, method = self.device, self.spec.method
+        on = device.type, memory_of(device)
+        picked = self.found.chunk_size(batch, seqlen, element, *on, method.checkpoints)
         size = self.spec.layout.at_most(picked, seqlen)
-        return self.spec.method.model_spec(seqlen, size).chunk_size
+        return method.model_spec(seqlen, size).chunk_size
 
 
 # Of what safetensors files call their dtypes, those that loading in float32 does not change.

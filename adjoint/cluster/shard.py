@@ -410,7 +410,8 @@ class PipelineWorker:
         """
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
-            default = default_chunk_size(self.part, ids, self.spec.method.recompute)
+            method = self.spec.method
+            default = default_chunk_size(self.part, ids, method.recompute, method.checkpoints)
         return self.spec.layout.chunk_size(self.spec.method, seqlen, default)
 
     def picked_windows(self) -> list[int] | None:

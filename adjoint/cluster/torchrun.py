@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from adjoint.cluster.heartbeat import Heartbeat
@@ -37,7 +38,6 @@ from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
 
 
 class Place(NamedTuple):
@@ -143,7 +143,8 @@ def gpu_of(process: Place) -> int:
     started = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # by torchrun; srun does not say
     if started > count or 1 < count <= process.local:
         raise UserError(
-            f"training.device: {count} GPUs here, and more processes; start {count} with --nproc-per-node"
+            f"training.device: this host has {count} GPUs and more processes; start {count} with "
+            "--nproc-per-node"
         )
     return process.local if count > 1 else 0
 
@@ -153,13 +154,14 @@ def _check(config: Config, process: Place) -> None:
     workers, settings = config.cluster.sequence, config.training
     if process.world % workers:
         raise UserError(
-            f"cluster.sequence: {process.world} processes are no groups of {workers}; start a multiple of it"
+            f"cluster.sequence: {process.world} processes cannot be divided into groups of {workers}; start "
+            f"a multiple of {workers}"
         )
     layout = Layout(1, workers, process.world // workers)
     layout.check_rows(config.data.batch)
     layout.check_sequence(config.method)
     if workers > 1 and config.method.memory is not None:
-        raise UserError("method.memory: works where one process has a sequence; leave it out")
+        raise UserError("method.memory: works only if each process has whole sequences; leave it out")
     if settings.carry_state != "none":
         raise UserError("training.carry_state: works in one process only; leave it out, or start one process")
     if settings.profile:
@@ -219,11 +221,12 @@ def _check_data(
     for other, fingerprint in zip(endpoints, fingerprints, strict=True):
         if fingerprint != fingerprints[0]:
             raise UserError(
-                f"data.path {path}: {other.host} reads other text there than {endpoints[0].host}; {REMEDY}"
+                f"data.path {path}: {other.host} reads different text there than {endpoints[0].host}; "
+                f"{REMEDY}"
             )
 
 
-def sequence_group(process: Place, workers: int, timeout: float) -> ProcessGroup | None:
+def sequence_group(process: Place, workers: int, timeout: float) -> dist.ProcessGroup | None:
     """Return the process group of those that share this process's rows, None if it has them alone.
 
     A collective call: creating a group needs every process, also those outside of it.

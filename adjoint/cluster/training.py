@@ -186,9 +186,9 @@ class ShardedTrainer(Trainer):
             raise failure from cause.error
         if cause.kind == "environment":
             raise UserError(
-                f"{self.folder.path}: {failure}, at step {step}; it would happen again: all nodes "
-                "need the folders of the run and of model.from_pretrained, space left and the same packages; "
-                "correct that, then --resume auto"
+                f"{self.folder.path}: {failure}, at step {step}; it would happen again: all nodes need the "
+                "folders of the run and of model.from_pretrained, free disk space and the same packages; "
+                "correct that, then continue with --resume auto"
             ) from None
         if cause.kind == "preempted":
             self.preemptions += 1
@@ -199,7 +199,7 @@ class ShardedTrainer(Trainer):
         if self.failures > most:
             raise UserError(
                 f"{self.folder.path}: {failure}, at step {step}; that is failure {self.failures} and "
-                f"cluster.max_failures is {most}; remove the cause, then --resume auto"
+                f"cluster.max_failures is {most}; remove the cause, then continue with --resume auto"
             ) from None
         done = 0 if checkpoint is None else read_trainer(checkpoint)["step"]
         print(
@@ -211,7 +211,8 @@ class ShardedTrainer(Trainer):
     def _build(self, checkpoint: Path | None) -> None:
         config = self.config
         if not hasattr(self, "origin"):
-            self.origin, self.gauges = checkpoint, dict[str, Gauge]()
+            self.origin = checkpoint
+            self.gauges: dict[str, Gauge] = {}
             self.whole = summary_of(config, self.folder.path / "pretrained" if checkpoint is None else None)
             self.num_parameters = self.whole.num_parameters
             self.beginning = self.data.train.state_dict(), torch_states()
@@ -226,7 +227,7 @@ class ShardedTrainer(Trainer):
             except UserError as error:
                 if self.failures + self.preemptions == 0:
                     raise
-                raise UserError(f"{self.folder.path}: {error}; then --resume auto") from None
+                raise UserError(f"{self.folder.path}: {error}; then continue with --resume auto") from None
 
     def _make_group(self, checkpoint: Path | None) -> None:
         config, settings = self.config, self.config.cluster

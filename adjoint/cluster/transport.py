@@ -63,7 +63,7 @@ def _store(meeting: str, rank: int, world: int, timeout: float) -> Store:
         store, *_ = next(iter(rendezvous(meeting, rank, world, timeout=wait)))
     except RuntimeError as error:  # DistError; the first line names the address
         raise ConnectionError(
-            f"rank {rank} of {world} found nobody at {meeting} within {timeout:.0f} s "
+            f"rank {rank} of {world} did not meet the others at {meeting} within {timeout:.0f} s "
             f"({str(error).splitlines()[0][:300]}); check the address and that the first rank runs there"
         ) from None
     store.set_timeout(wait)

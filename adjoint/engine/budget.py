@@ -1,4 +1,4 @@
-"""Fit the number of tapes that a forward keeps to a memory budget (`Exact(memory=…)`).
+"""Fit the tapes and states that a forward keeps to a memory budget (`Exact(memory=…)`).
 
 The memory of a chunk's tape and of its backward is measured, not estimated: the first chunk is run forward
 and back once, and `LiveBytes` counts the storages that operators make while they live."""
@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from adjoint.engine import binomial
 from adjoint.memory import memory_left
 
 # On a CPU resident memory counts, which is more than tensors hold: bytes of libraries, and the share that the
 # allocator leaves unused. Measured.
 RESERVED_CPU = (32e6, 0.2)
+MIN_STATES = 8  # at chunk edges: of fewer, those in between would be computed again too often
 AUTO = 0.8  # the share of the memory left that "auto" takes: the optimizer's moments need some, too
 
 
@@ -87,12 +89,12 @@ def measurements_of(parameters: list[Tensor]) -> dict[Hashable, ChunkMemory]:
     return _measured.setdefault(parameters[0], {})
 
 
-def room_for_tapes(memory: float | str, stored_bytes: int, device: torch.device) -> float:
-    """Return the bytes left for tapes and the backward.
+def room_for_chunks(memory: float | str, stored_bytes: int, device: torch.device) -> float:
+    """Return the bytes left for tapes, states at chunk edges and the backward.
 
     Args:
         memory: budget in bytes, on top of memory already allocated; "auto" for most of what is left.
-        stored_bytes: bytes stored for the whole sequence besides tapes (`Executor.kept_bytes`).
+        stored_bytes: bytes stored for the whole sequence besides these (`Executor.slab_bytes`).
     """
     budget = AUTO * memory_left(device) if isinstance(memory, str) else memory
     if device.type == "cpu":
@@ -101,18 +103,32 @@ def room_for_tapes(memory: float | str, stored_bytes: int, device: torch.device)
     return budget - stored_bytes
 
 
-def tapes_within(room: float, measured: ChunkMemory, sizes: list[int]) -> int:
-    """Return the number of chunks, counted from the last, whose tapes fit in `room` bytes.
+def tapes_and_states(
+    room: float, measured: ChunkMemory, sizes: list[int], state: int, checkpoints: int | None = None
+) -> tuple[int, int]:
+    """Return how many tapes and how many states at chunk edges to store in `room` bytes.
 
-    It is 1 at least: the last chunk always keeps its tape.
+    A tape saves computing its chunk again; so does a state, for the chunks up to it. Of all pairs that fit,
+    these leave the fewest chunks to be computed again (`binomial`); of equals, those with most states.
+    Whatever the room, there is one tape, as the last chunk always keeps its own, and as many states as take
+    the memory of a tape, or `MIN_STATES`: fewer would save little beside it, and cost a time that grows fast.
 
     Args:
         measured: the memory of a chunk of sizes[0] tokens. sizes: tokens of each chunk.
+        state: bytes of a state. checkpoints: the number of states if it is given, else it is chosen.
     """
-    left, tapes = room - measured.backward_peak, 0
-    for size in reversed(sizes):
+    left, chunks = room - measured.backward_peak, len(sizes)
+    least = MIN_STATES if state == 0 else max(MIN_STATES, int(measured.tape / state))
+    best: tuple[int, int, int] | None = None
+    for tapes, size in enumerate(reversed(sizes), start=1):
         left -= measured.tape * size / sizes[0]
-        if left < 0:
+        edges = max(1, chunks - tapes)  # besides those of the later tapes, which take a place each
+        places = edges if state == 0 else int(max(left, 0) / state) - (tapes - 1)
+        states = min(edges, max(least, places)) if checkpoints is None else checkpoints
+        if best is not None and (left < 0 or places < min(states, edges)):
             break
-        tapes += 1
-    return max(tapes, 1)
+        again = binomial.recomputed_chunks(chunks - tapes + 1, states)
+        if best is None or again < best[0]:
+            best = again, tapes, states
+    assert best is not None
+    return best[1:]

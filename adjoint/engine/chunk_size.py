@@ -29,11 +29,14 @@ class Sizes:
     busy: int = 1408
 
 
-def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -> int:
+def default_chunk_size(
+    model: Any, input_ids: Tensor, recompute: str = "none", checkpoints: int | None = None
+) -> int:
     """Return `chunk_size_for` a `Stack`, or its part on a shard, on its device.
 
     Args:
         input_ids: (batch, seqlen). The caller's autocast counts.
+        recompute, checkpoints: the method's (see `methods.Exact`).
     """
     element, config, blocks = next(model.parameters()).element_size(), model.config, model.blocks()
     states = sum(state_numel(block.mixer) for block in blocks) * max(element, 4)
@@ -41,12 +44,14 @@ def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
     sizes = Sizes(kept_bytes(config, element, recompute), states * config.n_layer / max(len(blocks), 1))
     batch, seqlen = input_ids.shape
-    return chunk_size_on(input_ids.device, sizes, batch, seqlen)
+    return chunk_size_on(input_ids.device, sizes, batch, seqlen, checkpoints)
 
 
-def chunk_size_on(device: torch.device, sizes: Sizes, batch: int, seqlen: int) -> int:
+def chunk_size_on(
+    device: torch.device, sizes: Sizes, batch: int, seqlen: int, checkpoints: int | None = None
+) -> int:
     """Return `chunk_size_for` a device of this machine."""
-    return chunk_size_for(sizes, batch, seqlen, device.type, memory_of(device))
+    return chunk_size_for(sizes, batch, seqlen, device.type, memory_of(device), checkpoints)
 
 
 def memory_of(device: torch.device) -> float | None:
@@ -59,7 +64,14 @@ def at_most(chunk_size: int, seqlen: int, workers: int) -> int:
     return min(chunk_size, -(-seqlen // (2 * workers))) if workers > 1 else chunk_size
 
 
-def chunk_size_for(sizes: Sizes, batch: int, seqlen: int, device: str, memory: float | None = None) -> int:
+def chunk_size_for(
+    sizes: Sizes,
+    batch: int,
+    seqlen: int,
+    device: str,
+    memory: float | None = None,
+    checkpoints: int | None = None,
+) -> int:
     """Return the tokens per chunk: enough to keep the device busy, with small activations.
 
     On a CPU that is `sizes.busy` over all rows. On a GPU, what all layers of one chunk store for its backward
@@ -69,13 +81,16 @@ def chunk_size_for(sizes: Sizes, batch: int, seqlen: int, device: str, memory: f
 
     A long sequence's states at chunk edges would take more memory than so short a chunk saves: the chunk
     grows with the square root of the length, which keeps edge states and activations equal, and their sum the
-    least there is.
+    least there is. With checkpoints there are only so many states: the chunk grows until its activations take
+    as much memory as they do, and no further, however long the sequence; each chunk less is computed again.
 
     Args:
         batch: number of rows. seqlen: tokens per row. device: "cpu" or "cuda"; it need not be this machine's.
         memory: bytes of the GPU.
+        checkpoints: number of states that are stored at a time; None for those at all edges.
     """
-    equal = int((seqlen * sizes.states / sizes.bytes_per_token) ** 0.5)
+    state = sizes.states / sizes.bytes_per_token  # in tokens whose activations take as much
+    equal = int(min((seqlen * state) ** 0.5, math.inf if checkpoints is None else checkpoints * state))
     if device != "cuda":
         return max(64, sizes.busy // batch, equal)
     tokens = max(int((memory or UNKNOWN_MEMORY) / 8 / (sizes.bytes_per_token * batch)), equal)

@@ -13,7 +13,7 @@ from adjoint.batch import Batch
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, make_grid
 from adjoint.engine.leaves import UnlistedLeaves
-from adjoint.engine.schedule import Owners, Run, make_schedule
+from adjoint.engine.schedule import Owners, cut_before_backward, make_schedule
 from adjoint.engine.stage import Embedding, Layer, Stage
 from adjoint.engine.tile import Gradients
 from adjoint.engine.verification import (
@@ -132,14 +132,14 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     batch = Batch(ids, ids, states=[(), tuple(s.detach() for s in state), ()])
     worker = Executor(stages, grid, batch, spec, gradients=Gradients(UnlistedLeaves(open=True)))
     program = make_schedule(grid, Owners((0,) * len(stages))).programs[0]
-    first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.is_forward))
-    worker.run(program[:first])
+    forward_actions, backward_actions = cut_before_backward(program)
+    worker.run(forward_actions)
     worker.gradients.unlisted_leaves.close()
     final = worker.final[1]
     d_final = tuple(torch.ones_like(s) if s.is_floating_point() else None for s in final)
     scale = torch.ones((), dtype=worker.accumulate_dtype, device=x.device)
     worker.begin_backward(scale, [(), d_final, ()])
-    worker.run(program[first:])
+    worker.run(backward_actions)
     gradients = worker.gradients
     named_gradients = {f"initial state {i}": d for i, d in enumerate(worker.d_initial[1])}
     named_gradients["its input"] = gradients.get(table.weight)

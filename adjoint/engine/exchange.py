@@ -10,15 +10,15 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjoint.engine.grid import Tile
-from adjoint.engine.schedule import Action, Recv, Run, Send
-from adjoint.engine.storage import Past, Slab, by_itself, growing, joined, recurrent
+from adjoint.engine.schedule import Action, Recv, Run, Send, stored_states
+from adjoint.engine.storage import Past, Slab, apart_from, by_itself, growing, joined, recurrent
 from adjoint.engine.tile import Cotangents
 from adjoint.engine.tile_values import TileValues
 from adjoint.kernels import checks
@@ -46,7 +46,7 @@ class Exchange(abc.ABC):
                     values.slabs.setdefault(k, []).append(self.slab(values, s, dim))
 
     @abc.abstractmethod
-    def count_edges(self, values: TileValues, actions: Sequence[Action]) -> None:
+    def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
         """Set the number of rows of each stage's `Edges`: the states that this worker's own tiles read."""
 
     def tile_context(self, values: TileValues, t: Tile) -> contextlib.AbstractContextManager[None]:
@@ -84,8 +84,10 @@ class BetweenTiles(Exchange):
     def slab(self, values: TileValues, initial: Tensor, dim: int) -> Slab:
         return Slab(initial, dim, values.grid.cuts[-1], values.host)
 
-    def count_edges(self, values: TileValues, actions: Sequence[Action]) -> None:
+    def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
         values.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
+        if values.grid.checkpoints is not None:  # the forward stores as many as the backward, or more
+            return self._set_rows(values, stored_states(values.grid, actions))
         rows: collections.Counter[int] = collections.Counter()
         for action in actions:
             if isinstance(action, Run) and action.tile.is_forward:
@@ -98,6 +100,10 @@ class BetweenTiles(Exchange):
                         "deal out layers instead of chunks"
                     )
                 rows[action.key[1]] += 1
+        self._set_rows(values, rows)
+
+    @staticmethod
+    def _set_rows(values: TileValues, rows: Mapping[int, int]) -> None:
         for k, count in rows.items():
             if values.edges[k].memory is None:
                 values.edges[k].rows = count
@@ -129,8 +135,9 @@ class BetweenTiles(Exchange):
             final = map(by_itself, recurrent_state)
             values.final[k] = joined(final, self.final_slabs(values, k), values.grows[k])
         elif values.grid.reads_state(c + 1):
+            values.make_place(k, c)
             values.store["S", k, c], out = values.destination(("S", k, c))
-            values.packing[k].pack(recurrent_state, out)
+            values.packing[k].pack(apart_from(out, recurrent_state), out)
 
     def cotangents(self, values: TileValues, k: int, c: int) -> Cotangents:
         grid, grows, slabs = values.grid, values.grows[k], values.slabs.get(k, [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -153,6 +153,9 @@ class Executor(TileValues):
     def begin_again(self, store: dict[Key, Any]) -> None:
         """Forget the sums of a backward, so that another one can begin from the values in `store`."""
         self.gradients, self.d_ids, self.store = Gradients(self.gradients.unlisted_leaves), None, store
+        if self.grid.checkpoints is not None:  # the program begins with the state before the sequence
+            self.clear()
+            self.store = {key: value for key, value in store.items() if key[0] != "S"}
 
     @contextlib.contextmanager
     def separate_gradients(self) -> Iterator[Gradients]:
@@ -163,7 +166,7 @@ class Executor(TileValues):
         finally:
             self.gradients = before
 
-    def run(self, actions: Sequence[Action]) -> None:
+    def run(self, actions: Collection[Action]) -> None:
         """Run actions in order.
 
         Receives are posted a few actions ahead, so that messages travel during computation.
@@ -190,6 +193,7 @@ class Executor(TileValues):
                         slot, out = self.destination(recv.key)
                         posted.append((slot, self.transport.post(recv.source, out)))
                     if isinstance(action, Run):
+                        self.freed_by_tile = action.frees
                         self.tile(action.tile)
                     elif isinstance(action, Send):
                         assert self.transport is not None
@@ -236,11 +240,16 @@ class Executor(TileValues):
     def free(self, action: Action) -> None:
         """Drop the values that no later action of this worker reads."""
         for key in action.frees:
-            self.store.pop(key, None)
+            self.drop(key)
 
     def tile(self, t: Tile) -> None:
         """Compute one tile."""
-        run = {"recompute": self.recompute, "backward": self.backward, "windowed": self.windowed}
+        run = {
+            "recompute": self.recompute,
+            "advance": self.advance,
+            "backward": self.backward,
+            "windowed": self.windowed,
+        }
         run.get(t.kind, self.forward)(t)
 
     @contextlib.contextmanager
@@ -307,6 +316,17 @@ class Executor(TileValues):
             self.recomputed_losses[c] = y
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
+
+    def advance(self, t: Tile) -> None:
+        """Compute a state that the forward has not stored, and nothing else."""
+        k, c, stage = t.stage, t.chunk, self.stage(t.stage)
+        x = self.input("y" if self.grid.first_of_segment(k) else "z", k, c)
+        with torch.no_grad(), self.exchange.tile_context(self, t):
+            y, after = stage.advance(x, self.exchange.state(self, k, c), self.chunks[c])
+        if ("z", k, c) in self.grid.writes(t):
+            self.store["z", k, c] = y
+        if stage.stateful:
+            self.exchange.put_state(self, k, c, after)
 
     def _cotangent(self, k: int, start: int, stop: int) -> Tensor | None:
         """Return the cotangent of stage k's outputs on the tokens [start, stop), or None if there is none.

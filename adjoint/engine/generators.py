@@ -50,7 +50,7 @@ class Generators:
         others: objects of `KINDS`, such as those that a model keeps.
     """
 
-    def __init__(self, others: Sequence[Any] = ()) -> None:
+    def __init__(self, others: Sequence[object] = ()) -> None:
         self.others = others
 
     def states(self) -> list[Any]:
@@ -83,14 +83,23 @@ class Generators:
             self.set(states)
             yield
 
-    def have_drawn(self, since: Sequence[Any]) -> bool:
-        """Whether the generators' states differ from `since`, that is whether one has drawn."""
+    def states_since(self, before: list[Any]) -> list[Any]:
+        """Return the states; those of generators that have not drawn since `before` are its own objects.
+
+        Without any draw it is `before` itself."""
         current = self.states()
+        if not before:
+            return current
         with _disable_current_modes():
-            return not _same(since, current)
+            shared = [a if _same(a, b) else b for a, b in zip(before, current, strict=True)]
+        return before if all(a is b for a, b in zip(before, shared, strict=True)) else shared
+
+    def have_drawn(self, since: list[Any]) -> bool:
+        """Whether the generators' states differ from `since`, that is whether one has drawn."""
+        return self.states_since(since) is not since
 
 
-def _access(generator: Any) -> tuple[Any, Any]:
+def _access(generator: object) -> tuple[Any, Any]:
     return next(access for kind, access in ACCESS.items() if isinstance(generator, kind))
 
 

@@ -7,6 +7,7 @@ chunk:
     forward      y[k-1,c], S[k,c-1]                    y[k,c], S[k,c]
     linearize    the same: forward, its tape kept      and tape[k,c]
     recompute    y or z[k-1,c], S[k,c-1]               tape[k,c], z[k,c]
+    advance      the same                              S[k,c], z[k,c]
     backward     tape[k,c], dy[k,c], dS[k,c]           dy[k-1,c], dS[k,c-1]
     windowed     y[k-1] to the halo's end, S[k,c-1],   dy[k-1,c], spill[k-1,c',c] into chunks
     (vjp)        dy[k] to the halo's end               c' before
@@ -16,7 +17,8 @@ backward and windowed also add to the gradients of the stage's parameters.
 y is a stage's output, S its state at the chunk's right edge; dy and dS are their cotangents, dS being the
 accumulated adjoint state (docs/method.md §2). A tape is what a stage's backward needs of its forward. A
 segment is a run of stages of which only the first one's input is stored: recompute runs through it from
-there, and z is a y that it computes again inside a segment.
+there, and z is a y that it computes again inside a segment. With checkpoints only some S are stored, and
+advance computes the others again (`binomial`); a tape then holds S[k,c-1] until its backward.
 
 A method decides which of these arrows the backward has (`EngineSpec`), and which stages form a segment.
 `schedule` decides who owns a tile and in which order tiles run."""
@@ -32,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 Key = tuple  # names what a tile writes: (name, stage, chunk); a spill also has the chunk it comes from
-TileKind = Literal["forward", "linearize", "recompute", "backward", "windowed"]
+TileKind = Literal["forward", "linearize", "recompute", "advance", "backward", "windowed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class Storage:
         recompute: which part of a tape is left out and computed again in the backward (see `methods.Exact`).
         offload: whether stored states, keys and values, and inputs are in host memory, if the device is a
             GPU.
+        checkpoints: number of states at chunk edges that each layer stores at a time, besides those of all
+            tapes but the first; the backward computes the others again (`binomial`). None: all of them.
         memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process with keep="edges".
         prefer_single_chunk: whether the sequence becomes one chunk, the fastest way, if its tape fits in
             `memory`.
@@ -95,6 +99,7 @@ class Storage:
     tapes: int = 1
     recompute: str = "none"
     offload: bool = False
+    checkpoints: int | None = None
     memory: float | Literal["auto"] | None = None
     prefer_single_chunk: bool = False
 
@@ -150,6 +155,7 @@ class Grid:
             empty if all are 1.
         exchanges_within_tiles: whether states and their cotangents cross chunk edges while tiles run, instead
             of between them.
+        checkpoints: as in `Storage`.
     """
 
     cuts: tuple[int, ...]
@@ -163,6 +169,7 @@ class Grid:
     dropped: frozenset[int] = frozenset()
     adjoint_scale: tuple[tuple[float, ...], ...] = ()
     exchanges_within_tiles: bool = False
+    checkpoints: int | None = None
 
     @property
     def stages(self) -> int:
@@ -271,12 +278,13 @@ class Grid:
         state: list[Key] = [("S", k, c - 1)] if crosses and self.reads_state(c) else []
         if t.kind == "backward":
             carried = [("dS", k, c)] if crosses and self.carries(c + 1) else []
-            return [("tape", k, c), *self.cotangents(k, self.cuts[c], self.cuts[c + 1]), *carried]
+            state = state if self.checkpoints is not None else []  # which the tape holds until then
+            return [("tape", k, c), *self.cotangents(k, self.cuts[c], self.cuts[c + 1]), *carried, *state]
         if t.kind == "windowed":
             left, start, _, halo_stop = self.extent(t)
             below = [("y", k - 1, j) for j in self.covering(left, halo_stop)] if k else []
             return below + state + self.cotangents(k, start, halo_stop)
-        name = "z" if t.kind == "recompute" and not self.first_of_segment(k) else "y"
+        name = "z" if t.kind in ("recompute", "advance") and not self.first_of_segment(k) else "y"
         return ([(name, k - 1, c)] if k else []) + state
 
     def cotangents(self, k: int, start: int, stop: int) -> list[Key]:
@@ -315,9 +323,11 @@ class Grid:
             out += [("y", k, c)] if k < top else []
             last = c + 1 == self.chunks
             out += [("S", k, c)] if crosses and (last or self.reads_state(c + 1)) else []
+        if t.kind == "advance":
+            out += [("S", k, c)] if crosses and self.reads_state(c + 1) else []
         if t.kind in ("linearize", "recompute"):
             out += [("tape", k, c)]
-        if t.kind == "recompute" and k < top and not self.first_of_segment(k + 1):
+        if t.kind in ("recompute", "advance") and k < top and not self.first_of_segment(k + 1):
             out += [("z", k, c)]
         return out
 
@@ -408,6 +418,7 @@ def make_grid(
         reach,
         tuple(costs),
         document_starts,
+        checkpoints=spec.storage.checkpoints,
     )
     if spec.backward.drop_every is None:
         return grid

@@ -15,9 +15,10 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 
-from adjoint.engine.grid import Grid, Key, Tile
+from adjoint.engine import binomial
+from adjoint.engine.grid import Grid, Key, Tile, TileKind
 
 # A tile's time per token, relative to its stage's forward; used for the list schedule alone.
 TIMES = {"forward": 1.0, "linearize": 1.0, "recompute": 1.0, "backward": 2.0, "windowed": 3.0}
@@ -134,7 +135,7 @@ class Schedule:
     """
 
     grid: Grid
-    programs: tuple[tuple[Action, ...], ...]
+    programs: tuple[Collection[Action], ...]
     buffers: int = BUFFERS
 
     def __str__(self) -> str:
@@ -170,6 +171,9 @@ def make_schedule(
             far ahead.
         stream: backward tiles begin before the forward ends, where the arrows allow it.
     """
+    if grid.checkpoints is not None and owners.workers == 1 and len(set(grid.segments)) == 1:
+        program = ColumnProgram(grid, tapes, forward, backward, stores=forward and backward)
+        return Schedule(grid, (program,), buffers)
     order = [t for t in grid.order(stream) if (forward if t.kind == "forward" else backward)]
     columns = _columns(grid, order, owners)
     if forward and backward:
@@ -332,7 +336,131 @@ def _with_messages(
         for key in grid.writes(t):
             stored_keys[worker].add(key)
             hand_on(key, worker)
-    return tuple(_with_frees(grid, program) for program in programs)
+    return tuple(_with_frees(grid, _with_advances(grid, program)) for program in programs)
+
+
+def _with_advances(grid: Grid, program: Sequence[Action]) -> Sequence[Action]:
+    """Return the program of a grid with checkpoints: before a chunk is recomputed, its state is, from the
+    nearest one that is stored.
+
+    The stages are those of this worker, which computes each state again from its own inputs."""
+    tiles = [action.tile for action in program if isinstance(action, Run)]
+    recomputed = [t for t in tiles if t.kind == "recompute"]
+    if grid.checkpoints is None or not recomputed:
+        return program
+    stages = sorted({t.stage for t in recomputed})
+    stages = stages[: 1 + max((i for i, k in enumerate(stages) if grid.stateful[k]), default=-1)]
+    taped = None
+    if any(t.is_forward for t in tiles):
+        taped = min((t.chunk for t in tiles if t.kind == "linearize"), default=grid.chunks)
+    runs = dict(_reversal(grid, taped))
+    out: list[Action] = []
+    for action in program:
+        if isinstance(action, Run) and action.tile.kind == "recompute":
+            again = runs.pop(action.tile.chunk, ())  # with the first stage that is recomputed
+            out += [Run(Tile("advance", k, c)) for run in again for c in run for k in stages]
+        out.append(action)
+    return out
+
+
+def _reversal(grid: Grid, taped: int | None) -> binomial.Reversal:
+    assert grid.checkpoints is not None
+    return binomial.Reversal([0, *sorted(grid.document_starts)], grid.chunks, grid.checkpoints, taped)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnProgram(Collection[Action]):
+    """The program of one worker of a grid with checkpoints, all of whose stages are one segment.
+
+    It goes from column to column, all stages of a chunk. Its actions are made while it is iterated over: if
+    they were stored, they would take more memory than the states do.
+
+    Attributes:
+        tapes: number of tapes that the forward keeps.
+        forward, backward: which tiles it has.
+        stores: whether the forward stores tapes and states, or has stored them, for the backward.
+    """
+
+    grid: Grid
+    tapes: int
+    forward: bool = True
+    backward: bool = True
+    stores: bool = True
+
+    def halves(self) -> tuple[ColumnProgram, ColumnProgram]:
+        """Return the forward's part and the backward's."""
+        return dataclasses.replace(self, backward=False), dataclasses.replace(self, forward=False)
+
+    def __iter__(self) -> Iterator[Action]:
+        return itertools.chain.from_iterable(_column(self.grid, *column) for column in self._columns())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, action: object) -> bool:
+        return any(action == each for each in self)
+
+    def _columns(self) -> Iterator[tuple[TileKind, int, bool]]:
+        """Yield (kind, chunk, whether the state before the chunk stays stored)."""
+        chunks = self.grid.chunks
+        taped = max(0, chunks - self.tapes) if self.stores else chunks
+        reversal = _reversal(self.grid, taped if self.stores else None)
+        if self.forward:
+            stored = reversal.stored() if self.stores else ()
+            for c in range(chunks):
+                yield "forward" if c < taped else "linearize", c, c >= taped or c in stored
+        if self.backward:
+            for c in reversed(range(taped + 1, chunks)):
+                yield "backward", c, False
+            for c, runs in reversal:
+                for run in runs:
+                    yield from (("advance", j, j == run[0]) for j in run)
+                if c < taped:
+                    yield "recompute", c, True
+                yield "backward", c, False
+
+
+def _column(grid: Grid, kind: TileKind, c: int, state_stays: bool) -> Sequence[Action]:
+    """Return the actions of all stages on chunk c, each with its `frees`."""
+    stages = range(grid.stages)
+    if kind == "advance":
+        stages = range(1 + max((k for k in stages if grid.stateful[k]), default=-1))
+    later = {("S", k, c) for k in stages if grid.reads_state(c + 1)} if kind != "backward" else set()
+    later |= {("S", k, c - 1) for k in stages} if state_stays else set()
+    later |= {("tape", k, c) for k in stages} if kind in ("linearize", "recompute") else set()
+    later |= {("dS", k, c - 1) for k in stages} if kind == "backward" else set()
+    order = reversed(stages) if kind == "backward" else stages
+    return _with_frees(grid, [Run(Tile(kind, k, c)) for k in order], later)
+
+
+def cut_before_backward(program: Collection[Action]) -> tuple[Collection[Action], Collection[Action]]:
+    """Return the forward's actions of a program without windows, and the backward's."""
+    if isinstance(program, ColumnProgram):
+        return program.halves()
+    return [a for a in program if _in_forward(a)], [a for a in program if not _in_forward(a)]
+
+
+def _in_forward(action: Action) -> bool:
+    """Whether an action of a program without windows belongs to the forward: its messages are states."""
+    assert not isinstance(action, HelperTasks)
+    return action.tile.is_forward if isinstance(action, Run) else action.key[0] == "S"
+
+
+def stored_states(grid: Grid, program: Iterable[Action]) -> collections.Counter[int]:
+    """Return the most states at chunk edges that a program of a grid with checkpoints stores at a time, by
+    stage.
+
+    A state that an action frees leaves its place to the one that it writes."""
+    stored, most = collections.defaultdict[int, set[Key]](set), collections.Counter[int]()
+    for action in program:
+        for key in action.frees:
+            if key[0] == "S":
+                stored[key[1]].discard(key)
+        for key in keys_of(grid, action)[1]:
+            if key[0] == "S" and grid.reads_state(key[2] + 1):
+                stored[key[1]].add(key)
+                most[key[1]] = max(most[key[1]], len(stored[key[1]]))
+    return most
 
 
 def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
@@ -345,15 +473,23 @@ def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
     return [key for t in tiles for key in grid.reads(t)], [key for t in tiles for key in grid.writes(t)]
 
 
-def _with_frees(grid: Grid, program: Sequence[Action]) -> tuple[Action, ...]:
-    """Return the program with each action's `frees`: the keys that no later action of this worker uses."""
-    used_later: set[Key] = set()
+def _with_frees(
+    grid: Grid, program: Sequence[Action], read_after: Set[Key] = frozenset()
+) -> tuple[Action, ...]:
+    """Return the program with each action's `frees`: the keys that no later action of this worker reads, or
+    not before they are written again.
+
+    Args:
+        read_after: keys that are read after the program.
+    """
+    read_later = set(read_after)
     out = []
     for action in reversed(program):
         reads, writes = keys_of(grid, action)
         used = dict.fromkeys([*reads, *writes])
-        out.append(dataclasses.replace(action, frees=tuple(key for key in used if key not in used_later)))
-        used_later.update(used)
+        out.append(dataclasses.replace(action, frees=tuple(key for key in used if key not in read_later)))
+        read_later.difference_update(writes)
+        read_later.update(reads)
     return tuple(reversed(out))
 
 

@@ -89,6 +89,13 @@ class Stage(abc.ABC):
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         """Return the output and the new state. The engine calls it with gradients off."""
 
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        """Run `forward` of a chunk again for its state; a last stage may leave out the loss."""
+        return self.forward(x, state, chunk)
+
+    def forget(self, start: int) -> None:  # noqa: B027 - only some stages note anything
+        """Drop notes made to run the chunk from token `start` on again: first they will be made again."""
+
     @abc.abstractmethod
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
 from adjoint.engine.parameter_access import ParameterAccess
-from adjoint.engine.schedule import Action, HelperTasks, Run, Schedule, keys_of
+from adjoint.engine.schedule import Action, Schedule, cut_before_backward, keys_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients
@@ -136,7 +136,7 @@ class ChunkedStep:
     executor: Executor
     grid: Grid
     tapes: int
-    backward_actions: Sequence[Action] = ()
+    backward_actions: Collection[Action] = ()
 
     def __init__(
         self,
@@ -161,20 +161,26 @@ class ChunkedStep:
     # --------------------------------------------------------------------------------------------- executor
 
     def _begin(self) -> None:
-        """Make the executor, with room for all chunks' states, and count the tapes that fit in memory."""
+        """Make the executor, and count the tapes and the states that fit in memory."""
         self.spec = spec = self.access.begin(self.batch, self.spec, self.distribution)
         self.distribution.begin(self.stages, spec, self.batch.ids.device)
         self._make_executor()
         self.tapes = 0 if spec.backward.window == "auto" else spec.storage.tapes
         if spec.storage.memory is not None and self.has_backward and self.parameters:
-            grid, device = self.executor.grid, self.batch.ids.device
+            grid, storage = self.grid, spec.storage
             sizes = [grid.tokens(c) for c in range(grid.chunks)]
-            room = budget.room_for_tapes(spec.storage.memory, self.executor.kept_bytes(), device)
-            measured = self._measure_first_chunk()
-            self.tapes = budget.tapes_within(room, measured, sizes)
+            room = budget.room_for_chunks(
+                spec.storage.memory, self.executor.slab_bytes(), self.batch.ids.device
+            )
+            measured, state = self._measure_first_chunk(), self.executor.state_bytes()
+            self.tapes, states = budget.tapes_and_states(room, measured, sizes, state, storage.checkpoints)
             bytes_in_one_chunk = (measured.tape + measured.backward_peak) * self.batch.seqlen / sizes[0]
-            if spec.storage.prefer_single_chunk and bytes_in_one_chunk <= room:
+            if storage.prefer_single_chunk and bytes_in_one_chunk <= room:
                 self.spec = dataclasses.replace(spec, chunk_size=self.batch.seqlen)
+                self._make_executor()
+            elif storage.checkpoints is None and states < grid.chunks - self.tapes:
+                storage = dataclasses.replace(storage, checkpoints=states)
+                self.spec = dataclasses.replace(spec, storage=storage)
                 self._make_executor()
         agreed = self.distribution.agree(self.executor, self.spec, self.parameters, self.has_backward)
         if agreed is not self.grid:
@@ -274,7 +280,9 @@ class ChunkedStep:
         schedule, forward_actions, self.backward_actions = self._cut_program()
         # A second backward finds its tapes used and recomputes them: what that reads must stay.
         stays = self._read_by_backward() if self.has_backward else set()
-        self._run(schedule, [_without_frees(a, stays) for a in forward_actions])
+        if stays:
+            forward_actions = [_without_frees(a, stays) for a in forward_actions]
+        self._run(schedule, forward_actions)
         self.grad_inputs = [*self.parameters, *executor.gradients.unlisted_leaves.close()]
         if self.has_backward:
             modules = [named for stage in self.local_stages for named in stage.modules()]
@@ -372,10 +380,10 @@ class ChunkedStep:
             self.spec, self.grid, forward=forward, backward=backward, tapes=tapes
         )
 
-    def _backward_program(self) -> Sequence[Action]:
+    def _backward_program(self) -> Collection[Action]:
         return self._schedule(forward=False, tapes=0).programs[self.distribution.worker]
 
-    def _cut_program(self) -> tuple[Schedule, Sequence[Action], Sequence[Action]]:
+    def _cut_program(self) -> tuple[Schedule, Collection[Action], Collection[Action]]:
         """Return the schedule of the forward, its actions, and those of the backward that follows it."""
         grid, worker = self.grid, self.distribution.worker
         windowed = any(grid.window(k) is not None for k in range(grid.stages))
@@ -386,10 +394,9 @@ class ChunkedStep:
             return schedule, schedule.programs[worker], later
         schedule = self._schedule(backward=self.has_backward, tapes=self.tapes)
         actions = schedule.programs[worker]
-        forward_actions = [a for a in actions if _in_forward(a)]
-        return schedule, forward_actions, [a for a in actions if not _in_forward(a)]
+        return schedule, *cut_before_backward(actions)
 
-    def _run(self, schedule: Schedule, actions: Sequence[Action] | None = None) -> None:
+    def _run(self, schedule: Schedule, actions: Collection[Action] | None = None) -> None:
         """Run this worker's program of a schedule, or those of its actions that are given."""
         if actions is None:
             actions = schedule.programs[self.distribution.worker]
@@ -414,13 +421,9 @@ class ChunkedStep:
         grid = self.grid
         if self.spec.backward.window == "auto":  # windows are not known yet: any of it may be read
             return {key for t in grid.forward_tiles() for key in grid.writes(t)}
+        if grid.checkpoints is not None:  # it computes all that it reads, from the state before the sequence
+            return set()
         return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
-
-
-def _in_forward(action: Action) -> bool:
-    """Whether an action of a program without windows belongs to the forward: its messages are states."""
-    assert not isinstance(action, HelperTasks)
-    return action.tile.is_forward if isinstance(action, Run) else action.key[0] == "S"
 
 
 def _without_frees(action: Action, stays: set[Key]) -> Action:

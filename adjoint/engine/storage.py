@@ -71,19 +71,31 @@ class Edges:
     a view that keeps a whole chunk's memory.
 
     Args:
-        rows: the number of states.
         host: whether the memory is the host's.
+
+    Attributes:
+        rows: the number of states for which there is room; it may be set until the first one is written.
     """
 
-    def __init__(self, packing: Packing, rows: int, host: bool) -> None:
-        self.packing, self.rows, self.host = packing, rows, host
+    def __init__(self, packing: Packing, host: bool) -> None:
+        self.packing, self.rows, self.host = packing, 0, host
         self.memory: Tensor | None = None
-        self.used = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Make all rows free."""
+        self.used, self.released = 0, list[int]()
 
     def row(self) -> int:
-        """Take the next free row and return its number."""
+        """Take a free row and return its number."""
+        if self.released:
+            return self.released.pop()
         self.used += 1
         return self.used - 1
+
+    def release(self, row: int) -> None:
+        """Make a row free again: no tape may hold a view of it."""
+        self.released.append(row)
 
     def at(self, row: int) -> Tensor:
         """Return a row, to be written or read."""
@@ -132,7 +144,7 @@ class Slab:
         initial: the tensor before the sequence; it may have no tokens.
         dim: the dimension along which it grows. tokens: the sequence's length.
         host: whether values and cotangents are in host memory; reads then copy to the device. Tokens are
-            then the first dimension, so that a piece is one block: copies of several wait for the device.
+            then the first dimension, so that a piece is one block, which is copied while the device computes.
     """
 
     def __init__(self, initial: Tensor, dim: int, tokens: int, host: bool = False) -> None:
@@ -282,6 +294,14 @@ def by_itself(state: Tensor | None) -> Tensor | None:
     if state is None or state.untyped_storage().nbytes() < 2 * state.nbytes:
         return state
     return state.clone()
+
+
+def apart_from(memory: Tensor, state: State) -> State:
+    """Return the state with copies of tensors that are views of `memory`, which will be written to.
+
+    A layer may hand on the state it got, or a view of it."""
+    place = memory.untyped_storage()._cdata
+    return tuple(s.clone() if s.untyped_storage()._cdata == place else s for s in state)
 
 
 def recurrent(state: Sequence, grows: Sequence[int | None]) -> tuple:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,21 @@ from adjoint.engine.tile import Cotangents
 from adjoint.errors import UserError
 from adjoint.kernels import checks
 from adjoint.layers import State
+
+
+class Chunks:
+    """The chunks of a batch, made when they are asked for: there may be very many."""
+
+    def __init__(self, batch: Batch, grid: Grid) -> None:
+        self.batch, self.grid = batch, grid
+        self.latest: tuple[int, Batch] | None = None
+
+    def __getitem__(self, c: int) -> Batch:
+        latest = self.latest
+        if latest is None or latest[0] != c:
+            start, stop = self.grid.cuts[c : c + 2]
+            self.latest = latest = c, self.batch.chunk(start, stop, self.grid.document(c))
+        return latest[1]
 
 
 class Documents:
@@ -74,6 +88,7 @@ class TileValues:
         slabs: storage of append-only states, by stage; made by the executor's `Exchange`.
         store: values that tiles and messages have written and later actions read, by their keys (`value`).
         passed_on: states that leave for another worker and are not read here.
+        freed_by_tile: keys that nobody needs after the running tile.
         final, d_initial: final states, and cotangents of the initial states, one tuple per stage.
         d_final: cotangents of the final states.
         d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
@@ -87,13 +102,13 @@ class TileValues:
         self.device, initial = batch.ids.device, batch.states
         state_dtypes = {s.dtype for state in initial for s in state}  # where all parameters are frozen
         if any(dtype.is_complex for dtype in state_dtypes):
-            raise UserError("a layer's state of complex numbers: let it be of real ones (torch.view_as_real)")
+            raise UserError(
+                "a layer's state has complex numbers; keep it as real numbers (torch.view_as_real)"
+            )
         is_double = torch.float64 in self.parameter_dtypes() | state_dtypes
         self.accumulate_dtype = torch.float64 if is_double else torch.float32
         self.host = stores_on_host(spec, self.device)
-        self.chunks = [
-            batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
-        ]
+        self.chunks = Chunks(batch, grid)
         self.documents = Documents(batch.seq_idx)
         self.grows: list[tuple[int | None, ...]] = [
             (None,) * len(s) if stage is None else stage.grows
@@ -102,10 +117,11 @@ class TileValues:
         self.packing = [
             Packing(recurrent(s, g), self.accumulate_dtype) for s, g in zip(initial, self.grows, strict=True)
         ]
-        self.edges = [Edges(packing, grid.chunks, self.host) for packing in self.packing]
+        self.edges = [Edges(packing, self.host) for packing in self.packing]
         self.slabs: dict[int, list[Slab]] = {}
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
+        self.freed_by_tile: Collection[Key] = ()
         self.final: list[State] = list(initial)
         self.d_final, self.d_initial = list[Cotangents](), list[Cotangents]()
         self.d_ids: Tensor | None = None
@@ -121,18 +137,41 @@ class TileValues:
         assert stage is not None, f"stage {k} is another worker's"
         return stage
 
-    def kept_bytes(self) -> int:
-        """Return the bytes on the device stored for the whole sequence, tapes excluded.
+    def state_bytes(self) -> int:
+        """Return the bytes on the device of all stages' states at a chunk edge."""
+        return 0 if self.host else sum(p.size for p in self.packing) * self.accumulate_dtype.itemsize
 
-        These are states at chunk edges, and append-only states with their cotangents."""
+    def slab_bytes(self) -> int:
+        """Return the bytes on the device of append-only states with their cotangents."""
         if self.host:
             return 0
-        at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.accumulate_dtype.itemsize
-        return at_edges + sum(slab.most_bytes() for slabs in self.slabs.values() for slab in slabs)
+        return sum(slab.most_bytes() for slabs in self.slabs.values() for slab in slabs)
 
     def input(self, name: str, k: int, c: int) -> Tensor:
         """Return stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
         return self.store[name, k - 1, c].to(self.device, non_blocking=True) if k else self.chunks[c].ids
+
+    def clear(self) -> None:
+        """Drop all values of the store, states at edges included."""
+        self.store = {}
+        for edges in self.edges:
+            edges.clear()
+
+    def drop(self, key: Key) -> None:
+        """Drop a value, if it is there; with checkpoints another state may take its place."""
+        value = self.store.pop(key, None)
+        if self.grid.checkpoints is not None and isinstance(value, int):
+            _, k, c = key
+            self.edges[k].release(value)
+            self.stage(k).forget(self.grid.cuts[c + 1])
+
+    def make_place(self, k: int, c: int) -> None:
+        """Drop stage k's state before chunk c, if the running tile is the last that needs it.
+
+        With checkpoints the state after the chunk takes its place."""
+        key = ("S", k, c - 1)
+        if self.grid.checkpoints is not None and key in self.freed_by_tile:
+            self.drop(key)
 
     # ------------------------------------------------------------------------------------------- messages
 

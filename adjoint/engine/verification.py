@@ -64,7 +64,7 @@ def errors_as_refusals(subject: str, state: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         message = " ".join(str(error).split())[:200]
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        refuse(subject, f"it does not go on from {state} ({kind}{message})", remedy, error)
+        refuse(subject, f"it does not continue from {state} ({kind}{message})", remedy, error)
 
 
 # --------------------------------------------------------------------------------------------- what is tried
@@ -150,7 +150,7 @@ def verify(trial: Trial, reference: Results) -> float:
         name = next(infinite, None)
         cause = "" if name is None else f" as {name} is not finite"
         trial.refuse(
-            f"its own loss of {TOKENS} tokens is {reference.loss}{cause}", "look for what made it so"
+            f"its own loss of {TOKENS} tokens is {reference.loss}{cause}", "look for the step that made it so"
         )
     with errors_as_refusals(trial.subject, kind.state, kind.remedy):
         try:

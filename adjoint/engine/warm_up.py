@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def tiles_of(action: Action) -> Sequence[Tile]:
     return [action.tile] if isinstance(action, Run) else []
 
 
-def warm_up(worker: Any, actions: Sequence[Action], warmed_up: set[Hashable]) -> None:
+def warm_up(worker: Any, actions: Collection[Action], warmed_up: set[Hashable]) -> None:
     """Run the first action of each kind on zeros, without a message.
 
     A message between GPUs is a kernel that waits on the device until the other end has come to it. Whatever
@@ -69,7 +69,7 @@ def warm_up(worker: Any, actions: Sequence[Action], warmed_up: set[Hashable]) ->
                 worker.message(action.key)
             elif isinstance(action, Run):
                 _run(worker, action.tile)
-            worker.store.clear()
+            worker.clear()
             warmed_up.add(kind)
 
 

@@ -477,7 +477,7 @@ def _to_chunk_layer(layer: CacheLayerMixin) -> _StateLayer:
         return layer
     if (kind := type(layer)) not in CHUNK_LAYER_CLASSES:
         if kind.__name__ not in MODELS_CACHE_MIXINS:
-            raise ValueError(f"its cache has a {kind.__name__}, whose state is not known here")
+            raise ValueError(f"its cache has a {kind.__name__}, a kind of state that chunks cannot carry")
         mixin = MODELS_CACHE_MIXINS[kind.__name__]
         # transformers makes layers of the last class of a type
         CHUNK_LAYER_CLASSES[kind] = type(kind.__name__, (mixin, kind), {"_layer_type": None})

@@ -354,7 +354,7 @@ class Call:
         if self.language_inputs is not None:
             return self.language_inputs.features
         if self.has("input_ids") == self.has("inputs_embeds"):
-            raise ValueError("a call has either input_ids or inputs_embeds, one of them")
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
         name = "input_ids" if self.has("input_ids") else "inputs_embeds"
         tokens: Tensor = self.arguments[name]
         if name == "input_ids":
@@ -391,7 +391,9 @@ class Call:
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             got = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
-            check.refuse(self.model, f"an attention_mask ({got}) is not understood, only (batch, seqlen)")
+            check.refuse(
+                self.model, f"an attention_mask ({got}) is not supported; give one of shape (batch, seqlen)"
+            )
         if mask.shape != self.ids.shape:
             raise ValueError(
                 f"attention_mask must have input_ids' shape {tuple(self.ids.shape)}, got {tuple(mask.shape)}"
@@ -408,8 +410,8 @@ class Call:
             raise ValueError("attention_mask has zeros between ones: only the ends of a row can be padding")
         if self.has_labels and bool(((self.targets != IGNORE_INDEX) & ~is_real).any()):
             raise ValueError(
-                "labels count padded tokens, or a first one that padding precedes: set them to -100 where "
-                "attention_mask is 0, and that of the first token after padding"
+                "labels include padded tokens, or the first token after padding: set labels to -100 where "
+                "attention_mask is 0, and at the first token after padding"
             )
         return None if bool(is_real.all()) else is_real
 

@@ -18,7 +18,7 @@ from adjoint.hf.model_parts import original_class, root_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, why_not
 
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
-STATE = "the cache it is given"  # what a chunk goes on from
+STATE = "the cache that it is given"  # what a chunk continues from
 # PEFT's hooks for calls that pick an adapter for each row or token of the batch.
 POSITIONAL_HOOKS = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
 DRAWS_RANDOM_NUMBERS = (
@@ -43,9 +43,9 @@ def refuse_transforms(model: PreTrainedModel) -> None:
     if is_replica(model):
         refuse(model, REPLICA)
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        refuse(model, "torch.func's grad, vmap and jvp do not go through it")
+        refuse(model, "torch.func's grad, vmap and jvp do not work with it")
     if torch.autograd.forward_ad._current_level >= 0:
-        refuse(model, "forward-mode differentiation does not go through it")
+        refuse(model, "forward-mode differentiation does not work with it")
 
 
 def z_loss_coefficient(model: PreTrainedModel) -> float:
@@ -66,8 +66,8 @@ def refuse_other_losses(model: PreTrainedModel, routed: bool, supported: tuple[s
     if routed and ROUTER_LOGITS not in supported:
         refuse(
             model,
-            "output_router_logits adds a loss of the whole sequence's routing, which Exact and Truncated "
-            "make in one process and nothing else does; set output_router_logits to False",
+            "output_router_logits adds a loss of the whole sequence's routing, which only Exact and "
+            "Truncated in one process compute; set output_router_logits to False",
         )
     for name, value in vars(model.config.get_text_config()).items():
         if "z_loss" in name and name not in supported and isinstance(value, (int, float)) and value:
@@ -127,19 +127,19 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     for kind in (k.get("rope_type", k.get("type")) for k in kinds):
         if kind in ("dynamic", "longrope"):
-            refuse(
-                model, f"rope_type {kind!r} depends on the length seen so far, which a chunk does not know"
-            )
+            refuse(model, f"rope_type {kind!r} depends on the length so far, which a chunk does not know")
     adapters = getattr(root_of(model), "peft_config", {}).values()
     if any(getattr(adapter, "peft_type", "") == "CPT" for adapter in adapters):
-        refuse(model, "PEFT's CPT makes its loss of the logits, and with labels there are none")
+        refuse(model, "PEFT's CPT computes its loss from the logits, which a call with labels does not make")
     for name, module in model.named_modules():
         if reason := _reason_against(module):
             refuse(model, f"{name}: {reason}")
     if nn.utils.parametrize._cache_enabled and any(
         map(nn.utils.parametrize.is_parametrized, model.modules())
     ):
-        refuse(model, "parametrize.cached() keeps weights from one chunk to the next; leave it")
+        refuse(
+            model, "parametrize.cached() keeps weights from one chunk to the next; call the model outside it"
+        )
     if why := why_not(model, root_of(model)):
         refuse(model, why)
 
@@ -158,12 +158,17 @@ def _reason_against(module: nn.Module) -> str | None:
         if module.max_norm is not None:
             return "max_norm changes weights in the forward; set it to None"
     if module.training and vars(module).get("layerdrop"):
-        return "layerdrop leaves out a layer for one chunk, whose keys others then lack; set it to 0"
+        return "layerdrop skips a layer in one chunk, whose keys later chunks then lack; set it to 0"
     if getattr(module, "neftune_noise_alpha", None) and module.training:
-        return "NEFTune scales its noise by the length of what it is given; set neftune_noise_alpha to None"
+        return (
+            "NEFTune scales its noise by the length of its input, a chunk here; set neftune_noise_alpha to "
+            "None"
+        )
     hooks = (getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values())
     if any(getattr(hook, "__name__", "") in POSITIONAL_HOOKS for hook in hooks):
-        return "adapters that are picked by row or by token (adapter_names, aLoRA) need all of them at once"
+        return (
+            "adapters that are picked by row or by token (adapter_names, aLoRA) need the whole batch at once"
+        )
     return None
 
 

@@ -91,7 +91,7 @@ def block_function(
         name = next(iter(inspect.signature(blocks).parameters))
         return (name, lambda types: blocks(types, device=types.device)) if name in inputs else None
     if "block_sequence_ids" in inspect.getsource(kind.forward):
-        check.refuse(model, f"{names[0]} lets tokens see those after them, which a chunk does not know")
+        check.refuse(model, f"{names[0]} lets tokens attend to later ones, which a chunk does not have")
     return None
 
 

@@ -141,16 +141,16 @@ def refuse_unsummable_loss(model: PreTrainedModel, padded: bool) -> None:
     ):
         check.refuse(
             model,
-            "its loss_function is no sum over tokens over num_items_in_batch: let it take shift_labels and "
-            "num_items_in_batch as transformers' ForCausalLMLoss does",
+            "its loss_function is not a sum over tokens divided by num_items_in_batch: let it accept "
+            "shift_labels and num_items_in_batch, as transformers' ForCausalLMLoss does",
             cause=cause,
         )
     changed_logits = torch.where(targets[..., None] == IGNORE_INDEX, 3 * logits, logits)
     if padded and not torch.equal(slice_loss(slice(0, 8), 1, changed_logits), loss_of_whole):
         check.refuse(
             model,
-            "its loss_function reads logits whose labels are -100, and chunks make others of padding than "
-            "the model: give rows without padding, or let it skip these tokens",
+            "its loss_function reads logits whose labels are -100, and at padding a chunk's logits differ "
+            "from the model's: give rows without padding, or let it skip these tokens",
         )
 
 
@@ -175,8 +175,8 @@ def refuse_z_loss(model: PreTrainedModel, padded: bool) -> None:
     if padded:
         check.refuse(
             model,
-            f"{check.Z_LOSS} is on, and its loss counts padded tokens, which chunks do not make as the model "
-            "does: give rows without padding, or set it to 0",
+            f"{check.Z_LOSS} is on, and its loss reads padding, where a chunk's logits differ from the "
+            "model's: give rows without padding, or set it to 0",
         )
     hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
     inputs = {"labels": torch.full((1, 4), IGNORE_INDEX, device=weight.device), "num_items_in_batch": 1}

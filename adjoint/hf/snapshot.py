@@ -26,8 +26,8 @@ Holder: TypeAlias = nn.Module | PreTrainedConfig  # an object that has settings
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINER_TYPES = (list, tuple, dict, set, frozenset, OrderedDict)
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Of the attributes that every module has, its mode and hooks are settings. Gradient checkpointing is none, as
-# it is switched off while chunks run.
+# Of the attributes that every module has, its mode and hooks are settings. Gradient checkpointing is not one,
+# as it is switched off while chunks run.
 IGNORED_ATTRIBUTES = {*vars(nn.Module())} - {"training", *HOOK_ATTRIBUTES}
 IGNORED_ATTRIBUTES -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
 IGNORED_ATTRIBUTES |= {
@@ -41,8 +41,8 @@ IGNORED_ATTRIBUTES |= {
 class Snapshot:
     """A model's structure and settings at one moment, without its tensors' values.
 
-    It keeps nothing of the model alive. It does not see tensors that are attributes and no buffers, nor the
-    contents of objects of other classes.
+    It keeps nothing of the model alive. It does not see tensors that are plain attributes instead of buffers,
+    nor inside objects of other classes.
 
     Attributes:
         modules: reference to each module and its class, by name.
@@ -142,7 +142,8 @@ def _lasting_hooks(registered: Mapping[int, object]) -> tuple[object, ...]:
 
 
 def makes_inputs_require_grad(hook: object) -> bool:
-    """Whether a hook is the one by which transformers, PEFT and TRL make an embedding's output a leaf."""
+    """Whether a hook is the one by which transformers, PEFT and TRL make an embedding's
+    output require a gradient."""
     return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
@@ -162,7 +163,7 @@ _value_kind: Callable[[type], str | None] = functools.cache(_classify)
 
 
 def comparable_value(value: Any) -> object:
-    """Return an object that equals another's if their values are the same to a computation.
+    """Return an object that equals another's if no computation can tell their values apart.
 
     It is the value, a container's contents, a weak reference to a function, or, for other objects, the
     class alone."""

@@ -103,14 +103,22 @@ class Pretrained:
             slots = tuple(dataclasses.replace(slot, dtype=torch.float64) for slot in slots)
         return dataclasses.replace(self, slots=slots)
 
-    def chunk_size(self, batch: int, seqlen: int, element: int, device: str, memory: float | None) -> int:
+    def chunk_size(
+        self,
+        batch: int,
+        seqlen: int,
+        element: int,
+        device: str,
+        memory: float | None,
+        checkpoints: int | None = None,
+    ) -> int:
         """Return the tokens of a chunk if the method does not set them.
 
         Args:
             element: as in `sizes_of`; the others as in `chunk_size_for`.
         """
         sizes = sizes_of(self.features, self.slots, element)
-        return chunk_size_for(sizes, batch, seqlen, device, memory)
+        return chunk_size_for(sizes, batch, seqlen, device, memory, checkpoints)
 
     def initial_states(self, span: range, batch: int, device: torch.device) -> State:
         """Return the state of a span's layers before a sequence."""
@@ -192,7 +200,9 @@ def describe(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
     list_names = [n for n, m in backbone.named_children() if isinstance(m, nn.ModuleList)]
     list_names = [n for n in list_names if len(getattr(backbone, n)) == config.num_hidden_layers]
     if len(list_names) != 1:
-        check.refuse(model, "its backbone has no single list of layers to be cut", check.ONE_PROCESS)
+        check.refuse(
+            model, "its backbone has no single list of layers that could be divided", check.ONE_PROCESS
+        )
     layers = list(getattr(backbone, list_names[0]))
     layer_of_parameter: dict[nn.Parameter, int] = {}
     for k, layer in enumerate(layers):
@@ -264,7 +274,9 @@ def _find_multiplier(model: PreTrainedModel, description: Pretrained) -> float:
     factor = ((x * y).sum() / (x * x).sum()).item()
     if not torch.allclose(y, factor * x, rtol=1e-3, atol=1e-6 * abs(factor)):
         check.refuse(
-            model, "it adds to the embeddings before its first layer, again in every span", check.ONE_PROCESS
+            model,
+            "it changes the embeddings before its first layer, and would again in every shard",
+            check.ONE_PROCESS,
         )
     return 1.0 if abs(factor - 1) < 1e-6 else factor  # 1 up to rounding
 

@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -55,9 +56,6 @@ from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 class CallContext(NamedTuple):
     """Properties of a call that all of its chunks share.
@@ -87,15 +85,15 @@ class Backbone(Stage):
 
     Args:
         model: the backbone, or the causal LM around it; parameters go by its names.
-        slots: of the state, from `find_slots`.
+        slots: places of the state's tensors in the cache, from `find_slots`.
         multiplier: None if the embedding is in this stage; else x is hidden states (batch, tokens,
             hidden_size), and the multiplier is what this backbone multiplies embeddings by before its first
             layer.
         recompute: how much of a layer's tape is recomputed in the backward: "none", "selective" or "full"
             (see `Exact`).
         fetches: as in `Stage`.
-        router: what is made of the routers' logits: a loss, or outputs beside the hidden states; or None.
-        context: what the chunks of a call share.
+        router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
+        context: properties of the call that all of its chunks share.
     """
 
     stateful: ClassVar[bool] = True
@@ -156,6 +154,16 @@ class Backbone(Stage):
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         with self.chunk_context(), self.randomness.at_chunk(chunk.start):
             return self.run(x, state, chunk)
+
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        """Compute the hidden states and the new state, without a head; note what the next chunk will draw."""
+        stop = chunk.start + chunk.seqlen
+        with self.chunk_context(), self.randomness.at_chunk(chunk.start, stop):
+            output, state = self.run_backbone(x, state, chunk)
+            return output[0], state
+
+    def forget(self, start: int) -> None:
+        self.randomness.states_by_chunk.pop(start, None)
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
@@ -408,7 +416,7 @@ def make_step(
     batch: Batch,
     spec: EngineSpec,
     backward_context: ContextFactory = contextlib.nullcontext,
-    group: ProcessGroup | SingleRank | None = None,
+    group: dist.ProcessGroup | SingleRank | None = None,
 ) -> ChunkedStep:
     """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 

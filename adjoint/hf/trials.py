@@ -49,9 +49,8 @@ def masks_padding(model: PreTrainedModel, compare_padded: Callable[[], float]) -
         compare_padded()
     except Refused:
         warnings.warn(
-            f"{original_class(model).__name__}: chunks make other hidden states of padded tokens than the "
-            "model does (those of all other tokens are the same): a loss that reads them gets another "
-            "gradient",
+            f"{original_class(model).__name__}: hidden states at padding, computed by chunks, differ from "
+            "the model's own (all others are the same): a loss that reads them gets a different gradient",
             stacklevel=2,
         )
         return False
@@ -71,8 +70,8 @@ def warn_if_documents_mix(model: PreTrainedModel, names: Sequence[str], use_cach
         return
     if not is_kept_apart:
         warnings.warn(
-            f"position_ids start again, and are read as packed documents, which are kept apart: called like "
-            f"this, {original_class(model).__name__} by itself lets documents see those before them",
+            "position_ids start again, so they are read as packed documents, which are kept apart: called "
+            f"like this, {original_class(model).__name__} by itself lets documents attend to earlier ones",
             stacklevel=2,
         )
 
@@ -86,8 +85,7 @@ def refuse_if_documents_mix(model: PreTrainedModel, names: Sequence[str]) -> Non
     if not _ignores_first_tokens(model, use_cache=False, **inputs_of_two_documents(names)):
         refuse(
             model,
-            f"documents are told apart by {', '.join(names)}, and its own code lets them see those before "
-            "them",
+            f"documents are marked by {', '.join(names)}, and its own code lets them attend to earlier ones",
             "adjoint.Exact() keeps them apart",
         )
 

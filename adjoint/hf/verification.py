@@ -91,7 +91,7 @@ FALLBACK_MESSAGE = "is falling back to its reference PyTorch implementation"
 
 
 class Verification:
-    """Results of trials for a model in one state; they hold for no other state.
+    """Results of trials for a model in one state; they are not valid for another.
 
     It keeps no model alive.
 
@@ -100,8 +100,8 @@ class Verification:
         sharded: whether it is under `fully_shard`.
         precision: autocast's dtype, or None, and the device's type.
         fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
-        results: of `compute_once`, by key.
-        difference: of gradients, from the last kind of call that was verified.
+        results: results of `compute_once`, by key.
+        difference: relative difference of gradients, from the last kind of call that was verified.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class Verification:
     def padding_of(self, call: Call) -> Padding | None:
         """Return a call's padding at the right if the caller can read it and chunks compute what the model
         does."""
-        masks_padding = call.reads_padding and self.results[_padding_key(call.kind)]
-        return call.padding if masks_padding else None
+        is_computed = call.reads_padding and self.results[_padding_key(call.kind)]
+        return call.padding if is_computed else None
 
     @property
     def slots(self) -> list[Slot]:
@@ -187,7 +187,7 @@ def verification_of(model: PreTrainedModel) -> Verification:
             return verification
     if previous and len(wrap_state.verifications) == MAX_VERIFICATIONS:
         warnings.warn(
-            f"{previous[0].snapshot.difference(snapshot)}, as something is at every call: gradients are "
+            f"{previous[0].snapshot.difference(snapshot)}, and something is at every call, so gradients are "
             "compared each time, which is slow",
             stacklevel=5,
         )
@@ -199,7 +199,7 @@ def verification_of(model: PreTrainedModel) -> Verification:
 
 
 def verify(call: Call) -> Verification:
-    """Return the verification of a call's model after all that this kind of call needs has been tried.
+    """Try everything that this kind of call needs, and return the verification of the call's model.
 
     The gradients of a few tokens are compared for this kind of call; padding at the left and packed documents
     are tried if the call has them.
@@ -471,7 +471,7 @@ def _results(
         for name, was_trained in requires_grad.items():
             parameters[name].requires_grad_(was_trained)
     named_gradients = dict(zip(followed, gradients, strict=True))
-    return Results(named_gradients, loss, written, hidden), bool(randomness.states_by_chunk)
+    return Results(named_gradients, loss, written, hidden), randomness.has_drawn
 
 
 def _explain_loss(model: PreTrainedModel) -> str | None:

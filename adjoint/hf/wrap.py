@@ -75,7 +75,6 @@ from adjoint.parallel.context import group_of, ranks_of
 from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -86,7 +85,7 @@ EntryForward = Callable[[PreTrainedModel, dict[str, Any]], ModelOutput | tuple[T
 def wrap(
     model: ModelT,
     method: Method | None = None,
-    sequence_group: ProcessGroup | DeviceMesh | None = None,
+    sequence_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> ModelT:
     """Make a transformers causal LM compute its loss by a method.
 
@@ -277,7 +276,7 @@ def _deferred_logits(call: Call) -> Callable[[], Tensor]:
     def compute() -> Tensor:
         warnings.warn(
             "out.logits was read: a call with labels makes none, so they are computed now, by a second "
-            "forward without gradients; torch.no_grad() and logits_to_keep=N make those of the last N tokens",
+            "forward without gradients; torch.no_grad() and logits_to_keep=N give those of the last N tokens",
             stacklevel=3,
         )
         with torch.no_grad(), ChunkRandomness(model).undone():
@@ -347,7 +346,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     """
     batch, starts = call.batch()
     model, method, group = call.model, verification.wrap_state.method, verification.wrap_state.group
-    size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen)
+    size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen, method.checkpoints)
     if group is not None:
         size = at_most(size, batch.seqlen, ranks_of(group))
     regular = method.model_spec(batch.seqlen, size, starts)
@@ -356,8 +355,8 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     if spec is not regular and (drops or verification.sharded or group is not None):
         check.refuse(
             model,
-            "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
-            "alone",
+            "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in one "
+            "process",
         )
     check.refuse_large_masks(model, spec.chunk_size * call.longest_document, replacements.MASKED_PAIRS)
     description = f"{type(method).__name__} in chunks of {spec.chunk_size:,} tokens"
@@ -427,7 +426,7 @@ def _loss_by_chunks(
     cache = None
     if returns_cache:
         cache = cache_of_state(model, result.states[0], verification.slots, call.last_document)
-    if group is not None and stage.randomness.states_by_chunk:
+    if group is not None and stage.randomness.has_drawn:
         check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
     logits = None
     if hidden_states is not None and hidden_states.hidden is not None:
@@ -459,13 +458,13 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
     if wrap_state_of(model).group is not None:
         check.refuse(
             model,
-            "sequence_group: hidden states are those of the whole sequence in one process: give labels to "
-            "the causal LM, whose loss is shared",
+            "sequence_group: no rank has the hidden states of the whole sequence: give labels to the causal "
+            "LM, whose loss is shared",
         )
     if uses_fsdp(model) and torch.is_grad_enabled():
         check.refuse(
             model,
-            "under fully_shard chunks run back inside the forward, before a loss made of hidden states is "
+            "under fully_shard a chunk's backward runs inside the forward, before a loss of hidden states is "
             "known: give labels to the causal LM",
         )
     verification = verify(call)
@@ -599,7 +598,8 @@ def _hidden_by_mini_sequence(call: Call) -> ModelOutput:
 def _check_model_in_backward(output: Tensor, verification: Verification) -> None:
     """Make the backward, in which layers run again, start with a check that the model is unchanged."""
     if output.requires_grad:
-        # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules.
+        # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules. One for each call,
+        # as what a forward leaves may depend on its input (rotary caches grow with the length).
         model, snapshot = verification.model, Snapshot(verification.model)
         constants = Constants(model.named_modules())
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
+import torch.distributed as dist
 from torch import nn
 
 from adjoint.methods import Backprop, Method
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class WrapState:
@@ -30,7 +28,10 @@ class WrapState:
     """
 
     def __init__(
-        self, method: Method, outer_model: ref[nn.Module] | None = None, group: ProcessGroup | None = None
+        self,
+        method: Method,
+        outer_model: ref[nn.Module] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
         self.method, self.uses_original_forward, self.lock, self.outer_model = (

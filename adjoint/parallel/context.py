@@ -14,7 +14,7 @@ import functools
 import itertools
 import sys
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from adjoint.batch import Batch
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.exchange import Exchange
 from adjoint.engine.executor import Connections, Executor
@@ -32,7 +31,7 @@ from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.storage import Slab, by_itself, growing, joined, recurrent
 from adjoint.engine.tile import Cotangents
-from adjoint.engine.tile_values import Documents, TileValues
+from adjoint.engine.tile_values import Chunks, Documents, TileValues
 from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
@@ -142,7 +141,7 @@ class WithinTiles(Exchange):
         for edges in values.edges:
             edges.rows = sum(grid.reads_state(c) for c in own_chunks)
 
-    def count_edges(self, values: TileValues, actions: Sequence[Action]) -> None:
+    def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
         """Do nothing: edges are known from the beginning."""
 
     # ------------------------------------------------------------------------------------------------ states
@@ -324,14 +323,14 @@ def _initial_tokens(values: TileValues) -> int:
     }
     if len(past_lengths) > 1:
         raise UserError(
-            f"sequence_group: initial states hold keys of {sorted(past_lengths)} tokens; give all "
-            "layers as many"
+            f"sequence_group: initial states have keys of {sorted(past_lengths)} tokens; give all layers the "
+            "same number"
         )
     return max(past_lengths, default=0)
 
 
 def _span(
-    chunks: Sequence[Batch], documents: Documents, initial_tokens: int, c: int, row: int | None
+    chunks: Chunks, documents: Documents, initial_tokens: int, c: int, row: int | None
 ) -> tuple[int, int]:
     """Return the `kv.TokenRange` of a chunk, in a sequence that `initial_tokens` tokens precede."""
     chunk = chunks[c]
@@ -376,6 +375,11 @@ class SequenceGroup(Distribution):
             raise UserError(
                 "sequence_group: memory= fits chunks to what one process has left, but all ranks must run "
                 "the same chunks: give chunk_size instead"
+            )
+        if spec.storage.checkpoints is not None:
+            raise UserError(
+                "sequence_group: checkpoints= computes states again from chunks before them, which other "
+                "ranks have: leave it out; each rank stores the states before its own chunks alone"
             )
         if isinstance(self.group, SingleRank):
             self.transport: GroupTransport = Alone()
@@ -538,7 +542,7 @@ class SequenceGroup(Distribution):
             if scale != scales[0] and not (scale != scale and scales[0] != scales[0]):
                 raise UserError(
                     f"sequence_group: the loss is multiplied by {scales[0]:g} on rank 0 and by {scale:g} on "
-                    f"rank {rank} of the group; it is the whole's on every rank, and so must its factor be"
+                    f"rank {rank} of the group: multiply it by the same number on every rank"
                 )
 
 

@@ -215,7 +215,7 @@ class Gathering:
 
 
 def gradients(
-    root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], Any], has_work: bool = True
+    root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
 ) -> dict[Tensor, Tensor]:
     """Return the gradients that `run`, forwards and backwards of a sharded model, gives its parameters.
 
@@ -299,8 +299,14 @@ class SequentialStages(Stage):
         return (named for stage in self.stages for named in stage.modules())
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self._run(self.stages, x, state, chunk)
+
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self._run(self.stages[:-1], x, state, chunk)  # without the head
+
+    def _run(self, stages: Sequence[Any], x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         before, after = iter(state), list[Tensor]()
-        for stage in self.stages:
+        for stage in stages:
             stage_state = tuple(itertools.islice(before, len(stage.grows)))
             exchanges_here = not stage.takes_state_handoff
             inputs = tuple(
@@ -354,6 +360,12 @@ class ShardedModelStage(Stage):
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.gathering(lambda: self.stage.forward(x, state, chunk))
 
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self.gathering(lambda: self.stage.advance(x, state, chunk))
+
+    def forget(self, start: int) -> None:
+        self.stage.forget(start)
+
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
@@ -403,8 +415,8 @@ class FSDPAccess(ParameterAccess):
             low, high, fewest, most = largest(self.root, -place, place, -group_size, group_size)
             if -low != high or -fewest != most:
                 raise UserError(
-                    "sequence_group: processes that have shards of the same weights must be at the same "
-                    "place of their groups, and groups of one size: take both from one mesh, "
+                    "sequence_group: processes that have shards of the same weights must have the same "
+                    "rank in their groups, and the groups one size: make both from one mesh, "
                     '("data", "sequence")'
                 )
         backward = spec.backward
@@ -414,6 +426,12 @@ class FSDPAccess(ParameterAccess):
             raise UserError(
                 "memory= fits chunks to what one process has left, but under fully_shard all processes "
                 "must run the same chunks: give chunk_size instead"
+            )
+        if spec.storage.checkpoints is not None and largest(self.root, len(spec.documents))[0] > 1:
+            raise UserError(
+                "checkpoints= computes states again from the start of a document, but under fully_shard all "
+                "processes must run the same chunks, and their documents differ: leave it out, or give one "
+                "document per row"
             )
         reshard(self.root)
         return self._align_chunks(batch, spec)
@@ -425,7 +443,7 @@ class FSDPAccess(ParameterAccess):
         most_chunks, negative_limit = largest(self.root, len(cuts) - 1, -possible)
         if most_chunks > -negative_limit:
             raise UserError(
-                f"one process has {most_chunks:.0f} chunks, and another's tokens make "
+                f"one process has {most_chunks:.0f} chunks, and another's sequence can be divided into "
                 f"{-negative_limit:.0f} at most: give the processes sequences of more "
                 "similar lengths, or a larger chunk_size"
             )
@@ -496,7 +514,8 @@ class FSDPAccess(ParameterAccess):
         states = len(d_final) - len(step.sums)
         if any(d is not None for d in d_final[:states]):
             raise UserError(
-                "under fully_shard gradients are computed before the final state's is known: detach that"
+                "under fully_shard gradients are computed before the final state's is known: detach the "
+                "final state"
             )
         if self.gradients_of_forward is None:
             raise RuntimeError("under fully_shard a loss can be backpropagated only once")
@@ -515,8 +534,8 @@ class FSDPAccess(ParameterAccess):
                 torch.zeros_like(expected) if d is None else d, expected, rtol=1e-4, atol=0
             ):
                 raise UserError(
-                    "under fully_shard the routers' loss counts as in the loss that the model gives: "
-                    "backpropagate that, not aux_loss by itself or with another factor"
+                    "under fully_shard aux_loss has the factor that it has in the model's loss: "
+                    "backpropagate that loss, not aux_loss by itself or with another factor"
                 )
         for p in list(unscaled):
             scaled.sums[p] = unscaled.pop(p).mul_(scale)

@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from adjoint.engine import binomial
 from adjoint.engine.grid import Grid, Key, Tile
 from adjoint.engine.schedule import Send
 from adjoint.engine.tile import Gradients
@@ -172,8 +174,8 @@ def tile_seconds(setup: Setup, pieces: Sequence[int], costs: Costs, grid: Grid, 
     seconds = 0.0  # for the embedding: it looks rows up, or adds them up
     for piece in pieces:
         if piece == HEAD:  # the loss's forward computes its gradient already
-            per_token = {"forward": costs.head, "backward": 0.0}.get(t.kind, costs.head_backward)
-            seconds += (stop - start) * per_token
+            per_token = {"forward": costs.head, "advance": 0.0, "backward": 0.0}
+            seconds += (stop - start) * per_token.get(t.kind, costs.head_backward)
         elif t.kind == "windowed":
             left, _, _, halo_stop = grid.extent(t)
             seconds += (halo_stop - left) * (costs.forward[piece] + costs.backward[piece])
@@ -218,7 +220,9 @@ def estimate(
     # attention takes a time that grows with the length's square
     counts = setup.counted_chunks(spans, tiles, 3 if costs.pairs else 2)
     lengths = [min(setup.seqlen, n * setup.spec.chunk_size) for n in counts]
-    batches = [_batch(setup, n, spans, costs, bytes_per_second, speed) for n in counts]
+    # so does what is computed again for states: it is counted for the full length
+    counted_setup = setup if len(counts) == 1 else _with_all_states(setup)
+    batches = [_batch(counted_setup, n, spans, costs, bytes_per_second, speed) for n in counts]
 
     def at(value: Callable[[Timeline, Counter[tuple[int, int]]], float]) -> float:
         """Return `value` of a timeline, extrapolated from the simulated lengths to the full one.
@@ -230,12 +234,44 @@ def estimate(
         )
 
     busy = [at(lambda line, _, w=w: line.busy[w]) for w in range(len(speed))]  # type: ignore[misc]
+    if len(counts) > 1 and setup.spec.storage.checkpoints is not None:
+        again = [advance_seconds(setup, span, costs) for span in spans]
+        busy = [b + seconds / v for b, seconds, v in zip(busy, again, speed, strict=True)]
     mean = sum(busy) / len(busy)
     # waits are extrapolated by themselves: they are the small difference of two large numbers
     waits = max(0.0, max(busy) - mean, at(lambda line, _: line.idle_share * line.seconds))
     idle = waits / (mean + waits) if mean else 0.0
     bytes_sent = at(lambda _, sent: sent.total()), at(lambda _, sent: max(sent.values(), default=0))
     return _step(setup, spans, bytes_per_second, batches[-1][0], busy, idle, bytes_sent)
+
+
+def _with_all_states(setup: Setup) -> Setup:
+    """Return the setup with the same chunks, whose states are all stored."""
+    if setup.method.checkpoints is None:
+        return setup
+    changes = {"checkpoints": None, "chunk_size": setup.spec.chunk_size}
+    return dataclasses.replace(setup, method=dataclasses.replace(setup.method, **changes))
+
+
+def advance_seconds(setup: Setup, span: range, costs: Costs) -> float:
+    """Return the seconds in which a shard computes states again, on a device of speed 1."""
+    checkpoints, chunks, size = setup.spec.storage.checkpoints, setup.chunks, setup.spec.chunk_size
+    assert checkpoints is not None
+    if not any(layer.state for layer in setup.model.layers):  # nothing is stored at edges
+        return 0.0
+    again = binomial.recomputed_chunks(chunks, checkpoints) - (chunks - 1)  # besides tapes
+    seconds = again * size * sum(costs.forward[k] for k in span)
+    if not costs.pairs:
+        return seconds
+    times = np.zeros(chunks)  # that each chunk is computed again
+    for _, runs in binomial.Reversal([0], chunks, checkpoints, chunks - 1):
+        for run in runs:
+            times[run.start : run.stop] += 1
+    starts = np.arange(chunks, dtype=float) * size
+    for k in span:
+        pairs = seen_pairs(setup.model.layers[k].window, starts, starts + size)
+        seconds += costs.pairs[k] * float((times * pairs).sum())
+    return seconds
 
 
 def _step(

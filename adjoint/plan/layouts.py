@@ -1,4 +1,4 @@
-"""Rank layouts of a number of devices by speed: shards × workers of a sequence × replicas."""
+"""Rank layouts of a number of devices by speed: shards × sequence workers × replicas."""
 
 from __future__ import annotations
 

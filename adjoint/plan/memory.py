@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adjoint.engine.budget import AUTO, RESERVED_CPU
+from adjoint.engine.budget import AUTO, RESERVED_CPU, ChunkMemory, tapes_and_states
 from adjoint.engine.grid import EngineSpec, Grid, Key
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, Run, Schedule, Send, keys_of
 from adjoint.methods import Method
@@ -244,6 +244,8 @@ class StageBytes(NamedTuple):
         """Return the peak of a tile above the memory before it and its tape: (without head, with head)."""
         if kind == "windowed":
             return self.task, self.task
+        if kind == "advance":  # without the head
+            return self.layers.forward, self.layers.forward
         variants, tape = (self.layers, self.all), self.all.saved
         first, second = (
             {"forward": c.forward, "backward": c.pulled - tape}.get(kind, c.linearized) for c in variants
@@ -290,7 +292,7 @@ def _program_bytes(
         if key[0] == "dS":
             return stages[key[1]].all.pinned
         taped = isinstance(action, Run) and action.tile.kind in ("linearize", "recompute")
-        return 0 if key[0] in ("S", "z") or (key[0] == "y" and taped) else message(key)
+        return 0 if key[0] == "S" or (key[0] in ("y", "z") and taped) else message(key)
 
     def worker_bytes(w: int) -> ProgramBytes:
         size_of: dict[Key, int] = {}
@@ -426,8 +428,10 @@ def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
 def _edges(setup: Setup) -> int:
     """Return the number of states that a worker's layer stores.
 
-    They are those at every edge, before and after the sequence, and the adjoint ones."""
-    return -(-setup.chunks // setup.layout.sequence) + 2
+    They are those at every edge or as many as the method stores, before and after the sequence, and the
+    adjoint ones."""
+    edges, checkpoints = -(-setup.chunks // setup.layout.sequence), setup.spec.storage.checkpoints
+    return (edges if checkpoints is None else min(edges, checkpoints)) + 2
 
 
 def _in_host(setup: Setup, span: Sequence[int], stored: float) -> int:
@@ -480,8 +484,14 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
     if budget == "auto":  # a share of the memory that the run's own weights leave
         left = None if machine.memory is None else machine.memory - parts["weights"] - parts["optimizer"]
         budget = None if left is None else AUTO * (left - fixed * machine.reserve)
-    if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes
-        tapes = sum(setup.piece(k).saved for k in span) * (setup.chunks - 1)
+    if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes and states
+        tape, state = sum(setup.piece(k).saved for k in span), sum(map(setup.state, span))
+        room = budget - sum(parts[name] for name in ("gradients", "past", "kept"))
+        chunk = ChunkMemory(tape, max(0, parts["chunk"] + parts["head"] - tape) + 2 * state)
+        sizes = [spec.chunk_size] * setup.chunks
+        _, states = tapes_and_states(room, chunk, sizes, state, spec.storage.checkpoints)
+        parts["states"] = min(parts["states"], (states + 2) * state)
+        tapes = tape * (setup.chunks - 1)
         used = sum(parts[name] for name in ("gradients", "states", "past", "kept", "chunk", "head"))
         parts["chunk"] += int(max(0, min(budget - used, tapes)))
     parts["reserved"] = int(fixed + share * sum(parts.values())) if machine.reserve else 0

@@ -47,11 +47,11 @@ WIDEST = 1024  # d_model of the layer that is timed in the place of a model's ow
 def outlined(directory: str, trust_remote_code: bool = False) -> Pretrained:
     """Describe the causal LM of a folder's config.json: its layers, states and costs.
 
-    The multiplier is left at 1: memory does not depend on it.
+    The embeddings' multiplier is left at 1: memory does not depend on it.
 
     Raises:
-        UserError: there is no causal LM that transformers knows, it cannot be cut, or its code does not run
-            on fake tensors.
+        UserError: transformers has no causal LM for the configuration, its layers cannot be divided, or its
+            code does not run on fake tensors.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -203,7 +203,8 @@ class PretrainedModel(Model):
             raise UserError(f"method.name: {error}") from None
         batch, seqlen = size
         element = 2 if machine.precision == "bfloat16" else machine.element
-        picked = self.source.chunk_size(batch, seqlen, element, machine.kind, machine.memory)
+        device = machine.kind, machine.memory
+        picked = self.source.chunk_size(batch, seqlen, element, *device, method.checkpoints)
         return method.model_spec(seqlen, layout.at_most(picked, seqlen))
 
     def described(self) -> dict[str, object]:

@@ -132,8 +132,9 @@ class _Simulation:
         helpers: Sequence[int],
     ) -> None:
         self.schedule, self.tile, self.message, self.latency = schedule, tile, message, latency
+        self.programs = [list(program) for program in schedule.programs]
         self.host, self.helpers = host, helpers
-        n = len(schedule.programs) + len(helpers)
+        n = len(self.programs) + len(helpers)
         self.at, self.clock, self.busy, self.port = [0] * n, [0.0] * n, [0.0] * n, [0.0] * n
         self.began = [0.0] * n
         self.channels: dict[tuple[int, int], _Channel] = collections.defaultdict(_Channel)
@@ -142,7 +143,7 @@ class _Simulation:
         self.left: dict[int, collections.deque[tuple[Tile, ...]]] = {}
         self.unit: dict[int, collections.deque[Tile]] = {}
         self.owner: dict[int, int] = {}  # of each worker under way in a Share, whose units it takes
-        self.ready = [(0.0, w) for w in range(len(schedule.programs))]
+        self.ready = [(0.0, w) for w in range(len(self.programs))]
 
     def run(self) -> Timeline:
         while True:
@@ -153,7 +154,7 @@ class _Simulation:
                 self._go_on(*heapq.heappop(self.ready))
             else:
                 break
-        for w, program in enumerate(self.schedule.programs):
+        for w, program in enumerate(self.programs):
             if self.at[w] < len(program):
                 raise ValueError(f"worker {w} waits for ever: {program[self.at[w]]}")
         for (sender, receiver), channel in self.channels.items():
@@ -171,7 +172,7 @@ class _Simulation:
                 if not self._share(w, time):
                     return
                 continue
-            program = self.schedule.programs[w] if w < len(self.schedule.programs) else ()
+            program = self.programs[w] if w < len(self.programs) else ()
             if self.at[w] == len(program):
                 return
             action = program[self.at[w]]
@@ -181,7 +182,7 @@ class _Simulation:
             elif isinstance(action, HelperTasks):
                 self.left[w] = collections.deque(action.units)
                 self.owner[w] = w
-                for helper, helped in enumerate(self.helpers, start=len(self.schedule.programs)):
+                for helper, helped in enumerate(self.helpers, start=len(self.programs)):
                     if helped == w:
                         self.owner[helper] = w
                         self.clock[helper] = max(self.clock[helper], self.clock[w])
@@ -217,7 +218,7 @@ class _Simulation:
         if self.unit.get(w):
             tile = self.unit[w].popleft()
         else:
-            action = self.schedule.programs[w][self.at[w]]
+            action = self.programs[w][self.at[w]]
             assert isinstance(action, Run)
             tile = action.tile
             self.at[w] += 1

@@ -106,7 +106,7 @@ class StackModel(Model):
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         states = sum(layer.state for layer in self.layers) * machine.element
         sizes = Sizes(kept_bytes(self.source, element, method.recompute), states)
-        default = chunk_size_for(sizes, *size, machine.kind, machine.memory)
+        default = chunk_size_for(sizes, *size, machine.kind, machine.memory, method.checkpoints)
         spec = method.engine_spec(size[1], layout.chunk_size(method, size[1], default))
         check_windows(self.source, spec)
         return spec

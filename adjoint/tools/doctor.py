@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
     parser = Flags(
         prog="adjoint doctor",
         description="Report what this machine has and which code runs what: versions, devices, MIG slices, "
-        "the scan backends and why one is not usable, threads and what the environment says of them, network "
-        "interfaces. Under torchrun also the address and interface of each process. "
+        "the scan backends and why one is not usable, settings of threads, network interfaces. "
+        "Under torchrun also the address and interface of each process. "
         "Checks every usable backend against the reference in float64.",
         epilog="Takes a few seconds, and the first time some more to build the C++ kernels. "
         "Exit code 0, or 1 if no backend works.",
@@ -174,8 +174,8 @@ def backends() -> list[Finding]:
 
 
 def choices() -> list[Finding]:
-    """Return a row per device and operation: the backend that `backend=None` takes, and why those before it
-    are passed over. Without a CUDA device, the rows of CUDA say what one would try first."""
+    """Return a row per device and operation: the backend that `backend=None` uses, and why those preferred to
+    it are not used. Without a CUDA device, the rows of CUDA say what one would try first."""
     rows = []
     for kind, operation in itertools.product(("cpu", "cuda"), dispatch.operations()):
         dtypes_by_backend, passed_over = dict[str, list[str]](), dict[str, str]()

@@ -75,10 +75,10 @@ class Flags(argparse.ArgumentParser):
         """Return an error for a word that is no flag of the command, with the flag that may be meant."""
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
-            return UserError(f"{word!r}: {self.prog} takes no such argument; see {self.prog} --help")
+            return UserError(f"{word!r}: {self.prog} has no such argument; see {self.prog} --help")
         suggestion = nearest(flag, self._flags(), cutoff=0.6)
         hint = f"did you mean {suggestion}?" if suggestion else f"see {self.prog} --help"
-        return UserError(f"{flag}: {self.prog} does not take it; {hint}")
+        return UserError(f"{flag}: {self.prog} has no such flag; {hint}")
 
     def error(self, message: str) -> Never:
         bare = re.fullmatch(r"argument (?:\S+/)?(--\S+): expected one argument", message)

@@ -162,6 +162,11 @@ class Layout:
             raise UserError(
                 'cluster.sequence: window "auto" needs the whole sequence in one place; give a number'
             )
+        if method.checkpoints is not None:
+            raise UserError(
+                "cluster.sequence: method.checkpoints computes states again from chunks before them, which "
+                "other workers have; leave it out: each worker stores the states before its own chunks alone"
+            )
 
     def check_rows(self, batch: int) -> None:
         """Raise a UserError where some replica would have no row of a batch."""
@@ -178,9 +183,9 @@ class Layout:
         chunks = -(-seqlen // size)
         if chunks < self.sequence:
             raise UserError(
-                f"cluster.sequence: {self.sequence} workers for {chunks} chunks of {size} tokens; "
-                f"lower --method.chunk_size to {max(1, seqlen // self.sequence)} or less, or take at "
-                f"most {chunks} workers"
+                f"cluster.sequence: {self.sequence} workers for {chunks} chunks of {size} tokens; lower "
+                f"--method.chunk_size to {max(1, seqlen // self.sequence)} or less, or use at most {chunks} "
+                "workers"
             )
 
     def check_run(self, method: Method, training: Any) -> None:

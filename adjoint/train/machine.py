@@ -47,7 +47,7 @@ def pick_device(name: str) -> torch.device:
             warnings.warn(
                 f"training on the CPU: the driver lists {listed} GPU{'s' * (listed > 1)}, which this PyTorch "
                 f"cannot use ({torch.__version__} {why}); docs/gpu.md has the builds for each driver, and "
-                "--training.device cpu takes the CPU without a warning",
+                "--training.device cpu uses the CPU without a warning",
                 stacklevel=2,
             )
         return torch.device("cpu")

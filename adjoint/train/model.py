@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
@@ -20,7 +21,6 @@ from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Config, TrainingConfig
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -38,9 +38,9 @@ class LanguageModel(Protocol):
 
     module: nn.Module
     method: Method
-    group: ProcessGroup | None
+    group: dist.ProcessGroup | None
 
-    def __init__(self, module: nn.Module, method: Method, group: ProcessGroup | None = None) -> None:
+    def __init__(self, module: nn.Module, method: Method, group: dist.ProcessGroup | None = None) -> None:
         self.module, self.method, self.group = module, method, group
 
     @staticmethod
@@ -53,7 +53,7 @@ class LanguageModel(Protocol):
         config: Config,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        group: ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> LanguageModel:
         """Return the model of a configuration, as it is before the first step."""
 
@@ -103,13 +103,13 @@ class StackLM(LanguageModel):
         config: Config,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        group: ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> StackLM:
         module = Stack(config.model).to(device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
         if grows and config.training.carry_state != "none":
             raise UserError(
-                "training.carry_state: attention's keys and values would grow for ever; leave it out"
+                "training.carry_state: attention's keys and values would grow without limit; leave it out"
             )
         return cls(module, config.method, group)
 
@@ -127,7 +127,7 @@ class StackLM(LanguageModel):
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.module.embedding.weight.device)
-        default = default_chunk_size(self.module, ids, self.method.recompute)
+        default = default_chunk_size(self.module, ids, self.method.recompute, self.method.checkpoints)
         return self.method.engine_spec(seqlen, default).chunk_size
 
     def output(
@@ -177,7 +177,9 @@ class PretrainedLM(LanguageModel):
                 'cluster.shards to 0, or data.documents to "stream"'
             )
         if packed and config.method.name not in ("exact", "truncated"):
-            raise UserError("data.documents: packed, they need chunks; use --method.name exact")
+            raise UserError(
+                "data.documents: packed documents need a method with chunks; use --method.name exact"
+            )
 
     @classmethod
     def from_config(
@@ -185,7 +187,7 @@ class PretrainedLM(LanguageModel):
         config: Config,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        group: ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> PretrainedLM:
         from adjoint.hf.wrap import wrap
         from adjoint.train.pretrained import load
@@ -215,7 +217,8 @@ class PretrainedLM(LanguageModel):
     def chunk_size(self, batch: int, seqlen: int) -> int:
         from adjoint.hf.verification import verification_of
 
-        default = chunk_size_on(self.module.device, verification_of(self.module).sizes, batch, seqlen)
+        sizes, device = verification_of(self.module).sizes, self.module.device
+        default = chunk_size_on(device, sizes, batch, seqlen, self.method.checkpoints)
         return self.method.model_spec(seqlen, default).chunk_size
 
     def output(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from adjoint.batch import IGNORE_INDEX, labelled
 from adjoint.checkpoint import FileEntry, StoredTensors, TrainerState, list_checkpoints, step_of
@@ -46,7 +47,6 @@ from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trackers import Trackers
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
@@ -82,7 +82,7 @@ class Trainer:
     model: LanguageModel
     saving: Future[Path] | None = None  # of the checkpoint that a thread writes
     in_backward: SteppedInBackward | None = None
-    sequence_group: ProcessGroup | None = None  # of processes that share each sequence
+    sequence_group: dist.ProcessGroup | None = None  # of processes that share each sequence
     launcher = ""  # what has started the processes of the run: see `resume_command`
 
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:

@@ -131,7 +131,7 @@ def summary(run: dict[str, Any], repeats: Sequence[dict[str, Any]]) -> dict[str,
     tiles: dict[Tile, list[float]] = collections.defaultdict(list)
     for repeat in calibration:
         for program, trace in zip(schedule.programs, repeat["traces"], strict=True):
-            for tile, spent in tile_seconds(program, trace):
+            for tile, spent in tile_seconds([*program], trace):
                 tiles[tile].append(spent)
     return {
         "tiles": [[str(tile), statistics.mean(seconds)] for tile, seconds in tiles.items()],

@@ -105,6 +105,12 @@ CASES: list[tuple[StackConfig, Any, Layout, list[tuple[int, int]]]] = [
     *((HELPED, LayerLocal(w, 8), Layout(2, 1, 2, n), [(3, 29), (3, 29)]) for w in (None, 5) for n in (2, 3)),
     # chunks shorter than the convolution; some workers with one chunk more than others
     *((MIXED, Exact(size), Layout(1, n), [(2, t)]) for t, size in ((31, 7), (22, 2), (3, 1)) for n in (2, 3)),
+    # a shard computes its states again by itself
+    *(
+        (config, Exact(3, checkpoints=n), Layout(*layout), [(2, 31)])
+        for config, n in ((MIXED, 2), (HYBRID, 1), (MIXED, 20))
+        for layout in ((1,), (2,), (3, 1, 2))
+    ),
     # attention: keys and values stay with the worker that made them
     *(
         (dataclasses.replace(HYBRID, **more), method, Layout(*layout), [(2, 31), (2, 24)])
@@ -135,6 +141,7 @@ def test_training_is_that_of_one_process(
 FIRST_USES = [
     (StackConfig(**{**SIZES, "mixer": ["mamba2", "attention"], "n_layer": 2}), Exact(7), Layout(2)),
     (MIXED, Exact(7, keep="inputs"), Layout(2, 2)),
+    (MIXED, Exact(5, checkpoints=1), Layout(2)),
     (MIXED, Truncated(window="auto", chunk_size=7), Layout(2)),
     (HELPED, LayerLocal(5, 8), Layout(2, 1, 1, 2)),
 ]

@@ -96,6 +96,22 @@ def test_edge_states_and_activations_are_balanced(device: str) -> None:
     assert chunk_size_for(sizes, 2, 4 * seqlen, device, 1e9) == pytest.approx(2 * size, rel=0.1)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_with_checkpoints_the_chunk_is_as_large_as_their_states_and_no_longer_in_a_long_sequence(
+    device: str,
+) -> None:
+    sizes = Sizes(bytes_per_token=20e3, states=250e3)
+
+    def size_for(seqlen: int, checkpoints: int | None) -> int:
+        return chunk_size_for(sizes, 2, seqlen, device, 1e8, checkpoints)
+
+    size = size_for(2**20, 200)
+    assert 200 * sizes.states == pytest.approx(size * sizes.bytes_per_token, rel=0.1)
+    assert size_for(2**28, 200) == size
+    assert size_for(2**20, 8) == size_for(64, None)  # what keeps the device busy
+    assert size_for(2**20, 10**6) == size_for(2**20, None)
+
+
 def test_the_default_follows_device_batch_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adjoint.Stack(adjoint.StackConfig(d_model=64, n_layer=2))
     assert default_chunk_size(model, torch.zeros(1, 8, dtype=torch.long)) == 1408

@@ -387,13 +387,13 @@ def tapes_of(
     monkeypatch: pytest.MonkeyPatch, model: Any, ids: torch.Tensor, memory: Any, chunk: int = 64
 ) -> int:
     """How many chunks a step left linearised; its gradients are checked."""
-    taken: list[int] = []
-    within = budget.tapes_within
-    monkeypatch.setattr(budget, "tapes_within", lambda *a: taken.append(within(*a)) or taken[-1])
+    taken: list[tuple[int, int]] = []
+    divide = budget.tapes_and_states
+    monkeypatch.setattr(budget, "tapes_and_states", lambda *a: taken.append(divide(*a)) or taken[-1])
     _, expected = gradients(model, ids, ids, Backprop())
     _, got = gradients(model, ids, ids, Exact(chunk, memory=memory))
     assert_same(got, expected)
-    return taken[0]
+    return taken[0][0]
 
 
 def test_a_memory_budget_is_filled_with_tapes(monkeypatch: pytest.MonkeyPatch) -> None:

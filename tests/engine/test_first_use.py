@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ REFUSED = {
     Counts: "its output differs",
     LooksAhead: "its output differs",
     Draws: "or draws random numbers",
-    Fails: "it does not go on from the state it gave",
+    Fails: "it does not continue from the state it gave",
 }
 
 
@@ -223,3 +224,28 @@ def test_what_differs(what: str) -> None:
     together = verification.Results({**gradients, "small": SMALL * 1.1}, 2.0, {"output": SMALL})
     assert verification.difference(whole, together, 1e-3) is not None
     assert verification.difference(whole, together, 1e-3, each=False) is None
+
+
+def test_the_first_layer_and_token_that_differ() -> None:
+    """Layers that run several times in a pass are left out, and tokens that the reference leaves out."""
+    states = torch.randn(1, 13, 4)
+    later, all_of_it = states.clone(), states + 1
+    later[:, 9:] += 1
+
+    def results(**hidden_states: list[Tensor]) -> verification.Results:
+        return verification.Results({}, hidden_states=hidden_states)
+
+    reference = results(same=[states], repeated=[states, states], first=[states], second=[states])
+    chunks = results(
+        same=[states], repeated=[all_of_it], first=list(later.split(5, 1)), second=list(all_of_it.split(5, 1))
+    )
+    located = verification._first_difference(reference, chunks, 5)
+    assert located is not None and "(first in first, from token 9 on; chunks begin at every 5th)" in located
+    assert verification._first_difference(results(first=[states[:, :9]]), chunks, 5) is None
+
+
+def test_all_differences_are_shown_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    ids = make_ids(2, 24)
+    with caplog.at_level(logging.DEBUG, "adjoint"):
+        stack(Leaky)(ids, labels=ids, method=Exact(8)).loss.backward()
+    assert "test_first_use:Leaky" in caplog.text and "mixer.decay" in caplog.text

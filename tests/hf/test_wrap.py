@@ -74,11 +74,11 @@ ONE_OF_EACH = [
     "MistralForCausalLM",  # a sliding window
     "DeepseekV3ForCausalLM",  # MLA
 ]
-TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+TABLE = Path(__file__).parents[2] / "docs" / "models_classes.md"
 
 
 def table() -> dict[str, list[str]]:
-    """Map each class to the other cells of its row in docs/models.md."""
+    """Map each class to the other cells of its row in docs/models_classes.md."""
     text = TABLE.read_text().partition("<!-- classes table -->")[2].partition("<!-- end")[0]
     rows = (line.strip("|\n ").split(" | ") for line in text.splitlines() if "| `" in line)
     return {row[1].strip("`"): [row[0], *row[2:]] for row in rows}

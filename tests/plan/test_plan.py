@@ -100,6 +100,8 @@ def test_workers_in_turn_share_a_sequence() -> None:
         (Exact(64), 2, 2, 0.02),
         (LayerLocal(64, 64), 2, 1, 0.05),
         *((Exact(64), 1, workers, 0.02) for workers in (2, 3)),
+        (Exact(64, checkpoints=6), 1, 1, 0.02),
+        (Exact(64, checkpoints=6), 2, 1, 0.1),
     ],
     ids=str,
 )

@@ -155,20 +155,20 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("how", ["previous", "noise"])
+@pytest.mark.parametrize("carry_state", ["previous", "noise"])
 def test_a_pretrained_model_carries_states_and_resumes_bitwise(
-    pretrained: dict[str, Path], tmp_path: Path, how: str
+    pretrained: dict[str, Path], tmp_path: Path, carry_state: str
 ) -> None:
     flags = {"model__from_pretrained": pretrained["Mamba2ForCausalLM"], "data__tokenizer": "byte"}
     flags |= {"model__d_model": 24, "model__n_layer": 3, "data__batch": 2, "training__sample_tokens": 0}
-    carried = {**flags, "training__carry_state": how}
+    carried = {**flags, "training__carry_state": carry_state}
     assert train_tiny(tmp_path, **carried) == 0
-    whole = tmp_path / "run"
-    first = list_checkpoints(whole / "checkpoints")[0]
+    complete = tmp_path / "run"
+    first = list_checkpoints(complete / "checkpoints")[0]
     assert train_tiny(tmp_path, **carried, run__dir=tmp_path / "again", run__resume=first) == 0
-    assert weights(tmp_path / "again", 8) == weights(whole, 8)
+    assert weights(tmp_path / "again", 8) == weights(complete, 8)
     assert train_tiny(tmp_path, **flags, run__dir=tmp_path / "plain") == 0
-    assert metrics(whole)[-1]["loss"] != metrics(tmp_path / "plain")[-1]["loss"]
+    assert metrics(complete)[-1]["loss"] != metrics(tmp_path / "plain")[-1]["loss"]
 
 
 def test_pretrained_models_that_carry_no_states(

@@ -69,8 +69,8 @@ def evaluate(
         room = length - sum(piece.shape[1] for piece in pieces)
         if room < 1:
             raise UserError(
-                f"--lengths: a needle and its question are {length - room} tokens, more than {length}; "
-                f"take {2 * (length - room)} or more"
+                f"--lengths: a needle and its question are {length - room} tokens, more than {length}; use "
+                f"{2 * (length - room)} or more"
             )
         start = i * (len(text) - room) // max(1, count - 1)
         for depth in DEPTHS:
