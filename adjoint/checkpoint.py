@@ -22,7 +22,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -31,6 +31,31 @@ from adjoint.errors import UserError
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+class FileEntry(TypedDict):
+    """A file's entry in the manifest."""
+
+    sha256: str
+    bytes: int
+
+
+class TrainerState(TypedDict, total=False):
+    """The content of trainer.json; older ones lack keys.
+
+    Attributes:
+        tokens: trained on so far. data: the cursor of the text. torch: PyTorch's version.
+        config: of the run, as plain values by section and key.
+        dependencies: digests of what a run needs besides its own files, by kind.
+    """
+
+    step: int
+    tokens: int
+    data: dict[str, Any]
+    unigram_entropy: float | None
+    torch: str
+    config: dict[str, dict[str, Any]]
+    dependencies: dict[str, str]
 
 
 class DamagedCheckpoint(UserError):
@@ -106,13 +131,16 @@ def verify_checkpoint(path: str | Path) -> None:
         entries = [(name, entry["sha256"], entry["bytes"]) for name, entry in files.items()]
     except FileNotFoundError:
         if (path / "checkpoints").is_dir():
-            raise UserError(f"{path}: is a run, not a checkpoint; --run.dir {path} --resume auto") from None
+            raise UserError(
+                f"{path}: is a run, not a checkpoint; continue it with --run.dir {path} --resume auto"
+            ) from None
         raise damaged(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise damaged(f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
         raise UserError(
-            f"{path}: has checkpoint format {version}, this version reads {FORMAT}; use the one that wrote it"
+            f"{path}: has checkpoint format {version}, this version reads {FORMAT}; use the version that "
+            "wrote it"
         )
     stems = {name.partition(".")[0].partition("-")[0] for name, *_ in entries}
     if missing := {"model", "rng", "trainer"} - stems:
@@ -129,9 +157,10 @@ def verify_checkpoint(path: str | Path) -> None:
             raise damaged(f"the checksum of {name} does not match")
 
 
-def read_trainer(path: Path) -> dict[str, Any]:
+def read_trainer(path: Path) -> TrainerState:
     """Return a checkpoint's step, data cursor, configuration, …"""
-    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    state: TrainerState = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    return state
 
 
 class StoredTensors:
@@ -153,7 +182,7 @@ class StoredTensors:
             try:
                 names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(f"{index}: is no index of weights; download it again") from None
+                raise UserError(f"{index}: is not an index of weights; download it again") from None
             files = [path / name for name in sorted(set(names))]
         for file in files:
             try:
@@ -172,7 +201,7 @@ class StoredTensors:
         tied = {"embedding.weight": "lm_head.weight", "lm_head.weight": "embedding.weight"}
         stored_name = name if name in self.files_by_name else tied.get(name, name)
         if stored_name not in self.files_by_name:
-            raise UserError(f"{self.path}: has no {name}; resume with its own config")
+            raise UserError(f"{self.path}: has no {name}; resume with the run's own configuration")
         return self.files_by_name[stored_name].get_tensor(stored_name)
 
     def read_entries(self, owner: str) -> dict[str, torch.Tensor]:

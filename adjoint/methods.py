@@ -162,7 +162,7 @@ class Backprop(Method):
 @documented
 @dataclasses.dataclass(frozen=True)
 class Exact(Method):
-    """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence
+    """The exact gradient by adjoint states over chunks, in memory that grows by one state per chunk
     (docs/method.md §4).
 
     The forward stores the recurrent states at chunk edges. The backward goes through the chunks in reverse,
@@ -290,7 +290,12 @@ class Truncated(Method):
     """
 
     name: ClassVar[str] = "truncated"
-    window: int | Literal["auto"] = dataclasses.field(metadata={"help": 'tokens, 1 or more, or "auto".'})
+    window: int | Literal["auto"] = dataclasses.field(
+        metadata={
+            "help": "tokens that each output's gradient reaches back through a layer's recurrence, 1 or "
+            'more; or "auto", picked for each layer.'
+        }
+    )
     chunk_size: int | None = option(
         None,
         "tokens per chunk; None picks it as `Exact` does (with unbiased: at most a quarter of the "
@@ -376,7 +381,7 @@ class LayerLocal(Method):
     name: ClassVar[str] = "layer-local"
     has_independent_layers: ClassVar[bool] = True
     window: int | None = option(
-        None, "tokens that each output's gradient reaches back through the recurrence; None for all."
+        None, "tokens that each output's gradient reaches back through a layer's recurrence; None for all."
     )
     chunk_size: int | None = option(None, "tokens per chunk; None picks one.")
 

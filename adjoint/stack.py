@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
-from adjoint.engine.compare import compare_own_layers
+from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
@@ -183,8 +183,8 @@ class Stack(nn.Module):
         """
         if not is_untouched(self.lm_head, nn.Linear) or self.lm_head.bias is not None:
             raise ValueError(
-                "the loss is made of lm_head's weight, slice by slice: lm_head must be an nn.Linear without "
-                f"bias, hooks or parametrization; got {type(self.lm_head).__name__}"
+                "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
+                f"without bias, hooks or parametrization; got {type(self.lm_head).__name__}"
             )
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
@@ -319,7 +319,7 @@ class Stack(nn.Module):
         if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
             states = [tuple(s.detach() for s in state) for state in batch.states]
-            compare_own_layers(stages, states, width, dtype, batch.ids.device)
+            verify_custom_layers(stages, states, width, dtype, batch.ids.device)
         return steps
 
     def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:

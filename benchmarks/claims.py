@@ -596,7 +596,7 @@ class Claims(Benchmark):
     module = "benchmarks.claims"
     uses = ("sources", "scaling")
     whole = ("groups",)
-    document = "docs/paper.md"
+    document = "docs/paper_claims.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--groups", GROUPS)

@@ -76,7 +76,7 @@ class Fsdp(Benchmark):
     uses = ("wrapped",)
     whole = ("lengths", "models")
     ratios = (("memory_bytes",), {"way": "checkpointing"}, ("model", "length"))
-    document = "docs/models.md"
+    document = "docs/models_memory.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(parser, lengths=([2048, 8192], "tokens"))

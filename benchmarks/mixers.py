@@ -88,7 +88,7 @@ class Mixers(Benchmark):
     name = "mixers"
     module = "benchmarks.mixers"
     whole = ("mixers",)
-    document = "docs/method.md"
+    document = "docs/method_costs.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--mixers", MIXERS)

@@ -1,5 +1,5 @@
 """The numbers in the prose of README.md and docs/, by name: what computes each from stored results, the
-planner or the package's own constants. `benchmarks/pages.py` puts them between their marks."""
+planner or the package's own constants. `benchmarks/phrases.py` says in which sentences they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from adjoint.cli import main
 from adjoint.cluster.heartbeat import NOTICE
-from adjoint.engine import binomial, compare
+from adjoint.engine import binomial
+from adjoint.engine.verification import COARSE
 from adjoint.memory import size_bytes
 from adjoint.plan.memory import RESERVED
 from adjoint.tools.measure import passes
@@ -127,13 +128,35 @@ def reversible() -> str:
     return report.markdown_table(heads, lines)
 
 
+def method_and_kernels() -> str:
+    """Memory and time of a step by the method alone, by the kernels alone, and by both."""
+    lines = [
+        ("Mamba, backpropagation", "transformers' (mambapy)", "hf-mamba"),
+        ("Mamba, backpropagation", "ours", "backprop"),
+        ("**Mamba, `Exact`**", "ours", "exact"),
+        ("Mamba-2, backpropagation", "transformers'", "hf-mamba2"),
+        ("Mamba-2, chunks by hand", "transformers'", "hf-mamba2-segments"),
+        ("**Mamba-2, wrapped**", "ours", "hf-mamba2-wrapped"),
+    ]
+    lengths = sorted({measurement["length"] for measurement in rows("memory")})
+    cells = {
+        (measurement["method"], measurement["length"]): report.memory_and_time(measurement, "GiB")
+        for measurement in rows("memory", allocator="default")
+    }
+    table = (
+        [title, kernels, *(cells.get((method, n), "–") for n in lengths)] for title, kernels, method in lines
+    )
+    return report.markdown_table(["", "kernels", *map("{:,} tokens".format, lengths)], table, left=(0, 1))
+
+
 # Tables of several results or of the planner, which no benchmark writes: document, mark, what makes it.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
+    ("README.md", "method and kernels", method_and_kernels),
     ("docs/results.md", "kernels by vectors", kernels_by_vectors),
     ("docs/results.md", "models by vectors", models_by_vectors),
-    ("docs/convergence.md", "positions", positions),
-    ("docs/method.md", "recompute", recomputed),
-    ("docs/method.md", "reversible", reversible),
+    ("docs/long_memory.md", "positions", positions),
+    ("docs/method_costs.md", "recompute", recomputed),
+    ("docs/method_costs.md", "reversible", reversible),
 ]
 
 # ----------------------------------------------------------------------------------------- numbers by name
@@ -143,6 +166,36 @@ def growth() -> Numbers:
     """Return ratios of `Exact`'s measurements, the longer over the shorter sequence."""
     short, long = rows("exact-growth/memory")
     return {name: long[name] / short[name] for name in ("length", "memory_bytes", "ms_per_token")}
+
+
+def wrapped_growth() -> Numbers:
+    """Return ratios of the README's wrapped Mamba-2, the longest sequence over the shortest."""
+    lengths = rows("wrapped_length", way="wrapped")
+    short, long = (pick(lengths, key=lambda r: r["length"]) for pick in (min, max))
+    return {name: long[name] / short[name] for name in ("length", "memory_bytes")}
+
+
+def single_process() -> Numbers:
+    """Return MiB of Mamba-2 with checkpointing at 8,192 tokens, measured in one process at two times."""
+    fields = {"model": "Mamba-2", "way": "checkpointing", "length": 8192}
+    first, second = (row(name, **fields)["memory_bytes"] for name in ("wrapped", "wrapped_length"))
+    return {"first_mib": first / 2**20, "second_mib": second / 2**20}
+
+
+def gain() -> Numbers:
+    """Return what the method saves with our kernels, and what our kernels save without it, as factors."""
+
+    def step(method: str, length: int) -> Row:
+        return row("memory", method=method, length=length, allocator="default")
+
+    exact, plain = step("exact", 65536), step("backprop", 65536)
+    ours, theirs = step("backprop", 4096), step("hf-mamba", 4096)
+    return {
+        "method_memory": plain["memory_bytes"] / exact["memory_bytes"],
+        "method_slower": exact["ms_per_token"] / plain["ms_per_token"],
+        "kernels_memory": theirs["memory_bytes"] / ours["memory_bytes"],
+        "kernels_faster": theirs["ms_per_token"] / ours["ms_per_token"],
+    }
 
 
 def scan() -> Numbers:
@@ -181,7 +234,7 @@ def window_time() -> Numbers:
 
 def sixteen_million() -> Numbers:
     run = row("sixteen-million/memory")
-    return {"resident_gb": run["resident_bytes"] / 1e9, "tokens_per_s": 1e3 / run["ms_per_token"]}
+    return {"resident_gib": run["resident_bytes"] / 2**30, "tokens_per_s": 1e3 / run["ms_per_token"]}
 
 
 def versions() -> Numbers:
@@ -195,7 +248,7 @@ def versions() -> Numbers:
 
 def constants() -> Numbers:
     return {
-        "beyond": passes.BEYOND, "weight_decay": TrainingConfig().weight_decay, "coarse": compare.COARSE,
+        "beyond": passes.BEYOND, "weight_decay": TrainingConfig().weight_decay, "coarse": COARSE,
         "reserved_cpu_mb": RESERVED["cpu"][0] / 1e6, "reserved_cuda_gb": RESERVED["cuda"][0] / 1e9,
         "sustained": 100 * command.SUSTAINED, "bandwidth_gb": size_bytes(command.BANDWIDTH) / 1e9,
         "gpu_cap_gb": CAP_BYTES / 1e9, "as_good": AS_GOOD, "one_more": 4 / 3,
@@ -347,8 +400,8 @@ def published() -> Numbers:
 NUMBERS: dict[str, Callable[[], Numbers]] = {
     source.__name__: source
     for source in (
-        growth, scan, depth_study, window_time, sixteen_million, versions, constants, recall,
-        loss_by_position, shards, mini_sequence, edges, held, figure_1, figure_6, slices, instructions, whole,
-        products, published,
+        growth, wrapped_growth, single_process, gain, scan, depth_study, window_time, sixteen_million,
+        versions, constants, recall, loss_by_position, shards, mini_sequence, edges, held, figure_1,
+        figure_6, slices, instructions, whole, products, published,
     )
 }  # fmt: skip

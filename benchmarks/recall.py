@@ -23,7 +23,7 @@ from torch import Tensor
 import adjoint
 from adjoint.batch import IGNORE_INDEX
 from adjoint.layers import MIXERS
-from adjoint.tools.eval.needles import DEPTHS, heat_maps, hidden
+from adjoint.tools.eval.needles import DEPTHS, RecallRow, heat_maps, hidden
 from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.report import Row
@@ -106,7 +106,7 @@ class Recall(Benchmark):
     name = "recall"
     module = "benchmarks.recall"
     whole = ("mixers",)
-    document, caption = "docs/convergence.md", "Needles found, by mixer"
+    document, caption = "docs/long_memory.md", "Needles found, by mixer"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--mixers", [*MIXERS, HYBRID])
@@ -136,7 +136,7 @@ class Recall(Benchmark):
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         """Needles: a heat map a mixer."""
-        needles = [
+        needles: list[RecallRow] = [
             {"run": row["mixer"], "length": row["seqlen"] * times, "depth": depth,
              "accuracy": row["needle"][f"{row['seqlen'] * times} @ {depth}"]}
             for row in result["rows"] for times in TIMES for depth in DEPTHS

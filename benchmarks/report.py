@@ -23,9 +23,9 @@ BLACK, GREY = "#000000", "#7A7A7A"
 
 def environment(*packages: str) -> dict[str, Any]:
     """Return the conditions of a run: commit, date, hardware, system, versions, also of `packages`."""
-    conditions = {"commit": commit(), **machine.environment()}
-    conditions["versions"] |= machine.versions(*packages)
-    return conditions
+    conditions = machine.environment()
+    versions = conditions["versions"] | machine.versions(*packages)
+    return {"commit": commit(), **conditions, "versions": versions}
 
 
 def commit() -> str:
@@ -74,11 +74,12 @@ def add_ratios(rows: Sequence[Row], fields: Sequence[str], base: Row, within: Se
                 row[f"{field}_ratio"] = row[field] / bases[where(row)][field]
 
 
-def memory_and_time(row: Row) -> str:
-    """A cell: MiB and milliseconds per token; a dash where nothing was measured."""
+def memory_and_time(row: Row, unit: str = "MiB") -> str:
+    """A cell: memory and milliseconds per token; a dash where nothing was measured."""
     if "memory_bytes" not in row:
         return "–"
-    return f"{row['memory_bytes'] / 2**20:,.0f} MiB · {row['ms_per_token']:.2f} ms"
+    size, form = {"MiB": (2**20, ",.0f"), "GiB": (2**30, ".2f")}[unit]
+    return f"{row['memory_bytes'] / size:{form}} {unit} · {row['ms_per_token']:.2f} ms"
 
 
 # ----------------------------------------------------------------------------------------------------- tables

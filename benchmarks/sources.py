@@ -265,7 +265,7 @@ class Sources(Benchmark):
     name = "sources"
     module = "benchmarks.sources"
     whole = ("tables", "lengths")
-    document = "docs/paper.md"
+    document, layers_document = "docs/paper_figures.md", "docs/paper_claims.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--tables", TABLES)
@@ -294,7 +294,8 @@ class Sources(Benchmark):
         for mark, make_table in SHOWN.items():
             rows = [row for row in result["rows"] if row["table"] == mark]
             if rows:
-                yield self.document, mark, make_table(rows)
+                document = self.layers_document if mark == "layer" else self.document
+                yield document, mark, make_table(rows)
 
     def markdown(self, result: Row) -> str:
         return "\n".join(f"{mark}:\n\n{table}" for _, mark, table in self.tables(result))

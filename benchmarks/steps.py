@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.engine.compare import tolerance
+from adjoint.engine.verification import tolerance
 from adjoint.memory import total_memory_bytes
 from adjoint.tools.measure.journal import Journal
 from adjoint.tools.measure.passes import (

@@ -73,7 +73,7 @@ class Wrapped(steps.StepBenchmark):
     checked: Sequence[tuple[Row, float]] = (({"model": "Mamba-2", "way": "checkpointing"}, 2e9),)
     whole: tuple[str, ...] = ("models", "ways", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": "transformers"}, ("model", "allocator", "length"))
-    document, caption = "docs/models.md", "Memory and time of wrapped models"
+    document, caption = "docs/models_memory.md", "Memory and time of wrapped models"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--models", self.models)
@@ -102,7 +102,11 @@ class Wrapped(steps.StepBenchmark):
         rows = [row for row in result["rows"] if "memory_bytes" in row]
         rows = [row for row in rows if row["allocator"] == rows[0]["allocator"]]
         if rows:
-            conditions = f"d_model 256, 4 layers, float32, batch 1, allocator {rows[0]['allocator']}"
+            processes = max(row["processes"] for row in rows)
+            conditions = (
+                f"d_model 256, 4 layers, float32, batch 1, allocator {rows[0]['allocator']} · "
+                f"filled: median of {processes} processes, hollow: one process"
+            )
             foot = report.footer(result["environment"], conditions)
             yield "", draw(rows), foot
 
@@ -119,35 +123,39 @@ def at_one_length(rows: Sequence[Row]) -> str:
         for key in itertools.product(MODELS, WAYS)
     ]
     longest = max(set.intersection(*lengths), default=0)
-    cells = {(r["model"], r["way"]): report.memory_and_time(r) for r in rows if r["length"] == longest}
+    cells = {(r["model"], r["way"]): report.memory_and_time(r, "GiB") for r in rows if r["length"] == longest}
     lines = ([model, *(cells.get((model, way), "–") for way in names)] for model in MODELS)
     return report.markdown_table(["", *names.values()], lines)
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Memory above, time below, a column a model."""
+    """Memory above, time below, a column a model. Points of a single process are hollow."""
     names = list(dict.fromkeys(row["model"] for row in rows))
-    lengths = sorted({row["length"] for row in rows})
     figure, panels = report.pyplot().subplots(
-        2, len(names), figsize=(3.3 * len(names), 5.6), squeeze=False, sharex=True
+        2, len(names), figsize=(3.3 * len(names), 5.6), squeeze=False, sharex="col"
     )
     for column, name in enumerate(names):
         for way, (_, colour, dash) in WAYS.items():
             curve = [row for row in rows if (row["model"], row["way"]) == (name, way)]
-            style = {"color": colour, "linewidth": 2.6 if way == "wrapped" else 1.6, "marker": "o"}
+            style = {"color": colour, "linewidth": 2.6 if way == "wrapped" else 1.6}
+            single = [row for row in curve if row["processes"] == 1]
             for axes, field, unit in ((panels[0], "memory_bytes", 2**20), (panels[1], "ms_per_token", 1)):
                 xs, ys = [row["length"] for row in curve], [row[field] / unit for row in curve]
-                axes[column].plot(xs, ys, dash, **style, markersize=4, label=way)
+                axes[column].plot(xs, ys, dash, **style, marker="o", markersize=4.5, label=way)
+                xs, ys = [row["length"] for row in single], [row[field] / unit for row in single]
+                axes[column].plot(
+                    xs, ys, "o", color=colour, markersize=4.5, markerfacecolor="white", zorder=3
+                )
         if MODELS[name][1]:
             xs = sorted({row["length"] for row in rows if row["model"] == name})
             ys = [kept(name, n) / 2**20 for n in xs]
-            panels[0, column].plot(xs, ys, ":", color=GREEN, label="keys, values, cotangents")
+            panels[0, column].plot(xs, ys, ":", color=GREEN, label="keys, values and their gradients")
         panels[0, column].set_title(name)
         panels[0, column].set_yscale("log")
         show.plain_ticks(panels[0, column])
         panels[1, column].set_ylim(bottom=0)
         for axes in panels[:, column]:
-            show.ticks_of_lengths(axes, lengths)
+            show.ticks_of_lengths(axes, sorted({row["length"] for row in rows if row["model"] == name}))
     panels[0, 0].set_ylabel("peak memory, MiB")
     panels[1, 0].set_ylabel("forward + backward, ms per token")
     handles, labels = panels[0, -1].get_legend_handles_labels()

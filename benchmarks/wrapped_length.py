@@ -55,35 +55,37 @@ class WrappedLength(Wrapped):
 
 def draw(rows: Sequence[Row], limit: int) -> Any:
     """Memory against length, both on logarithmic axes; each line ends where the model no longer fits."""
-    figure, axes = report.pyplot().subplots(figsize=(7.2, 3.8))
+    figure, axes = report.pyplot().subplots(figsize=(6.6, 3.9))
     lengths = sorted({row["length"] for row in rows})
-    axes.axhline(limit / 1e9, color=report.BLACK, linewidth=0.8, linestyle=":")
-    axes.annotate(f"{limit / 1e9:.0f} GB: the limit", (lengths[-1], limit / 1e9), (0, 4),
+    axes.axhline(limit / 2**30, color=report.BLACK, linewidth=0.8, linestyle=":")
+    axes.annotate(f"{limit / 2**30:.0f} GiB: the limit", (lengths[-1], limit / 2**30), (0, 4),
                   textcoords="offset points", ha="right", fontsize="small")  # fmt: skip
     for way, (_, colour, dash) in WAYS.items():
         curve = [row for row in rows if row["way"] == way and "memory_bytes" in row]
         if not curve:
             continue
-        xs, ys = [row["length"] for row in curve], [row["memory_bytes"] / 1e9 for row in curve]
+        xs, ys = [row["length"] for row in curve], [row["memory_bytes"] / 2**30 for row in curve]
         axes.plot(xs, ys, dash, color=colour, linewidth=2.6, marker="o", markersize=4)
         ends = xs[-1] < lengths[-1]
         if ends:
             axes.plot(xs[-1:], ys[-1:], "x", color=colour, markersize=11, markeredgewidth=2.4)
-        said = f"{NAMES[way]}\n{ys[-1]:.2g} GB at {show.tokens(xs[-1])}"
-        alignment: dict[str, Any] = (
-            {"ha": "left", "va": "bottom"} if ends else {"ha": "right", "va": "bottom"}
-        )
+        said = f"{NAMES[way]}\n{ys[-1]:.2g} GiB at {show.tokens(xs[-1])}"
+        # Beside a line's end: the first to end has the later ones on its right.
+        side, place = {
+            "transformers": ("right", (-15, -7)),
+            "checkpointing": ("left", (9, -12)),
+            "wrapped": ("right", (0, 10)),
+        }[way]
         axes.annotate(
-            said, (xs[-1], ys[-1]), (9 if ends else 0, -12 if ends else 10), textcoords="offset points",
-            color=colour, **alignment,
-        )  # fmt: skip
+            said, (xs[-1], ys[-1]), place, textcoords="offset points", color=colour, ha=side, va="bottom"
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, map(show.tokens, lengths))
-    axes.set_ylim(0.03, 3 * limit / 1e9)
+    axes.set_ylim(0.03, 3 * limit / 2**30)
     show.plain_ticks(axes)
     axes.set_xlabel("tokens in the sequence")
-    axes.set_ylabel("peak memory of a training step, GB")
+    axes.set_ylabel("peak memory of a training step, GiB")
     return figure
 
 

@@ -1,5 +1,6 @@
-"""Writes the tables of docs/models.md again: every class of tests/hf/hf_models.py, and all other causal LMs
-that transformers has, tried. Takes some minutes.
+"""Write the tables of docs/models_classes.md again: try every class of tests/hf/hf_models.py and
+multimodal_models.py, and all other causal LMs that transformers has. Takes some minutes; less with
+`--multimodal`, which writes the table of multimodal classes alone.
 
 python -m docs.draw_models
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,12 @@ from tests.hf.hf_models import (
     perturb_weights,
     refusal_reason,
 )
+from tests.hf.multimodal_models import MULTIMODAL, make_multimodal, make_multimodal_batch
 
-TABLE = Path(__file__).with_name("models.md")
+TABLE = Path(__file__).with_name("models_classes.md")
 HEAD = ["family", "class", "its cache holds", "gradient by chunks"]
 LIMIT = 1e-10
-UNTRIED = "not tried, as they were not made small so or do not run in float64"
+UNTRIED = "not tried, because no small configuration of them was found or they do not run in float64"
 SECONDS = 60  # for one of the others
 # What makes a configuration small, whichever of these options it has.
 SMALL: dict[str, Any] = {
@@ -146,9 +149,10 @@ BY_HAND: dict[str, dict[str, Any]] = {
 }
 
 
-def tried(model: Any) -> tuple[str, str]:
+def tried(model: Any, inputs: dict[str, Any] | None = None) -> tuple[str, str]:
     """What the cache holds, and the largest relative error of a parameter's gradient or why it is refused."""
-    wrapped, inputs = copy.deepcopy(model), make_batch(29)  # before the first run: some keep tensors of it
+    wrapped = copy.deepcopy(model)  # before the first run: some keep tensors of it
+    inputs = inputs or make_batch(29)
     with float64_throughout():
         expected = loss_and_gradients(model, **inputs)
         try:
@@ -203,9 +207,25 @@ def _too_long(*_: Any) -> None:
     raise TimeoutError
 
 
+def multimodal_table() -> str:
+    """The table of classes with images or sound."""
+    rows = [["class", "inputs beside ids", "its cache holds", "gradient by chunks"], ["---"] * 4]
+    for name in MULTIMODAL:
+        print(name, flush=True)
+        inputs = make_multimodal_batch(name)
+        others = [n for n in inputs if n not in ("input_ids", "labels", "attention_mask")]
+        named = ", ".join(f"`{n}`" for n in others)
+        rows.append([f"`{name}`", named, *tried(make_multimodal(name), inputs)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _too_long)
+    text = with_table(TABLE.read_text(), "multimodal", multimodal_table())
+    TABLE.write_text(text)
+    if "--multimodal" in sys.argv:
+        return
     classes = [(family, name) for family, of in FAMILIES.items() for name in of]
     rows = [HEAD, ["---"] * len(HEAD)]
     for family, name in [*classes, *(("refused", name) for name in REFUSED)]:

@@ -11,8 +11,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s:#]+)(#[^)]*)?\)")
+NAME = re.compile(r"<code>([^<\n]{1,36})</code>")  # short enough to stay on one line of a telephone
+CELL, UNIT = re.compile(r"<td.*?</td>", re.S), re.compile(r"(?<=\d) (?=(?:[KMGT]i?B|ms|s)\b)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".ipynb": "json", ".json": "json"}
-MARK = re.compile(r"<!--[=/].*?-->")  # around generated numbers (benchmarks/pages.py)
 LONGEST = 40_000  # characters of a file that is shown as a page: results in numbers are longer
 
 
@@ -53,8 +54,7 @@ def place(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Marks of numbers are left out. Links out of docs/ lead to the file's page; folders and long files have
-    none, and are named by their paths."""
+    """Lead links out of docs/ to the file's page. Folders and long files have none: their path is shown."""
     source = page.file.src_uri
     if source.startswith("files/"):  # links are from the folder of the file that it shows
         file = ROOT / source.removeprefix("files/")
@@ -76,9 +76,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             target = place(path)
         elif path.is_relative_to(ROOT):
             name = f"`{path.relative_to(ROOT).as_posix()}`"
-            return name if words.strip("`") in name else f"{words} ({name})"
+            return name if words.strip("`/") in name else f"{words} ({name})"
         else:
             return link[0]
         return f"[{words}]({os.path.relpath(target, Path(source).parent)}{anchor})"
 
-    return LINK.sub(shown, MARK.sub("", markdown))
+    return LINK.sub(shown, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep numbers beside their units, and names of classes and flags on one line (docs/site.css)."""
+    html = CELL.sub(lambda cell: UNIT.sub("\u00a0", cell[0]), html)
+    return NAME.sub(r'<code class="name">\1</code>', html)

@@ -1,10 +1,11 @@
-"""Count names that say nothing and docstrings that begin in the middle of a sentence, file by file.
+"""Count names that say nothing, docstrings that begin in the middle of a sentence and uses of Any, by file.
 
 python scripts/style.py            the measures of adjoint/, then every file that has some
 python scripts/style.py --write    lower the numbers in scripts/style.json, which a test holds
 
-A name counts where it is bound: variables, parameters, functions, classes. scripts/style.json says how many
-each file may still have; a file that is not in it may have none."""
+A name counts where it is bound: variables, parameters, functions, classes. Any counts in adjoint/ alone.
+scripts/style.json says how many of the three each file may still have; a file that is not in it may have
+none."""
 
 from __future__ import annotations
 
@@ -56,6 +57,11 @@ class Counts(NamedTuple):
     def plus(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(self, other, strict=True)))
 
+    @property
+    def limited(self) -> list[int]:
+        """The numbers that scripts/style.json limits: vague names, openings, uses of `Any`."""
+        return [self.vague, self.openings, self.any]
+
 
 def bound_names(tree: ast.AST) -> Iterator[str]:
     """Yield every name that the tree binds, without attributes and imports."""
@@ -82,6 +88,7 @@ def count(path: Path) -> Counts:
     names, words = list(bound_names(tree)), list(first_words(tree))
     code, comments = set(), set()
     skipped = tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING
+    uses_of_any = sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
             if token.type == tokenize.COMMENT:
@@ -95,7 +102,7 @@ def count(path: Path) -> Counts:
         sum(word in OPENINGS for word in words),
         len(code),
         len(comments - code),
-        sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree)),
+        uses_of_any if path.is_relative_to(ROOT / "adjoint") else 0,
     )
 
 
@@ -106,13 +113,13 @@ def counted(*folders: str) -> dict[str, Counts]:
 
 
 def exceeding(files: dict[str, Counts], allowed: dict[str, list[int]]) -> list[str]:
-    """Return a line for each file that has more vague names or openings than it may have."""
+    """Return a line for each file that has more vague names, openings or uses of Any than it may have."""
     lines = []
     for name, counts in files.items():
         for what, number, limit in zip(
-            ("names that say nothing", "docstrings that begin in the middle"),
-            (counts.vague, counts.openings),
-            allowed.get(name, [0, 0]),
+            ("names that say nothing", "docstrings that begin in the middle", "uses of Any"),
+            counts.limited,
+            allowed.get(name, [0, 0, 0]),
             strict=True,
         ):
             if number > limit:
@@ -124,19 +131,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--write", action="store_true", help="lower the numbers in scripts/style.json")
     arguments = parser.parse_args()
-    files, total = counted(*FOLDERS), Counts()
+    files, total, without_triton = counted(*FOLDERS), Counts(), Counts()
     for name, counts in files.items():
-        total = total.plus(counts) if name.startswith("adjoint/") else total
+        if name.startswith("adjoint/"):
+            total = total.plus(counts)
+            is_triton = "triton" in (*Path(name).parts, Path(name).stem)
+            without_triton = without_triton if is_triton else without_triton.plus(counts)
     print(f"vague names per 1,000 bound names: {1000 * total.vague / total.names:.1f}")
     print(f"docstrings that begin in the middle: {total.openings} of {total.docstrings}")
-    print(f"Any per 1,000 lines of code: {1000 * total.any / total.code:.1f}")
+    print(
+        f"Any per 1,000 lines of code: {1000 * total.any / total.code:.1f} "
+        f"({1000 * without_triton.any / without_triton.code:.1f} without Triton's)"
+    )
     print(f"lines of comments: {100 * total.comments / (total.code + total.comments):.1f}%")
     if arguments.write:
         before = json.loads(ALLOWED.read_text()) if ALLOWED.exists() else None
-        now = {name: [c.vague, c.openings] for name, c in files.items() if c.vague or c.openings}
+        now = {name: counts.limited for name, counts in files.items() if any(counts.limited)}
         if before is not None:
             now = {
-                name: [min(pair) for pair in zip(each, before.get(name, [0, 0]), strict=True)]
+                name: [min(pair) for pair in zip(each, before.get(name, [0, 0, 0]), strict=True)]
                 for name, each in now.items()
             }
         rows = (
@@ -144,10 +157,10 @@ def main() -> None:
         )
         ALLOWED.write_text("{\n" + ",\n".join(rows) + "\n}\n")
         return
-    print("\nvague  openings  file")
-    for name, counts in sorted(files.items(), key=lambda item: -item[1].vague - item[1].openings):
-        if counts.vague or counts.openings:
-            print(f"{counts.vague:5}  {counts.openings:8}  {name}")
+    print("\nvague  openings  Any  file")
+    for name, counts in sorted(files.items(), key=lambda item: -sum(item[1].limited)):
+        if any(counts.limited):
+            print(f"{counts.vague:5}  {counts.openings:8}  {counts.any:3}  {name}")
 
 
 if __name__ == "__main__":

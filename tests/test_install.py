@@ -19,7 +19,7 @@ from tests.page_helpers import ROOT, RUNS, carry_out, make_hybrid, script, texts
 
 README = (ROOT / "README.md").read_text()
 PART = README.split("\n## Install\n")[1].partition("\n## ")[0]
-MODEL = "state-spaces/mamba-130m-hf"  # that the README's Python names
+MODEL = "state-spaces/mamba-130m-hf"  # that the pages' Python names
 # A model and a tokenizer of that kind, small, as a folder; run in the environment that is tried.
 TINY_MODEL = """
 import sys
@@ -81,7 +81,7 @@ def test_every_part_of_the_readme_with_commands_says_what_it_needs() -> None:
         head for head, text in zip(parts[1::2], parts[2::2], strict=True) if commands.search(text)
     }
     linked = {heading for headings in HEADINGS.values() for heading in headings}
-    linked |= {"Which layout"} if "(#which-layout)" in PART else set()
+    linked |= {"Several GPUs and machines"} if "(#several-gpus-and-machines)" in PART else set()
     assert with_commands - linked == set()
 
 
@@ -185,7 +185,7 @@ def test_what_the_readme_shows_runs_as_it_was_installed(way: str, clean: Clean, 
         shutil.copytree(make_hybrid(tmp_path), clean.work / "path" / "to" / "model")
     for heading in headings:
         place = f"README.md#{heading}"
-        if heading == "Your model, in your Trainer":
+        if heading == "Your own model":
             ran.append(trains_as_printed(clean))
         if heading == "Train from scratch":
             (block,) = re.findall(r"```python\n(.*?)```", README.split(f"## {heading}")[1], re.S)[:1]
@@ -211,11 +211,11 @@ def test_what_the_readme_shows_runs_as_it_was_installed(way: str, clean: Clean, 
 
 
 def trains_as_printed(clean: Clean) -> str:
-    """The README's first Python, with a small model in the place of its own, and shorter rows."""
+    """The Trainer's example, to which the README leads, with a small model and shorter rows."""
     (clean.work / "tiny.py").write_text(TINY_MODEL)
     clean.run("python tiny.py tiny")
     (clean.work / "book.txt").write_text("a book of few words " * 200)
-    block = re.findall(r"```python\n(.*?)```", README, re.S)[0]
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "models.md").read_text(), re.S)
     assert MODEL in block and "65_536" in block
     said = clean.python(block.replace(MODEL, "tiny").replace("65_536", "1_000"))
     losses = [float(number) for number in re.findall(r"'loss': '?([\d.]+)", said)]

@@ -1,4 +1,4 @@
-"""README.md and docs/: their links lead somewhere, their flags exist, the README's Python runs."""
+"""README.md and docs/: their links lead somewhere, their flags exist, their Python runs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_pages_are_short_and_listed_by_their_titles() -> None:
+    """Pages have at most 200 lines; the site lists each once, under its own title."""
+    guides = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    assert not [page.name for page in guides if page.read_text().count("\n") > 200]
+    listed = re.findall(r"^ +- (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(["index.md", *(page.name for page in guides[1:])])
+
+
 def commands() -> list[list[str]]:
     """Every command line of ours in the documents' blocks of code, from the command's name on."""
     found = []
@@ -64,7 +72,7 @@ def test_flags_of_commands_exist() -> None:
     assert {"train", "eval", "plan", "sweep", "export"} <= helps.keys()
 
 
-def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_readme_and_models_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tiny model in the place of the one that it names, and a short text."""
     transformers = pytest.importorskip("transformers")
     config = transformers.MambaConfig(vocab_size=256, hidden_size=16, num_hidden_layers=2, state_size=4)
@@ -80,14 +88,14 @@ def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("a book of few words " * 20)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 2
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/models.md")]
+    blocks = [block for text in pages for block in re.findall(r"```python\n(.*?)```", text, re.S)]
+    assert len(blocks) == 3
     for block in blocks:
         names: dict[str, object] = {}
         exec(block.replace("65_536", "300"), names)
-        model = names["model"]
-        assert isinstance(model, torch.nn.Module)
-    assert all(p.grad is not None for p in model.parameters())
+        assert isinstance(model := names["model"], torch.nn.Module)
+        assert "Trainer(" in block or all(p.grad is not None for p in model.parameters())
 
 
 @pytest.fixture(scope="session")

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import Any
 
 from adjoint.cluster.devices import Device, shares
-from adjoint.cluster.spec import ShardSpec
+from adjoint.cluster.spec import ProcessDescription, ShardSpec
 from adjoint.errors import UserError
+from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.plan.capacity import Fit
-from adjoint.plan.memory import Machine, Setup, needs
+from adjoint.plan.machine import Machine
+from adjoint.plan.memory import Setup, needs
 from adjoint.plan.partition import GB, partition
 from adjoint.plan.stack import model_of
 from adjoint.plan.stage_memory import Uncountable
 from adjoint.train.config import TrainingConfig
-from adjoint.train.layout import Layout
+from adjoint.train.layout import CutModel, Layout
 
 
 def make_specs(
-    model: Any,
+    model: StackConfig | CutModel,
     training: TrainingConfig,
     method: Method,
     layout: Layout,
-    processes: list[dict[str, Any]],
+    processes: Sequence[ProcessDescription],
     ids: tuple[int, int] | None = None,
 ) -> tuple[str, tuple[range, ...], list[ShardSpec]]:
     """Assign layers by the devices' shares within their memory, and specify every worker.
@@ -48,7 +49,7 @@ def make_specs(
     # of each shard the smallest device of the workers that have its layers; None where one of them is a CPU
     alike = [[processes[rank]["gpu"] for rank in layout.ranks(shard)] for shard in range(shards)]
     gpus: list[Device | None] = [
-        None if None in each else min(each, key=lambda gpu: gpu.memory_bytes) for each in alike
+        None if None in each else min(filter(None, each), key=lambda gpu: gpu.memory_bytes) for each in alike
     ]
     sizes = [gpu.memory_bytes for gpu in gpus if gpu is not None]
     rows, seqlen = (1, 1) if ids is None else (layout.rows(ids[0]), ids[1])
@@ -62,7 +63,8 @@ def make_specs(
         if ids is not None and limits is None:
             _check_nodes(fit.without_margin().setup, spans, owners)
     except Uncountable:  # then nobody knows
-        spans = tuple(partition(model.costs, shards, speeds))
+        costs = model_of(model).costs if isinstance(model, StackConfig) else model.costs
+        spans = tuple(partition(costs, shards, speeds))
     except UserError as error:
         raise UserError(f"cluster.shards: {error}") from None
     nodes = [look["node"] for look in processes]
@@ -83,7 +85,7 @@ def make_specs(
     return processes[0]["device"], spans, specs
 
 
-def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[dict[str, Any]]) -> None:
+def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[ProcessDescription]) -> None:
     """Raise a UserError if a node's memory is too small for all of its shards."""
     each = [need.total for need in needs(setup, spans) for _ in range(setup.layout.sequence)]
     needed = collections.Counter[str]()
@@ -93,6 +95,6 @@ def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[dict[str
         if needed[name] > memory:
             count = sum(look["node"] == name for look in owners)
             raise UserError(
-                f"{count} shards on a node of {memory / GB:.1f} GB need "
-                f"{needed[name] / GB:.1f} GB; shorten --data.seqlen, or take more nodes or a smaller model"
+                f"{count} shards on a node of {memory / GB:.1f} GB need {needed[name] / GB:.1f} GB; shorten "
+                "--data.seqlen, or use more nodes or a smaller model"
             )

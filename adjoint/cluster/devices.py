@@ -18,7 +18,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 from adjoint.errors import UserError
 
@@ -81,7 +81,7 @@ class Inventory:
         # An empty list hides what Ray is not to count; on a node with nothing to hide it says the same.
         return f"CUDA_VISIBLE_DEVICES={shlex.quote(self.visible)} {shlex.join(words)}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Everything here in plain types, for JSON."""
         return {
             "devices": [dataclasses.asdict(device) for device in self.devices],
@@ -93,7 +93,7 @@ class Inventory:
         }
 
 
-def find(nvml: Any = None) -> Inventory:
+def find(nvml: ModuleType | None = None) -> Inventory:
     """Find the GPUs and MIG slices of this node that a process may use, ignoring ``CUDA_VISIBLE_DEVICES``.
 
     A GPU in MIG mode stands for its slices and is no device itself. Whatever cannot be used is a line in
@@ -120,14 +120,14 @@ def find(nvml: Any = None) -> Inventory:
     return Inventory(tuple(devices), tuple(notes))
 
 
-def _devices(nvml: Any, index: int, notes: list[str]) -> list[Device]:
+def _devices(nvml: ModuleType, index: int, notes: list[str]) -> list[Device]:
     """Return a GPU, or its MIG devices, whose indices have holes where an instance was destroyed."""
     gpu = nvml.nvmlDeviceGetHandleByIndex(index)
     name = nvml.nvmlDeviceGetName(gpu)
     if not _mig_mode(nvml, gpu):
         total = int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
         return [Device(nvml.nvmlDeviceGetUUID(gpu), name, index, total)]
-    slices, instances, before = list[Device](), list[Any](), len(notes)
+    slices, instances, before = list[Device](), list[int](), len(notes)
     for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
         try:
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place)
@@ -151,7 +151,7 @@ def _devices(nvml: Any, index: int, notes: list[str]) -> list[Device]:
     ]
 
 
-def _mig_mode(nvml: Any, handle: Any) -> bool:
+def _mig_mode(nvml: ModuleType, handle: object) -> bool:
     try:
         current, _pending = nvml.nvmlDeviceGetMigMode(handle)
     except nvml.NVMLError as error:
@@ -186,13 +186,13 @@ def visible(inventory: Inventory, environ: Mapping[str, str] | None = None) -> I
             available = ", ".join(d.uuid for d in inventory.devices) or "; ".join(inventory.notes)
             matches = "several devices" if fits else "no device"
             raise UserError(
-                f"CUDA_VISIBLE_DEVICES: {entry!r} names {matches} of this node; it has {available}"
+                f"CUDA_VISIBLE_DEVICES: {entry!r} matches {matches} of this node, which has {available}"
             )
         chosen.append(fits[0])
     return dataclasses.replace(inventory, devices=tuple(chosen))
 
 
-def mine(nvml: Any = None, environ: Mapping[str, str] | None = None) -> Device | None:
+def mine(nvml: ModuleType | None = None, environ: Mapping[str, str] | None = None) -> Device | None:
     """Return this process's device, None if it computes on the CPU.
 
     Raises:
@@ -202,8 +202,9 @@ def mine(nvml: Any = None, environ: Mapping[str, str] | None = None) -> Device |
     candidates = visible(find(nvml), environ).devices
     if len(candidates) > 1 and any(device.is_slice for device in candidates):
         raise UserError(
-            f"this process sees {len(candidates)} devices, MIG slices among them, and can use one: start a "
-            "process for each, its UUID alone in CUDA_VISIBLE_DEVICES (adjoint cluster env lists them)"
+            f"this process sees {len(candidates)} devices, MIG slices among them, and can use only one: "
+            "start a process per device, with only that device's UUID in CUDA_VISIBLE_DEVICES (adjoint "
+            "cluster env lists them)"
         )
     return candidates[0] if candidates else None
 

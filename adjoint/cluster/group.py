@@ -15,20 +15,26 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adjoint.cluster import devices, placement
 from adjoint.cluster.helpers import Helper, HelperShard, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import PipelineWorker
 from adjoint.cluster.shared_files import SharedFiles
-from adjoint.cluster.spec import ShardSpec
+from adjoint.cluster.spec import ProcessDescription, ShardSpec
 from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.plan.schedule import exchanges_within_tiles
 from adjoint.train.config import ClusterConfig, TrainingConfig
+from adjoint.train.layout import CutModel
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
 SEARCH = 15.0  # the same where only connections are known to have broken, but not yet who broke them
@@ -47,7 +53,7 @@ class ShardActor:
 
     shard: PipelineWorker | HelperShard | None = None
 
-    def describe(self, training: TrainingConfig, files: SharedFiles | None) -> dict[str, Any]:
+    def describe(self, training: TrainingConfig, files: SharedFiles | None) -> ProcessDescription:
         """Describe this process: its node, device, precision, cores and memory.
 
         Raises:
@@ -86,7 +92,7 @@ class ShardActor:
         spec: ShardSpec,
         meeting: str,
         backend: str,
-        actors: list[Any],
+        actors: list[ActorHandle],
         checkpoint: str | None,
         patience: float,
         start_timeout: float,
@@ -112,7 +118,7 @@ class ShardActor:
             self.shard = HelperShard(spec)
             return
         helpers = [_helper(actors[rank]) for rank in layout.helpers_of(spec.rank)]
-        kind: Any = PipelineWorker
+        kind: type[PipelineWorker] = PipelineWorker
         if not isinstance(spec.model, StackConfig):
             from adjoint.cluster.pretrained import PretrainedPipelineWorker as kind
         shard = kind(spec, transport, checkpoint is None, helpers)
@@ -120,7 +126,7 @@ class ShardActor:
             shard.load(checkpoint)
         self.shard = shard
 
-    def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+    def call(self, name: str, *arguments: object, **keywords: object) -> Any:
         """Calls a method of the shard, or of this actor before there is one; NumPy arrays become tensors."""
         if self.shard is None:
             return getattr(self, name)(*arguments)
@@ -134,7 +140,7 @@ class ShardActor:
         return (0, ("", False)) if shard is None else (shard.progress, shard.at)
 
 
-def _helper(actor: Any) -> Helper:
+def _helper(actor: ActorHandle) -> Helper:
     """An actor as those it helps know it."""
     return lambda task: actor.call.remote("task", task).future()
 
@@ -146,13 +152,14 @@ class Watch:
         actors: of all workers. ranks: those to be watched.
     """
 
-    def __init__(self, actors: Sequence[Any], ranks: Sequence[int]) -> None:
-        self.actors, self.asked = actors, dict[int, Any]()
+    def __init__(self, actors: Sequence[ActorHandle], ranks: Sequence[int]) -> None:
+        self.actors = actors
+        self.asked: dict[int, ObjectRef] = {}
         self.moved = time.monotonic()
         self.last_seen = dict.fromkeys(ranks, self.moved)
         self.said: dict[int, tuple[int, tuple[str, bool]]] = {}
 
-    def ask(self, rank: int) -> Any:
+    def ask(self, rank: int) -> ObjectRef:
         """Asks for a heartbeat; a reference to it."""
         return self.actors[rank].heartbeat.options(concurrency_group="watch").remote()
 
@@ -215,7 +222,7 @@ class Group:
 
     def __init__(
         self,
-        model: Any,
+        model: StackConfig | CutModel,
         training: TrainingConfig,
         method: Method,
         cluster: ClusterConfig,
@@ -234,11 +241,11 @@ class Group:
             self.layout = dataclasses.replace(self.layout, shards=shards)
         self.layout.check(model, method)
         self.place = placement.place(self.layout, each, cluster.start_timeout, await_nodes)
-        self.actors: list[Any] = []
+        self.actors: list[ActorHandle] = []
         self.nodes: list[str] = []  # Ray's name of each worker's node, once they have said it
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
-            self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
+            self.actors = [self._actor(rank, each) for rank in range(self.layout.world)]
             processes = self.each("describe", dict.fromkeys(range(self.layout.world), (training, files)))
             self.nodes = [process["node"] for process in processes]
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, processes, ids)
@@ -247,7 +254,8 @@ class Group:
             if exchanges_within_tiles(model, self.layout.sequence):
                 if transport == "nccl":
                     raise UserError(
-                        "cluster.transport: workers that share this model's sequences send by gloo; use auto"
+                        "cluster.transport: nccl cannot carry attention's messages between sequence workers; "
+                        "use auto, which is gloo there"
                     )
                 transport = "gloo"
             backend = devices.backend([process["gpu"] for process in processes], transport)
@@ -267,7 +275,8 @@ class Group:
             self.kill()
             raise
 
-    def _actor(self, ray: Any, rank: int, each: placement.Resources) -> Any:
+    def _actor(self, rank: int, each: placement.Resources) -> ActorHandle:
+        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         # Ray leaves an actor without GPUs the whole list of its node.
@@ -285,7 +294,7 @@ class Group:
 
     # --------------------------------------------------------------------------------------------- calls
 
-    def all(self, name: str, *arguments: Any, first: bool = False, **keywords: Any) -> list[Any]:
+    def all(self, name: str, *arguments: object, first: bool = False, **keywords: object) -> list[Any]:
         """Calls a method of every shard with the same arguments; its results, by rank.
 
         Args:
@@ -295,7 +304,7 @@ class Group:
         ranks = range(0, layout.owning, layout.sequence) if first else layout.everyone
         return self.each(name, dict.fromkeys(ranks, arguments), **keywords)
 
-    def each(self, name: str, arguments: Mapping[int, tuple[Any, ...]], **keywords: Any) -> list[Any]:
+    def each(self, name: str, arguments: Mapping[int, tuple[object, ...]], **keywords: object) -> list[Any]:
         """Call a method of the workers with these ranks, each with its own arguments.
 
         Raises:
@@ -310,7 +319,7 @@ class Group:
         starts = name in ("describe", "build")
         return self._collect(references, name, "start_timeout" if starts else "hang_timeout")
 
-    def _collect(self, references: Mapping[int, Any], during: str, limit: str) -> list[Any]:
+    def _collect(self, references: Mapping[int, ObjectRef], during: str, limit: str) -> list[Any]:
         import ray
 
         patience, progress = getattr(self.cluster, limit), self.cluster.progress_timeout

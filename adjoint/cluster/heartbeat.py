@@ -25,11 +25,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from adjoint.cluster.recovery import is_collateral
 from adjoint.errors import UserError
 from adjoint.parallel.network import Endpoint, exchange, table
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 
 BEAT = 1.0  # seconds between beats
 NOTICE = 30.0  # seconds of silence before a line says so
@@ -90,7 +94,7 @@ class Heartbeat:
         hang_timeout: seconds of silence after which the run ends.
     """
 
-    def __init__(self, store: Any, endpoints: Sequence[Endpoint], rank: int, hang_timeout: float) -> None:
+    def __init__(self, store: Store, endpoints: Sequence[Endpoint], rank: int, hang_timeout: float) -> None:
         self.own, self.hang_timeout = endpoints[rank], hang_timeout
         self.doing, self.name, self.resume = "set-up", "", ""
         self.temporary: list[Path] = []
@@ -252,19 +256,19 @@ class Heartbeat:
 
     # ------------------------------------------------------------------------------------------ connections
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, message: dict[str, object]) -> None:
         """Sends to all."""
         for peer in self.peers:
             self._send(peer, message)
 
-    def _send(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _send(self, peer: Peer, message: dict[str, object]) -> None:
         """Sends to one. Where a cut connection has not taken the last message, beats are left out."""
         with self._lock, contextlib.suppress(OSError):
             if not (peer.unsent and "doing" in message):
                 peer.unsent += json.dumps(message).encode() + b"\n"
             del peer.unsent[: peer.socket.send(peer.unsent)]
 
-    def _connect(self, store: Any, endpoints: Sequence[Endpoint]) -> list[Peer]:
+    def _connect(self, store: Store, endpoints: Sequence[Endpoint]) -> list[Peer]:
         """Connect to each other process.
 
         Raises:
@@ -285,7 +289,7 @@ class Heartbeat:
             peers.append(peer)
         return peers
 
-    def _connections(self, store: Any, endpoints: Sequence[Endpoint]) -> dict[int, socket.socket]:
+    def _connections(self, store: Store, endpoints: Sequence[Endpoint]) -> dict[int, socket.socket]:
         """A connection to each other process, by its rank; that of the higher rank calls."""
         local, world = self.own, len(endpoints)
         family = socket.AF_INET6 if ":" in local.address else socket.AF_INET

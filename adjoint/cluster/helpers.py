@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from adjoint.train.machine import autocast
 
 UNITS_PER_HELPER = 2  # units that a helper holds: one under way, one whose inputs are there
 # grid, tiles, inputs, new weights; its tensors as NumPy arrays, which Ray ships without pickling them
-Task = tuple[Grid, tuple[Tile, ...], dict[Key, Any], list[Any] | None]
+Array = TypeVar("Array", np.ndarray, Tensor)
+Task = tuple[Grid, tuple[Tile, ...], dict[Key, Array], list[Array] | None]
 # Hands a task over; its result is the sums of the task's gradients, an array for each parameter of the layer.
 Helper = Callable[[Task], futures.Future[list[np.ndarray]]]
 

@@ -11,13 +11,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from adjoint.errors import UserError, install_command
 from adjoint.memory import usable_cores
 from adjoint.train.layout import Layout
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
 
 STARTS = 4  # attempts at a Ray on this machine
 REPORT = 5.0  # seconds between looks at what is still missing
@@ -91,7 +95,7 @@ def connect(workers: int, each: Resources) -> bool:
             ) from None
         return False
     cpus = max(usable_cores(), workers * each.cpus)  # they may share cores: it is the user's laptop
-    settings: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE, "log_to_driver": False}
+    settings = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE, "log_to_driver": False}
     with _deaf_to_stop_requests():
         for left in reversed(range(STARTS)):
             try:
@@ -117,8 +121,10 @@ def _shorten_messages() -> None:
     if (print_whole := getattr(worker, "print_to_stdstream", None)) is None:
         return  # not Ray's public interface
 
-    def shortened(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
-        lines = [str(line).strip().partition("\n")[0] for line in data["lines"]]
+    def shortened(data: Mapping[str, object], *arguments: object, **keywords: object) -> None:
+        whole_lines = data["lines"]
+        assert isinstance(whole_lines, (list, tuple))
+        lines = [str(line).strip().partition("\n")[0] for line in whole_lines]
         print_whole({**data, "lines": lines}, *arguments, **keywords)
 
     worker.print_to_stdstream = shortened
@@ -206,7 +212,7 @@ def missing(layout: Layout, each: Resources) -> str:
     return f"waiting for {amount}: {layout.world - lacks} of {layout.world} {name} can be placed{auto}"
 
 
-def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = False) -> Any:
+def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = False) -> PlacementGroup:
     """A placement group with a bundle a worker, close together.
 
     Args:
@@ -235,6 +241,6 @@ def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = F
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
             f"cluster.shards: {layout.world} workers with {each} each got no resources in {timeout:.0f} s; "
-            f"free are {free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
+            f"free are {free or 'no CPUs and no GPUs'}; wait for other jobs to end, or use fewer shards"
         )
     return group

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
 from adjoint.checkpoint import StoredTensors
 from adjoint.cluster.shard import PipelineWorker
 from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.stage import Stage
 from adjoint.errors import UserError
 from adjoint.hf.chunking import check_method
 from adjoint.hf.model_parts import PassThrough, backbone_of
@@ -31,7 +32,7 @@ from adjoint.train.pretrained import KEY, configuration, damaged_weights
 class PretrainedPipelineWorker(PipelineWorker):
     """A `PipelineWorker` whose `spec.model` is a `Pretrained`, with weights from a checkpoint."""
 
-    def _make_part(self, drawn: bool) -> Any:
+    def _make_part(self, drawn: bool) -> PreTrainedModel:
         span = self.spec.spans[self.spec.shard]
         self.found = pretrained = self.spec.model.in_precision(self.spec.precision)
         self.embedding_name, self.head_name = pretrained.embedding, pretrained.head
@@ -54,9 +55,9 @@ class PretrainedPipelineWorker(PipelineWorker):
             span_model.get_output_embeddings().weight = span_model.get_input_embeddings().weight
         return span_model.train()
 
-    def _stages(self) -> list[Any]:
+    def _stages(self) -> list[Stage | None]:
         self.part.train(torch.is_grad_enabled())  # it may have dropout
-        stages: list[Any] = [None] * self.shards
+        stages: list[Stage | None] = [None] * self.shards
         recompute = self.spec.method.recompute
         span = self.spec.spans[self.spec.shard]
         stages[self.spec.shard] = self.found.make_stage(self.part, span, recompute)
@@ -117,7 +118,7 @@ def described_by_files(directory: str, method: Method, trust_remote_code: bool =
         raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
 
 
-def _has_all(stored: StoredTensors, model: Any, pretrained: Pretrained) -> bool:
+def _has_all(stored: StoredTensors, model: PreTrainedModel, pretrained: Pretrained) -> bool:
     """Whether the files hold all of a model's parameters unchanged, under the model's own names."""
     if any(type(change) is not WeightRenaming for change in get_model_conversion_mapping(model)):
         return False
@@ -134,7 +135,7 @@ def _has_all(stored: StoredTensors, model: Any, pretrained: Pretrained) -> bool:
     return True
 
 
-def _read(stored: StoredTensors, model: Any, pretrained: Pretrained) -> Pretrained:
+def _read(stored: StoredTensors, model: PreTrainedModel, pretrained: Pretrained) -> Pretrained:
     """Load the layers needed to compare an empty model's spans with the whole model, and compare them."""
     layers = getattr(backbone_of(model), pretrained.layers)
     compared: list[int] = []

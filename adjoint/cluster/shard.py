@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch, labelled
-from adjoint.checkpoint import StoredTensors
+from adjoint.checkpoint import FileEntry, StoredTensors
 from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.chunk_size import default_chunk_size
-from adjoint.engine.compare import compare_own_layers
+from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.exchange import BetweenTiles, Exchange
 from adjoint.engine.executor import Connections, Executor
@@ -148,7 +148,7 @@ class PipelineWorker:
             span_module.reset_parameters(seed)
         return span_module.to(self.device, spec.dtype)
 
-    def _stages(self) -> list[Any]:
+    def _stages(self) -> list[Stage | None]:
         """Return the model's stages, None for those of other shards."""
         return self.part.stages(self.spec.method.recompute)
 
@@ -236,7 +236,7 @@ class PipelineWorker:
         chunked = self._step(batch, engine_spec, step)
         with autocast(spec.precision, self.device):
             if len(engine_spec.cuts(batch.seqlen)) > 2:  # more than one chunk
-                compare_own_layers(chunked.stages, batch.states, chunked.width, spec.dtype, self.device)
+                verify_custom_layers(chunked.stages, batch.states, chunked.width, spec.dtype, self.device)
             executor = chunked.accumulate(step.batches, return_final_kv=step.ended is not None)
         self.windows = chunked.windows
         if step.ended is not None:
@@ -290,7 +290,7 @@ class PipelineWorker:
         )
 
     @contextlib.contextmanager
-    def traced(self, action: Any) -> Iterator[None]:
+    def traced(self, action: object) -> Iterator[None]:
         """Note the time of an action, and for whoever watches that it is under way."""
         self.at = str(action), isinstance(action, Send | Recv)
         start, processor = time.perf_counter(), time.thread_time()
@@ -350,7 +350,7 @@ class PipelineWorker:
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
-    def save(self, folder: str) -> dict[str, dict[str, Any]]:
+    def save(self, folder: str) -> dict[str, FileEntry]:
         """Write this shard's weights and optimizer state; return the files' entries for the manifest."""
         number = f"{self.spec.shard + 1:05d}-of-{self.shards:05d}.safetensors"
         named = self.named_weights()

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
+from adjoint.cluster.devices import Device
 from adjoint.engine.schedule import Owners
 from adjoint.methods import Method
 from adjoint.plan.schedule import owners_of
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
+
+
+class ProcessDescription(TypedDict):
+    """The node, device, precision, cores and memory of a worker's process.
+
+    Attributes:
+        node: Ray's name of it. address, port: of the node, and a free port there.
+        gpu: None if it computes on the CPU.
+        memory: bytes of the node.
+    """
+
+    node: str
+    address: str
+    port: int
+    device: str
+    gpu: Device | None
+    precision: str
+    cores: int
+    memory: int
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from adjoint.cluster.heartbeat import Heartbeat
-from adjoint.cluster.shared_files import REMEDY, shared_files
+from adjoint.cluster.shared_files import REMEDY, SharedFiles, shared_files
 from adjoint.cluster.transport import DistributedTransport, decline, meet
 from adjoint.data.batches import Data
 from adjoint.errors import UserError
@@ -34,6 +35,9 @@ from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device
 from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 class Place(NamedTuple):
@@ -139,7 +143,8 @@ def gpu_of(process: Place) -> int:
     started = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # by torchrun; srun does not say
     if started > count or 1 < count <= process.local:
         raise UserError(
-            f"training.device: {count} GPUs here, and more processes; start {count} with --nproc-per-node"
+            f"training.device: this host has {count} GPUs and more processes; start {count} with "
+            "--nproc-per-node"
         )
     return process.local if count > 1 else 0
 
@@ -149,13 +154,14 @@ def _check(config: Config, process: Place) -> None:
     workers, settings = config.cluster.sequence, config.training
     if process.world % workers:
         raise UserError(
-            f"cluster.sequence: {process.world} processes are no groups of {workers}; start a multiple of it"
+            f"cluster.sequence: {process.world} processes cannot be divided into groups of {workers}; start "
+            f"a multiple of {workers}"
         )
     layout = Layout(1, workers, process.world // workers)
     layout.check_rows(config.data.batch)
     layout.check_sequence(config.method)
     if workers > 1 and config.method.memory is not None:
-        raise UserError("method.memory: works where one process has a sequence; leave it out")
+        raise UserError("method.memory: works only if each process has whole sequences; leave it out")
     if settings.carry_state != "none":
         raise UserError("training.carry_state: works in one process only; leave it out, or start one process")
     if settings.profile:
@@ -189,7 +195,7 @@ def _open_run(config: Config, process: Place, heartbeat: Heartbeat) -> tuple[Run
 
 
 def _check_files(
-    config: Config, folder: RunFolder, checkpoint: Path | None, store: Any, local: Endpoint
+    config: Config, folder: RunFolder, checkpoint: Path | None, store: Store, local: Endpoint
 ) -> None:
     """Raise a UserError on every process if one does not see the files of process 0."""
     folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
@@ -197,25 +203,30 @@ def _check_files(
     first = shared_files(folder.path, present) if local.rank == 0 else contextlib.nullcontext()
     world = torch.distributed.get_world_size()
     with first as files:
-        shared: list[Any] = [files]
+        shared: list[SharedFiles | None] = [files]
         torch.distributed.broadcast_object_list(shared)
-        problems = exchange(store, "files", local.rank, world, shared[0].problem(local.host))
+        (files,) = shared
+        assert files is not None
+        problems = exchange(store, "files", local.rank, world, files.problem(local.host))
     for problem in problems:
         if problem is not None:
             raise UserError(problem)
 
 
-def _check_data(data: Data, store: Any, local: Endpoint, endpoints: Sequence[Endpoint], path: Any) -> None:
+def _check_data(
+    data: Data, store: Store, local: Endpoint, endpoints: Sequence[Endpoint], path: str | list[str] | None
+) -> None:
     """Raise a UserError on every process if one has read other text than process 0."""
     fingerprints = exchange(store, "data", local.rank, len(endpoints), data.fingerprint)
     for other, fingerprint in zip(endpoints, fingerprints, strict=True):
         if fingerprint != fingerprints[0]:
             raise UserError(
-                f"data.path {path}: {other.host} reads other text there than {endpoints[0].host}; {REMEDY}"
+                f"data.path {path}: {other.host} reads different text there than {endpoints[0].host}; "
+                f"{REMEDY}"
             )
 
 
-def sequence_group(process: Place, workers: int, timeout: float) -> Any:
+def sequence_group(process: Place, workers: int, timeout: float) -> dist.ProcessGroup | None:
     """Return the process group of those that share this process's rows, None if it has them alone.
 
     A collective call: creating a group needs every process, also those outside of it.
@@ -252,8 +263,8 @@ class Replica(Trainer):
         self.peers = self.everyone[process.rank % self.workers :: self.workers]  # with other rows
         self.sequence_group = sequence_group(process, self.workers, config.cluster.progress_timeout)
         if process.rank:
-            silent: dict[str, Any] = {"report_to": "none", "sample_tokens": 0, "save_every": 0}
-            config = dataclasses.replace(config, training=dataclasses.replace(config.training, **silent))
+            silent = dataclasses.replace(config.training, report_to="none", sample_tokens=0, save_every=0)
+            config = dataclasses.replace(config, training=silent)
         super().__init__(config, folder, checkpoint)
         if self.peak_flops is not None:
             self.peak_flops *= process.world

@@ -15,11 +15,12 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from adjoint.checkpoint import newest_checkpoint, read_trainer
+from adjoint.checkpoint import FileEntry, TrainerState, newest_checkpoint, read_trainer
 from adjoint.cluster import placement, torchrun
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
@@ -32,11 +33,16 @@ from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
+from adjoint.train.layout import CutModel
+from adjoint.train.metrics import MetricsRow
 from adjoint.train.model import StackLM, model_class
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
 from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
 from adjoint.train.trainer import train as train_in_one_process
+
+if TYPE_CHECKING:
+    from ray.util.metrics import Gauge
 
 
 def main(argv: list[str]) -> int:
@@ -96,7 +102,7 @@ class ModelSummary(NamedTuple):
         samples: whether shards can continue a prompt.
     """
 
-    given: Any
+    given: StackConfig | CutModel
     num_parameters: int
     names: list[str]
     weights: Path | None = None
@@ -180,9 +186,9 @@ class ShardedTrainer(Trainer):
             raise failure from cause.error
         if cause.kind == "environment":
             raise UserError(
-                f"{self.folder.path}: {failure}, at step {step}; it would happen again: all nodes "
-                "need the folders of the run and of model.from_pretrained, space left and the same packages; "
-                "correct that, then --resume auto"
+                f"{self.folder.path}: {failure}, at step {step}; it would happen again: all nodes need the "
+                "folders of the run and of model.from_pretrained, free disk space and the same packages; "
+                "correct that, then continue with --resume auto"
             ) from None
         if cause.kind == "preempted":
             self.preemptions += 1
@@ -193,7 +199,7 @@ class ShardedTrainer(Trainer):
         if self.failures > most:
             raise UserError(
                 f"{self.folder.path}: {failure}, at step {step}; that is failure {self.failures} and "
-                f"cluster.max_failures is {most}; remove the cause, then --resume auto"
+                f"cluster.max_failures is {most}; remove the cause, then continue with --resume auto"
             ) from None
         done = 0 if checkpoint is None else read_trainer(checkpoint)["step"]
         print(
@@ -205,7 +211,8 @@ class ShardedTrainer(Trainer):
     def _build(self, checkpoint: Path | None) -> None:
         config = self.config
         if not hasattr(self, "origin"):
-            self.origin, self.gauges = checkpoint, dict[str, Any]()
+            self.origin = checkpoint
+            self.gauges: dict[str, Gauge] = {}
             self.whole = summary_of(config, self.folder.path / "pretrained" if checkpoint is None else None)
             self.num_parameters = self.whole.num_parameters
             self.beginning = self.data.train.state_dict(), torch_states()
@@ -220,7 +227,7 @@ class ShardedTrainer(Trainer):
             except UserError as error:
                 if self.failures + self.preemptions == 0:
                     raise
-                raise UserError(f"{self.folder.path}: {error}; then --resume auto") from None
+                raise UserError(f"{self.folder.path}: {error}; then continue with --resume auto") from None
 
     def _make_group(self, checkpoint: Path | None) -> None:
         config, settings = self.config, self.config.cluster
@@ -241,9 +248,9 @@ class ShardedTrainer(Trainer):
         rows = settings.layout.rows(config.data.batch)
         self.chunk_size = min(self._all("chunk_size", rows, config.data.seqlen))
 
-    def _all(self, name: str, *arguments: Any, **keywords: Any) -> list[Any]:
+    def _all(self, name: str, *arguments: object, first: bool = False) -> list[Any]:
         assert self.group is not None
-        return self.group.all(name, *arguments, **keywords)
+        return self.group.all(name, *arguments, first=first)
 
     def _picked_chunk_size(self) -> int:
         return self.chunk_size
@@ -270,7 +277,7 @@ class ShardedTrainer(Trainer):
         picked = self._all("picked_windows", first=True)[0] if auto else None
         return sum(share for share in loss_shares if share is not None), picked
 
-    def _seq_idx(self, ids: torch.Tensor) -> Any:
+    def _seq_idx(self, ids: torch.Tensor) -> np.ndarray | None:
         seq_idx = self.data.seq_idx(ids)
         return None if seq_idx is None else seq_idx.numpy()
 
@@ -287,19 +294,20 @@ class ShardedTrainer(Trainer):
         loss_shares = self._all("evaluate", ids.numpy(), chunk_size, self._seq_idx(ids))
         return sum(share for share in loss_shares if share is not None)
 
-    def _files(self) -> Callable[[Path], dict[str, dict[str, Any]]]:
-        def write(folder: Path) -> dict[str, dict[str, Any]]:
+    def _files(self) -> Callable[[Path], dict[str, FileEntry]]:
+        def write(folder: Path) -> dict[str, FileEntry]:
             written = self._all("save", str(folder.absolute()), first=True)
             return {name: entry for entries in written for name, entry in entries.items()}
 
         return write
 
-    def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _load(self, checkpoint: Path) -> tuple[TrainerState, dict[str, Any]]:
         rng = torch.load(checkpoint / "rng.pt", weights_only=True, map_location="cpu")
         return read_trainer(checkpoint), rng  # the shards have read the rest
 
     def _sample(self) -> None:
         if self.whole.samples:
+            assert self.group is not None
             self.model = StackLM(StackInShards(self.config.model, self.group), self.method)
             super()._sample()
         elif self.settings.sample_tokens:
@@ -308,7 +316,7 @@ class ShardedTrainer(Trainer):
     def _peak_memory_bytes(self) -> int:
         return max(self._all("peak_memory_bytes"))
 
-    def _train_step(self) -> dict[str, Any]:
+    def _train_step(self) -> MetricsRow:
         """Train one step and publish its row as Ray gauges for the cluster's dashboard, if it has one.
 
         The gauges are ray_adjoint_loss and so on; lists such as ray_adjoint_windows have the layer as a tag.
@@ -317,12 +325,14 @@ class ShardedTrainer(Trainer):
 
         row, run = super()._train_step(), {"run": self.folder.path.name}
         for key, value in ((key, value) for key, value in row.items() if value is not None):
-            of_layers = isinstance(value, list)
             if key not in self.gauges:
-                tags = ("run", "layer") if of_layers else ("run",)
+                tags = ("run", "layer") if isinstance(value, list) else ("run",)
                 self.gauges[key] = Gauge(f"adjoint_{key}", "of the last step", tags)
-            for k, each in enumerate(value if of_layers else [value]):
-                self.gauges[key].set(float(each), {**run, "layer": str(k)} if of_layers else run)
+            if isinstance(value, list):
+                for k, each in enumerate(value):
+                    self.gauges[key].set(float(each), {**run, "layer": str(k)})
+            elif isinstance(value, int | float):
+                self.gauges[key].set(float(value), run)
         return row
 
     def _announce(self) -> None:
@@ -343,7 +353,7 @@ class ShardedTrainer(Trainer):
 class StackInShards(Stack):
     """A stack whose layers live in a group's shards, to continue sequences; one worker of each takes part."""
 
-    def __init__(self, config: StackConfig, group: Any) -> None:
+    def __init__(self, config: StackConfig, group: Group) -> None:
         with torch.device("meta"):
             super().__init__(config, seed=0)
         self.ranks, self.each = range(0, group.layout.owning, group.layout.sequence), group.each
@@ -352,7 +362,7 @@ class StackInShards(Stack):
         return []
 
     def _hidden(
-        self, input_ids: torch.Tensor, states: list[State], *_: Any
+        self, input_ids: torch.Tensor, states: list[State], *_: object
     ) -> tuple[torch.Tensor, list[State]]:
         y = input_ids
         for rank in self.ranks:

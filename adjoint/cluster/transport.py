@@ -6,18 +6,22 @@ import contextlib
 import datetime
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from adjoint.parallel import network
 from adjoint.parallel.network import Endpoint
 from adjoint.parallel.transport import Messages
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 
 DECLINE_TIMEOUT = 30.0  # seconds that a process which cannot take part waits for the others, to tell them
 
 
 def meet(
     meeting: str, rank: int, world: int, timeout: float, address: str | None = None
-) -> tuple[Any, list[Endpoint]]:
+) -> tuple[Store, list[Endpoint]]:
     """Meet the other processes, and pick the interface for all process groups to come.
 
     Args:
@@ -50,7 +54,7 @@ def decline(meeting: str, rank: int, world: int, why: str) -> None:
         network.decline(store, rank, world, why)
 
 
-def _store(meeting: str, rank: int, world: int, timeout: float) -> Any:
+def _store(meeting: str, rank: int, world: int, timeout: float) -> Store:
     """The store that all processes of a meeting share."""
     from torch.distributed.rendezvous import rendezvous
 
@@ -59,7 +63,7 @@ def _store(meeting: str, rank: int, world: int, timeout: float) -> Any:
         store, *_ = next(iter(rendezvous(meeting, rank, world, timeout=wait)))
     except RuntimeError as error:  # DistError; the first line names the address
         raise ConnectionError(
-            f"rank {rank} of {world} found nobody at {meeting} within {timeout:.0f} s "
+            f"rank {rank} of {world} did not meet the others at {meeting} within {timeout:.0f} s "
             f"({str(error).splitlines()[0][:300]}); check the address and that the first rank runs there"
         ) from None
     store.set_timeout(wait)
@@ -83,7 +87,7 @@ class DistributedTransport(Messages):
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         endpoints: Sequence[Endpoint],
         rank: int,
         backend: str,

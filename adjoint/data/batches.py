@@ -57,32 +57,32 @@ class DataConfig:
 
     path: Paths = option(
         None,
-        "A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
+        "a file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
         ".parquet .json, each also as .gz or .zst (.json is read only if it is named, as an array of "
         "records). Records with `messages` are chats: the tokenizer's chat template is applied, and only "
         "the assistant's tokens are trained on; `weight: 0`, `loss: 0` or `train: false` leaves an answer "
         "out. hf:NAME or hf:NAME:split "
-        "is a dataset of the datasets library, from the hub or a folder. Unset: the source code of the "
+        "is a dataset of the datasets library, from the hub or a folder. null is the source code of the "
         "Python standard library.",
     )
     weights: list[PositiveNumber] | None = option(
         None,
-        "For a mixture: relative frequency with which a batch row comes from each entry of `path`, a list. "
-        "Each entry is its own stream, repeated as needed. Unset: one stream of all entries.",
+        "for a mixture: relative frequency with which a batch row comes from each entry of `path`, a list. "
+        "Each entry is its own stream, repeated as needed. null is one stream of all entries.",
     )
     validation_path: Paths = option(
-        None, "Held-out text, given like `path`. Unset: a share of the text of `path` (`eval_fraction`)."
+        None, "held-out text, given like `path`. null is a share of the text of `path` (`eval_fraction`)."
     )
-    seqlen: SeqLen = option(16384, "Tokens per sequence.")
-    batch: Positive = option(1, "Sequences per step.")
+    seqlen: SeqLen = option(16384, "tokens per sequence.")
+    batch: Positive = option(1, "sequences per step.")
     tokenizer: Text | None = option(
         None,
         '"byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a Hugging Face '
-        "tokenizer folder. Unset: the one in the folder of model.from_pretrained, else bytes.",
+        "tokenizer folder. null is the one in the folder of model.from_pretrained, else bytes.",
     )
     text_field: Text | None = option(
         None,
-        "The field (.jsonl) or column (.parquet) with a document's text or messages. Unset: `messages`, or "
+        "the field (.jsonl) or column (.parquet) with a document's text or messages. null is `messages`, or "
         "else `text`.",
     )
     documents: Literal["stream", "packed"] = option(
@@ -92,26 +92,26 @@ class DataConfig:
     )
     separator: str | None = option(
         None,
-        'What ends each document in the stream: a token of the tokenizer (any text for "byte"), or "" '
-        "for nothing. Unset: byte 0, or the tokenizer's end-of-text token.",
+        'what ends each document in the stream: a token of the tokenizer (any text for "byte"), or "" '
+        "for nothing. null is byte 0, or the tokenizer's end-of-text token.",
     )
     max_tokens: Positive | None = option(
         None,
-        "Maximum number of tokens to read, for each entry of `path` if `weights` is given, and for "
-        "`validation_path`; hf: datasets are then streamed instead of downloaded whole. Unset: all.",
+        "maximum number of tokens to read, for each entry of `path` if `weights` is given, and for "
+        "`validation_path`; hf: datasets are then streamed instead of downloaded whole. null is all.",
     )
     eval_fraction: Annotated[float, Must("a number from 0 to 0.5", lambda x: 0 <= x <= 0.5)] = option(
         0.05,
-        "Share of the text held out for evaluation, at most 0.5: whole files if they come near the "
+        "share of the text held out for evaluation, at most 0.5: whole files if they come near the "
         "share, else the end of the stream. With 0, evaluation needs a `validation_path`; with a "
         "`validation_path`, nothing is held out.",
     )
     eval_tokens: NotNegative = option(
-        65536, "Maximum number of held-out tokens per evaluation; 0 for no evaluation."
+        65536, "maximum number of held-out tokens per evaluation; 0 for no evaluation."
     )
     cache_dir: str | None = option(
         None,
-        "Where tokenized text is stored. Unset: $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else "
+        "where tokenized text is stored. null is $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else "
         "~/.cache/adjoint.",
     )
 
@@ -216,7 +216,7 @@ class Batches:
         for name, current in self._identity().items():
             if (saved := state.get(name, older.get(name))) != current:
                 raise UserError(
-                    f"the data cursor to resume from has {name} {saved!r}, this run has {current!r}"
+                    f"the checkpoint's place in the data has {name} {saved!r}, this run has {current!r}"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self.few, self._starts_epoch = state.get("few", False), -1  # as the older ones cut the stream
@@ -266,7 +266,7 @@ class Mixture:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if (state.get("weights"), state.get("batch")) != (self.weights, self.batch):
             raise UserError(
-                f"the data cursor to resume from has weights {state.get('weights')} and batch "
+                f"the checkpoint's place in the data has weights {state.get('weights')} and batch "
                 f"{state.get('batch')}, this run has {self.weights} and {self.batch}"
             )
         for stream, cursor in zip(self.parts, state["parts"], strict=True):

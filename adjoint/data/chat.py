@@ -137,7 +137,7 @@ def _check_messages(messages: list[dict[str, Any]], place: str) -> None:
                 f"they answer one of {', '.join(sorted(ASKING))}"
             )
         if content is None and not any(message.get(field) for field in HELD):
-            raise UserError(f"{place}: message {i} holds nothing: its content is null")
+            raise UserError(f"{place}: message {i} is empty: its content is null")
         for block in content if isinstance(content, list) else ():
             text = (
                 block.get("text")
@@ -212,12 +212,12 @@ class _Rendered:
         before = self.render(self.messages[:i], prompt=True) if i else self._before_first(through)
         if not through.startswith(before):
             raise UserError(
-                f"{place} differently than the generation prompt before it; give the tokenizer a template "
+                f"{place} differently from the generation prompt before it; give the tokenizer a template "
                 "with {% generation %} around answers"
             )
         if not self.text.startswith(through):
             raise UserError(
-                f"{place} differently when others follow; give the tokenizer a template with "
+                f"{place} differently when more messages follow; give the tokenizer a template with "
                 "{% generation %} around answers"
             )
         return Span(len(before), len(through))

@@ -189,7 +189,7 @@ def _stdlib_sources() -> Sources:
         if name.endswith(".py") and not file.name.startswith("_sysconfigdata")
     ]
     if not files:
-        raise UserError(f"there is no source of the standard library in {root}; name text by --data.path")
+        raise UserError(f"there is no source of the standard library in {root}; name a text with --data.path")
     version = platform.python_version()
     return Sources(tuple(files), f"the Python {version} standard library ({len(files)} files)")
 

@@ -71,7 +71,7 @@ class FileTokenizer:
         self.name, self.trust_remote_code = path, trust_remote_code
         place = Path(path).expanduser()
         if not place.exists():
-            raise UserError(f'data.tokenizer {path}: no such file or folder; or take "byte"')
+            raise UserError(f'data.tokenizer {path}: no such file or folder; or use "byte"')
         folder, file = (place, place / "tokenizer.json") if place.is_dir() else (place.parent, place)
         self._load(folder, file)
         self.vocab_size = 1 + max(self._vocab.values(), default=-1)

@@ -50,7 +50,7 @@ class Generators:
         others: objects of `KINDS`, such as those that a model keeps.
     """
 
-    def __init__(self, others: Sequence[Any] = ()) -> None:
+    def __init__(self, others: Sequence[object] = ()) -> None:
         self.others = others
 
     def states(self) -> list[Any]:
@@ -99,7 +99,7 @@ class Generators:
         return self.states_since(since) is not since
 
 
-def _access(generator: Any) -> tuple[Any, Any]:
+def _access(generator: object) -> tuple[Any, Any]:
     return next(access for kind, access in ACCESS.items() if isinstance(generator, kind))
 
 

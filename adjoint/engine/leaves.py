@@ -84,15 +84,16 @@ class UnlistedLeaves:
             return leaves
         if any(OF_A_TILE in vars(t) for t in leaves):
             raise ChunkChangedError(
-                "a chunk's graph goes on into another chunk's: its tensors are kept on a module"
+                "a chunk reads a tensor that a module kept from another chunk, with its graph: detach what "
+                "is kept"
             )
         if self.open:
             nodes = nodes_made_before(outputs, begin)
             if nodes and nodes <= self.nodes:
                 names = ", ".join(sorted(node.name() for node in nodes))
                 raise UserError(
-                    f"a tensor that was made before the call and has a graph of its own ({names}) is given "
-                    "to an autograd function, where chunks cannot tell it apart: give it t * 1"
+                    "an autograd function gets a tensor t that was computed, with a graph, before the call "
+                    f"({names}); chunks cannot separate the two graphs: give the function t * 1"
                 )
             if nodes:
                 raise RunAgain(nodes=nodes)

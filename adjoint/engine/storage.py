@@ -144,7 +144,7 @@ class Slab:
         initial: the tensor before the sequence; it may have no tokens.
         dim: the dimension along which it grows. tokens: the sequence's length.
         host: whether values and cotangents are in host memory; reads then copy to the device. Tokens are
-            then the first dimension, so that a piece is one block: copies of several wait for the device.
+            then the first dimension, so that a piece is one block, which is copied while the device computes.
     """
 
     def __init__(self, initial: Tensor, dim: int, tokens: int, host: bool = False) -> None:

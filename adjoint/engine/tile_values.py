@@ -102,7 +102,9 @@ class TileValues:
         self.device, initial = batch.ids.device, batch.states
         state_dtypes = {s.dtype for state in initial for s in state}  # where all parameters are frozen
         if any(dtype.is_complex for dtype in state_dtypes):
-            raise UserError("a layer's state of complex numbers: let it be of real ones (torch.view_as_real)")
+            raise UserError(
+                "a layer's state has complex numbers; keep it as real numbers (torch.view_as_real)"
+            )
         is_double = torch.float64 in self.parameter_dtypes() | state_dtypes
         self.accumulate_dtype = torch.float64 if is_double else torch.float32
         self.host = stores_on_host(spec, self.device)

@@ -29,9 +29,7 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
             lacks.
     """
     if not folder.is_dir():
-        raise UserError(
-            f"{folder}: no such folder; download a model's with huggingface_hub.snapshot_download"
-        )
+        raise UserError(f"{folder}: no such folder; download a model with huggingface_hub.snapshot_download")
     if (folder / "checkpoints").is_dir() or (folder / MANIFEST).is_file():
         _check_layout(folder, "a run", None, layout)
         return from_checkpoint(checkpoint_at(folder, str(folder)))
@@ -49,7 +47,7 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
     try:
         config = FORMATS[format_name].read_config(config_json)
     except KeyError as error:
-        raise UserError(f"{folder}: its config.json has no {error.args[0]}; take the model's own") from None
+        raise UserError(f"{folder}: its config.json has no {error.args[0]}; use the model's own") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: {error}") from None
     weights = _read_weights(folder)
@@ -145,5 +143,5 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file}: is not JSON ({error}); download it again") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file}: holds no keys; download it again")
+        raise UserError(f"{file}: has no keys; download it again")
     return content

@@ -56,15 +56,15 @@ def read_config(config_json: dict[str, Any]) -> StackConfig:
     ssm_cfg = dict(config_json.get("ssm_cfg") or {})
     layer = ssm_cfg.pop("layer", "Mamba1")
     if layer not in _LAYERS:
-        raise ValueError(f"ssm_cfg.layer is {layer!r}; {', '.join(_LAYERS)} are read into a Stack")
+        raise ValueError(f"ssm_cfg.layer is {layer!r}; a Stack reads {', '.join(_LAYERS)}")
     kind = _LAYERS[layer]
     if not config_json.get("rms_norm", True):
         raise ValueError("rms_norm is false: the model has LayerNorms, a Stack has RMS norms")
     for name, value in ssm_cfg.items():
         if name in _FIXED and value != _FIXED[name]:
-            raise ValueError(f"ssm_cfg.{name} is {value!r}, a Stack has {_FIXED[name]!r} alone")
+            raise ValueError(f"ssm_cfg.{name} is {value!r}, a Stack has only {_FIXED[name]!r}")
         if name not in (*_FIXED, *_SHARED[kind], *_FREE):
-            raise ValueError(f"ssm_cfg.{name} is an option that a Stack does not know of {layer}")
+            raise ValueError(f"ssm_cfg.{name} is an option of {layer} that a Stack does not have")
     layer_settings = as_config_values(
         {"expand": 2, **{n: v for n, v in ssm_cfg.items() if n in _SHARED[kind]}}
     )
@@ -90,7 +90,7 @@ def _attention_sizes(config_json: dict[str, Any]) -> dict[str, Any]:
     attn_cfg = dict(config_json.get("attn_cfg") or {})
     for name in attn_cfg:
         if name not in _ATTN:
-            raise ValueError(f"attn_cfg.{name} is an option that a Stack does not know")
+            raise ValueError(f"attn_cfg.{name} is an option that a Stack does not have")
     heads = attn_cfg["num_heads"]
     attn_cfg = {name: attn_cfg.get(name, default) for name, (default, _) in _ATTN.items()}
     if attn_cfg["head_dim"] is None:
@@ -99,7 +99,7 @@ def _attention_sizes(config_json: dict[str, Any]) -> dict[str, Any]:
         attn_cfg["softmax_scale"] = None
     for name, value in _ATTN_FIXED.items():
         if attn_cfg[name] != value:
-            raise ValueError(f"attn_cfg.{name} is {attn_cfg[name]!r}, a Stack has {value!r} alone")
+            raise ValueError(f"attn_cfg.{name} is {attn_cfg[name]!r}, a Stack has only {value!r}")
     if attn_cfg["qkv_proj_bias"] != attn_cfg["out_proj_bias"]:
         raise ValueError("attn_cfg.qkv_proj_bias and out_proj_bias differ, a Stack has both or neither")
     return {ours: attn_cfg[name] for name, (_, ours) in _ATTN.items() if ours is not None}

@@ -51,7 +51,7 @@ def with_stack_names(tensors: Weights, config: StackConfig) -> tuple[StackConfig
             tensor = swap_halves(tensor)
         ours = ours.replace(".mlp.fc1.", ".mlp.in_proj.").replace(".mlp.fc2.", ".mlp.out_proj.")
         if ours in weights:
-            raise ValueError(f"{name}: the model has another tensor for {ours}, and a stack has one")
+            raise ValueError(f"{name}: the model has two tensors for {ours}, a Stack has one")
         weights[ours] = tensor
     return with_tied_table(weights, config)
 

@@ -10,13 +10,14 @@ import dataclasses
 import functools
 import importlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, cache_utils
+from transformers import DynamicCache, PreTrainedConfig, cache_utils
+from transformers.cache_utils import CacheLayerMixin
 
 from adjoint.engine.step import uncompiled
 from adjoint.engine.storage import Past
@@ -26,8 +27,8 @@ from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 
 # Dimension along which a tensor grows: keys and values are (batch, heads, tokens, dim), an indexer's keys
-# (batch, tokens, dim).
-GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1}
+# (batch, tokens, dim), keys by which blocks are picked (batch, heads, tokens, dim).
+GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1, "block_index": 2}
 
 
 class _LastReadState(threading.local):
@@ -45,7 +46,7 @@ class Slot:
 
     Attributes:
         layer: index of the model's layer.
-        name: "conv", "recurrent", "keys", "values" or "indexer".
+        name: "conv", "recurrent", or one of `GROWING_DIMS`.
         index: which of a layer's several conv or recurrent states.
         shape: without the batch; the growing dimension is 0.
         dtype: of the tensor.
@@ -69,6 +70,19 @@ def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
     return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
 
 
+@dataclasses.dataclass(frozen=True)
+class CarriedState:
+    """The state with which a call begins.
+
+    Attributes:
+        state: of the model's cache, as `Slot`s have it.
+        tokens: number of tokens before the call, of the document that goes on.
+    """
+
+    state: State
+    tokens: int
+
+
 class _StateLayer:
     """A cache layer whose recurrent tensors are replaced by new ones and whose keys and values grow.
 
@@ -84,15 +98,15 @@ class _StateLayer:
     pieces: dict[str, Tensor]
     handoffs: dict[tuple[str, int], StateHandoff]
     handed_off: dict[tuple[str, int], Tensor]
-    dtype: Any
-    device: Any
-    conv_states: Any
-    conv_kernel_size: Any
-    has_previous_state: Any
+    dtype: torch.dtype
+    device: torch.device
+    is_initialized: bool
+    keys: Tensor | None
+    values: Tensor | None
 
     def states(self) -> dict[tuple[str, int], Tensor]:
         """Map (name, index) to the tensors that the chunk has left."""
-        states_by_name: dict[str, Any] = {
+        states_by_name: dict[str, dict[int, Tensor | None]] = {
             name: getattr(self, f"{name}_states", {}) for name in ("conv", "recurrent")
         }
         states_by_name |= {name: {0: piece} for name, piece in self.pieces.items()}
@@ -105,33 +119,39 @@ class _StateLayer:
         return states | self.handed_off
 
 
-class _LazyStates(dict[int, Any]):
+class _LazyStates(dict[int, "Tensor | Callable[[], Tensor] | None"]):
     """States of a layer by index; a function in a state's place is called when the state is read."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Tensor | None:
         value = super().__getitem__(index)
         if callable(value) and not isinstance(value, Tensor):
             self[index] = value = value()
         return value
 
-    def get(self, index: int, default: Any = None) -> Any:
+    def get(self, index: int, default: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
         if index not in self:
             return default
         return self[index]
 
-    def values(self) -> Any:
+    def values(self) -> list[Tensor | None]:  # type: ignore[override]
         return [self[index] for index in self]
 
-    def items(self) -> Any:
+    def items(self) -> list[tuple[int, Tensor | None]]:  # type: ignore[override]
         return [(index, self[index]) for index in self]
 
 
-class _RecurrentLayer(_StateLayer):
+class RecurrentLayer(_StateLayer):
     """A cache layer with convolution tails and recurrent states."""
+
+    # By index of the layer's several states: transformers' own attributes.
+    conv_states: dict[int, Tensor | None]
+    recurrent_states: dict[int, Tensor | None]
+    conv_kernel_size: dict[int, int | None]
+    has_previous_state: dict[int, bool]
 
     @uncompiled
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
     ) -> Tensor:
         """Append a chunk's inputs to the convolution's tail and store the new tail.
 
@@ -158,7 +178,7 @@ class _RecurrentLayer(_StateLayer):
         return extended
 
     @uncompiled
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: object) -> Tensor:
         self.store_state("recurrent", state_idx, recurrent_states)
         return recurrent_states
 
@@ -168,7 +188,7 @@ class _RecurrentLayer(_StateLayer):
         if (handoff := self.handoffs.get((name, index))) is not None:
             self.handed_off[name, index] = handoff.send(value)
 
-    def load_state(self, slot: Slot, value: Any) -> None:
+    def load_state(self, slot: Slot, value: Tensor | StateHandoff) -> None:
         """Store the state before the chunk, or what receives it when it is read."""
         if isinstance(value, Tensor):
             return self._assign(slot.name, slot.index, value.to(slot.dtype), slot.shape[-1])
@@ -177,7 +197,7 @@ class _RecurrentLayer(_StateLayer):
             setattr(self, attribute, _LazyStates(getattr(self, attribute)))
         self._assign(slot.name, slot.index, lambda: value.receive().to(slot.dtype), slot.shape[-1])
 
-    def _assign(self, name: str, index: int, value: Any, taps: int) -> None:
+    def _assign(self, name: str, index: int, value: Tensor | Callable[[], Tensor], taps: int) -> None:
         """Put a state into transformers' attributes for it."""
         getattr(self, f"{name}_states")[index] = value
         getattr(self, f"is_{name}_states_initialized")[index] = True
@@ -193,15 +213,19 @@ class _AttentionLayer(_StateLayer):
     past_length = 0
 
     @uncompiled
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """Store the chunk's keys and values, and return them joined to those before the chunk."""
         self.is_initialized = True
         self.dtype, self.device = key_states.dtype, key_states.device
         self.pieces |= {"keys": key_states, "values": value_states}
-        if not self.pasts:
-            return key_states, value_states
-        reach = None if self.window is None else self.window - 1
-        keys, values = (join(self.pasts[name], self.pieces[name], reach) for name in ("keys", "values"))
+        keys, values = key_states, value_states
+        if self.pasts:
+            reach = None if self.window is None else self.window - 1
+            keys, values = (join(self.pasts[name], self.pieces[name], reach) for name in ("keys", "values"))
+        # Some indexers read how many keys there are; the tensors themselves are only in the slabs.
+        self.keys, self.values = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (keys, values))
         return keys, values
 
     @property
@@ -233,18 +257,32 @@ class _IndexedAttentionLayer(_AttentionLayer):
         return self.pasts["indexer"].join(piece) if "indexer" in self.pasts else piece
 
 
+class _BlockIndexedAttentionLayer(_AttentionLayer):
+    """A cache layer of sparse attention, whose indexer picks blocks of the past by keys of its own.
+
+    The indexer's keys get no gradient."""
+
+    @uncompiled
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Store the chunk's indexer keys, and return them joined to those before the chunk."""
+        piece = self.pieces["block_index"] = idx_k.detach()
+        return self.pasts["block_index"].join(piece) if "block_index" in self.pasts else piece
+
+
 # The mixins that make our cache layer of each of transformers'; some layers have a recurrence and attention.
 CACHE_MIXINS: dict[type, tuple[type, ...]] = {
     cache_utils.DynamicLayer: (_AttentionLayer,),
     cache_utils.DynamicIndexedLayer: (_IndexedAttentionLayer,),
     cache_utils.DynamicSlidingWindowLayer: (_AttentionLayer,),
-    cache_utils.LinearAttentionLayer: (_RecurrentLayer,),
-    cache_utils.LinearAttentionAndFullAttentionLayer: (_AttentionLayer, _RecurrentLayer),
-    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: (_AttentionLayer, _RecurrentLayer),
+    cache_utils.LinearAttentionLayer: (RecurrentLayer,),
+    cache_utils.LinearAttentionAndFullAttentionLayer: (_AttentionLayer, RecurrentLayer),
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: (_AttentionLayer, RecurrentLayer),
 }
 CHUNK_LAYER_CLASSES: dict[type, type] = {
     kind: type(kind.__name__, (*others, kind), {}) for kind, others in CACHE_MIXINS.items()
 }
+# Cache layers in a model's own module, by the name of their class: it is not imported before it is used.
+MODELS_CACHE_MIXINS = {"MiniMaxM3VLSparseCacheLayer": _BlockIndexedAttentionLayer}
 
 
 # How many states a layer has, by model_type, where the configuration does not say what its cache holds.
@@ -264,21 +302,21 @@ class ChunkCache(DynamicCache):
         ValueError: the model's cache has a kind of layer that is not supported.
     """
 
-    linear_cache: Sequence[Any] = ()  # MiniMax's cache lists its states here; ours are in layers
+    linear_cache: Sequence[Tensor] = ()  # MiniMax's cache lists its states here; ours are in layers
     seqlen_offset = 0  # xLSTM counts tokens in its cache
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         DynamicCache.__init__(self, config=config)
         if self.layer_class_to_replicate is not None:
             raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
-        self.original_layers: list[Any] = self.layers
+        self.original_layers: list[CacheLayerMixin] = self.layers
         states = 3 if is_of_fla(config) else STATES_PER_LAYER.get(config.model_type)
         if states is not None:
             layers = config.num_hidden_layers
             self.original_layers = [
                 cache_utils.LinearAttentionLayer(number_of_states=states) for _ in range(layers)
             ]
-        self.layers: list[Any] = [_to_chunk_layer(layer) for layer in self.original_layers]
+        self.layers: list[_StateLayer] = [_to_chunk_layer(layer) for layer in self.original_layers]
 
     @uncompiled
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -289,9 +327,10 @@ class ChunkCache(DynamicCache):
     @property
     def rnn_state(self) -> list[_RecurrentStates]:
         """The recurrent states, in the form of xLSTM's cache."""
-        return [_RecurrentStates(layer, tuple(layer.recurrent_states.values())) for layer in self.layers]
+        layers = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]  # all of them are
+        return [_RecurrentStates(layer, tuple(layer.recurrent_states.values())) for layer in layers]
 
-    def layers_with_state(self, slots: Sequence[Slot], state: State, past_length: int) -> list[Any]:
+    def layers_with_state(self, slots: Sequence[Slot], state: State, past_length: int) -> list[_StateLayer]:
         """Return new cache layers that hold a state.
 
         Args:
@@ -306,13 +345,13 @@ class ChunkCache(DynamicCache):
         for slot, value in zip(slots, state, strict=True):
             layer = layers[slot.layer]
             if slot.grows is not None:
-                layer.pasts[slot.name] = value
-            else:
+                layer.pasts[slot.name] = cast(Past, value)
+            elif isinstance(layer, RecurrentLayer):
                 if not isinstance(value, Tensor):
                     layer.handoffs[slot.name, slot.index] = value
                 if past_length:
                     layer.load_state(slot, value)
-            if slot.name == "indexer" and past_length:
+            if isinstance(layer, _IndexedAttentionLayer) and slot.name == "indexer" and past_length:
                 keys = layer.pasts["indexer"].slab.values
                 positions = torch.arange(past_length, device=keys.device)
                 # Time, height and width have equal positions in text.
@@ -345,12 +384,12 @@ class ChunkCache(DynamicCache):
 class _FLAInterface:
     """flash-linear-attention's methods of a cache, for a `ChunkCache`: a dictionary per layer."""
 
-    layers: list[Any]
+    layers: list[RecurrentLayer]
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __getitem__(self, index: int) -> dict[str, Any] | None:
+    def __getitem__(self, index: int) -> dict[str, Tensor | tuple[Tensor, ...] | None] | None:
         """Return a layer's states, or None before the first token."""
         states = self.layers[index].recurrent_states.get(0)
         if states is None:
@@ -372,7 +411,7 @@ class _FLAInterface:
             self.layers[layer_idx].store_state("recurrent", 0, recurrent_state)
 
 
-def make_chunk_cache(config: Any) -> ChunkCache:
+def make_chunk_cache(config: PreTrainedConfig) -> ChunkCache:
     """Return a chunk cache that is also an instance of the cache class that the model requires."""
     if is_of_fla(config):
         cache = ChunkCache(config)  # the required class's constructor takes other arguments
@@ -383,7 +422,7 @@ def make_chunk_cache(config: Any) -> ChunkCache:
 
 
 @functools.cache  # a cache is made for every chunk
-def _chunk_cache_class(prefix: str, module: str, name: str, *mixins: type) -> Any:
+def _chunk_cache_class(prefix: str, module: str, name: str, *mixins: type) -> type[ChunkCache]:
     """Return a subclass of `ChunkCache` and of a class that a model requires.
 
     Args:
@@ -400,7 +439,7 @@ class _RecurrentStates:
     """A layer's recurrent states as a tuple; its items take new values by `copy_`, as xLSTM's code assigns
     them."""
 
-    layer: Any
+    layer: RecurrentLayer
     values: tuple[Tensor | None, ...]
 
     def __len__(self) -> int:
@@ -417,14 +456,14 @@ class _RecurrentStates:
 class _RecurrentStateEntry:
     """Recurrent state of a layer, to be replaced by `copy_`."""
 
-    layer: Any
+    layer: RecurrentLayer
     index: int
 
     def copy_(self, value: Tensor) -> None:
         self.layer.store_state("recurrent", self.index, value)
 
 
-def _to_chunk_layer(layer: Any) -> Any:
+def _to_chunk_layer(layer: CacheLayerMixin) -> _StateLayer:
     """Return our layer for one of transformers' cache layers, with the same settings and no state.
 
     Raises:
@@ -432,9 +471,14 @@ def _to_chunk_layer(layer: Any) -> Any:
     """
     if type(layer) is getattr(cache_utils, "DummyLayer", None):  # since 5.22
         return layer
-    if type(layer) not in CHUNK_LAYER_CLASSES:
-        raise ValueError(f"its cache has a {type(layer).__name__}, whose state is not known here")
+    if (kind := type(layer)) not in CHUNK_LAYER_CLASSES:
+        if kind.__name__ not in MODELS_CACHE_MIXINS:
+            raise ValueError(f"its cache has a {kind.__name__}, a kind of state that chunks cannot carry")
+        mixin = MODELS_CACHE_MIXINS[kind.__name__]
+        # transformers makes layers of the last class of a type
+        CHUNK_LAYER_CLASSES[kind] = type(kind.__name__, (mixin, kind), {"_layer_type": None})
     names = [name for name in ("sliding_window", "number_of_states") if hasattr(layer, name)]
-    chunk_layer: Any = CHUNK_LAYER_CLASSES[type(layer)](**{name: getattr(layer, name) for name in names})
+    settings = {name: getattr(layer, name) for name in names}
+    chunk_layer: _StateLayer = CHUNK_LAYER_CLASSES[type(layer)](**settings)
     chunk_layer.pasts, chunk_layer.pieces, chunk_layer.handoffs, chunk_layer.handed_off = {}, {}, {}, {}
     return chunk_layer

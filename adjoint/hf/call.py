@@ -13,11 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.hf import check
-from adjoint.hf.cache import ChunkCache
+from adjoint.hf.cache import CarriedState, ChunkCache
 from adjoint.hf.documents import Starts, document_starts, expand_to_rows, join_rows
+from adjoint.hf.language_inputs import (
+    POSITIONS,
+    LanguageInputs,
+    LanguageLayout,
+    capture,
+    language_model_of,
+)
 from adjoint.hf.model_parts import backbone_of, original_class
 from adjoint.hf.router_loss import TOKEN_MASK
 
@@ -37,9 +46,9 @@ SUPPORTED_INPUTS = {
     *DOCUMENT_INPUTS,
 }
 LABEL_INPUTS = ("labels", "shift_labels")
-# Inputs with a value per token, beside ids or embeddings; some models make masks of the first of them.
-TOKEN_TYPES = "token_type_ids"
-TOKEN_INPUTS = (TOKEN_TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
+# Inputs with a value per token, beside ids or embeddings; some models make masks of the first two.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_INPUTS = (*TOKEN_TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
 REMEDIES = {
     "ignore_index": "set the labels that do not count to -100",
     "logits_to_keep": "Exact and Truncated give logits beside a loss under torch.no_grad()",
@@ -57,6 +66,8 @@ class CallKind(NamedTuple):
         padded: whether rows are padded, and it asks for a loss or its output of padding can be read.
         token_inputs: names of its other inputs with a value per token.
         shared: whether the ranks of a group share it.
+        position_components: number of components of its positions (M-RoPE), 0 if they are plain numbers.
+        language_layout: of its language model's inputs, if it has images or other modalities.
     """
 
     loss: bool = True
@@ -66,6 +77,8 @@ class CallKind(NamedTuple):
     padded: bool = False
     token_inputs: tuple[str, ...] = ()
     shared: bool = False
+    position_components: int = 0
+    language_layout: LanguageLayout | None = None
 
 
 class Padding:
@@ -101,16 +114,25 @@ class Call:
     Args:
         model: the causal LM, or the backbone.
         arguments: the call's arguments by name.
+        language_inputs: what its images and text are for the language model; then there are no ids.
+        carried: the state with which the call begins, or None.
     """
 
-    def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
-        self.model, self.arguments = model, arguments
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        arguments: dict[str, Any],
+        language_inputs: LanguageInputs | None = None,
+        carried: CarriedState | None = None,
+    ) -> None:
+        self.model, self.arguments, self.language_inputs = model, arguments, language_inputs
+        self.carried, self.past_tokens = carried, 0 if carried is None else carried.tokens
 
     def has(self, *names: str) -> bool:
         """Whether any of these arguments is given."""
         return any(self.arguments.get(name) is not None for name in names)
 
-    def run_original(self, **changed: Any) -> Any:
+    def run_original(self, **changed: object) -> ModelOutput:
         """Run the model's own forward, with some arguments changed."""
         return original_class(self.model).forward(self.model, **{**self.arguments, **changed})
 
@@ -125,16 +147,60 @@ class Call:
         return self.has(*LABEL_INPUTS)
 
     @property
-    def extra_output(self) -> str | None:
-        """Name of an output asked for beyond the loss or hidden states, by argument or configuration, or
-        None."""
+    def extra_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs asked for beyond the loss or hidden states, by argument or configuration."""
+        names = []
         for name in EXTRA_OUTPUTS:
             value = self.arguments.get(name)
             if value is None and name in ("output_attentions", "output_hidden_states"):
                 value = getattr(self.model.config, name, False)
-            if isinstance(value, (list, tuple)) or value:
-                return name
-        return None
+            if isinstance(value, (list, tuple)) or (value if isinstance(value, bool) else value is not None):
+                names.append(name)
+        return tuple(names)
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether the call asks for a loss and begins with a cache or returns one, and for nothing else."""
+        names = self.extra_outputs
+        return self.has_labels and bool(names) and set(names) <= {*CACHE_INPUTS, "use_cache"}
+
+    @property
+    def cache(self) -> object:
+        """The cache that the call begins with, or None."""
+        return next((self.arguments[name] for name in CACHE_INPUTS if self.has(name)), None)
+
+    def after(self, carried: CarriedState | None) -> Call:
+        """Return the call as one that begins with a state, or with none, in place of its cache.
+
+        Raises:
+            Refused: rows are padded, or positions do not go on.
+        """
+        arguments = {n: v for n, v in self.arguments.items() if n not in (*CACHE_INPUTS, "use_cache")}
+        seqlen = self.ids.shape[1]
+        mask = arguments.pop("attention_mask", None)
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+            reason = "the state after padding is not that of the row's last token: give rows without padding"
+            check.refuse(self.model, f"use_cache and past_key_values beside labels: {reason}")
+        positions = arguments.get(POSITIONS)
+        past_tokens = 0 if carried is None else carried.tokens
+        if positions is not None and past_tokens:
+            expected = torch.arange(past_tokens, past_tokens + seqlen, device=positions.device)
+            if not bool((positions == expected).all()):
+                reason = (
+                    f"position_ids must go on from {past_tokens}, the number of tokens in past_key_values"
+                )
+                check.refuse(self.model, f"{reason}: leave them out")
+            del arguments[POSITIONS]
+        call = Call(self.model, arguments, carried=carried)
+        if len(set(call.starts)) > 1:
+            check.refuse(self.model, "use_cache beside labels: rows must have the same documents")
+        return call
+
+    @property
+    def last_document(self) -> int:
+        """Number of tokens of the last document, with those before the call if it began before it."""
+        start = self.starts[0][-1]
+        return self.ids.shape[1] - start + (0 if start else self.past_tokens)
 
     @property
     def has_documents(self) -> bool:
@@ -142,6 +208,39 @@ class Call:
         positions = self.arguments.get("position_ids")
         restarts = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
         return restarts or self.has("seq_idx", "cu_seq_lens_q")
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Names of the inputs that the model's own code turns into inputs of its language model: images,
+        their sizes, sound."""
+        if self.language_inputs is not None or language_model_of(self.model) is None:
+            return ()
+        parameters = inspect.signature(original_class(backbone_of(self.model)).forward).parameters
+        return tuple(name for name in self.unknown_inputs() if name in parameters)
+
+    def at_language_model(self) -> Call:
+        """Return this call as one of the language model: with embeddings, in which images have their places.
+
+        The model's own code computes them, for the whole sequence and with gradients. A call without
+        images or the like is returned as it is.
+
+        Raises:
+            Refused: the inputs of the language model cannot be split into chunks.
+        """
+        if not (modalities := self.modalities):
+            return self
+        for_loss = (*LABEL_INPUTS, "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
+        arguments = {n: v for n, v in self.arguments.items() if v is not None and n not in for_loss}
+        language_inputs = capture(self.model, arguments)
+        removed = (*modalities, "input_ids", "inputs_embeds")
+        rest = {name: value for name, value in self.arguments.items() if name not in removed}
+        return Call(self.model, rest, language_inputs)
+
+    @property
+    def position_components(self) -> Tensor | None:
+        """Positions of several components, (components, batch, seqlen), or None if they are plain numbers."""
+        positions = self.arguments.get(POSITIONS)
+        return positions if isinstance(positions, Tensor) and positions.dim() == 3 else None
 
     @property
     def document_arguments(self) -> tuple[str, ...]:
@@ -168,7 +267,11 @@ class Call:
         counted = self.has_labels and self.has("num_items_in_batch")
         padded = self.mask is not None and (self.has_labels or self.reads_padding)
         token_inputs = tuple(filter(self.has, TOKEN_INPUTS))
-        return CallKind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, token_inputs)
+        kind = CallKind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, token_inputs)
+        if self.language_inputs is not None:
+            return kind._replace(language_layout=self.language_inputs.layout)
+        positions = self.position_components
+        return kind if positions is None else kind._replace(position_components=len(positions))
 
     @functools.cached_property
     def logits_index(self) -> slice | Tensor | None:
@@ -183,10 +286,11 @@ class Call:
         logits_to_keep = self.arguments.get("logits_to_keep")
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             return logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
-        frame: Any = sys._getframe()
-        while (frame := frame.f_back) is not None:
+        frame = sys._getframe().f_back
+        while frame is not None:
             if frame.f_code.co_name == "prediction_step" and "prediction_loss_only" in frame.f_locals:
                 return None if frame.f_locals["prediction_loss_only"] else slice(None)
+            frame = frame.f_back
         return None
 
     @functools.cached_property
@@ -232,8 +336,10 @@ class Call:
         Raises:
             ValueError: neither or both are given, or dtype or shape do not fit.
         """
+        if self.language_inputs is not None:
+            return self.language_inputs.features
         if self.has("input_ids") == self.has("inputs_embeds"):
-            raise ValueError("a call has either input_ids or inputs_embeds, one of them")
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
         name = "input_ids" if self.has("input_ids") else "inputs_embeds"
         tokens: Tensor = self.arguments[name]
         if name == "input_ids":
@@ -270,7 +376,9 @@ class Call:
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             got = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
-            check.refuse(self.model, f"an attention_mask ({got}) is not understood, only (batch, seqlen)")
+            check.refuse(
+                self.model, f"an attention_mask ({got}) is not supported; give one of shape (batch, seqlen)"
+            )
         if mask.shape != self.ids.shape:
             raise ValueError(
                 f"attention_mask must have input_ids' shape {tuple(self.ids.shape)}, got {tuple(mask.shape)}"
@@ -287,21 +395,26 @@ class Call:
             raise ValueError("attention_mask has zeros between ones: only the ends of a row can be padding")
         if self.has_labels and bool(((self.targets != IGNORE_INDEX) & ~is_real).any()):
             raise ValueError(
-                "labels count padded tokens, or a first one that padding precedes: set them to -100 where "
-                "attention_mask is 0, and that of the first token after padding"
+                "labels include padded tokens, or the first token after padding: set labels to -100 where "
+                "attention_mask is 0, and at the first token after padding"
             )
         return None if bool(is_real.all()) else is_real
 
     @functools.cached_property
     def starts(self) -> Starts:
         """First tokens of the documents, for each row."""
-        return document_starts(self.arguments, self.ids, self.mask)
+        arguments = self.arguments
+        if (positions := self.position_components) is not None:
+            # The first of four components counts a document's tokens; three say nothing of documents.
+            arguments = {**arguments, POSITIONS: positions[0] if len(positions) == 4 else None}
+        return document_starts(arguments, self.ids, self.mask)
 
     @property
     def longest_document(self) -> int:
         """Number of tokens of the longest document."""
         seqlen = self.ids.shape[1]
-        return max(end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen)))
+        lengths = [end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen))]
+        return max(lengths) + self.past_tokens
 
     @functools.cached_property  # asked several times per call, and on a GPU each answer waits for it
     def is_padded_right(self) -> bool:
@@ -347,6 +460,10 @@ class Call:
         for name in TOKEN_INPUTS:
             if self.has(name):
                 tensors[name] = expand_to_rows(name, self.arguments[name], self.ids)
+        if self.language_inputs is not None:
+            tensors |= self.language_inputs.tokens
+        elif (positions := self.position_components) is not None:
+            tensors[POSITIONS] = positions.expand(-1, *self.ids.shape).movedim(0, -1)
         if self.mask is not None and self.kind.routed:
             tensors[TOKEN_MASK] = self.mask
         divisor = self.divisor if self.has_labels else 1

@@ -1,23 +1,24 @@
 """Refusals by name, for models and inputs that are known not to work by chunks.
 
-`comparison` and `trials` find out more by running a few tokens."""
+`verification` finds out more by running a few tokens."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NoReturn
+import inspect
+from typing import NoReturn
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from adjoint.errors import UserError
+from adjoint.engine import verification
 from adjoint.hf.kernels import fla
 from adjoint.hf.model_parts import original_class, root_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, why_not
-from adjoint.parallel.kv import NotAttended
 
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
+STATE = "the cache that it is given"  # what a chunk continues from
 # PEFT's hooks for calls that pick an adapter for each row or token of the batch.
 POSITIONAL_HOOKS = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
 DRAWS_RANDOM_NUMBERS = (
@@ -28,16 +29,12 @@ ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # settings
 ONE_PROCESS = "train it in one process: --cluster.shards 0"  # for models that cannot be cut into layers
 
 
-class Refused(UserError):
-    """Error for a model whose gradient by chunks is not, or is not known to be, its own."""
-
-
-def uses_router_loss(model: Any) -> bool:
+def uses_router_loss(model: PreTrainedModel) -> bool:
     """Whether the configuration asks for the routers' loss."""
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
-def refuse_transforms(model: Any) -> None:
+def refuse_transforms(model: PreTrainedModel) -> None:
     """Refuse calls in places where an autograd function does not work.
 
     Raises:
@@ -46,17 +43,17 @@ def refuse_transforms(model: Any) -> None:
     if is_replica(model):
         refuse(model, REPLICA)
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        refuse(model, "torch.func's grad, vmap and jvp do not go through it")
+        refuse(model, "torch.func's grad, vmap and jvp do not work with it")
     if torch.autograd.forward_ad._current_level >= 0:
-        refuse(model, "forward-mode differentiation does not go through it")
+        refuse(model, "forward-mode differentiation does not work with it")
 
 
-def z_loss_coefficient(model: Any) -> float:
+def z_loss_coefficient(model: PreTrainedModel) -> float:
     """Return the configuration's coefficient of the z-loss, 0 if there is none."""
     return getattr(model.config.get_text_config(), Z_LOSS, 0) or 0
 
 
-def refuse_other_losses(model: Any, routed: bool, supported: tuple[str, ...] = ()) -> None:
+def refuse_other_losses(model: PreTrainedModel, routed: bool, supported: tuple[str, ...] = ()) -> None:
     """Refuse losses beside the labels' cross-entropy.
 
     Args:
@@ -69,15 +66,15 @@ def refuse_other_losses(model: Any, routed: bool, supported: tuple[str, ...] = (
     if routed and ROUTER_LOGITS not in supported:
         refuse(
             model,
-            "output_router_logits adds a loss of the whole sequence's routing, which Exact and Truncated "
-            "make in one process and nothing else does; set output_router_logits to False",
+            "output_router_logits adds a loss of the whole sequence's routing, which only Exact and "
+            "Truncated in one process compute; set output_router_logits to False",
         )
     for name, value in vars(model.config.get_text_config()).items():
         if "z_loss" in name and name not in supported and isinstance(value, (int, float)) and value:
             refuse(model, f"{name} adds a loss that is not supported; set it to 0")
 
 
-def refuse_length(model: Any, longest_document: int) -> None:
+def refuse_length(model: PreTrainedModel, longest_document: int) -> None:
     """Refuse documents that are so long that a chunk sees other keys than the whole sequence does.
 
     Raises:
@@ -93,7 +90,33 @@ def refuse_length(model: Any, longest_document: int) -> None:
         )
 
 
-def refuse_unsupported_model(model: Any) -> None:
+def refuse_large_masks(model: PreTrainedModel, pairs: int, limit: int) -> None:
+    """Refuse chunks so long that attention in the model's own code has a mask that PyTorch's kernel misreads.
+
+    Args:
+        pairs: of a query of a chunk and a key.
+        limit: the most pairs.
+
+    Raises:
+        Refused: there are more, and a module calls the kernel itself, so that its queries cannot be cut.
+    """
+    if pairs <= limit:
+        return
+    for name, module in model.named_modules():
+        forward = inspect.unwrap(type(module).forward)
+        names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
+        takes_mask = "attention_mask" in inspect.signature(forward).parameters
+        if takes_mask and "scaled_dot_product_attention" in names:
+            reason = (
+                "which its own code gives to a kernel of PyTorch that is silently wrong on CUDA beyond 2**32"
+            )
+            refuse(
+                model,
+                f"{name} has a mask of {pairs:,} pairs of a query and a key, {reason}: shorten chunk_size",
+            )
+
+
+def refuse_unsupported_model(model: PreTrainedModel) -> None:
     """Refuse options and modules with which a chunk does not compute a part of the whole.
 
     Raises:
@@ -104,19 +127,19 @@ def refuse_unsupported_model(model: Any) -> None:
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     for kind in (k.get("rope_type", k.get("type")) for k in kinds):
         if kind in ("dynamic", "longrope"):
-            refuse(
-                model, f"rope_type {kind!r} depends on the length seen so far, which a chunk does not know"
-            )
+            refuse(model, f"rope_type {kind!r} depends on the length so far, which a chunk does not know")
     adapters = getattr(root_of(model), "peft_config", {}).values()
     if any(getattr(adapter, "peft_type", "") == "CPT" for adapter in adapters):
-        refuse(model, "PEFT's CPT makes its loss of the logits, and with labels there are none")
+        refuse(model, "PEFT's CPT computes its loss from the logits, which a call with labels does not make")
     for name, module in model.named_modules():
         if reason := _reason_against(module):
             refuse(model, f"{name}: {reason}")
     if nn.utils.parametrize._cache_enabled and any(
         map(nn.utils.parametrize.is_parametrized, model.modules())
     ):
-        refuse(model, "parametrize.cached() keeps weights from one chunk to the next; leave it")
+        refuse(
+            model, "parametrize.cached() keeps weights from one chunk to the next; call the model outside it"
+        )
     if why := why_not(model, root_of(model)):
         refuse(model, why)
 
@@ -135,29 +158,27 @@ def _reason_against(module: nn.Module) -> str | None:
         if module.max_norm is not None:
             return "max_norm changes weights in the forward; set it to None"
     if module.training and vars(module).get("layerdrop"):
-        return "layerdrop leaves out a layer for one chunk, whose keys others then lack; set it to 0"
+        return "layerdrop skips a layer in one chunk, whose keys later chunks then lack; set it to 0"
     if getattr(module, "neftune_noise_alpha", None) and module.training:
-        return "NEFTune scales its noise by the length of what it is given; set neftune_noise_alpha to None"
+        return (
+            "NEFTune scales its noise by the length of its input, a chunk here; set neftune_noise_alpha to "
+            "None"
+        )
     hooks = (getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values())
     if any(getattr(hook, "__name__", "") in POSITIONAL_HOOKS for hook in hooks):
-        return "adapters that are picked by row or by token (adapter_names, aLoRA) need all of them at once"
+        return (
+            "adapters that are picked by row or by token (adapter_names, aLoRA) need the whole batch at once"
+        )
     return None
 
 
-@contextlib.contextmanager
-def as_refusal(model: Any) -> Iterator[None]:
+def as_refusal(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Turn an error of the model's own code, run chunk by chunk, into a refusal."""
-    try:
-        yield
-    except (Refused, NotAttended, torch.OutOfMemoryError):
-        raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())[:200]
-        refuse(model, f"it does not go on from the cache it is given ({message})", cause=error)
+    return verification.errors_as_refusals(original_class(model).__name__, STATE, ALTERNATIVE)
 
 
-def refuse(model: Any, why: str, otherwise: str = ALTERNATIVE, cause: Exception | None = None) -> NoReturn:
+def refuse(
+    model: nn.Module, why: str, otherwise: str = ALTERNATIVE, cause: Exception | None = None
+) -> NoReturn:
     """Raise `Refused` with the reason and with an alternative that works."""
-    raise Refused(
-        f"{original_class(model).__name__} cannot be trained by chunks: {why}; {otherwise}"
-    ) from cause
+    verification.refuse(original_class(model).__name__, why, otherwise, cause)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from adjoint.hf.model_parts import override_attribute, replaced_forwards
+from adjoint.hf.model_parts import Forward, override_attribute, replaced_forwards
 from adjoint.hf.snapshot import makes_inputs_require_grad
 
 
@@ -23,7 +22,7 @@ class WithoutCheckpointing:
     needed."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules: list[Any] = list(model.modules())
+        modules = list(model.modules())
         self.flagged = [m for m in modules if hasattr(m, "gradient_checkpointing")]
         self.hooked = [m for m in modules if any(map(makes_inputs_require_grad, m._forward_hooks.values()))]
         self.forwards = _wrapped_forwards(modules)
@@ -42,8 +41,9 @@ class WithoutCheckpointing:
             yield
 
 
-def _wrapped_forwards(modules: list[Any]) -> dict[nn.Module, Callable[..., Any]]:
+def _wrapped_forwards(modules: Sequence[nn.Module]) -> dict[nn.Module, Forward]:
     """Map each of PyTorch's `CheckpointWrapper`s to the forward of the module inside it."""
     imported = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    wrapper: Any = getattr(imported, "CheckpointWrapper", ())
-    return {m: m._checkpoint_wrapped_module.__call__ for m in modules if isinstance(m, wrapper)}
+    wrapper: type | tuple[()] = getattr(imported, "CheckpointWrapper", ())
+    wrapped = (m for m in modules if isinstance(m, wrapper))
+    return {m: m.get_submodule("_checkpoint_wrapped_module").__call__ for m in wrapped}

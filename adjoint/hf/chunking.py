@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import Sizes
@@ -41,7 +40,7 @@ def kept_features(model: nn.Module) -> int:
 
     Counted are inputs and outputs of products and convolutions; of experts, only those that a token is
     routed to. For models of several kinds in float32 autograd keeps 0.8 to 1.3 times as much."""
-    config: Any = backbone_of(model).config
+    config = backbone_of(model).config
     experts, total = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1, 0
     for module in backbone_of(model).modules():
         if isinstance(module, nn.Embedding):
@@ -68,31 +67,72 @@ def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
     return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE)
 
 
-def block_function(model: Any) -> Callable[[Tensor], Tensor] | None:
+def block_function(
+    model: PreTrainedModel, inputs: Mapping[str, object]
+) -> tuple[str, Callable[[Tensor], Tensor]] | None:
     """Return the model's own function from token types to blocks of tokens that attend to each other.
 
     It takes types (batch, seqlen) and returns the number of each token's block in this shape, -1 for none.
-    None if the model's masks do not depend on token types.
+    None if the model's masks do not depend on token types, or these are not among the inputs.
+
+    Args:
+        inputs: of a call or a chunk, by name.
+
+    Returns:
+        The name of the input with the types, and the function.
 
     Raises:
         Refused: its blocks are not runs of tokens, which a chunk could hold whole.
     """
+    if not (names := [name for name in TOKEN_TYPES if name in inputs]):
+        return None
     kind = original_class(backbone_of(model))
     if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
-        return functools.partial(blocks, device=None)
+        name = next(iter(inspect.signature(blocks).parameters))
+        return (name, lambda types: blocks(types, device=types.device)) if name in inputs else None
     if "block_sequence_ids" in inspect.getsource(kind.forward):
-        check.refuse(model, "token_type_ids lets tokens see those after them, which a chunk does not know")
+        check.refuse(model, f"{names[0]} lets tokens attend to later ones, which a chunk does not have")
     return None
 
 
-def move_edges_out_of_blocks(model: Any, spec: EngineSpec, batch: Batch) -> EngineSpec:
+def _continues_block(blocks: Tensor) -> Tensor:
+    """Return the mask of the tokens whose successor is in the same block, (batch, seqlen - 1) bool."""
+    return (blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)
+
+
+def refuse_unknown_blocks(
+    model: PreTrainedModel, sees_next: Tensor | None, inputs: Mapping[str, object]
+) -> None:
+    """Refuse a mask of the model's own in which tokens see later ones, if `block_function` does not tell so.
+
+    Args:
+        sees_next: (batch, seqlen - 1) bool, the tokens that attend to the one after them, or None.
+        inputs: of the call, by name.
+
+    Raises:
+        Refused: a token sees the next one, and they are in no block.
+    """
+    if sees_next is None:
+        return
+    named_function = block_function(model, {n: v for n, v in inputs.items() if v is not None})
+    if named_function is not None:
+        name, blocks_in = named_function
+        types = inputs[name]
+        assert isinstance(types, Tensor)
+        sees_next = sees_next & ~_continues_block(blocks_in(types))
+    if bool(sees_next.any()):
+        check.refuse(model, "its own mask lets tokens see those after them, which a chunk does not know")
+
+
+def move_edges_out_of_blocks(model: PreTrainedModel, spec: EngineSpec, batch: Batch) -> EngineSpec:
     """Return a spec whose chunks never end inside a block of tokens that attend to each other.
 
     An edge inside a block moves to the block's end. Without blocks the spec itself is returned."""
-    if (types := batch.inputs.get(TOKEN_TYPES)) is None or (blocks_in := block_function(model)) is None:
+    if (named_function := block_function(model, batch.inputs)) is None:
         return spec
-    blocks, seqlen = blocks_in(types), batch.seqlen
-    is_within_block = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
+    name, blocks_in = named_function
+    seqlen = batch.seqlen
+    is_within_block = _continues_block(blocks_in(batch.inputs[name])).any(0).tolist()
     documents, moved_edges = (*spec.documents, seqlen), list[int]()
     for start, stop in itertools.pairwise(documents):
         last_edge = start

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, TypeVarTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils import ModelOutput
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.compare import alike, some_numbers
+from adjoint.engine.verification import alike, some_numbers
 from adjoint.hf import check
 from adjoint.hf.model_parts import backbone_of, gathered_runner, original_class
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, tokens_per_slice
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Output(MoeModelOutputWithPast):
@@ -37,7 +42,7 @@ class _BackboneStub(nn.Module):
         super().__init__()
         self.__dict__["real"], self.__dict__["output"] = real, output
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -45,12 +50,12 @@ class _BackboneStub(nn.Module):
             value = getattr(real, name)
             return self if value is real.get_decoder() else value  # OPT calls its backbone's decoder
 
-    def forward(self, *_: Any, **__: Any) -> Output:
+    def forward(self, *_: object, **__: object) -> Output:
         return self.__dict__["output"]
 
 
 @contextlib.contextmanager
-def _backbone_stubbed(model: Any, output: Output) -> Iterator[None]:
+def _backbone_stubbed(model: PreTrainedModel, output: Output) -> Iterator[None]:
     """Replace a model's backbone by a stub for the time of the context."""
     real = backbone_of(model)
     name = next(name for name, module in model.named_children() if module is real)
@@ -61,9 +66,9 @@ def _backbone_stubbed(model: Any, output: Output) -> Iterator[None]:
         model._modules[name] = real
 
 
-def head_output(model: Any, output: Output, **inputs: Any) -> Any:
+def head_output(model: PreTrainedModel, output: Output, **inputs: object) -> ModelOutput:
     """Return what a model makes of its backbone's output, for ids and other inputs."""
-    hidden: Any = output.last_hidden_state
+    hidden: Tensor = output["last_hidden_state"]
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     with _backbone_stubbed(model, output):
         return original_class(model).forward(
@@ -71,31 +76,32 @@ def head_output(model: Any, output: Output, **inputs: Any) -> Any:
         )
 
 
-def head_logits(model: Any, hidden: Tensor) -> Tensor:
+def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return a model's logits (batch, tokens, vocab) of hidden states (batch, tokens, hidden_size)."""
     return head_output(model, Output(last_hidden_state=hidden)).logits
 
 
-def logits_by_slices(model: Any, hidden: Tensor) -> Tensor:
+def logits_by_slices(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return a model's logits (batch, tokens, vocab) of hidden states, computed slice by slice."""
-    logits: Any = None
+    logits: Tensor | None = None
     tokens = tokens_per_slice(hidden.shape[1], _vocab_size(model), hidden.is_cuda, None)
     for start in range(0, hidden.shape[1], tokens):
         piece = head_logits(model, hidden[:, start : start + tokens])
         if logits is None:
             logits = piece.new_empty(*hidden.shape[:2], piece.shape[2])
         logits[:, start : start + tokens] = piece
+    assert logits is not None
     return logits
 
 
-def custom_loss_function(model: Any) -> Callable[..., Tensor] | None:
+def custom_loss_function(model: PreTrainedModel) -> Callable[..., Tensor] | None:
     """Return the `loss_function` that a user has set on a model, or None if it is transformers' own.
 
     It is called for its sum over tokens: `num_items_in_batch=1`, and labels that are shifted already."""
     return vars(model).get("_loss_function")
 
 
-def refuse_unsummable_loss(model: Any, padded: bool) -> None:
+def refuse_unsummable_loss(model: PreTrainedModel, padded: bool) -> None:
     """Try a user's loss function, at each call, as it may change.
 
     Args:
@@ -135,25 +141,25 @@ def refuse_unsummable_loss(model: Any, padded: bool) -> None:
     ):
         check.refuse(
             model,
-            "its loss_function is no sum over tokens over num_items_in_batch: let it take shift_labels and "
-            "num_items_in_batch as transformers' ForCausalLMLoss does",
+            "its loss_function is not a sum over tokens divided by num_items_in_batch: let it accept "
+            "shift_labels and num_items_in_batch, as transformers' ForCausalLMLoss does",
             cause=cause,
         )
     changed_logits = torch.where(targets[..., None] == IGNORE_INDEX, 3 * logits, logits)
     if padded and not torch.equal(slice_loss(slice(0, 8), 1, changed_logits), loss_of_whole):
         check.refuse(
             model,
-            "its loss_function reads logits whose labels are -100, and chunks make others of padding than "
-            "the model: give rows without padding, or let it skip these tokens",
+            "its loss_function reads logits whose labels are -100, and at padding a chunk's logits differ "
+            "from the model's: give rows without padding, or let it skip these tokens",
         )
 
 
-def _vocab_size(model: Any) -> int:
+def _vocab_size(model: PreTrainedModel) -> int:
     return model.config.get_text_config().vocab_size
 
 
 @torch.no_grad()
-def refuse_z_loss(model: Any, padded: bool) -> None:
+def refuse_z_loss(model: PreTrainedModel, padded: bool) -> None:
     """Try the z-loss that a configuration asks for, by calling the model's head with no label that counts.
 
     Args:
@@ -169,8 +175,8 @@ def refuse_z_loss(model: Any, padded: bool) -> None:
     if padded:
         check.refuse(
             model,
-            f"{check.Z_LOSS} is on, and its loss counts padded tokens, which chunks do not make as the model "
-            "does: give rows without padding, or set it to 0",
+            f"{check.Z_LOSS} is on, and its loss reads padding, where a chunk's logits differ from the "
+            "model's: give rows without padding, or set it to 0",
         )
     hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
     inputs = {"labels": torch.full((1, 4), IGNORE_INDEX, device=weight.device), "num_items_in_batch": 1}
@@ -179,7 +185,7 @@ def refuse_z_loss(model: Any, padded: bool) -> None:
         check.refuse(model, f"{check.Z_LOSS} is on, and its loss is not the usual one; set it to 0")
 
 
-def logit_scale(model: Any, hidden: Tensor) -> float | None:
+def logit_scale(model: PreTrainedModel, hidden: Tensor) -> float | None:
     """Return the number by which the model multiplies its logits, usually 1.
 
     None if they are more than a product with the head's weight, for example capped, or if that is not
@@ -224,7 +230,13 @@ class _ScaleTracker(TorchFunctionMode):
         self.hidden, self.weight, self.has_other_results = hidden, weight, False
         self.scales, self.pre_logit_ids, self.tracked_tensors = {id(hidden): 1.0}, {id(hidden)}, [hidden]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         inputs = [*args, *(kwargs or {}).values()]
         if isinstance(result, Tensor) and any(id(value) in self.scales for value in inputs):
@@ -238,11 +250,13 @@ class _ScaleTracker(TorchFunctionMode):
                 self.scales[id(result)] = factor * self.scales[id(inputs[0])]
         return result
 
-    def _factor(self, func: Any, first: Tensor, rest: list[Any]) -> float | None:
+    def _factor(self, func: Callable[..., object], first: object, rest: list[object]) -> float | None:
         """Return by what a function multiplies its first argument, or None if it does anything else."""
         name = getattr(func, "__name__", "")
-        if name in ("mul", "div", "__mul__", "__truediv__") and type(rest[0]) in (int, float):
-            return 1 / rest[0] if "div" in name else rest[0]
+        if name in ("mul", "div", "__mul__", "__truediv__"):
+            factor = rest[0]
+            if isinstance(factor, (int, float)) and not isinstance(factor, bool):
+                return 1 / factor if "div" in name else factor
         is_linear = func is F.linear and id(first) in self.pre_logit_ids
         keeps_scale = (
             is_linear and rest[0] is self.weight and not any(value is not None for value in rest[1:])
@@ -255,7 +269,7 @@ class _ScaleTracker(TorchFunctionMode):
         return 1.0 if keeps_scale else None
 
 
-def _selects_everything(index: Any) -> bool:
+def _selects_everything(index: object) -> bool:
     """Whether an index selects all elements."""
     items = index if isinstance(index, tuple) else (index,)
     return all(
@@ -265,7 +279,11 @@ def _selects_everything(index: Any) -> bool:
 
 
 def summed_loss(
-    model: Any, hidden: Tensor, targets: Tensor, z: Any = None, slices: int | None = None
+    model: PreTrainedModel,
+    hidden: Tensor,
+    targets: Tensor,
+    z: float | Tensor | None = None,
+    slices: int | None = None,
 ) -> Tensor:
     """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
@@ -300,6 +318,9 @@ def summed_loss(
     return total
 
 
-def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+def run_checkpointed(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Return function(*args); with gradients, the backward runs it again instead of keeping intermediates."""
-    return checkpoint(function, *args, use_reentrant=False) if torch.is_grad_enabled() else function(*args)
+    if not torch.is_grad_enabled():
+        return function(*args)
+    result: T = checkpoint(function, *args, use_reentrant=False)
+    return result

@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from adjoint.engine.compare import TOKENS, alike
-from adjoint.hf import check, comparison
+from adjoint.engine.verification import alike
+from adjoint.hf import check
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.head import refuse_unsummable_loss, run_checkpointed, summed_loss
-from adjoint.hf.model_parts import backbone_of, layers_of, replaced_forwards
+from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
 from adjoint.hf.trial_copy import example_tokens, in_eval_mode
+from adjoint.hf.trial_gradients import example_inputs
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import uses_fsdp
 
@@ -32,11 +33,6 @@ HEAD_ARGUMENTS = (
     "logits_to_keep",
     "return_dict",
     "use_cache",
-)
-
-PIECES_DIFFER = (
-    f"the gradient of {TOKENS} tokens by mini-sequences is not the model's own",
-    "its loss is more than the labels' cross-entropy, or it computes something else each time",
 )
 
 
@@ -76,12 +72,12 @@ def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator
         yield
 
 
-def _recomputed_forward(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
+def _recomputed_forward(layer: nn.Module, mlps: Sequence[nn.Module], chunks: int) -> Forward:
     """Return a layer's forward that the backward runs again, with the layer's MLPs in pieces."""
     forward, without_checkpointing = layer.forward, WithoutCheckpointing(layer)
     split_forwards = {mlp: in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with contextlib.ExitStack() as stack:
             # Else the layer, or layers inside it as Zamba has them, would be checkpointed twice.
             stack.enter_context(without_checkpointing())
@@ -108,21 +104,22 @@ def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Ten
 # ------------------------------------------------------------------------------------------------- first use
 
 
-def find_token_wise_mlps(backbone: Any) -> list[str]:
-    """Return the names of the modules that may run in pieces.
+def find_token_wise_mlps(model: PreTrainedModel) -> list[str]:
+    """Return the names, in the model's backbone, of the modules that may run in pieces.
 
     These are children of the layers, themselves made of modules, that turn one tensor (batch, tokens,
     hidden) into one of the same shape in which no token depends on another. That is found by running the
     backbone on a few tokens, as names say nothing."""
-    names: list[str] = []
+    backbone, names = backbone_of(model), list[str]()
 
-    def note(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if len(args) != 1 or kwargs or not all(isinstance(x, Tensor) for x in (args[0], output)):
+    def note(name: str, module: nn.Module, args: tuple[object, ...], kwargs: object, output: object) -> None:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, Tensor) or not isinstance(output, Tensor):
             return
-        if args[0].dim() == 3 and args[0].shape == output.shape:
+        if x.dim() == 3 and x.shape == output.shape:
             if uses_fsdp(module):
                 check.refuse(backbone, f"MiniSequence: call fully_shard for {name}, not for parts of it")
-            if _is_token_wise(module, args[0]):
+            if _is_token_wise(module, x):
                 names.append(name)
 
     with contextlib.ExitStack() as stack:
@@ -137,7 +134,7 @@ def find_token_wise_mlps(backbone: Any) -> list[str]:
     return names
 
 
-def _is_token_wise(module: Any, x: Tensor) -> bool:
+def _is_token_wise(module: nn.Module, x: Tensor) -> bool:
     """Whether pieces give the output of the whole, and each output has no gradient at all to another
     token."""
     expected, pieces = module.forward(x), in_pieces(module.forward, 3)(x)
@@ -151,11 +148,18 @@ def _is_token_wise(module: Any, x: Tensor) -> bool:
     return not bool(dx.any())
 
 
-def gradient_function(method: MiniSequence, kind: CallKind) -> comparison.GradientFunction:
-    """Return the function that computes a causal LM's loss and gradient by mini-sequences, for `compare`."""
+def trial_loss(
+    method: MiniSequence, kind: CallKind, mlps: Sequence[str]
+) -> Callable[[PreTrainedModel, Tensor, Tensor], Tensor]:
+    """Return the function that computes the loss of a causal LM by mini-sequences, for a trial.
 
-    def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        call = Call(model, comparison.example_inputs(model, ids, labels, kind))
-        return total_loss(call, method, find_token_wise_mlps(backbone_of(model))) / call.divisor
+    Args:
+        kind: of the call. mlps: as in `total_loss`; a copy of the model may lack some of their layers.
+    """
 
-    return comparison.gradients_by_autograd(by_pieces)
+    def compute_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
+        call = Call(model, example_inputs(model, ids, labels, kind))
+        names = {name for name, _ in backbone_of(model).named_modules()}
+        return total_loss(call, method, [name for name in mlps if name in names]) / call.divisor
+
+    return compute_loss

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from adjoint.parallel.fsdp import Gathering, uses_fsdp
 
+T = TypeVar("T")
 MISSING = object()
+Forward = Callable[..., object]  # a module's forward: its arguments and result are the model's own
 # Errors that models' own code raises for inputs that it was not made for.
 MODEL_ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def original_class(model: Any) -> Any:
+class Runner(Protocol):
+    """A function that calls its argument and returns the result."""
+
+    def __call__(self, call: Callable[[], T], /) -> T: ...
+
+
+def original_class(model: nn.Module) -> type[PreTrainedModel]:
     """Return the class that transformers gave a model, wrapped or not."""
     return getattr(type(model), "_adjoint_original", type(model))
 
 
-def backbone_of(model: Any) -> Any:
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return everything of a causal LM below its head, or the model itself if that is no separate module.
 
     It is transformers' `base_model`, or the only inner model of a class whose `base_model_prefix` names no
@@ -36,7 +44,13 @@ def backbone_of(model: Any) -> Any:
     return inner_models[0] if len(inner_models) == 1 else model
 
 
-def root_of(model: Any) -> Any:
+def base_of(model: nn.Module) -> nn.Module:
+    """Return the model of transformers inside PEFT's model, or the model itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()
+
+
+def root_of(model: nn.Module) -> nn.Module:
     """Return the model that was passed to `adjoint.wrap`: the causal LM, or PEFT's model around it."""
     wrap_state = vars(model).get("_adjoint")
     outer_model = None if wrap_state is None or wrap_state.outer_model is None else wrap_state.outer_model()
@@ -44,7 +58,7 @@ def root_of(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def calling_original_forwards(model: Any) -> Iterator[None]:
+def calling_original_forwards(model: nn.Module) -> Iterator[None]:
     """Let calls of a wrapped model, and of its backbone, run transformers' own forward."""
     with contextlib.ExitStack() as stack:
         if (wrap_state := vars(model).get("_adjoint")) is not None:
@@ -52,14 +66,14 @@ def calling_original_forwards(model: Any) -> Iterator[None]:
         yield
 
 
-def gathered_runner(model: Any) -> Callable[[Callable[[], Any]], Any]:
+def gathered_runner(model: nn.Module) -> Runner:
     """Return a function that calls its argument, which may run the model's modules one by one.
 
     For a model under fully_shard it does so inside the forward of the root, where weights are gathered."""
     return Gathering(root_of(model)) if uses_fsdp(model) else lambda call: call()
 
 
-def device_of(model: Any) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter."""
     return next(model.parameters()).device
 
@@ -90,12 +104,12 @@ class PassThrough(nn.Module):
         self.__dict__.update({name: v for name, v in plain.items() if not isinstance(v, (Tensor, nn.Module))})
         self.__dict__["output"] = output
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor | None, ...]:
         output = self.__dict__["output"]
         return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
 
 
-def override_attribute(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
+def override_attribute(holder: object, attribute: str, value: object) -> Callable[[], object]:
     """Set an entry of `vars(holder)`, or remove it if the value is `MISSING`; return a function that
     undoes it."""
     entries = vars(holder)
@@ -108,7 +122,7 @@ def override_attribute(holder: Any, attribute: str, value: Any) -> Callable[[], 
 
 
 @contextlib.contextmanager
-def replaced_forwards(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
     """Give modules other forwards for the time of the context.
 
     They are set on the instances, which may have such forwards already (accelerate's hooks)."""

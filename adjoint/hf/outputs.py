@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 COMPUTE = "_adjoint_logits"  # an attribute of the loss, as accelerate copies outputs but not the loss
@@ -23,6 +23,11 @@ class _LogitsOnAccess:
     def __post_init__(self) -> None:
         with self._as_stored():
             super().__post_init__()  # type: ignore[misc]
+
+    @property
+    def cache_params(self) -> Cache | None:
+        """The cache, under the name that Mamba's classes give it."""
+        return self.past_key_values  # type: ignore[attr-defined]
 
     @property
     def logits(self) -> Tensor | None:
@@ -53,7 +58,7 @@ class _LogitsOnAccess:
         with self._as_stored():
             return super().__repr__()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         with self._as_stored():
             return super().__reduce__()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -27,17 +26,16 @@ class ChunkRandomness(Generators):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules: list[Any] = list(model.modules())
+        modules = list(model.modules())
         super().__init__([v for m in modules for v in vars(m).values() if isinstance(v, KINDS)])
         rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
-        configs = [
-            vars(m.config) for m in modules if isinstance(getattr(m, "config", None), PreTrainedConfig)
-        ][:1]
+        own_configs = (getattr(m, "config", None) for m in modules)
+        configs = [vars(config) for config in own_configs if isinstance(config, PreTrainedConfig)][:1]
         rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
         self.has_dropout = model.training and any(rates)
         self.has_drawn = False
-        self.states_by_chunk: dict[int, Any] = {}
-        self.latest_states: list[Any] = []
+        self.states_by_chunk: dict[int, list[object]] = {}
+        self.latest_states: list[object] = []
 
     @contextlib.contextmanager
     def at_chunk(self, start: int, next_start: int | None = None) -> Iterator[None]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from adjoint.engine.compare import alike, some_numbers
 from adjoint.engine.sequence_sums import Sum
+from adjoint.engine.verification import alike, some_numbers
 from adjoint.hf import check
 from adjoint.hf.head import Output, head_output
 from adjoint.kernels.checks import accumulate_dtype
@@ -24,7 +25,7 @@ class RouterLoss(Sum):
     The total is (2, experts): how many tokens each expert is assigned, and the sum of its probabilities,
     over all tokens and layers."""
 
-    def __init__(self, model: Any, factor: float = 1.0) -> None:
+    def __init__(self, model: PreTrainedModel, factor: float = 1.0) -> None:
         super().__init__(factor)
         self.top_k: int = model.num_experts_per_tok
         self.num_experts, self.example_parameter = model.num_experts, next(model.parameters())
@@ -41,7 +42,7 @@ class RouterLoss(Sum):
             router_logits: (tokens, experts) of each layer.
             counted: (batch, tokens), nonzero for tokens that count; None if all do.
         """
-        sums: Any = 0
+        sums: list[Tensor] = []
         for logits in router_logits:
             probabilities = F.softmax(logits.flatten(0, -2), dim=-1)
             picked_experts = probabilities.topk(self.top_k, dim=-1).indices.flatten()
@@ -56,8 +57,8 @@ class RouterLoss(Sum):
             )
             # Not as a matrix product, which autocast would round.
             summed_probabilities = (weights[:, None] * probabilities).sum(0)
-            sums = sums + torch.stack([assigned_tokens, summed_probabilities])
-        return sums
+            sums.append(torch.stack([assigned_tokens, summed_probabilities]))
+        return functools.reduce(torch.add, sums)
 
     def loss(self, total: Tensor) -> Tensor:
         """Return the loss made of the total: experts · Σ (assigned share · mean probability)."""
@@ -92,7 +93,7 @@ class RouterLogits:
 
 
 @torch.no_grad()
-def router_loss_coefficient(model: Any) -> float:
+def router_loss_coefficient(model: PreTrainedModel) -> float:
     """Return the factor by which a model multiplies its routers' loss.
 
     It is measured by giving the model's forward some logits of routers, and no labels that count.

@@ -10,9 +10,9 @@ import contextlib
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakMethod, ref
 
 import torch
@@ -22,11 +22,12 @@ from transformers import PreTrainedConfig
 from adjoint.engine.weights import BETWEEN, Tensors
 from adjoint.hf.model_parts import MISSING, original_class, override_attribute
 
+Holder: TypeAlias = nn.Module | PreTrainedConfig  # an object that has settings
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINER_TYPES = (list, tuple, dict, set, frozenset, OrderedDict)
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Of the attributes that every module has, its mode and hooks are settings. Gradient checkpointing is none, as
-# it is switched off while chunks run.
+# Of the attributes that every module has, its mode and hooks are settings. Gradient checkpointing is not one,
+# as it is switched off while chunks run.
 IGNORED_ATTRIBUTES = {*vars(nn.Module())} - {"training", *HOOK_ATTRIBUTES}
 IGNORED_ATTRIBUTES -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
 IGNORED_ATTRIBUTES |= {
@@ -40,8 +41,8 @@ IGNORED_ATTRIBUTES |= {
 class Snapshot:
     """A model's structure and settings at one moment, without its tensors' values.
 
-    It keeps nothing of the model alive. It does not see tensors that are attributes and no buffers, nor the
-    contents of objects of other classes.
+    It keeps nothing of the model alive. It does not see tensors that are plain attributes instead of buffers,
+    nor inside objects of other classes.
 
     Attributes:
         modules: reference to each module and its class, by name.
@@ -53,7 +54,7 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.modules = {name: (ref(module), original_class(module)) for name, module in model.named_modules()}
         named = settings_holders(model)
-        self.holders: dict[str, ref[Any]] = {name: ref(holder) for name, holder in named.items()}
+        self.holders: dict[str, ref[Holder]] = {name: ref(holder) for name, holder in named.items()}
         self.settings = {name: comparable_settings(holder) for name, holder in named.items()}
         self.weights = {
             name: (p.requires_grad, p.dtype, p.device, type(p)) for name, p in model.named_parameters()
@@ -89,13 +90,22 @@ class Snapshot:
             return f"parameter {name} was frozen, unfrozen, cast or moved"
         return None
 
+    def check(self, model: nn.Module) -> None:
+        """Check that a model is still the same.
 
-def settings_holders(model: nn.Module) -> dict[str, Any]:
+        Raises:
+            RuntimeError: it is not.
+        """
+        if difference := self.difference(Snapshot(model)):
+            raise RuntimeError(f"{difference} {BETWEEN}")
+
+
+def settings_holders(model: nn.Module) -> dict[str, Holder]:
     """Map names to the objects that have settings: a model's modules and, once each, their configurations."""
-    holders: dict[str, Any] = {}
+    holders: dict[str, Holder] = {}
     configs: set[int] = set()
 
-    def note(name: str, holder: Any) -> None:
+    def note(name: str, holder: Holder) -> None:
         holders[name] = holder
         for attribute, value in vars(holder).items():
             if _value_kind(type(value)) == "configuration" and id(value) not in configs:
@@ -107,7 +117,7 @@ def settings_holders(model: nn.Module) -> dict[str, Any]:
     return holders
 
 
-def comparable_settings(holder: Any) -> dict[str, Any]:
+def comparable_settings(holder: Holder) -> dict[str, object]:
     """Return the attributes of a module or configuration that can be compared.
 
     Empty containers are left out, above all the hooks that most modules do not have."""
@@ -123,7 +133,7 @@ def comparable_settings(holder: Any) -> dict[str, Any]:
     return values
 
 
-def _lasting_hooks(registered: Any) -> tuple[Any, ...]:
+def _lasting_hooks(registered: Mapping[int, object]) -> tuple[object, ...]:
     """Return hooks without their handles' numbers.
 
     Left out are the hooks of transformers and PEFT that make an embedding's output require a gradient: TRL
@@ -131,8 +141,9 @@ def _lasting_hooks(registered: Any) -> tuple[Any, ...]:
     return tuple(hook for hook in registered.values() if not makes_inputs_require_grad(hook))
 
 
-def makes_inputs_require_grad(hook: Any) -> bool:
-    """Whether a hook is the one by which transformers, PEFT and TRL make an embedding's output a leaf."""
+def makes_inputs_require_grad(hook: object) -> bool:
+    """Whether a hook is the one by which transformers, PEFT and TRL make an embedding's
+    output require a gradient."""
     return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
@@ -148,11 +159,11 @@ def _classify(cls: type) -> str | None:
     return "configuration" if issubclass(cls, PreTrainedConfig) else None
 
 
-_value_kind: Callable[[Any], str | None] = functools.cache(_classify)
+_value_kind: Callable[[type], str | None] = functools.cache(_classify)
 
 
-def comparable_value(value: Any) -> Any:
-    """Return an object that equals another's if their values are the same to a computation.
+def comparable_value(value: Any) -> object:
+    """Return an object that equals another's if no computation can tell their values apart.
 
     It is the value, a container's contents, a weak reference to a function, or, for other objects, the
     class alone."""
@@ -187,16 +198,7 @@ class ForwardState:
             for name, holder in self.holders.items()
         }
 
-    def check(self) -> None:
-        """Check that the model is still the same.
-
-        Raises:
-            RuntimeError: it is not.
-        """
-        if difference := self.snapshot.difference(Snapshot(self.model)):
-            raise RuntimeError(f"{difference} {BETWEEN}")
-
-    def restore_settings(self, current: Snapshot, hooks: bool = True) -> list[Callable[[], Any]]:
+    def restore_settings(self, current: Snapshot, hooks: bool = True) -> list[Callable[[], object]]:
         """Restore the settings that differ in the snapshot `current`.
 
         Args:
@@ -211,7 +213,7 @@ class ForwardState:
             if attribute in HOOK_ATTRIBUTES and not hooks:
                 continue
             previous = self.attributes[name].get(attribute, MISSING)
-            kind: Any = type(vars(self.holders[name]).get(attribute))
+            kind = type(vars(self.holders[name]).get(attribute))
             if previous is MISSING and kind in CONTAINER_TYPES:  # empty containers are not among the settings
                 previous = kind()
             undo.append(override_attribute(self.holders[name], attribute, previous))

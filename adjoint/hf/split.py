@@ -11,25 +11,35 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import chunk_size_for
-from adjoint.engine.compare import some_numbers
 from adjoint.engine.step import ChunkedStep
-from adjoint.hf import check, comparison
+from adjoint.engine.verification import TOKENS, TrialKind, some_numbers
+from adjoint.hf import check
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import CallKind
 from adjoint.hf.chunking import kept_features, sizes_of
 from adjoint.hf.kernels.replacements import ChunkContext
 from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
-from adjoint.hf.trial_copy import in_eval_mode
+from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, in_eval_mode
+from adjoint.hf.trial_gradients import TRIAL_SPEC, gradient_functions, gradients_by_engine
+from adjoint.hf.verification import compare
 from adjoint.layers import State
 from adjoint.methods import Exact
+
+SPANS = TrialKind(
+    claim=f"the gradient of {TOKENS} tokens by spans of its layers is not that of the whole",
+    likely_reason="its layers hand on more than hidden states",
+    remedy=check.ONE_PROCESS,
+    state="hidden states: its layers hand on more than hidden states",
+    chunk_size=TRIAL_CHUNK_SIZE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +62,8 @@ class Pretrained:
         buffers: of the model that was examined, such as rotary frequencies.
     """
 
-    kind: Any
-    config: Any
+    kind: type[PreTrainedModel]
+    config: PreTrainedConfig
     layers: str
     last: tuple[str, ...]
     outputs: tuple[int | None, ...]
@@ -114,7 +124,7 @@ class Pretrained:
         """Return the state of a span's layers before a sequence."""
         return zeros([slot for slot in self.slots if slot.layer in span], batch, device)
 
-    def make_part(self, model: Any, span: range) -> Any:
+    def make_part(self, model: PreTrainedModel, span: range) -> PreTrainedModel:
         """Return the model with the layers of `span` alone.
 
         It has the embedding if the span is the first, head and final norm if it is the last, and shares
@@ -125,13 +135,13 @@ class Pretrained:
         removed += [
             model.get_submodule(table.rpartition(".")[0]) for table, is_included in tables if not is_included
         ]
-        memo: dict[int, Any] = {id(module): nn.Identity() for module in removed}
+        memo: dict[int, object] = {id(module): nn.Identity() for module in removed}
         for k, layer in enumerate(getattr(backbone, self.layers)):
             memo[id(layer)] = layer if k in span else PassThrough(layer, self.outputs[k])
         shared = (model.config, *model.parameters(), *model.buffers())
         return copy.deepcopy(model, {id(shared_object): shared_object for shared_object in shared} | memo)
 
-    def make_stage(self, part_model: Any, span: range, recompute: str = "none") -> Backbone:
+    def make_stage(self, part_model: PreTrainedModel, span: range, recompute: str = "none") -> Backbone:
         """Return the stage of a part; `recompute` as in `Backbone`."""
         slots = [slot for slot in self.slots if slot.layer in span]
         multiplier = None if span.start == 0 else self.multiplier
@@ -139,7 +149,7 @@ class Pretrained:
             return CausalLM(part_model, slots, multiplier, recompute)
         return Backbone(part_model, slots, multiplier, recompute)
 
-    def make_empty_model(self) -> Any:
+    def make_empty_model(self) -> PreTrainedModel:
         """Return the model without its weights: parameters take no memory, buffers are real."""
         from accelerate import init_empty_weights
 
@@ -147,7 +157,7 @@ class Pretrained:
             return self.kind(copy.deepcopy(self.config))
 
 
-def examine(model: Any, input_ids: Tensor) -> Pretrained:
+def examine(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
     """Describe how a model is cut, and check that its parts together have the whole model's gradient.
 
     Args:
@@ -160,7 +170,7 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
     return verify_description(model, describe(model, input_ids))
 
 
-def verify_description(model: Any, description: Pretrained) -> Pretrained:
+def verify_description(model: PreTrainedModel, description: Pretrained) -> Pretrained:
     """Add to a description what only weights tell, and compare its parts' gradient with the whole model's.
 
     Args:
@@ -177,7 +187,7 @@ def verify_description(model: Any, description: Pretrained) -> Pretrained:
     return description
 
 
-def describe(model: Any, input_ids: Tensor) -> Pretrained:
+def describe(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
     """Describe how a model is cut, as far as shapes tell it: its tensors may be fake.
 
     Args:
@@ -190,7 +200,9 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
     list_names = [n for n, m in backbone.named_children() if isinstance(m, nn.ModuleList)]
     list_names = [n for n in list_names if len(getattr(backbone, n)) == config.num_hidden_layers]
     if len(list_names) != 1:
-        check.refuse(model, "its backbone has no single list of layers to be cut", check.ONE_PROCESS)
+        check.refuse(
+            model, "its backbone has no single list of layers that could be divided", check.ONE_PROCESS
+        )
     layers = list(getattr(backbone, list_names[0]))
     layer_of_parameter: dict[nn.Parameter, int] = {}
     for k, layer in enumerate(layers):
@@ -231,14 +243,14 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
 
 
 def _trace_layers(
-    model: Any, backbone: Any, layers: Sequence[nn.Module], ids: Tensor
+    model: PreTrainedModel, backbone: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor
 ) -> tuple[list[nn.Module], list[int | None]]:
     """Return the order in which the backbone's children and layers run, and the lengths of the layers'
     output tuples."""
     order: list[nn.Module] = []
     outputs: dict[nn.Module, int | None] = {}
 
-    def note(module: nn.Module, _: Any, output: Any) -> None:
+    def note(module: nn.Module, _: object, output: object) -> None:
         order.append(module)
         outputs[module] = len(output) if isinstance(output, tuple) else None
 
@@ -250,7 +262,7 @@ def _trace_layers(
 
 
 @torch.no_grad()
-def _find_multiplier(model: Any, description: Pretrained) -> float:
+def _find_multiplier(model: PreTrainedModel, description: Pretrained) -> float:
     """Return the factor by which the backbone multiplies embeddings before its first layer.
 
     It is measured on a model whose layers, and the modules that run after them, pass their input through."""
@@ -262,26 +274,22 @@ def _find_multiplier(model: Any, description: Pretrained) -> float:
     factor = ((x * y).sum() / (x * x).sum()).item()
     if not torch.allclose(y, factor * x, rtol=1e-3, atol=1e-6 * abs(factor)):
         check.refuse(
-            model, "it adds to the embeddings before its first layer, again in every span", check.ONE_PROCESS
+            model,
+            "it changes the embeddings before its first layer, and would again in every shard",
+            check.ONE_PROCESS,
         )
     return 1.0 if abs(factor - 1) < 1e-6 else factor  # 1 up to rounding
 
 
-def _compare_spans(model: Any, description: Pretrained) -> None:
+def _compare_spans(model: PreTrainedModel, description: Pretrained) -> None:
     """Compare the gradient of up to three spans, run on a few tokens in chunks, with the whole model's."""
     spans = description.trial_spans()
 
-    def by_spans(model: Any, ids: Tensor, labels: Tensor) -> ChunkedStep:
+    def by_spans(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> ChunkedStep:
         stages = [description.make_stage(description.make_part(model, span), span) for span in spans]
         initial = [stage.initial_state(1, ids.device) for stage in stages]
         batch = Batch.from_labels(ids, labels, states=initial)
-        return ChunkedStep(stages, batch, comparison.TRIAL_SPEC, description.d_model)
+        return ChunkedStep(stages, batch, TRIAL_SPEC, description.d_model)
 
-    by_whole, _ = comparison.gradient_functions(Exact(), CallKind())
-    try:
-        comparison.compare(
-            model, by_whole, comparison.gradients_by_engine(by_spans), *comparison.CHUNKS_DIFFER
-        )
-    except check.Refused:
-        reason = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
-        check.refuse(model, reason, check.ONE_PROCESS)
+    by_whole, _ = gradient_functions(Exact(), CallKind())
+    compare(model, by_whole, gradients_by_engine(by_spans), SPANS)

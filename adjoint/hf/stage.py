@@ -7,12 +7,15 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
@@ -23,12 +26,21 @@ from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
-from adjoint.hf.cache import ChunkCache, Slot, make_chunk_cache, zeros
-from adjoint.hf.call import TOKEN_TYPES, Call, Padding
+from adjoint.hf.cache import CarriedState, ChunkCache, Slot, make_chunk_cache, zeros
+from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
 from adjoint.hf.head import refuse_unsummable_loss, refuse_z_loss, summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
+from adjoint.hf.language_inputs import (
+    EMBEDS,
+    POSITIONS,
+    PREFIX,
+    LanguageLayout,
+    feeding,
+    shared_inputs,
+)
 from adjoint.hf.model_parts import (
+    Forward,
     backbone_of,
     gathered_runner,
     layers_of,
@@ -41,8 +53,23 @@ from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.methods import Method
-from adjoint.parallel.context import distribution_of
+from adjoint.parallel.context import SingleRank, distribution_of
 from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
+
+
+class CallContext(NamedTuple):
+    """Properties of a call that all of its chunks share.
+
+    Attributes:
+        padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
+        language_layout: of the language model's inputs, if the stage's input are these
+            (`language_inputs.LanguageInputs`).
+        carried: the state with which sequences begin, or None.
+    """
+
+    padding: Padding | None = None
+    language_layout: LanguageLayout | None = None
+    carried: CarriedState | None = None
 
 
 class Backbone(Stage):
@@ -52,15 +79,15 @@ class Backbone(Stage):
 
     Args:
         model: the backbone, or the causal LM around it; parameters go by its names.
-        slots: of the state, from `find_slots`.
+        slots: places of the state's tensors in the cache, from `find_slots`.
         multiplier: None if the embedding is in this stage; else x is hidden states (batch, tokens,
             hidden_size), and the multiplier is what this backbone multiplies embeddings by before its first
             layer.
         recompute: how much of a layer's tape is recomputed in the backward: "none", "selective" or "full"
             (see `Exact`).
         fetches: as in `Stage`.
-        padding: padding at the right whose hidden states are asked for: its chunks get the model's mask.
-        router: what is made of the routers' logits: a loss, or outputs beside the hidden states; or None.
+        router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
+        context: properties of the call that all of its chunks share.
     """
 
     stateful: ClassVar[bool] = True
@@ -69,26 +96,27 @@ class Backbone(Stage):
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         slots: Sequence[Slot],
         multiplier: float | None = None,
         recompute: str = "none",
         *,
         fetches: bool = False,
-        padding: Padding | None = None,
         router: RouterLoss | RouterLogits | None = None,
+        context: CallContext | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
         self._grows = tuple(slot.grows for slot in self.slots)
-        self.chunk_context = ChunkContext(model)
+        self.chunk_context: ContextFactory = ChunkContext(model)
         self.trained_parameters, self.sharded = trained_parameters(model), uses_fsdp(model)
         self.tensors = Tensors(model)
         self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
         self.randomness, self.recompute = ChunkRandomness(model), recompute
-        self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
-        self._fetches, self.padding = fetches, padding
+        self.layers = [] if recompute == "none" else list(layers_of(self.backbone).values())
+        self._fetches = fetches
         self.router = router
+        self.padding, self.language_layout, self.carried = context or CallContext()
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -110,7 +138,12 @@ class Backbone(Stage):
         return self.model.named_modules()
 
     def initial_state(self, batch: int, device: torch.device) -> State:
-        return zeros(self.slots, batch, device)
+        return zeros(self.slots, batch, device) if self.carried is None else self.carried.state
+
+    def past_length(self, chunk: Batch) -> int:
+        """Return the number of tokens of a chunk's document before it."""
+        before = self.carried.tokens if self.carried is not None and not chunk.document else 0
+        return chunk.start - chunk.document + before
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         with self.chunk_context(), self.randomness.at_chunk(chunk.start):
@@ -144,9 +177,9 @@ class Backbone(Stage):
             return output[0], state
         return self.router.append_to(output[0], output.router_logits, chunk.start), state
 
-    def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
+    def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[ModelOutput, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
-        cache, past_length = copy.copy(self.cache), chunk.start - chunk.document
+        cache, past_length = copy.copy(self.cache), self.past_length(chunk)
         cache.layers = cache.layers_with_state(self.slots, state, past_length)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
@@ -160,43 +193,59 @@ class Backbone(Stage):
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         return output, after
 
-    def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> Any:
+    def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> ModelOutput:
         """Call the backbone on a chunk.
 
         Args:
             x: ids (batch, tokens), or embeddings (batch, tokens, hidden_size).
             cache: holds the state before the chunk.
         """
-        past_length = chunk.start - chunk.document
-        inputs: dict[str, Any] = {name: values for name, values in chunk.inputs.items() if name != TOKEN_MASK}
-        inputs["inputs_embeds" if x.is_floating_point() else "input_ids"] = x
+        past_length = self.past_length(chunk)
+        inputs: dict[str, Any] = {
+            name: values
+            for name, values in chunk.inputs.items()
+            if name != TOKEN_MASK and not name.startswith(PREFIX)
+        }
+        language_inputs: dict[str, object] = {}
+        if self.language_layout is not None:
+            language_inputs = self.language_layout.unpack(x, chunk.inputs)
+            inputs |= shared_inputs(self.model, language_inputs)
+            embeddings = language_inputs[EMBEDS]
+            assert isinstance(embeddings, Tensor)
+            x = embeddings
+        inputs[EMBEDS if x.is_floating_point() else "input_ids"] = x
         inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
         if self.router is not None:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
         # Masks made of token types count tokens from the document's start.
-        if TOKEN_TYPES in inputs and block_function(self.model):
-            inputs[TOKEN_TYPES] = F.pad(inputs[TOKEN_TYPES], (past_length, 0))
-        if "position_ids" in self.forward_parameters:
+        if (named_function := block_function(self.model, inputs)) is not None:
+            inputs[named_function[0]] = F.pad(inputs[named_function[0]], (past_length, 0))
+        if (components := chunk.inputs.get(POSITIONS)) is not None:
+            inputs[POSITIONS] = components.movedim(-1, 0)
+        elif POSITIONS in self.forward_parameters and POSITIONS not in inputs:
             positions = torch.arange(past_length, past_length + x.shape[1], device=x.device)
-            inputs["position_ids"] = positions.expand(x.shape[0], -1)
+            inputs[POSITIONS] = positions.expand(x.shape[0], -1)
         if self.padding is not None:
             attended = past_length if any(dim is not None for dim in self.grows) else 0
             inputs["attention_mask"] = self.padding.mask(chunk.start, chunk.start + x.shape[1], attended)
-        return self.backbone(use_cache=True, **inputs)
+        if self.language_layout is None:
+            return self.backbone(use_cache=True, **inputs)
+        with feeding(self.model, language_inputs):
+            return self.backbone(use_cache=True, **inputs)
 
     def _recompute_layer(
-        self, forward: Callable[..., Any], cache: ChunkCache, state: State, past_length: int
-    ) -> Callable[..., Any]:
+        self, forward: Forward, cache: ChunkCache, state: State, past_length: int
+    ) -> Forward:
         """Return a layer's forward that is recomputed in the backward from the state before the chunk.
 
         The first run puts the new state into the cache, so the second run gets cache layers of its own."""
 
-        def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
-            generator_states: list[Any] = []
+        def recomputed_forward(*args: object, **kwargs: object) -> object:
+            generator_states: list[Sequence[object]] = []
             # Made here, so that every recomputation gets the same tensors.
             initial_layers = cache.layers_with_state(self.slots, state, past_length)
 
-            def run(*args: Any, **kwargs: Any) -> Any:
+            def run(*args: object, **kwargs: object) -> object:
                 if not generator_states:
                     generator_states.append(self.randomness.states())
                     return forward(*args, **kwargs)
@@ -258,7 +307,7 @@ class CausalLM(Backbone):
             slots,
             recompute=method.recompute,
             fetches=fetches,
-            padding=padding,
+            context=CallContext(padding, call.kind.language_layout, call.carried),
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             hidden_states=hidden_states,
@@ -348,7 +397,7 @@ def make_step(
     batch: Batch,
     spec: EngineSpec,
     backward_context: ContextFactory = contextlib.nullcontext,
-    group: Any = None,
+    group: dist.ProcessGroup | SingleRank | None = None,
 ) -> ChunkedStep:
     """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 
@@ -375,7 +424,7 @@ def make_step(
 
 
 @torch.no_grad()
-def find_slots(model: Any, input_ids: Tensor) -> list[Slot]:
+def find_slots(model: PreTrainedModel, input_ids: Tensor) -> list[Slot]:
     """Return the places of a model's state in its cache, found by running it on two tokens of one
     sequence."""
     stage, cache, ids = Backbone(model, []), make_chunk_cache(model.config), input_ids[:1, :1].expand(1, 2)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.compare import TOKENS
+from adjoint.engine.verification import TOKENS
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     PassThrough,
@@ -23,6 +23,7 @@ from adjoint.hf.model_parts import (
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
 from adjoint.memory import memory_left
 
+TRIAL_CHUNK_SIZE = 5  # cuts TOKENS into chunks of different lengths
 # A copy's windows and numbers of picked keys, which the TOKENS of a trial must exceed.
 SHORT_WINDOW = 5
 WINDOW_SETTINGS = (
@@ -37,7 +38,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
 
 
-def make_trial_copy(model: Any) -> Any:
+def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a copy of a model's modules that shares its parameters' memory, or None if none can be made.
 
     Half precision parameters are cast to float32, and dropout is off. The whole model is copied or, if
@@ -51,7 +52,7 @@ def make_trial_copy(model: Any) -> Any:
             or bytes_needed(p for p in model.parameters() if p not in left_out_parameters) > memory
         ):
             return None
-    memo: dict[int, Any] = {id(layer): PassThrough(layer) for layer in left_out}
+    memo: dict[int, object] = {id(layer): PassThrough(layer) for layer in left_out}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(_to_float32_if_half(p.detach()), p.requires_grad)
     for buffer in model.buffers():
@@ -67,7 +68,7 @@ def make_trial_copy(model: Any) -> Any:
     for holder in settings_holders(copied).values():
         for name, value in vars(holder).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
-                vars(holder)[name] = 0.0
+                holder.__dict__[name] = 0.0
     return copied
 
 
@@ -80,10 +81,10 @@ def bytes_needed(parameters: Iterable[Tensor]) -> int:
 
 def duplicate_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the layers that duplicate an earlier one: same modules and settings, ignoring layer indices."""
-    descriptions: list[Any] = []
+    descriptions: list[list[object]] = []
     duplicates = []
     for layer in layers:
-        description: list[Any] = [
+        description: list[object] = [
             (
                 name,
                 type(module),
@@ -103,18 +104,18 @@ def _to_float32_if_half(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
 
-def shorten_windows(copied: Any) -> bool:
+def shorten_windows(copied: PreTrainedModel) -> bool:
     """Set a copy's windows to fewer tokens than are compared; return whether there are any windows."""
     shortened = False
     for holder in settings_holders(copied).values():
         for name in WINDOW_SETTINGS:
             value = vars(holder).get(name)
             if isinstance(value, int) and value > SHORT_WINDOW:
-                vars(holder)[name], shortened = SHORT_WINDOW, True
+                holder.__dict__[name], shortened = SHORT_WINDOW, True
     return shortened
 
 
-def example_tokens(model: Any) -> tuple[Tensor, Tensor]:
+def example_tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Return ids and labels (1, TOKENS).
 
     None of the ids has a special meaning in the configuration, and two labels are ignored."""
@@ -137,7 +138,7 @@ def example_tokens(model: Any) -> tuple[Tensor, Tensor]:
 
 
 @contextlib.contextmanager
-def in_eval_mode(model: Any) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put all modules into evaluation mode, in which there is no dropout."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():

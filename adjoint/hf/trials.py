@@ -6,13 +6,13 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from adjoint.engine.compare import TOKENS, alike
-from adjoint.hf.check import Refused, refuse
+from adjoint.engine.verification import TOKENS, Refused, alike
+from adjoint.hf.check import refuse
 from adjoint.hf.kernels import fla
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import (
@@ -22,12 +22,10 @@ from adjoint.hf.model_parts import (
     gathered_runner,
     original_class,
 )
-from adjoint.hf.trial_copy import example_tokens, in_eval_mode
-
-TRIAL_CHUNK_SIZE = 5  # cuts TOKENS into chunks of different lengths
+from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 
 
-def refuse_left_padding(model: Any) -> None:
+def refuse_left_padding(model: PreTrainedModel) -> None:
     """Refuse padding at the left if the model does more with it than cut it off.
 
     Raises:
@@ -43,7 +41,7 @@ def refuse_left_padding(model: Any) -> None:
         )
 
 
-def masks_padding(model: Any, compare_padded: Callable[[], float]) -> bool:
+def masks_padding(model: PreTrainedModel, compare_padded: Callable[[], float]) -> bool:
     """Whether chunks compute the model's own hidden states of padding at the right.
 
     Warns if not, as a loss may read them."""
@@ -51,16 +49,15 @@ def masks_padding(model: Any, compare_padded: Callable[[], float]) -> bool:
         compare_padded()
     except Refused:
         warnings.warn(
-            f"{original_class(model).__name__}: chunks make other hidden states of padded tokens than the "
-            "model does (those of all other tokens are the same): a loss that reads them gets another "
-            "gradient",
+            f"{original_class(model).__name__}: hidden states at padding, computed by chunks, differ from "
+            "the model's own (all others are the same): a loss that reads them gets a different gradient",
             stacklevel=2,
         )
         return False
     return True
 
 
-def warn_if_documents_mix(model: Any, names: Sequence[str], use_cache: bool | None) -> None:
+def warn_if_documents_mix(model: PreTrainedModel, names: Sequence[str], use_cache: bool | None) -> None:
     """Warn if the model itself does not keep packed documents apart, as chunks do.
 
     Args:
@@ -73,13 +70,13 @@ def warn_if_documents_mix(model: Any, names: Sequence[str], use_cache: bool | No
         return
     if not is_kept_apart:
         warnings.warn(
-            f"position_ids start again, and are read as packed documents, which are kept apart: called like "
-            f"this, {original_class(model).__name__} by itself lets documents see those before them",
+            "position_ids start again, so they are read as packed documents, which are kept apart: called "
+            f"like this, {original_class(model).__name__} by itself lets documents attend to earlier ones",
             stacklevel=2,
         )
 
 
-def refuse_if_documents_mix(model: Any, names: Sequence[str]) -> None:
+def refuse_if_documents_mix(model: PreTrainedModel, names: Sequence[str]) -> None:
     """Refuse documents described by inputs with these names if the model's own code ignores them.
 
     Raises:
@@ -88,13 +85,12 @@ def refuse_if_documents_mix(model: Any, names: Sequence[str]) -> None:
     if not _ignores_first_tokens(model, use_cache=False, **inputs_of_two_documents(names)):
         refuse(
             model,
-            f"documents are told apart by {', '.join(names)}, and its own code lets them see those before "
-            "them",
+            f"documents are marked by {', '.join(names)}, and its own code lets them attend to earlier ones",
             "adjoint.Exact() keeps them apart",
         )
 
 
-def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Any]:
+def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Tensor | int]:
     """Return the inputs of these names for TOKENS; the second document begins at TRIAL_CHUNK_SIZE."""
     positions = torch.arange(TOKENS, dtype=torch.int32)[None]
     document, cuts = (
@@ -110,7 +106,7 @@ def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _ignores_first_tokens(model: Any, **inputs: Any) -> bool:
+def _ignores_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -> bool:
     """Whether, given these inputs, the first TRIAL_CHUNK_SIZE tokens change no later hidden state of the
     backbone."""
     if fla.is_of_fla(model):
@@ -130,7 +126,7 @@ def _ignores_first_tokens(model: Any, **inputs: Any) -> bool:
 
 
 @torch.no_grad()
-def ignores_input(model: Any, name: str, has_labels: bool) -> bool:
+def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
     """Whether a model's own forward accepts an input of this name without reading it.
 
     It is given NaNs for a few tokens: an output that stays the same does not depend on them.

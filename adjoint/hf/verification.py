@@ -1,32 +1,57 @@
-"""Verification on first use: the comparisons and trials that a call needs, and their results.
+"""Verification of wrapped models on first use: what a call needs tried, how, and the results.
 
-Results hold while the model is as it was."""
+`verify` runs each trial that a kind of call needs and that has not been run on the model as it is now;
+`compare` is the trial of gradients. How results are compared and refusals are worded is in
+`engine.verification`; what is refused by name, before any trial, in `check`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from adjoint.batch import IGNORE_INDEX, shift_labels
+from adjoint.engine import verification as harness
 from adjoint.engine.chunk_size import Sizes
-from adjoint.hf import check
+from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
+from adjoint.engine.weights import Constants
+from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
-from adjoint.hf.check import ROUTER_LOGITS, as_refusal, refuse
+from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunking import kept_features, sizes_of
-from adjoint.hf.comparison import CHUNKS_DIFFER, compare, gradient_functions
-from adjoint.hf.model_parts import backbone_of, calling_original_forwards, device_of, gathered_runner
+from adjoint.hf.model_parts import (
+    MODEL_ERRORS,
+    backbone_of,
+    calling_original_forwards,
+    device_of,
+    gathered_runner,
+    original_class,
+    root_of,
+)
+from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import find_slots
-from adjoint.hf.trial_copy import example_tokens, in_eval_mode
+from adjoint.hf.trial_copy import (
+    SHORT_WINDOW,
+    TRIAL_CHUNK_SIZE,
+    example_tokens,
+    in_eval_mode,
+    make_trial_copy,
+    shorten_windows,
+)
+from adjoint.hf.trial_gradients import GradientFunction, gradient_functions, gradients_by_autograd
 from adjoint.hf.trials import (
     ignores_input,
     masks_padding,
@@ -35,15 +60,38 @@ from adjoint.hf.trials import (
     warn_if_documents_mix,
 )
 from adjoint.hf.wrap_state import wrap_state_of
-from adjoint.parallel.fsdp import largest, reshard, uses_fsdp
+from adjoint.methods import MiniSequence
+from adjoint.parallel.fsdp import largest, precisions, reshard, units, uses_fsdp
 from adjoint.parallel.kv import NotAttended
 
+T = TypeVar("T")
 # States of a model whose verification is remembered, such as adapters that take turns.
 MAX_VERIFICATIONS = 16
+# Gradients of a whole model may differ by this much in any precision, as transformers computes norms and
+# scans in float32. In float64 the gradients of a Mamba-2 of 24 layers with random weights differ by 1.6e-5,
+# and by 2e-13 if norms and scans run in float64 too.
+GRADIENT_RTOL = 1e-4
+CHUNKS = TrialKind(
+    claim=f"the gradient of {TOKENS} tokens in chunks is not that of the whole",
+    likely_reason="it keeps something else than its cache between tokens, or its loss is more than that of "
+    "each token",
+    remedy=ALTERNATIVE,
+    state=STATE,
+    chunk_size=TRIAL_CHUNK_SIZE,
+)
+PIECES = TrialKind(
+    claim=f"the gradient of {TOKENS} tokens by mini-sequences is not the model's own",
+    likely_reason="its loss is more than the labels' cross-entropy, or it computes something else each time",
+    remedy=ALTERNATIVE,
+    state=STATE,
+)
+# The trial of gradients runs transformers' own functions, which warn that they are slow; training runs ours.
+FALLBACK_LOGGER = "transformers.integrations.hub_kernels"
+FALLBACK_MESSAGE = "is falling back to its reference PyTorch implementation"
 
 
 class Verification:
-    """Results of comparisons and trials for a model in one state; it holds for no other state.
+    """Results of trials for a model in one state; they are not valid for another.
 
     It keeps no model alive.
 
@@ -52,23 +100,30 @@ class Verification:
         sharded: whether it is under `fully_shard`.
         precision: autocast's dtype, or None, and the device's type.
         fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
-        masks_padding: whether chunks compute the model's own hidden states of padding at the right.
-        results: of `compute_once`, by key.
-        difference: of gradients, from the last kind of call that was verified.
+        results: results of `compute_once`, by key.
+        difference: relative difference of gradients, from the last kind of call that was verified.
     """
 
-    def __init__(self, model: Any, snapshot: Snapshot, precision: Any, sharded: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        snapshot: Snapshot,
+        precision: tuple[torch.dtype | None, str],
+        sharded: bool,
+    ) -> None:
         self.model_ref, self.snapshot, self.wrap_state = weakref.ref(model), snapshot, wrap_state_of(model)
         self.precision, self.sharded, self.fetches = precision, sharded, False
-        self.masks_padding = False
-        self.results: dict[Any, Any] = {}
+        self.results: dict[Hashable, Any] = {}
         self.difference = 0.0
 
     @property
-    def model(self) -> Any:
-        return self.model_ref()
+    def model(self) -> PreTrainedModel:
+        """The model, which a caller of this class holds."""
+        model = self.model_ref()
+        assert model is not None
+        return model
 
-    def compute_once(self, key: Any, find: Callable[..., Any], *args: Any) -> Any:
+    def compute_once(self, key: Hashable, find: Callable[..., T], *args: object) -> T:
         """Return find(*args), which is called once for each key; an error is not remembered."""
         if key not in self.results:
             before = ForwardState(self.model, self.snapshot)
@@ -77,12 +132,13 @@ class Verification:
             # Trials may change settings: RecurrentGemma's own forward stores a state in its mixers.
             before.restore_settings(Snapshot(self.model), hooks=False)
             self.results[key] = result
-        return self.results[key]
+        computed: T = self.results[key]
+        return computed
 
-    def examine_once(self, find: Callable[[Any], Any]) -> Any:
+    def examine_once(self, find: Callable[[PreTrainedModel], T]) -> T:
         """Return find(model), called once with the original forwards; it may run the model's modules."""
 
-        def run_original() -> Any:
+        def run_original() -> T:
             with calling_original_forwards(self.model):
                 return gathered_runner(self.model)(lambda: find(self.model))
 
@@ -91,7 +147,8 @@ class Verification:
     def padding_of(self, call: Call) -> Padding | None:
         """Return a call's padding at the right if the caller can read it and chunks compute what the model
         does."""
-        return call.padding if call.reads_padding and self.masks_padding else None
+        is_computed = call.reads_padding and self.results[_padding_key(call.kind)]
+        return call.padding if is_computed else None
 
     @property
     def slots(self) -> list[Slot]:
@@ -116,13 +173,13 @@ class Verification:
         return sizes_of(self.compute_once("features", kept_features, self.model), self.slots, element)
 
 
-def verification_of(model: Any) -> Verification:
+def verification_of(model: PreTrainedModel) -> Verification:
     """Return the verification of a model as it is now, a new and empty one if its state is new."""
     wrap_state, snapshot, device = wrap_state_of(model), Snapshot(model), device_of(model).type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
     sharded, previous = (
         uses_fsdp(model),
-        [verification for verification in wrap_state.verifications if verification.model is model],
+        [verification for verification in wrap_state.verifications if verification.model_ref() is model],
     )
     for verification in previous:
         is_same_setting = (verification.precision, verification.sharded) == (precision, sharded)
@@ -130,7 +187,7 @@ def verification_of(model: Any) -> Verification:
             return verification
     if previous and len(wrap_state.verifications) == MAX_VERIFICATIONS:
         warnings.warn(
-            f"{previous[0].snapshot.difference(snapshot)}, as something is at every call: gradients are "
+            f"{previous[0].snapshot.difference(snapshot)}, and something is at every call, so gradients are "
             "compared each time, which is slow",
             stacklevel=5,
         )
@@ -142,7 +199,7 @@ def verification_of(model: Any) -> Verification:
 
 
 def verify(call: Call) -> Verification:
-    """Return the verification of a call's model after all that this kind of call needs has been tried.
+    """Try everything that this kind of call needs, and return the verification of the call's model.
 
     The gradients of a few tokens are compared for this kind of call; padding at the left and packed documents
     are tried if the call has them.
@@ -161,40 +218,24 @@ def verify(call: Call) -> Verification:
     check.refuse_unsupported_model(model)
     check.refuse_length(model, call.longest_document)
     # The processes of a model under FSDP must run the same trials: each runs what any of them needs.
-    padded, reads_padding, is_padded_left, is_packed = (
-        kind.padded,
-        call.reads_padding,
-        call.is_padded_left,
-        call.is_packed,
-    )
+    needs = [kind.padded, call.reads_padding, call.is_padded_left, call.is_packed]
     if verification.sharded:
-        padded, reads_padding, is_padded_left, is_packed = map(
-            bool, largest(model, padded, reads_padding, is_padded_left, is_packed)
-        )
+        needs = list(map(bool, largest(model, *needs)))
+    padded, reads_padding, is_padded_left, is_packed = needs
     kind = kind._replace(padded=padded, shared=verification.wrap_state.group is not None)
 
     def compare_gradients(kind: CallKind) -> float:
-        compared = model if kind.loss else backbone_of(model)
-        return compare(
-            compared,
-            *gradient_functions(verification.wrap_state.method, kind, verification.fetches),
-            *CHUNKS_DIFFER,
-        )
+        functions = gradient_functions(verification.wrap_state.method, kind, verification.fetches)
+        return compare(model if kind.loss else backbone_of(model), *functions, CHUNKS, _explain_loss)
 
     if reads_padding:
-        hidden_kind = (
-            kind
-            if not kind.loss
-            else CallKind(False, kind.embedded, padded=True, token_inputs=kind.token_inputs)
+        key = _padding_key(kind)
+        works = verification.compute_once(
+            key, masks_padding, model, lambda: verification.compute_once(key[1], compare_gradients, key[1])
         )
-        verification.masks_padding = verification.compute_once(
-            ("padding", hidden_kind),
-            masks_padding,
-            model,
-            lambda: verification.compute_once(hidden_kind, compare_gradients, hidden_kind),
-        )
-    if not kind.loss:
-        kind = kind._replace(padded=reads_padding and verification.masks_padding)
+        kind = kind if kind.loss else kind._replace(padded=works)
+    elif not kind.loss:
+        kind = kind._replace(padded=False)
     try:
         verification.compute_once(kind, compare_gradients, kind)
     except NotAttended:
@@ -211,6 +252,37 @@ def verify(call: Call) -> Verification:
             verification.compute_once(
                 ("packed", names, use_cache), warn_if_documents_mix, model, names, use_cache
             )
+    return verification
+
+
+def _padding_key(kind: CallKind) -> tuple[str, CallKind]:
+    """Return the key of the trial of padding that the caller of this kind of call can read."""
+    routed = kind.routed and not kind.loss
+    return "padding", kind._replace(loss=False, counted=False, routed=routed, padded=True, shared=False)
+
+
+def verify_pieces(call: Call) -> Verification:
+    """Return the verification of a call with labels whose loss `MiniSequence` computes.
+
+    Raises:
+        Refused: an input is not supported, or the model's gradient by mini-sequences is not its own.
+    """
+    model = call.model
+    kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
+    verification = verification_of(model)
+    method = verification.wrap_state.method
+    assert isinstance(method, MiniSequence)
+    check.refuse_other_losses(model, kind.routed)
+    refuse_unknown_inputs(verification, call, is_whole_sequence=True)
+
+    def compare_gradients() -> float:
+        by_whole, _ = gradient_functions(method, kind)
+        mlps = verification.examine_once(mini_sequence.find_token_wise_mlps)
+        by_pieces = gradients_by_autograd(mini_sequence.trial_loss(method, kind, mlps))
+        return compare(model, by_whole, by_pieces, PIECES)
+
+    verification.difference = verification.compute_once(("pieces", kind), compare_gradients)
+    refuse_documents_that_mix(verification, call)
     return verification
 
 
@@ -248,19 +320,202 @@ def refuse_documents_that_mix(verification: Verification, call: Call) -> None:
             verification.compute_once(names, refuse_if_documents_mix, call.model, names)
 
 
-# The comparison on first use runs transformers' own functions, which warn that they are slow; training runs
-# ours.
-_FALLBACK_LOGGER = "transformers.integrations.hub_kernels"
-_FALLBACK_MESSAGE = "is falling back to its reference PyTorch implementation"
+# ------------------------------------------------------------------------------------------- the gradients
+
+
+def compare(
+    model: PreTrainedModel,
+    by_whole: GradientFunction,
+    by_chunks: GradientFunction,
+    kind: TrialKind,
+    explain: Callable[[PreTrainedModel], str | None] = lambda model: None,
+) -> float:
+    """Compare the gradient of a few tokens by chunks with that of the whole.
+
+    If possible this runs on a copy of the model's modules: in its mode, but without dropout; without
+    autocast; in float32 where parameters are half precision, else on the model's own memory; and, if there
+    are windows, once more with shorter ones. If a copy does not fit in memory or does not run, the model
+    itself is compared in its own precision. The gradients of trained parameters are compared or, if there are
+    none, of those of one dimension.
+
+    Args:
+        by_whole, by_chunks: the two ways to compute loss and gradients.
+        kind: of trial. explain: `Trial.explain`, given the model that was compared.
+
+    Returns:
+        The distance of the gradients relative to their norm.
+
+    Raises:
+        Refused: the gradients differ, or the model's code fails by chunks.
+    """
+
+    def verify_chunks(model: PreTrainedModel, reference: Results, conditions: str = "") -> float:
+        limit = _tolerance_of(model)
+        trial = Trial(
+            original_class(model).__name__,
+            dataclasses.replace(kind, claim=kind.claim + conditions),
+            lambda: _results(model, by_chunks, list(reference.gradients))[0],
+            limit,
+            each_gradient=limit != COARSE,
+            named_parameters=model.named_parameters,
+            explain=lambda: explain(model),
+            differs_on_any_rank=_any_rank(model),
+        )
+        return harness.verify(trial, reference)
+
+    reshard(model)
+    with _without_side_effects(model):
+        # Modules under FSDP cannot be copied.
+        copied = None if units(model) else make_trial_copy(model)
+        no_copy_reason = "no copy of it fits or can be made"
+        if copied is not None:
+            try:
+                with _no_autocast(model):
+                    reference, has_drawn = _results(copied, by_whole)
+            except MODEL_ERRORS as error:
+                copied, no_copy_reason = None, f"a copy in float32 does not run: {_error_line(error)}"
+        if copied is None:
+            with in_eval_mode(model):
+                reference, _ = _results(model, by_whole)  # an error in here is the model's own
+                if not units(model):
+                    _warn(model, f"in its own precision, windows as they are ({no_copy_reason})")
+                return verify_chunks(model, reference)
+        with _no_autocast(copied):
+            try:
+                relative_difference = verify_chunks(copied, reference)
+            except Refused:
+                if not has_drawn:
+                    raise
+                with in_eval_mode(copied):  # noise is drawn chunk by chunk; without it gradients must agree
+                    relative_difference = verify_chunks(copied, _results(copied, by_whole)[0])
+            if shorten_windows(copied):
+                with_short_windows = reference
+                try:
+                    with_short_windows, _ = _results(copied, by_whole)
+                except MODEL_ERRORS as error:
+                    _warn(copied, f"with windows as they are (shorter ones do not run: {_error_line(error)})")
+                if with_short_windows.loss != reference.loss:  # else the windows have no effect
+                    conditions = f", its windows turned down to {SHORT_WINDOW},"
+                    relative_difference = verify_chunks(copied, with_short_windows, conditions)
+    return relative_difference
+
+
+def _tolerance_of(model: PreTrainedModel) -> float:
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if uses_fsdp(model):
+        dtypes |= precisions(root_of(model))
+    if (name := _rounds_by_chunk(model)) is None:
+        return max(GRADIENT_RTOL, tolerance(dtypes, device_of(model)))
+    warnings.warn(
+        f"{name}: LLM.int8 picks the columns that it leaves unquantized over all tokens it is given, so "
+        f"chunks are rounded differently from the whole; gradients are compared to within {COARSE:g}. "
+        "llm_int8_threshold=0 or 4-bit weights round alike",
+        stacklevel=2,
+    )
+    return COARSE
+
+
+def _rounds_by_chunk(model: PreTrainedModel) -> str | None:
+    """Return the name of a layer of bitsandbytes that rounds a token by the tokens beside it, or None."""
+    for name, module in model.named_modules():
+        state = getattr(module, "state", None)  # PEFT's class of this name has none
+        if type(module).__name__ == "Linear8bitLt" and state is not None and state.threshold > 0:
+            return name
+    return None
+
+
+def _any_rank(model: PreTrainedModel) -> Callable[[bool], bool]:
+    """Return `Trial.differs_on_any_rank`: each process of a model under FSDP has shards of the gradients."""
+    return (lambda differs: bool(largest(model, differs)[0])) if uses_fsdp(model) else bool
+
+
+def _warn(model: PreTrainedModel, conditions: str) -> None:
+    """Warn that gradients are compared under weaker conditions."""
+    warnings.warn(
+        f"{original_class(model).__name__}: gradients on first use are compared {conditions}", stacklevel=2
+    )
+
+
+def _error_line(error: Exception) -> str:
+    """Return an error's class and the beginning of its message, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+
+
+def _results(
+    model: PreTrainedModel, gradient_function: GradientFunction, followed: Sequence[str] = ()
+) -> tuple[Results, bool]:
+    """Return the results for a few tokens, and whether random numbers were drawn.
+
+    Args:
+        followed: names of the parameters whose gradients are computed; by default those that are trained.
+    """
+    parameters = dict(model.named_parameters())
+    floating = [name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()]
+    followed = followed or [name for name in floating if parameters[name].requires_grad]
+    followed = followed or [name for name in floating if parameters[name].dim() == 1] or floating
+    requires_grad = {name: p.requires_grad for name, p in parameters.items() if p.is_leaf}
+    randomness, constants = ChunkRandomness(model), Constants(model.named_modules(), frozen=False)
+    try:
+        for name in requires_grad:
+            parameters[name].requires_grad_(name in followed)
+        with randomness.undone(), randomness.at_chunk(0), constants.restored():
+            loss, gradients, hidden = gradient_function(
+                model, *example_tokens(model), [parameters[name] for name in followed]
+            )
+            written = {
+                constant.name: constant.tensor.clone()
+                for constant in constants.constants
+                if constant.values is not None
+            }
+    finally:
+        for name, was_trained in requires_grad.items():
+            parameters[name].requires_grad_(was_trained)
+    named_gradients = dict(zip(followed, gradients, strict=True))
+    return Results(named_gradients, loss, written, hidden), randomness.has_drawn
+
+
+def _explain_loss(model: PreTrainedModel) -> str | None:
+    """Say whether the loss is why gradients differ although hidden states do not, or None if unknown."""
+    ids, labels = example_tokens(model)
+    if uses_fsdp(model) or backbone_of(model) is model:
+        return None
+    try:
+        with torch.no_grad(), in_eval_mode(model), calling_original_forwards(model):
+            inputs = {"input_ids": ids, "use_cache": False, "return_dict": True}
+            out = original_class(model).forward(model, labels=labels, **inputs)
+            logits, targets = out.logits.double().flatten(0, 1), shift_labels(labels).flatten()
+            cross_entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+    except MODEL_ERRORS:
+        return None
+    if alike(out.loss.double(), cross_entropy):
+        return "hidden states and loss are the same, gradients take another way than the cache"
+    return (
+        f"hidden states are the same, the loss is {float(out.loss):.5g} and the labels' cross-entropy "
+        f"{float(cross_entropy):.5g} (an auxiliary loss, label smoothing, several heads)"
+    )
+
+
+@contextlib.contextmanager
+def _without_side_effects(model: PreTrainedModel) -> Iterator[None]:
+    """Run the body without side effects: no saved-tensor hooks, and the random generators are restored.
+
+    The hooks would be those of a checkpoint around the call, which counts saved tensors."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+    with torch.inference_mode(False), torch.enable_grad(), hooks, ChunkRandomness(model).undone():
+        yield
+
+
+def _no_autocast(model: PreTrainedModel) -> torch.autocast:
+    return torch.autocast(device_of(model).type, enabled=False)
 
 
 @contextlib.contextmanager
 def _without_fallback_warnings() -> Iterator[None]:
     """Suppress transformers' warnings about its slow functions, in this thread."""
-    thread, logger = threading.get_ident(), logging.getLogger(_FALLBACK_LOGGER)
+    thread, logger = threading.get_ident(), logging.getLogger(FALLBACK_LOGGER)
 
     def is_shown(record: logging.LogRecord) -> bool:
-        return threading.get_ident() != thread or _FALLBACK_MESSAGE not in record.getMessage()
+        return threading.get_ident() != thread or FALLBACK_MESSAGE not in record.getMessage()
 
     logger.addFilter(is_shown)
     try:

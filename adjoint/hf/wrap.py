@@ -10,31 +10,44 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
-from adjoint.engine.compare import TOKENS
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.step import uncompiled
+from adjoint.engine.tile import Gradients
+from adjoint.engine.verification import TOKENS
 from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
-from adjoint.hf import check, comparison, mini_sequence
+from adjoint.hf import check, mini_sequence
 from adjoint.hf.call import Call
-from adjoint.hf.chunking import check_method, move_edges_out_of_blocks
+from adjoint.hf.carried_state import (
+    cache_of_state,
+    refuse_if_states_are_lost,
+    state_of_cache,
+    why_not_carried,
+)
+from adjoint.hf.chunking import check_method, move_edges_out_of_blocks, refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
+from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
+from adjoint.hf.language_inputs import language_model_of
+from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     backbone_of,
+    base_of,
     calling_original_forwards,
     gathered_runner,
     layers_of,
@@ -45,13 +58,14 @@ from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
-from adjoint.hf.stage import Backbone, CausalLM, CollectHiddenStates, HiddenStates, make_step
+from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
 from adjoint.hf.verification import (
     Verification,
     refuse_documents_that_mix,
     refuse_unknown_inputs,
     verification_of,
     verify,
+    verify_pieces,
 )
 from adjoint.hf.wrap_state import WrapState, wrap_state_of
 from adjoint.kernels.checks import accumulate_dtype
@@ -60,10 +74,19 @@ from adjoint.methods import Backprop, Exact, Method, MiniSequence
 from adjoint.parallel.context import group_of, ranks_of
 from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
+# Takes a module through which calls enter, and the call's arguments by name.
+EntryForward = Callable[[PreTrainedModel, dict[str, Any]], ModelOutput | tuple[Tensor, ...]]
 
 
-def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None) -> ModelT:
+def wrap(
+    model: ModelT,
+    method: Method | None = None,
+    sequence_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> ModelT:
     """Make a transformers causal LM compute its loss by a method.
 
     The object stays the same, with the same parameters, state_dict, config, `generate` and `save_pretrained`.
@@ -102,12 +125,13 @@ def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None
     """
     method = Exact() if method is None else method
     check_method(method)
+    group = None
     if sequence_group is not None:
         if not method.has_chunks:
             raise UserError(f"sequence_group: {method.name} has no chunks to share: give Exact()")
-        sequence_group = group_of(sequence_group)
-        if ranks_of(sequence_group) == 1:
-            sequence_group = None
+        group = group_of(sequence_group)
+        if ranks_of(group) == 1:
+            group = None
     entries = entry_modules(model)
     for module in entries:
         if "forward" in vars(module):
@@ -115,7 +139,7 @@ def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
-    wrap_state = WrapState(method, None if model in entries else weakref.ref(model), sequence_group)
+    wrap_state = WrapState(method, None if model in entries else weakref.ref(model), group)
     for module, forward in entries.items():
         module.__dict__["_adjoint"] = wrap_state
         if original_class(module) is type(module):
@@ -135,7 +159,7 @@ def unwrap(model: ModelT) -> ModelT:
     return model
 
 
-def entry_modules(model: Any) -> dict[Any, Any]:
+def entry_modules(model: nn.Module) -> dict[nn.Module, EntryForward]:
     """Map each module through which calls enter to the forward that replaces its own.
 
     These are the backbone and, if it has an output embedding, the causal LM (inside PEFT's model, if there is
@@ -145,7 +169,7 @@ def entry_modules(model: Any) -> dict[Any, Any]:
     Raises:
         ValueError: the model is not of transformers, or has no backbone separate from its head.
     """
-    lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    lm = base_of(model)
     name = type(model).__name__
     if not isinstance(lm, PreTrainedModel):
         raise ValueError(f"adjoint.wrap takes a causal LM of transformers, or a classifier: this is a {name}")
@@ -166,10 +190,10 @@ def entry_modules(model: Any) -> dict[Any, Any]:
 
 # ----------------------------------------------------------------------------------------------- class swap
 
-_wrapped_classes: dict[tuple[type, Any], type] = {}
+_wrapped_classes: dict[tuple[type[nn.Module], EntryForward], type[nn.Module]] = {}
 
 
-def _wrapped_class(cls: Any, forward_function: Any) -> type:
+def _wrapped_class(cls: type[nn.Module], forward_function: EntryForward) -> type[nn.Module]:
     """Return a subclass of the same name whose forward is `forward_function(self, arguments by name)`.
 
     There is one per class and function, so that instances, pickles and copies share it."""
@@ -178,15 +202,16 @@ def _wrapped_class(cls: Any, forward_function: Any) -> type:
     signature = inspect.signature(cls.forward)
     _, *names = [name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
         named_args = dict(zip(names, args, strict=False))
         if len(args) > len(names) or named_args.keys() & kwargs.keys():
             return cls.forward(self, *args, **kwargs)  # Python raises the TypeError
         return forward_function(self, {**named_args, **kwargs})
 
     # By default pickle would look the class up by its qualified name and find transformers' own.
-    def reduce(self: Any, protocol: Any) -> Any:
-        reduced: Any = object.__reduce_ex__(self, max(2, protocol))
+    def reduce(self: PreTrainedModel, protocol: SupportsIndex) -> tuple[object, ...]:
+        reduced = object.__reduce_ex__(self, max(2, operator.index(protocol)))
+        assert isinstance(reduced, tuple)
         return (_new_instance, (cls, forward_function), *reduced[2:])
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
@@ -205,9 +230,9 @@ def _unwrapped_class(cls: type) -> type:
     return rest.get("_adjoint_original") or type(cls.__name__, bases, rest)
 
 
-def _new_instance(cls: Any, forward_function: Any) -> Any:
+def _new_instance(cls: type[nn.Module], forward_function: EntryForward) -> nn.Module:
     """Return an empty instance of a wrapped class, for pickle and deepcopy to fill."""
-    wrapped_class: Any = _wrapped_class(cls, forward_function)
+    wrapped_class = _wrapped_class(cls, forward_function)
     return wrapped_class.__new__(wrapped_class)
 
 
@@ -215,7 +240,7 @@ def _new_instance(cls: Any, forward_function: Any) -> Any:
 
 
 @uncompiled
-def _lm_forward(self: Any, arguments: dict[str, Any]) -> Any:
+def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the causal LM: with labels its loss by the method, otherwise transformers' forward."""
     call, wrap_state = Call(self, arguments), wrap_state_of(self)
     with wrap_state.lock:
@@ -223,13 +248,20 @@ def _lm_forward(self: Any, arguments: dict[str, Any]) -> Any:
             return call.run_original()
         is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
         is_backprop = not (wrap_state.method.has_chunks or is_mini_sequence)
-        if is_backprop or call.extra_output or (is_mini_sequence and call.logits_index is not None):
-            if call.extra_output and not is_backprop:
+        is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
+        if is_backprop or is_extra or (is_mini_sequence and call.logits_index is not None):
+            if is_extra and not is_backprop:
                 _warn_not_chunked(call)
             with calling_original_forwards(self):
                 return call.run_original()
         check.refuse_transforms(self)
-        output = _loss_by_mini_sequence(call) if is_mini_sequence else _loss_by_chunks(call, verify(call))
+        if is_mini_sequence:
+            output = _loss_by_mini_sequence(call)
+        elif call.extra_outputs:
+            output = _loss_with_state(call)
+        else:
+            at_language_model = _at_language_model(call)
+            output = _loss_by_chunks(at_language_model, verify(at_language_model))
         if wrap_state.group is None and call.logits_index is None:
             setattr(output.loss, COMPUTE, _deferred_logits(call))
     return output if call.returns_dict else output.to_tuple()
@@ -244,18 +276,20 @@ def _deferred_logits(call: Call) -> Callable[[], Tensor]:
     def compute() -> Tensor:
         warnings.warn(
             "out.logits was read: a call with labels makes none, so they are computed now, by a second "
-            "forward without gradients; torch.no_grad() and logits_to_keep=N make those of the last N tokens",
+            "forward without gradients; torch.no_grad() and logits_to_keep=N give those of the last N tokens",
             stacklevel=3,
         )
         with torch.no_grad(), ChunkRandomness(model).undone():
-            logits: Tensor = _lm_forward(model, arguments).logits
+            output = _lm_forward(model, arguments)
+        assert isinstance(output, ModelOutput)  # return_dict
+        logits: Tensor = output.logits
         return logits
 
     return compute
 
 
 @uncompiled
-def _backbone_forward(self: Any, arguments: dict[str, Any]) -> Any:
+def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the backbone: its hidden states by the method, or transformers' forward.
 
     The method applies in training, with gradients or without (as for a reference model), and, in
@@ -269,20 +303,38 @@ def _backbone_forward(self: Any, arguments: dict[str, Any]) -> Any:
         if uses_original or not (in_training or call.has_documents):
             return call.run_original()
         is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
-        if call.extra_output or (is_mini_sequence and not in_training):
+        if call.extra_outputs or (is_mini_sequence and not in_training):
             if in_training and not is_mini_sequence and torch.is_grad_enabled():
                 _warn_not_chunked(call)
             return call.run_original()
         check.refuse_transforms(self)
         if is_mini_sequence:
             return _hidden_by_mini_sequence(call)
-        output = _hidden_by_chunks(call)
+        output = _hidden_by_chunks(_at_language_model(call))
     return output if call.returns_dict else output.to_tuple()
+
+
+def _at_language_model(call: Call) -> Call:
+    """Return the call as one of the language model: its images' features are computed, for all tokens.
+
+    Raises:
+        Refused: several processes share the model or the sequence.
+    """
+    if modalities := call.modalities:
+        names = ", ".join(modalities)
+        if uses_fsdp(call.model):
+            check.refuse(call.model, f"{names}: under fully_shard it takes text alone")
+        if wrap_state_of(call.model).group is not None:
+            check.refuse(call.model, f"sequence_group: {names} are of the whole sequence in one process")
+        call = call.at_language_model()
+        assert call.language_inputs is not None
+        refuse_unknown_blocks(call.model, call.language_inputs.sees_next, call.arguments)
+    return call
 
 
 def _warn_not_chunked(call: Call) -> None:
     """Warn that a call asks for an output that only the original forward has."""
-    warnings.warn(f"{call.extra_output}: this call is backpropagated as if not wrapped", stacklevel=4)
+    warnings.warn(f"{call.extra_outputs[0]}: this call is backpropagated as if not wrapped", stacklevel=4)
     reduce_at_once(root_of(call.model))
 
 
@@ -303,16 +355,57 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     if spec is not regular and (drops or verification.sharded or group is not None):
         check.refuse(
             model,
-            "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
-            "alone",
+            "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in one "
+            "process",
         )
+    check.refuse_large_masks(model, spec.chunk_size * call.longest_document, replacements.MASKED_PAIRS)
     description = f"{type(method).__name__} in chunks of {spec.chunk_size:,} tokens"
-    _announce(verification, lambda: f"{description}; {_describe_kernels(model)}", verification.difference)
+    _announce(verification, lambda: f"{description}; {_describe_kernels(model)}")
     return batch, spec
 
 
-def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | RoutedLossOutput:
-    """Compute the causal LM's loss by `Exact` or `Truncated`; the model must have been verified."""
+def _carries_state(call: Call, wrap_state: WrapState) -> bool:
+    """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
+    the usual kind."""
+    is_alone = wrap_state.group is None and not uses_fsdp(call.model)
+    return (
+        call.carries_state
+        and wrap_state.method.has_chunks
+        and is_alone
+        and why_not_carried(call.model) is None
+    )
+
+
+def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
+    """Compute the loss of a call that begins with a cache or returns one.
+
+    Raises:
+        Refused: the state cannot be carried on.
+    """
+    model = call.model
+    if modalities := call.modalities:
+        reason = (
+            "where tokens stand after an image is not in the cache: leave use_cache and past_key_values out"
+        )
+        check.refuse(model, f"{', '.join(modalities)}: {reason}")
+    slots = verification_of(model).slots
+    carried = None if call.cache is None else state_of_cache(model, call.cache, slots, call.ids)
+    continued = call.after(carried)
+    verification = verify(continued)
+    verification.compute_once("carried states", refuse_if_states_are_lost, model, verification.slots)
+    return _loss_by_chunks(continued, verification, bool(call.arguments.get("use_cache")))
+
+
+def _loss_by_chunks(
+    call: Call,
+    verification: Verification,
+    returns_cache: bool = False,
+) -> LossOutput | RoutedLossOutput:
+    """Compute the causal LM's loss by `Exact` or `Truncated`; the model must have been verified.
+
+    Args:
+        returns_cache: whether the output has the cache after the last token.
+    """
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
     model, group = call.model, verification.wrap_state.group
     if group is not None and call.logits_index is not None:
@@ -329,7 +422,10 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         verification.padding_of(call),
         hidden_states,
     )
-    result = make_step([stage], batch, spec, backward_context, group).loss()
+    result = make_step([stage], batch, spec, backward_context, group).loss(states=returns_cache)
+    cache = None
+    if returns_cache:
+        cache = cache_of_state(model, result.states[0], verification.slots, call.last_document)
     if group is not None and stage.randomness.has_drawn:
         check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
     logits = None
@@ -338,10 +434,10 @@ def _loss_by_chunks(call: Call, verification: Verification) -> LossOutput | Rout
         hidden = hidden_states.hidden.reshape(rows, -1, width)[:, call.logits_index]
         logits = gathered_runner(model)(lambda: logits_by_slices(model, hidden))
     if not isinstance(stage.router, RouterLoss):
-        return LossOutput(loss=result.loss, logits=logits)
+        return LossOutput(loss=result.loss, logits=logits, past_key_values=cache)
     router_loss = stage.router.loss(result.sums[0])
     loss = result.loss + router_loss_factor * router_loss
-    return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits)
+    return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits, past_key_values=cache)
 
 
 def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
@@ -354,7 +450,7 @@ def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
     return HiddenStates(num_tokens, batch.seqlen - num_tokens)
 
 
-def _hidden_by_chunks(call: Call) -> Any:
+def _hidden_by_chunks(call: Call) -> ModelOutput:
     """Compute the backbone's output by `Exact` or `Truncated`.
 
     Hidden states (batch, seqlen, hidden_size), and the logits of the routers if they are asked for."""
@@ -362,13 +458,13 @@ def _hidden_by_chunks(call: Call) -> Any:
     if wrap_state_of(model).group is not None:
         check.refuse(
             model,
-            "sequence_group: hidden states are those of the whole sequence in one process: give labels to "
-            "the causal LM, whose loss is shared",
+            "sequence_group: no rank has the hidden states of the whole sequence: give labels to the causal "
+            "LM, whose loss is shared",
         )
     if uses_fsdp(model) and torch.is_grad_enabled():
         check.refuse(
             model,
-            "under fully_shard chunks run back inside the forward, before a loss made of hidden states is "
+            "under fully_shard a chunk's backward runs inside the forward, before a loss of hidden states is "
             "known: give labels to the causal LM",
         )
     verification = verify(call)
@@ -377,7 +473,7 @@ def _hidden_by_chunks(call: Call) -> Any:
         model,
         verification.slots,
         recompute=verification.wrap_state.method.recompute,
-        padding=verification.padding_of(call),
+        context=CallContext(verification.padding_of(call), call.kind.language_layout),
         router=RouterLogits() if call.kind.routed else None,
     )
     collect = CollectHiddenStates(batch.seqlen)
@@ -385,7 +481,7 @@ def _hidden_by_chunks(call: Call) -> Any:
     step.forward()
     assert collect.hidden is not None
 
-    def backward(cotangent: Tensor) -> Any:
+    def backward(cotangent: Tensor) -> tuple[Gradients, Sequence[Tensor | None]]:
         collect.cotangent = cotangent
         return step.backward(None, [None] * len(step.initial))
 
@@ -398,7 +494,7 @@ def _hidden_by_chunks(call: Call) -> Any:
 
 
 @torch.no_grad()
-def chunk_losses(model: Any, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
+def chunk_losses(model: PreTrainedModel, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
     """Return the summed loss of each chunk of ids (batch, seqlen), in the wrapped model's present mode."""
     call = Call(model, {"input_ids": ids, "labels": ids})
     verification = verify(call)
@@ -407,7 +503,7 @@ def chunk_losses(model: Any, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
 
 
 @torch.no_grad()
-def last_logits(model: Any, ids: Tensor, tokens: int, spec: EngineSpec) -> Tensor:
+def last_logits(model: PreTrainedModel, ids: Tensor, tokens: int, spec: EngineSpec) -> Tensor:
     """Return logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen).
 
     The wrapped model runs in its present mode by chunks, of two tokens at least."""
@@ -418,7 +514,7 @@ def last_logits(model: Any, ids: Tensor, tokens: int, spec: EngineSpec) -> Tenso
     return logits_by_slices(model, last.hidden)
 
 
-def _announce(verification: Verification, describe: Callable[[], str], difference: float) -> None:
+def _announce(verification: Verification, describe: Callable[[], str]) -> None:
     """Log once for each wrapped model what runs, at the level INFO.
 
     The line names class, layers, what `describe()` returns, and the relative difference of gradients that the
@@ -431,10 +527,11 @@ def _announce(verification: Verification, describe: Callable[[], str], differenc
         return
     verification.wrap_state.announced = True
     if is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-        layers = len(layers_of(backbone_of(verification.model)))
+        model = verification.model
+        layers = len(layers_of(language_model_of(model) or backbone_of(model)))
         LOGGER.info(
             f"{original_class(verification.model).__name__} of {layers} layers runs by {describe()}; "
-            f"gradients compared on {TOKENS} tokens: relative difference {difference:.1e}"
+            f"gradients compared on {TOKENS} tokens: relative difference {verification.difference:.1e}"
         )
 
 
@@ -470,21 +567,13 @@ def _backward_context(verification: Verification) -> ContextFactory:
 
 def _loss_by_mini_sequence(call: Call) -> LossOutput:
     """Compute the causal LM's loss by `MiniSequence`."""
-    model, kind = call.model, call.kind._replace(embedded=False, padded=False, token_inputs=())
-    verification = verification_of(model)
-    method = verification.wrap_state.method
+    model, verification = call.model, verify_pieces(call)
+    method, mlps = verification.wrap_state.method, verification.examine_once(find_token_wise_mlps)
     assert isinstance(method, MiniSequence)
-    check.refuse_other_losses(model, kind.routed)
-    refuse_unknown_inputs(verification, call, is_whole_sequence=True)
-    functions = comparison.gradient_functions(method, kind)[0], mini_sequence.gradient_function(method, kind)
-    comparison_call = comparison.compare, model, *functions, *mini_sequence.PIECES_DIFFER
-    difference = verification.compute_once(("pieces", kind), *comparison_call)
-    refuse_documents_that_mix(verification, call)
-    mlps = verification.examine_once(_find_mlps)
     description = (
         f"MiniSequence: MLPs ({len(mlps)}) in {method.mlp_chunks} pieces, the head in {method.head_chunks}"
     )
-    _announce(verification, lambda: description, difference)
+    _announce(verification, lambda: description)
     with calling_original_forwards(model):
         total = gathered_runner(model)(lambda: mini_sequence.total_loss(call, method, mlps))
     _check_model_in_backward(total, verification)
@@ -493,17 +582,12 @@ def _loss_by_mini_sequence(call: Call) -> LossOutput:
     return LossOutput(loss=total / divisor)
 
 
-def _find_mlps(model: Any) -> list[str]:
-    """Return the names of the model's MLPs that may run in pieces."""
-    return mini_sequence.find_token_wise_mlps(backbone_of(model))
-
-
-def _hidden_by_mini_sequence(call: Call) -> Any:
+def _hidden_by_mini_sequence(call: Call) -> ModelOutput:
     """Return the output of the backbone's own forward, run by `MiniSequence`."""
     verification = verification_of(call.model)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
     refuse_documents_that_mix(verification, call)
-    method, mlps = verification.wrap_state.method, verification.examine_once(_find_mlps)
+    method, mlps = verification.wrap_state.method, verification.examine_once(find_token_wise_mlps)
     assert isinstance(method, MiniSequence)
     with mini_sequence.splitting(call.model, mlps, method.mlp_chunks):
         output = call.run_original(use_cache=False)
@@ -514,12 +598,13 @@ def _hidden_by_mini_sequence(call: Call) -> Any:
 def _check_model_in_backward(output: Tensor, verification: Verification) -> None:
     """Make the backward, in which layers run again, start with a check that the model is unchanged."""
     if output.requires_grad:
-        # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules.
-        forward_state = ForwardState(verification.model, Snapshot(verification.model))
-        constants = Constants(verification.model.named_modules())
+        # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules. One for each call,
+        # as what a forward leaves may depend on its input (rotary caches grow with the length).
+        model, snapshot = verification.model, Snapshot(verification.model)
+        constants = Constants(model.named_modules())
 
         def check_both(_: Tensor) -> None:
             constants.check()
-            forward_state.check()
+            snapshot.check(model)
 
         output.register_hook(check_both)

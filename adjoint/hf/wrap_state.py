@@ -6,6 +6,9 @@ import threading
 from typing import Any
 from weakref import ref
 
+import torch.distributed as dist
+from torch import nn
+
 from adjoint.methods import Backprop, Method
 
 
@@ -24,7 +27,12 @@ class WrapState:
         announced: whether the first use has been logged.
     """
 
-    def __init__(self, method: Method, outer_model: ref[Any] | None = None, group: Any = None) -> None:
+    def __init__(
+        self,
+        method: Method,
+        outer_model: ref[nn.Module] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.group = group
         self.method, self.uses_original_forward, self.lock, self.outer_model = (
             method,
@@ -35,11 +43,11 @@ class WrapState:
         self.verifications: list[Any] = []
         self.announced = False
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[WrapState], tuple[Method]]:
         return WrapState, (self.method,)
 
 
-def wrap_state_of(model: Any) -> WrapState:
+def wrap_state_of(model: nn.Module) -> WrapState:
     """Return a model's wrap state.
 
     A model made by a wrapped model's class, for example by its `from_pretrained`, has none: it gets a

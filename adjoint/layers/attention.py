@@ -70,7 +70,7 @@ class AttentionMixer(Mixer):
                 f"num_key_value_heads {kv_heads} must divide num_attention_heads, which is {heads}"
             )
         if config.rotary_emb_dim is None and dim % 2:
-            raise ValueError(f"head_dim must be even, as rotary embedding turns pairs; got {dim}")
+            raise ValueError(f"head_dim must be even, as rotary embedding rotates pairs; got {dim}")
         if rotary_dim % 2 or rotary_dim > dim:
             raise ValueError(f"rotary_emb_dim must be even, and at most head_dim {dim}; got {rotary_dim}")
         if not config.rope_theta > 1:

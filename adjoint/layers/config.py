@@ -102,7 +102,8 @@ class StackConfig:
             raise ValueError(f"dt_min must be at most dt_max, got {self.dt_min} and {self.dt_max}")
         if len(self.mixers) != self.n_layer:
             raise ValueError(
-                f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one a layer"
+                f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one for each "
+                "layer"
             )
         for kind in dict.fromkeys(self.mixers):
             if kind in MIXERS:

@@ -89,10 +89,10 @@ class Mamba3Mixer(Mixer):
             raise ValueError(f"rope_fraction must be 0.5 or 1, got {fraction}")
         if cls.count_angles(config) < 1:
             raise ValueError(
-                f"d_state must be at least {int(2 / fraction)}, so that there is a pair to turn; got {size}"
+                f"d_state must be at least {int(2 / fraction)}, so that there is a pair to rotate; got {size}"
             )
         if config.is_mimo and size % 2:
-            raise ValueError(f"d_state must be even with is_mimo, which turns its halves; got {size}")
+            raise ValueError(f"d_state must be even with is_mimo, which rotates its halves; got {size}")
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:

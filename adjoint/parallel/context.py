@@ -15,9 +15,10 @@ import itertools
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -37,9 +38,6 @@ from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
-if TYPE_CHECKING:  # torch may be built without it
-    from torch.distributed import ProcessGroup
-
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
 WEIGHTS_NAME = "the model's weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
@@ -55,7 +53,7 @@ SINGLE_RANK = SingleRank()
 _compared: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
 
-def group_of(group: object) -> ProcessGroup:
+def group_of(group: object) -> dist.ProcessGroup:
     """Return the process group of a `sequence_group`.
 
     Args:
@@ -64,8 +62,6 @@ def group_of(group: object) -> ProcessGroup:
     Raises:
         UserError: it is neither, this process is not in it, or torch.distributed is not initialised.
     """
-    import torch.distributed as dist
-
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
             "sequence_group: torch.distributed is not initialised: call "
@@ -96,10 +92,8 @@ def group_of(group: object) -> ProcessGroup:
     return group
 
 
-def ranks_of(group: ProcessGroup) -> int:
+def ranks_of(group: dist.ProcessGroup) -> int:
     """Return the number of processes of a group that `group_of` has returned."""
-    import torch.distributed as dist
-
     return dist.get_world_size(group)
 
 
@@ -329,8 +323,8 @@ def _initial_tokens(values: TileValues) -> int:
     }
     if len(past_lengths) > 1:
         raise UserError(
-            f"sequence_group: initial states hold keys of {sorted(past_lengths)} tokens; give all "
-            "layers as many"
+            f"sequence_group: initial states have keys of {sorted(past_lengths)} tokens; give all layers the "
+            "same number"
         )
     return max(past_lengths, default=0)
 
@@ -347,7 +341,7 @@ def _span(
     return min([*boundaries[1][row], chunk.seqlen]), chunk.start - boundaries[0][row]
 
 
-def distribution_of(group: ProcessGroup | SingleRank | None) -> Distribution:
+def distribution_of(group: dist.ProcessGroup | SingleRank | None) -> Distribution:
     """Return how a batch is distributed; group: whose ranks share its sequences, `SINGLE_RANK`, or None."""
     return Distribution() if group is None else SequenceGroup(group)
 
@@ -365,9 +359,7 @@ class SequenceGroup(Distribution):
 
     is_alone = False
 
-    def __init__(self, group: ProcessGroup | SingleRank) -> None:
-        import torch.distributed as dist
-
+    def __init__(self, group: dist.ProcessGroup | SingleRank) -> None:
         self.group = group
         if isinstance(group, SingleRank):
             self.ranks, self.worker = 1, 0
@@ -550,7 +542,7 @@ class SequenceGroup(Distribution):
             if scale != scales[0] and not (scale != scale and scales[0] != scales[0]):
                 raise UserError(
                     f"sequence_group: the loss is multiplied by {scales[0]:g} on rank 0 and by {scale:g} on "
-                    f"rank {rank} of the group; it is the whole's on every rank, and so must its factor be"
+                    f"rank {rank} of the group: multiply it by the same number on every rank"
                 )
 
 

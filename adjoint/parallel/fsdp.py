@@ -12,7 +12,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.batch import Batch
-from adjoint.engine import compare, tile
+from adjoint.engine import custom_layers, tile
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
@@ -29,13 +29,20 @@ from adjoint.engine.parameter_access import ParameterAccess, Runs
 from adjoint.engine.stage import Layer, Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.engine.verification import (
+    COARSE,
+    TOKENS,
+    Results,
+    Trial,
+    recorded_outputs,
+    tolerance,
+    verified_kinds,
+    verify,
+)
 from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of, local
 from adjoint.parallel.handoff import StateHandoff
-
-if TYPE_CHECKING:  # torch may be built without it
-    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 REPLICA = (
@@ -113,7 +120,7 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     return None
 
 
-def why_not_shared(model: nn.Module, group: ProcessGroup | SingleRank) -> str | None:
+def why_not_shared(model: nn.Module, group: dist.ProcessGroup | SingleRank) -> str | None:
     """Return why the ranks of a group cannot share a sequence of a sharded model; None if they can.
 
     A layer's weights are gathered by all processes that have a shard of it at the same time, so these must
@@ -149,6 +156,20 @@ def backpropagate(root: nn.Module, loss: Tensor) -> None:
     others = [t for t in leaves_of([loss]) if t not in model_parameters]
     with suspend_hooks(others):
         loss.backward(retain_graph=bool(others))  # for the call that follows
+
+
+def loss_and_gradients(
+    root: nn.Module, parameters: Sequence[Tensor], compute_loss: Callable[[], Tensor]
+) -> tuple[float, dict[Tensor, Tensor]]:
+    """Return a loss of a sharded model and the gradients that its backward gives the parameters."""
+    losses: list[Tensor] = []
+
+    def run() -> None:
+        losses.append(compute_loss())
+        backpropagate(root, losses[0])
+
+    by_parameter = gradients(root, parameters, run)
+    return float(losses[0].detach()), by_parameter
 
 
 def largest(model: nn.Module, *values: float) -> list[float]:
@@ -194,7 +215,7 @@ class Gathering:
 
 
 def gradients(
-    root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], Any], has_work: bool = True
+    root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
 ) -> dict[Tensor, Tensor]:
     """Return the gradients that `run`, forwards and backwards of a sharded model, gives its parameters.
 
@@ -394,8 +415,8 @@ class FSDPAccess(ParameterAccess):
             low, high, fewest, most = largest(self.root, -place, place, -group_size, group_size)
             if -low != high or -fewest != most:
                 raise UserError(
-                    "sequence_group: processes that have shards of the same weights must be at the same "
-                    "place of their groups, and groups of one size: take both from one mesh, "
+                    "sequence_group: processes that have shards of the same weights must have the same "
+                    "rank in their groups, and the groups one size: make both from one mesh, "
                     '("data", "sequence")'
                 )
         backward = spec.backward
@@ -422,7 +443,7 @@ class FSDPAccess(ParameterAccess):
         most_chunks, negative_limit = largest(self.root, len(cuts) - 1, -possible)
         if most_chunks > -negative_limit:
             raise UserError(
-                f"one process has {most_chunks:.0f} chunks, and another's tokens make "
+                f"one process has {most_chunks:.0f} chunks, and another's sequence can be divided into "
                 f"{-negative_limit:.0f} at most: give the processes sequences of more "
                 "similar lengths, or a larger chunk_size"
             )
@@ -493,7 +514,8 @@ class FSDPAccess(ParameterAccess):
         states = len(d_final) - len(step.sums)
         if any(d is not None for d in d_final[:states]):
             raise UserError(
-                "under fully_shard gradients are computed before the final state's is known: detach that"
+                "under fully_shard gradients are computed before the final state's is known: detach the "
+                "final state"
             )
         if self.gradients_of_forward is None:
             raise RuntimeError("under fully_shard a loss can be backpropagated only once")
@@ -512,8 +534,8 @@ class FSDPAccess(ParameterAccess):
                 torch.zeros_like(expected) if d is None else d, expected, rtol=1e-4, atol=0
             ):
                 raise UserError(
-                    "under fully_shard the routers' loss counts as in the loss that the model gives: "
-                    "backpropagate that, not aux_loss by itself or with another factor"
+                    "under fully_shard aux_loss has the factor that it has in the model's loss: "
+                    "backpropagate that loss, not aux_loss by itself or with another factor"
                 )
         for p in list(unscaled):
             scaled.sums[p] = unscaled.pop(p).mul_(scale)
@@ -528,7 +550,7 @@ def joined_steps(
     stages: Sequence[Stage | None],
     batch: Batch,
     spec: EngineSpec,
-    group: ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> ChunkedStep:
     """Return the `ChunkedStep` of a sharded `Stack`; on first use, compare its gradients with autograd's.
 
@@ -542,7 +564,7 @@ def joined_steps(
         raise UserError(f"sequence_group: {why}")
     reshard(stack)
 
-    def steps(batch: Batch, spec: EngineSpec, group: ProcessGroup | SingleRank | None) -> ChunkedStep:
+    def steps(batch: Batch, spec: EngineSpec, group: dist.ProcessGroup | SingleRank | None) -> ChunkedStep:
         states = [tuple(s for state in batch.states for s in state)]
         batch = dataclasses.replace(batch, states=states)
         layers = [stage for stage in stages if stage is not None]
@@ -556,47 +578,49 @@ def joined_steps(
         )
 
     dtype, device = next(stack.parameters()).dtype, batch.ids.device
-    kinds = tuple(compare.kind_of(s, dtype, device) for s in stages if isinstance(s, Layer))
     alone = None if group is None else SINGLE_RANK
-    compared = stack.__dict__.setdefault("_adjoint_compared", set())
-    if (kinds, alone) not in compared and torch.is_grad_enabled():
-        _compare(stack, lambda batch, spec: steps(batch, spec, alone), device)
-        compared.add((kinds, alone))
+    kind = (*(custom_layers.kind_of(s, dtype, device) for s in stages if isinstance(s, Layer)), alone)
+    verified = verified_kinds(stack)
+    if kind not in verified and torch.is_grad_enabled():
+        _verify_stack(stack, lambda batch, spec: steps(batch, spec, alone), device)
+        verified.add(kind)
     return steps(batch, spec, group)
 
 
-def _compare(stack: Any, steps: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device) -> None:
+def _verify_stack(
+    stack: Any, steps: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
+) -> None:
     """Compare the gradients of a few tokens computed by chunks with those of plain autograd.
 
     Raises:
-        ValueError: they differ.
+        Refused: they differ, in this process or another.
     """
     parameters = trained_parameters(stack)
     names = [name for name, p in stack.named_parameters() if p.requires_grad]
-    ids = torch.arange(compare.TOKENS, device=device)[None] % stack.config.vocab_size
+    layers = {f"layers.{k}": layer for k, layer in enumerate(stack.layers)}
+    ids = torch.arange(TOKENS, device=device)[None] % stack.config.vocab_size
 
-    def by_chunks() -> Tensor:
+    def loss_by_chunks() -> Tensor:
         batch = Batch.from_labels(ids, ids, states=stack.stage_states(stack.initial_state(1)))
-        return steps(batch, EngineSpec(compare.CHUNK)).loss().loss
+        return steps(batch, EngineSpec(custom_layers.CHUNK_SIZE)).loss().loss
 
-    def by_autograd() -> Tensor:
+    def loss_by_autograd() -> Tensor:
         return Gathering(stack)(lambda: type(stack).forward(stack, ids, labels=ids).loss)
 
-    def results(loss: Callable[[], Tensor]) -> compare.Results:
-        losses: list[Tensor] = []
-
-        def run() -> None:
-            losses.append(loss())
-            backpropagate(stack, losses[0])
-
-        grads = gradients(stack, parameters, run)
+    def results(compute_loss: Callable[[], Tensor]) -> Results:
+        with recorded_outputs(layers) as hidden_states:
+            loss, grads = loss_and_gradients(stack, parameters, compute_loss)
         by_name = {name: grads.get(p) for name, p in zip(names, parameters, strict=True)}
-        return compare.Results(by_name, float(losses[0].detach()))
+        return Results(by_name, loss, hidden_states=hidden_states)
 
-    limit = compare.tolerance([*precisions(stack), *{p.dtype for p in parameters}], device)
-    reference, chunked = results(by_autograd), results(by_chunks)
-    if disagreement := compare.difference(reference, chunked, limit, each=limit != compare.COARSE):
-        raise ValueError(
-            f"a stack under fully_shard cannot be trained by chunks: of {compare.TOKENS} tokens "
-            f"{disagreement}: {compare.WHY}; Backprop() works"
-        )
+    limit = tolerance([*precisions(stack), *{p.dtype for p in parameters}], device)
+    trial = Trial(
+        "a stack under fully_shard",
+        custom_layers.CUSTOM_LAYER,
+        lambda: results(loss_by_chunks),
+        limit,
+        each_gradient=limit != COARSE,
+        named_parameters=stack.named_parameters,
+        differs_on_any_rank=lambda differs: bool(largest(stack, differs)[0]),
+    )
+    verify(trial, results(loss_by_autograd))

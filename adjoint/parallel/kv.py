@@ -29,7 +29,7 @@ from adjoint.engine.executor import Pending
 from adjoint.engine.grid import Grid
 from adjoint.engine.schedule import Owners
 from adjoint.engine.storage import Slab
-from adjoint.errors import UserError
+from adjoint.engine.verification import Refused
 from adjoint.kernels import attention
 from adjoint.kernels.attention import Joined
 from adjoint.kernels.checks import accumulate_dtype
@@ -42,7 +42,7 @@ QUERIES, ANSWERS, LOG_SUMS, KEYS, STATES = 1, 2, 3, 4, 16
 QUERIES_AHEAD = 2  # turns whose queries are under way while an earlier one's are answered
 
 
-class NotAttended(UserError):
+class NotAttended(Refused):
     """A model's attention is not what `DistributedPast.attend` computes: its keys must be fetched."""
 
 

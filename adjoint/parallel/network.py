@@ -11,7 +11,6 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
-import datetime
 import ipaddress
 import json
 import os
@@ -23,12 +22,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adjoint.errors import UserError
-
-if TYPE_CHECKING:  # torch may be built without it
-    from torch._C._distributed_c10d import Store
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACKS = ("127.0.0.1", "::1")
@@ -138,14 +134,14 @@ def own_endpoint(rank: int, address: str | None = None) -> Endpoint:
     return Endpoint(rank, socket.gethostname(), network_identity(), address or LOOPBACKS[0])
 
 
-def named_store(store: Store, name: str) -> Store:
+def named_store(store: Any, name: str) -> Any:
     """A store of torch.distributed in which keys of others do not count."""
     import torch.distributed as dist
 
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined] # torch does not list it
 
 
-def exchange(store: Store, topic: str, rank: int, world: int, value: Any) -> list[Any]:
+def exchange(store: Any, topic: str, rank: int, world: int, value: Any) -> list[Any]:
     """The values of all ranks, in their order.
 
     Args:
@@ -159,24 +155,23 @@ def exchange(store: Store, topic: str, rank: int, world: int, value: Any) -> lis
     try:
         return [json.loads(text) for text in store.multi_get([f"{topic}/{r}" for r in range(world)])]
     except RuntimeError as error:  # DistStoreError, of which torch has several kinds
-        timeout: datetime.timedelta = store.timeout  # type: ignore[attr-defined] # the stubs leave it out
         missing = [str(r) for r in range(world) if not _has(store, f"{topic}/{r}")]
         who = f"ranks {', '.join(missing)} of {world}" if missing else f"the store of {world} ranks"
         raise ConnectionError(
             f"{who} did not answer rank {rank} on {socket.gethostname()} within "
-            f"{timeout.total_seconds():.0f} s; check that they run and reach the first rank's host "
+            f"{store.timeout.total_seconds():.0f} s; check that they run and reach the first rank's host "
             f"({str(error).splitlines()[0][:200]})"
         ) from None
 
 
-def _has(store: Store, key: str) -> bool:
+def _has(store: Any, key: str) -> bool:
     try:
         return bool(store.check([key]))
     except RuntimeError:
         return False
 
 
-def bind(store: Store, rank: int, world: int, address: str | None = None) -> list[Endpoint]:
+def bind(store: Any, rank: int, world: int, address: str | None = None) -> list[Endpoint]:
     """Pick the interface of every process group that this process makes from now on, and tell the others.
 
     All ranks call it. It sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in this process, unless the user has.
@@ -229,12 +224,12 @@ def bind(store: Store, rank: int, world: int, address: str | None = None) -> lis
     return _endpoints([endpoint for endpoint, _ in reports])
 
 
-def decline(store: Store, rank: int, world: int, why: str) -> None:
+def decline(store: Any, rank: int, world: int, why: str) -> None:
     """Take part in no more than `bind`'s first exchange, and have it raise for all others."""
     exchange(store, "own", rank, world, {"declined": f"rank {rank} on {socket.gethostname()}: {why}"})
 
 
-def probe(store: Store, rank: int, endpoints: list[Endpoint]) -> None:
+def probe(store: Any, rank: int, endpoints: list[Endpoint]) -> None:
     """Connect once to a process of every other host, so that a closed port is told at once, by addresses:
     gloo waits for minutes, and names none. All ranks call it.
 

@@ -9,19 +9,17 @@ import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from adjoint.engine.executor import Pending
 from adjoint.engine.schedule import CAPACITY
 from adjoint.errors import UserError
 from adjoint.parallel.network import bind, named_store
-
-if TYPE_CHECKING:  # torch may be built without it
-    from torch.distributed import ProcessGroup, Work
 
 Channel = tuple[int, int]  # sender, receiver
 BUCKET = 1 << 20  # elements: small gradients travel together
@@ -58,18 +56,16 @@ class Messages:
         self,
         rank: int,
         nccl: bool,
-        up: ProcessGroup | None,
-        down: ProcessGroup | None,
-        among: Mapping[tuple[int, ...], ProcessGroup],
+        up: dist.ProcessGroup | None,
+        down: dist.ProcessGroup | None,
+        among: Mapping[tuple[int, ...], dist.ProcessGroup],
         reduces_on_gpu: bool | None = None,
     ) -> None:
-        import torch.distributed as dist
-
         self.dist, self.nccl, self.rank, self.first = dist, nccl, rank, 0
         self.on_device, self.buffers = nccl, CAPACITY
         self.up, self.down, self.among = up, down, among
         self.reduces_on_gpu = nccl if reduces_on_gpu is None else reduces_on_gpu
-        self.under_way: dict[int, collections.deque[tuple[Work, Tensor]]] = collections.defaultdict(
+        self.under_way: dict[int, collections.deque[tuple[dist.Work, Tensor]]] = collections.defaultdict(
             collections.deque
         )
         self.connected: set[Channel] = set()
@@ -78,7 +74,7 @@ class Messages:
         """Return a worker's rank among all processes."""
         return self.first + worker
 
-    def _group(self, sender: int, receiver: int) -> ProcessGroup | None:
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         return self.up if sender < receiver else self.down
 
     def connect(self, channels: Sequence[Channel], buffers: int) -> None:
@@ -117,7 +113,7 @@ class Messages:
             under_way.popleft()[0].wait()
         under_way.append(self._started(to, tensor))
 
-    def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[Work, Tensor]:
+    def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[dist.Work, Tensor]:
         """Start a message; return its handle, and the tensor that must live until it has left."""
         to = self._rank_of(to)
         if tensor.is_cuda != self.nccl:
@@ -185,9 +181,7 @@ class GroupTransport(Messages):
         UserError: the group's backend does not carry tensors of this device.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        import torch.distributed as dist
-
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         config = dist.get_backend_config(group)
         by_nccl, by_gloo = device.type == "cuda" and "cuda:nccl" in config, "gloo" in config
         if not (by_nccl or by_gloo):
@@ -266,14 +260,12 @@ class Alone(GroupTransport):
         return lambda: None
 
 
-_GLOO_GROUPS: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_GLOO_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def _gloo_group_of(group: ProcessGroup) -> ProcessGroup:
+def _gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a gloo group of the same processes, which must all call this; it is made once."""
     if group not in _GLOO_GROUPS:
-        import torch.distributed as dist
-
         timeout = group._get_backend(torch.device("cuda")).options._timeout
         ranks = dist.get_process_group_ranks(group)
         store = dist.distributed_c10d._get_default_store()

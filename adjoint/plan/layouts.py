@@ -1,4 +1,4 @@
-"""Rank layouts of a number of devices by speed: shards × workers of a sequence × replicas."""
+"""Rank layouts of a number of devices by speed: shards × sequence workers × replicas."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Ranked:
         """Seconds of a step; the lower bound if it was not simulated."""
         return self.least if self.estimate is None else self.estimate.seconds
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the entry in plain types, for JSON."""
         estimate = self.estimate
         return {

@@ -21,6 +21,7 @@ from adjoint.engine.grid import EngineSpec, Grid, Key
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, Run, Schedule, Send, keys_of
 from adjoint.methods import Method
 from adjoint.parallel.kv import QUERIES_AHEAD
+from adjoint.plan.machine import Machine
 from adjoint.plan.model import HEAD, Model
 from adjoint.plan.schedule import exchanges_within_tiles, forward_plan, grid_of, owners_of, step_plan
 from adjoint.plan.stage_memory import Conditions, Counted, composed
@@ -51,27 +52,6 @@ COUNTED_TILES = 2000  # programs with more tiles are followed for fewer chunks
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The device of a worker.
-
-    Attributes:
-        kind: cpu or cuda. memory: bytes of the smallest device, by which a GPU's default chunk is chosen.
-        precision: float32, bfloat16 (autocast) or float64.
-        reserve: whether the memory of libraries and the allocator counts.
-    """
-
-    kind: str = "cpu"
-    precision: str = "float32"
-    memory: float | None = None
-    reserve: bool = True
-
-    @property
-    def element(self) -> int:
-        """Bytes of a weight, which are those of an element of the residual stream between tiles."""
-        return 8 if self.precision == "float64" else 4
-
-
-@dataclass(frozen=True)
 class Setup:
     """A run to be planned: all that its memory and time depend on.
 
@@ -88,7 +68,7 @@ class Setup:
     batch: int
     seqlen: int
     layout: Layout = dataclasses.field(default_factory=Layout)
-    machine: Machine = Machine()
+    machine: Machine = dataclasses.field(default_factory=Machine)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
 
     @functools.cached_property

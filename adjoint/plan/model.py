@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage
 from adjoint.layers import StackConfig, State
 from adjoint.methods import Method
 from adjoint.plan import stage_memory
+from adjoint.plan.machine import Machine
 from adjoint.plan.stage_memory import Conditions, Counted
+from adjoint.train.layout import Layout
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
 
 EMBEDDING, HEAD = -2, -1  # pieces of a model besides its layers, whose pieces are their numbers
 
@@ -85,19 +91,22 @@ class Model:
     d_model: int
 
     def __init__(self) -> None:
-        self.fakes: dict[Any, Any] = {}  # modules of fake tensors with their mode
-        self.counted: dict[Any, Counted] = {}
-        self.tasks: dict[Any, int] = {}
+        # Modules of fake tensors, with their mode.
+        self.fakes: dict[Hashable, tuple[FakeTensorMode, nn.Module]] = {}
+        self.counted: dict[Hashable, Counted] = {}
+        self.tasks: dict[Hashable, int] = {}
 
     @property
     def n_layer(self) -> int:
         return len(self.layers)
 
-    def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:
+    def stage(self, piece: int, on: Conditions) -> tuple[FakeTensorMode, Stage, State]:
         """Return the FakeTensorMode of a piece, its stage, and its state before a sequence."""
         raise NotImplementedError
 
-    def engine_spec(self, method: Method, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
+    def engine_spec(
+        self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
+    ) -> EngineSpec:
         """Return the method's instructions to the engine; size: (batch, seqlen)."""
         raise NotImplementedError
 
@@ -116,7 +125,7 @@ class Model:
         """Return the model whose layer is timed in place of this model's; None to time its own."""
         return None
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """Return the model in plain types, for JSON."""
         raise NotImplementedError
 

@@ -42,7 +42,7 @@ def partition(
     layers = len(costs)
     if shards > layers:
         raise UserError(
-            f"{shards} shards for {layers} layers: a shard needs a layer; take at most {layers} shards"
+            f"{shards} shards for {layers} layers: a shard needs a layer; use at most {layers} shards"
         )
     load, need = _sums(costs), _sums(memory or [0.0] * layers)
     speed, room = capacities or [1.0] * shards, limits or [np.inf] * shards

@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,17 @@ from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.layers import StackConfig, State
 from adjoint.methods import Method
+from adjoint.plan.machine import Machine
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, Counted, Uncountable, fake_tensors
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import share_in_8bit
 from adjoint.train.pretrained import KEY, configuration
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import PreTrainedModel
+
 
 WIDEST = 1024  # d_model of the layer that is timed in the place of a model's own
 
@@ -40,16 +47,16 @@ WIDEST = 1024  # d_model of the layer that is timed in the place of a model's ow
 def outlined(directory: str, trust_remote_code: bool = False) -> Pretrained:
     """Describe the causal LM of a folder's config.json: its layers, states and costs.
 
-    The multiplier is left at 1: memory does not depend on it.
+    The embeddings' multiplier is left at 1: memory does not depend on it.
 
     Raises:
-        UserError: there is no causal LM that transformers knows, it cannot be cut, or its code does not run
-            on fake tensors.
+        UserError: transformers has no causal LM for the configuration, its layers cannot be divided, or its
+            code does not run on fake tensors.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = configuration(directory, trust_remote_code)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind: type[PreTrainedModel] | None = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise UserError(
             f"{KEY}: {directory}: transformers has no causal LM for a {type(config).__name__}; a model with "
@@ -66,7 +73,7 @@ def outlined(directory: str, trust_remote_code: bool = False) -> Pretrained:
 
 
 @contextlib.contextmanager
-def _countable(kind: Any) -> Iterator[None]:
+def _countable(kind: type[PreTrainedModel]) -> Iterator[None]:
     """Turn errors of fake tensors into one line that names the class."""
     from torch._subclasses import fake_tensor
 
@@ -144,14 +151,14 @@ class PretrainedModel(Model):
             heads=heads,
         )
 
-    def _fake_model(self, dtype: torch.dtype) -> tuple[Any, Any]:
+    def _fake_model(self, dtype: torch.dtype) -> tuple[FakeTensorMode, PreTrainedModel]:
         """Return a FakeTensorMode and the model made in it."""
         if dtype not in self.fakes:
             with fake_tensors(dtype) as mode, mode, _countable(self.source.kind):
                 self.fakes[dtype] = mode, self.source.kind(copy.deepcopy(self.source.config)).train()
         return self.fakes[dtype]
 
-    def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:
+    def stage(self, piece: int, on: Conditions) -> tuple[FakeTensorMode, Stage, State]:
         pretrained, n = self.source.in_precision(on.precision), self.n_layer
         mode, model = self._fake_model(on.dtype)
         span = {EMBEDDING: range(0), HEAD: range(n, n)}.get(piece, range(piece, piece + 1))
@@ -182,7 +189,9 @@ class PretrainedModel(Model):
         with _countable(self.source.kind):
             return super()._count(piece, on)
 
-    def engine_spec(self, method: Method, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
+    def engine_spec(
+        self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
+    ) -> EngineSpec:
         """Return the method's instructions to the engine.
 
         Raises:
@@ -198,7 +207,7 @@ class PretrainedModel(Model):
         picked = self.source.chunk_size(batch, seqlen, element, *device, method.checkpoints)
         return method.model_spec(seqlen, layout.at_most(picked, seqlen))
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         return {
             "class": self.source.kind.__name__,
             "vocab_size": self.config.vocab_size,
@@ -211,9 +220,9 @@ class PretrainedModel(Model):
 class _Plain(Backbone):
     """A piece that runs by transformers' own code."""
 
-    def __init__(self, piece_model: Any, multiplier: float | None, head: bool) -> None:
+    def __init__(self, piece_model: PreTrainedModel, multiplier: float | None, head: bool) -> None:
         super().__init__(piece_model, [], multiplier)
-        self.chunk_context: Any = contextlib.nullcontext
+        self.chunk_context = contextlib.nullcontext
         self.head = head
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
@@ -223,7 +232,7 @@ class _Plain(Backbone):
         return self.backbone(**inputs)[0], ()
 
 
-def _slots_of_layer(slots: Any, layer: int) -> list[Slot]:
+def _slots_of_layer(slots: Sequence[Slot], layer: int) -> list[Slot]:
     return [slot for slot in slots if slot.layer == layer]
 
 

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,10 +25,12 @@ from adjoint.plan.memory import Setup
 from adjoint.plan.model import HEAD
 from adjoint.plan.simulate import Span, Timeline
 
-Times = Any  # a NumPy array with a time for each rank of a round
+Tokens = TypeVar("Tokens", int, np.ndarray)  # of one chunk, or of several
+
+Times = np.ndarray  # a NumPy array with a time for each rank of a round
 
 
-def query_bytes(setup: Setup, k: int, tokens: Any) -> tuple[Any, Any]:
+def query_bytes(setup: Setup, k: int, tokens: Tokens) -> tuple[Tokens, Tokens]:
     """Return the bytes of queries and answers for each rank that `tokens` queries of attention layer k reach.
 
     They are those of a forward pass, and of a backward pass; 0 if a window bounds attention, as keys travel
@@ -39,7 +41,7 @@ def query_bytes(setup: Setup, k: int, tokens: Any) -> tuple[Any, Any]:
     return (2 * query + log) * tokens, (4 * query + log) * tokens
 
 
-def fetched_bytes(setup: Setup, k: int, start: Any) -> Any:
+def fetched_bytes(setup: Setup, k: int, start: Tokens) -> Tokens:
     """Return the bytes of the keys and values before token `start` that a chunk of layer k fetches.
 
     They are 0 if its queries travel. As many bytes of cotangents go back."""
@@ -54,7 +56,7 @@ def _travels(setup: Setup, k: int) -> bool:
     return bool(layer.pairs) and layer.window is None
 
 
-def seen_pairs(window: int | None, start: Any, stop: Any) -> Any:
+def seen_pairs(window: int | None, start: Tokens, stop: Tokens) -> Tokens:
     """Return the number of pairs (token of [start, stop), token in its window)."""
     edge = np.clip(window or math.inf, start, stop)  # up to this token, each sees all before it
     return (edge**2 - start**2) / 2 + (stop - edge) * (window or 0)
@@ -124,7 +126,7 @@ class RoundSimulator:
         """Simulate forward and backward."""
         last = len(self.rounds) - 1
         for r in range(len(self.rounds)):
-            arrived: Times = 0.0
+            arrived: Times = np.zeros(())
             for s, span in enumerate(self.spans):
                 clock = self._layers(s, span, "forward", r, np.maximum(self._free(s, r), arrived))
                 if s + 1 == len(self.spans):
@@ -134,7 +136,7 @@ class RoundSimulator:
                 arrived = self._passed(s, r, clock)
         self.edge = {}
         for r in reversed(range(len(self.rounds))):
-            arrived = 0.0
+            arrived = np.zeros(())
             for s in reversed(range(len(self.spans))):
                 clock = self._free(s, r)
                 if r < last:

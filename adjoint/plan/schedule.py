@@ -14,9 +14,10 @@ from adjoint.engine.grid import EngineSpec, Grid, make_grid
 from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, add_helper_tasks, make_schedule
 from adjoint.layers import MIXERS, StackConfig
 from adjoint.layers.mixer import make_mixer, reach_of
+from adjoint.train.layout import CutModel
 
 
-def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
+def owners_of(model: StackConfig | CutModel, spans: Sequence[range], sequence: int) -> Owners:
     """Return the owners of a model's stages, for shards with the layers `spans`."""
     if not isinstance(model, StackConfig):  # a pretrained model's stages are its shards
         return Owners(tuple(range(len(spans))), sequence)
@@ -24,7 +25,7 @@ def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
 
 
 def grid_of(
-    model: Any,
+    model: StackConfig | CutModel,
     spec: EngineSpec,
     seqlen: int,
     owners: Owners,
@@ -46,7 +47,7 @@ def grid_of(
     return dataclasses.replace(grid, exchanges_within_tiles=inside)
 
 
-def exchanges_within_tiles(model: Any, sequence: int) -> bool:
+def exchanges_within_tiles(model: StackConfig | CutModel, sequence: int) -> bool:
     """Whether workers that share sequences exchange within tiles (`Grid.exchanges_within_tiles`).
 
     They do for keys and values, and if a stage is many layers, whose states cross one after the other."""

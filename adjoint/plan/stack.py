@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,14 +12,19 @@ from torch import nn
 from adjoint.engine.chunk_size import Sizes, chunk_size_for, kept_bytes
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage, check_windows, costs_of
-from adjoint.layers import MIXERS, Mixer, StackConfig, State
+from adjoint.layers import MIXERS, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
 from adjoint.methods import Method
+from adjoint.plan.machine import Machine
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.stack import Stack
 from adjoint.train.config import plain
+from adjoint.train.layout import CutModel, Layout
 from adjoint.train.optimizer import share_in_8bit
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class StackModel(Model):
@@ -44,11 +49,11 @@ class StackModel(Model):
         self.layers = tuple(
             self._size(k, layer, cost, state)
             for k, (layer, cost, state) in enumerate(
-                zip(stack.layers, costs, stack.initial_state(1), strict=True)
+                zip(stack.blocks(), costs, stack.initial_state(1), strict=True)
             )
         )
 
-    def _size(self, k: int, layer: Any, cost: float, state: State) -> LayerSize:
+    def _size(self, k: int, layer: Block, cost: float, state: State) -> LayerSize:
         config, grows = self.source, layer.mixer.grows
         kind = config.mixers[k]
         mixer = MIXERS.get(kind, Mixer)
@@ -73,7 +78,7 @@ class StackModel(Model):
             heads=layer.mixer.sizes.heads if mixer is AttentionMixer else 0,
         )
 
-    def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:
+    def stage(self, piece: int, on: Conditions) -> tuple[FakeTensorMode, Stage, State]:
         mode, stack = self._one_layer_stack(piece, on.dtype)
         with fake_tensors(on.dtype), mode:
             initial = stack.initial_state(on.batch)[0] if piece >= 0 else ()
@@ -84,16 +89,20 @@ class StackModel(Model):
     def stages(self, spans: Sequence[range]) -> list[list[int]]:
         return [[piece] for piece in (EMBEDDING, *range(self.n_layer), HEAD)]
 
-    def _one_layer_stack(self, piece: int, dtype: torch.dtype) -> tuple[Any, Stack]:
+    def _one_layer_stack(self, piece: int, dtype: torch.dtype) -> tuple[FakeTensorMode, Stack]:
         """Return a stack of fake tensors with one layer like `piece`, and its mode."""
         kind = self.source.mixers[max(piece, 0)]
         if (kind, dtype) not in self.fakes:
             with fake_tensors(dtype) as mode, mode:
                 config = dataclasses.replace(self.source, mixer=kind, n_layer=1)
                 self.fakes[kind, dtype] = mode, Stack(config, 0)
-        return self.fakes[kind, dtype]
+        mode, stack = self.fakes[kind, dtype]
+        assert isinstance(stack, Stack)
+        return mode, stack
 
-    def engine_spec(self, method: Method, size: tuple[int, int], layout: Any, machine: Any) -> EngineSpec:
+    def engine_spec(
+        self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
+    ) -> EngineSpec:
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         states = sum(layer.state for layer in self.layers) * machine.element
         sizes = Sizes(kept_bytes(self.source, element, method.recompute), states)
@@ -102,16 +111,18 @@ class StackModel(Model):
         check_windows(self.source, spec)
         return spec
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         return plain(dataclasses.asdict(self.source))
 
 
-def model_of(model: Any) -> Model:
+def model_of(model: Model | StackConfig | CutModel) -> Model:
     """Return the planner's view of a StackConfig or a `Pretrained`."""
     if isinstance(model, Model):
         return model
     if isinstance(model, StackConfig):
         return StackModel(model)
+    from adjoint.hf.split import Pretrained
     from adjoint.plan.pretrained import PretrainedModel
 
+    assert isinstance(model, Pretrained)
     return PretrainedModel(model)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from adjoint.errors import UserError
 from adjoint.kernels import dispatch
 from adjoint.layers import State
 from adjoint.train.machine import autocast
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
 
 LONG = 1 << 13  # tokens of a past, more than one of attention's blocks
 
@@ -200,7 +204,7 @@ def composed(pieces: Sequence[Counted], y: int) -> Counted:
 
 
 @contextlib.contextmanager
-def fake_tensors(dtype: torch.dtype) -> Iterator[Any]:
+def fake_tensors(dtype: torch.dtype) -> Iterator[FakeTensorMode]:
     """Yield a new FakeTensorMode, to be entered; inside, tensors have the given dtype by default.
 
     Fake tensors cannot change their dtype later."""
@@ -215,7 +219,7 @@ def fake_tensors(dtype: torch.dtype) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def counting(on: Conditions, fake: Any) -> Iterator[LiveBytes]:
+def counting(on: Conditions, fake: FakeTensorMode) -> Iterator[LiveBytes]:
     """Enter fake tensors with the precision and kernels of a device, which this machine need not have.
 
     CPU tensors stand for a GPU's: their shapes and dtypes are the same. Differences, the states that its

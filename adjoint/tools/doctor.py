@@ -27,7 +27,7 @@ from adjoint.kernels.libraries import LIBRARIES
 from adjoint.parallel import network
 from adjoint.tools.measure.show import print_table
 from adjoint.train.flags import Flags
-from adjoint.train.machine import environment, versions
+from adjoint.train.machine import Environment, environment, versions
 
 SECTIONS = {
     "system": "System",
@@ -55,7 +55,6 @@ MEETING_TIMEOUT = 60.0  # seconds for the processes of torchrun to find one anot
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What rounding leaves of a scan and each of its gradients, relative to its L2 norm.
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
-
 Finding = dict[str, Any]
 
 
@@ -64,8 +63,8 @@ def main(argv: list[str]) -> int:
     parser = Flags(
         prog="adjoint doctor",
         description="Report what this machine has and which code runs what: versions, devices, MIG slices, "
-        "the scan backends and why one is not usable, threads and what the environment says of them, network "
-        "interfaces. Under torchrun also the address and interface of each process. "
+        "the scan backends and why one is not usable, settings of threads, network interfaces. "
+        "Under torchrun also the address and interface of each process. "
         "Checks every usable backend against the reference in float64.",
         epilog="Takes a few seconds, and the first time some more to build the C++ kernels. "
         "Exit code 0, or 1 if no backend works.",
@@ -105,7 +104,7 @@ def examine() -> dict[str, Any]:
     }
 
 
-def row(name: str, text: str, works: bool | None = None, **more: Any) -> Finding:
+def row(name: str, text: str, works: bool | None = None, **more: object) -> Finding:
     """Return a row of a section: its subject, what was observed in words, whether it works (None where the
     question does not arise), and more fields for programs."""
     return {"name": name, "told": text, "works": works, **more}
@@ -131,7 +130,7 @@ def packages() -> list[Finding]:
     return rows
 
 
-def devices(host: dict[str, Any]) -> list[Finding]:
+def devices(host: Environment) -> list[Finding]:
     """Processor, what PyTorch can use, and what the driver lists, as `adjoint cluster` does."""
     memory = host["memory_bytes"] / 2**30
     cpu = f"{host['cpu']}, {host['cores']} cores, {memory:.1f} GiB, {host['vectors']}"
@@ -175,8 +174,8 @@ def backends() -> list[Finding]:
 
 
 def choices() -> list[Finding]:
-    """Return a row per device and operation: the backend that `backend=None` takes, and why those before it
-    are passed over. Without a CUDA device, the rows of CUDA say what one would try first."""
+    """Return a row per device and operation: the backend that `backend=None` uses, and why those preferred to
+    it are not used. Without a CUDA device, the rows of CUDA say what one would try first."""
     rows = []
     for kind, operation in itertools.product(("cpu", "cuda"), dispatch.operations()):
         dtypes_by_backend, passed_over = dict[str, list[str]](), dict[str, str]()

@@ -25,6 +25,7 @@ from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, new_folder, reads
 from adjoint.train.pretrained import configuration
 from adjoint.train.rundir import find_checkpoint
+from adjoint.train.unloaded import copy_unloaded
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -85,7 +86,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
             weights = {name: _cast(t, dtype) for name, t in weights.items()}
             summary = _write(work, layout, *FORMATS[layout].convert(stack, weights))
         else:
-            summary = _write_pretrained(work, checkpoint, dtype or _dtype_of(source, trusted))
+            summary = _write_pretrained(work, checkpoint, source, dtype or _dtype_of(source, trusted))
         summary += _write_tokenizer(work, trained.get("data", {}))
         for written in (*work.iterdir(), work):
             flush(written)
@@ -109,8 +110,10 @@ def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
     return name if name in get_args(Dtype) else None
 
 
-def _write_pretrained(work: Path, checkpoint: Path, dtype: str | None) -> str:
-    """Write a run of a Hugging Face model by its own `save_pretrained`, with the run's weights."""
+def _write_pretrained(work: Path, checkpoint: Path, source: str, dtype: str | None) -> str:
+    """Write a run of a Hugging Face model by its own `save_pretrained`, with the run's weights.
+
+    Tensors of the source folder that its class does not load are copied."""
     from adjoint.hf.wrap import unwrap
 
     model = unwrap(trained_model(checkpoint, Backprop()))
@@ -118,7 +121,11 @@ def _write_pretrained(work: Path, checkpoint: Path, dtype: str | None) -> str:
         model.to(getattr(torch, dtype))
     model.save_pretrained(work)
     dtypes = _named_dtypes(model.state_dict())
-    return f"{type(model).__name__} of transformers, {model.num_parameters():,} parameters, {dtypes}"
+    summary = f"{type(model).__name__} of transformers, {model.num_parameters():,} parameters, {dtypes}"
+    if copied := copy_unloaded(Path(source), work, model):
+        groups = ", ".join(sorted({".".join(name.split(".")[:2]) for name in copied})[:5])
+        summary += f", and {len(copied)} tensors of {source} that it does not load, as they are ({groups})"
+    return summary
 
 
 def _named_dtypes(weights: Weights) -> str:

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from torch import nn
 from adjoint.checkpoint import (
     FORMAT,
     MANIFEST,
+    FileEntry,
     StoredTensors,
+    TrainerState,
     list_checkpoints,
     read_trainer,
     sha256,
@@ -31,8 +33,12 @@ from adjoint.errors import UserError
 from adjoint.files import flush
 from adjoint.methods import Method
 from adjoint.train.carried_state import STEM
-from adjoint.train.dependencies import check_model, records_model
+from adjoint.train.dependencies import ConfigDict, check_model, records_model
 from adjoint.train.optimizer import flattened, parts_of, restored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 _MAY_CHANGE = ("run.", "cluster.", "training.steps", "model.from_pretrained")
 _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
@@ -41,9 +47,9 @@ _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave
 def save_checkpoint(
     directory: str | Path,
     step: int,
-    write: Callable[[Path], Mapping[str, dict[str, Any]]],
-    trainer: Mapping[str, Any],
-    rng: Mapping[str, Any] | None = None,
+    write: Callable[[Path], Mapping[str, FileEntry]],
+    trainer: TrainerState,
+    rng: Mapping[str, object] | None = None,
     keep: int | None = None,
     spared: int | None = None,
 ) -> Path:
@@ -92,7 +98,7 @@ def model_files(
     optimizer: torch.optim.Optimizer | None = None,
     states: Mapping[str, torch.Tensor] | None = None,
     copied: bool = False,
-) -> Callable[[Path], dict[str, dict[str, Any]]]:
+) -> Callable[[Path], dict[str, FileEntry]]:
     """Return the function that writes a one-process model's tensors into a folder, for `save_checkpoint`.
 
     Args:
@@ -119,7 +125,7 @@ def model_files(
 
 def write_file(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
-) -> dict[str, Any]:
+) -> FileEntry:
     """Write tensors by name, flushed to the disk; return the file's entry for the manifest."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -136,9 +142,9 @@ def load_checkpoint(
     path: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    config: dict[str, Any] | None = None,
+    config: ConfigDict | None = None,
     verify: bool = True,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[TrainerState, dict[str, Any]]:
     """Fill ``model`` and ``optimizer`` from a checkpoint; return its (trainer, rng) dictionaries.
 
     Raises:
@@ -164,7 +170,7 @@ def load_checkpoint(
     return trainer, rng
 
 
-def trained_model(checkpoint: Path, method: Method) -> Any:
+def trained_model(checkpoint: Path, method: Method) -> PreTrainedModel:
     """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
     merged into its weights."""
     from adjoint.train.pretrained import load
@@ -178,7 +184,7 @@ def trained_model(checkpoint: Path, method: Method) -> Any:
     return model.merge_and_unload() if model_config.get("lora") else model
 
 
-def check_config(path: Path, config: dict[str, Any]) -> None:
+def check_config(path: Path, config: ConfigDict) -> None:
     """Raise UserError, naming the first differing key, where the checkpoint is of another model, or of an
     optimizer with another state, or where the pretrained model's folder changed since."""
     stored = read_trainer(path).get("config", {})
@@ -199,15 +205,15 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
     check_model(path, config)
 
 
-def changed_keys(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def changed_keys(stored: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
     """Say which settings of a run differ from those of its checkpoint, as "training.lr 0.1, was 0.2"; where a
     run is, how long and over what, is not among them."""
 
-    def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        leaves: dict[str, Any] = {}
+    def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+        leaves: dict[str, object] = {}
         for key, value in config.items():
-            nested = isinstance(value, Mapping)
-            leaves |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+            name = f"{prefix}{key}"
+            leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
         return leaves
 
     saved_leaves, current_leaves = flat(stored), flat(current)
@@ -259,7 +265,7 @@ def load_optimizer(
         each.load_state_dict({"state": indexed_state, "param_groups": each.state_dict()["param_groups"]})
 
 
-def _flushed(file: Path) -> dict[str, Any]:
+def _flushed(file: Path) -> FileEntry:
     """Wait until a file is on the disk; its entry for the manifest."""
     flush(file)
     return {"sha256": sha256(file), "bytes": file.stat().st_size}

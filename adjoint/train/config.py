@@ -104,7 +104,7 @@ class TrainingConfig:
         'before, whose text each row continues; "other", the final states of another sequence; "noise", '
         "random with the mean and deviation of final states. No gradient flows into them. May "
         'help a model generalize beyond data.seqlen (Buitrago & Gu 2025, "Understanding and improving '
-        'length generalization in recurrent models"); docs/convergence.md measures "previous".',
+        'length generalization in recurrent models"); docs/long_memory.md measures "previous".',
     )
     precision: Precision = option(
         "auto", '"auto" is bfloat16 autocast on CUDA devices with native bfloat16, float32 elsewhere.'
@@ -155,11 +155,11 @@ class TrainingConfig:
         if self.optimizer_in_backward and (self.grad_clip or self.grad_accumulation > 1):
             setting = "grad_clip 0" if self.grad_clip else "grad_accumulation 1"
             raise UserError(
-                "training.optimizer_in_backward: steps before all gradients are there, which "
+                "training.optimizer_in_backward: steps before all gradients are complete, which "
                 f"{setting.split()[0]} needs; set --training.{setting}"
             )
         if self.optimizer == "adamw8bit" and self.precision == "float64":
-            raise UserError("training.optimizer: adamw8bit computes in float32; take adamw for float64")
+            raise UserError("training.optimizer: adamw8bit computes in float32; use adamw for float64")
 
     @property
     def warmup(self) -> int:
@@ -185,11 +185,13 @@ class RunConfig:
     """The folder of a run, and whether it continues an earlier one."""
 
     dir: str | None = option(None, "folder of the run; null is runs/NAME, or runs/NAME-2, … if that exists.")
-    name: FolderName | None = option(None, "NAME above; null is the name of the configuration file.")
+    name: FolderName | None = option(
+        None, "the NAME of runs/NAME; null is the name of the configuration file."
+    )
     resume: Text = option(
         "never",
         '"never" starts from scratch; "auto" continues from the newest good checkpoint of the run, if '
-        "there is one; or the path of a checkpoint. ``--resume`` is short for it.",
+        "there is one; or the path of a checkpoint. `--resume` is short for `--run.resume`.",
     )
 
     def __post_init__(self) -> None:
@@ -203,8 +205,8 @@ class ClusterConfig:
 
     shards: NotNegative | Literal["auto"] = option(
         0,
-        'pipeline stages, a process each; 0 trains in this process, without Ray; "auto": as many as '
-        "fit in the cluster of RAY_ADDRESS (inside a job), or else on this machine.",
+        'layer shards (pipeline parallel), a process each; 0 trains in this process, without Ray; "auto": as '
+        "many as fit in the cluster of RAY_ADDRESS (inside a job), or else on this machine.",
     )
     replicas: Positive = option(
         1,
@@ -452,7 +454,7 @@ def _parser(prog: str, show_all: bool = False) -> Flags:
         "--print_config", action="store_true", default=False, help="print all keys as YAML and exit"
     )
     about = {section: inspect.getdoc(type(value)) or "" for section, value in vars(Config()).items()}
-    about["method"] = "How the gradient is computed."
+    about["method"] = "How the gradient is computed. null is the method's own default."
     groups: dict[str, Any] = {
         section: parser.add_argument_group(section, " ".join(text.partition("\n\n")[0].split()))
         for section, text in about.items()
@@ -461,7 +463,8 @@ def _parser(prog: str, show_all: bool = False) -> Flags:
     keys = known_keys()
     for name in [*_FIRST_KEYS, *(name for name in keys if name not in _FIRST_KEYS)]:
         key = keys[name]
-        text = f"{key.help} ({in_words(key.hint)}; default: {json.dumps(key.default)})".replace("%", "%%")
+        about_key = re.sub(r"\bNone\b", "null", key.help)  # the help is of Python's classes too
+        text = f"{about_key} ({in_words(key.hint)}; default: {json.dumps(key.default)})".replace("%", "%%")
         group = first if name in _FIRST_KEYS else groups.get(name.partition(".")[0], parser)
         options: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": text}
         if group is parser:
@@ -481,7 +484,7 @@ def _file_values(path: str) -> Iterator[tuple[str, Any]]:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [str(key.value) for key, _ in node.value]
             if len(set(keys)) < len(keys):  # YAML's own loader keeps the last silently
-                raise yaml.YAMLError(f"{max(keys, key=keys.count)} stands twice")
+                raise yaml.YAMLError(f"{max(keys, key=keys.count)} is there twice")
             return super().construct_mapping(node, deep)
 
     file = Path(path)

@@ -12,13 +12,14 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from adjoint.checkpoint import read_trainer
 from adjoint.data.tokenizer import tokenizer_files
 from adjoint.errors import UserError
 
-RECORD = "dependencies"  # the key of trainer.json
+ConfigDict = Mapping[str, Mapping[str, Any]]  # a configuration as plain values, by section and key
+RECORD: Final = "dependencies"  # the key of trainer.json
 # What transformers writes into config.json besides the model itself.
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
 _SAMPLE_BYTES = 4096
@@ -32,7 +33,7 @@ _MODEL_FILES = {
 }
 
 
-def record(config: Mapping[str, Any]) -> dict[str, str]:
+def record(config: ConfigDict) -> dict[str, str]:
     """Return a digest of each dependency of a run, by its kind, for its checkpoints to keep.
 
     Args:
@@ -44,7 +45,7 @@ def record(config: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def check_model(checkpoint: Path, config: Mapping[str, Any]) -> None:
+def check_model(checkpoint: Path, config: ConfigDict) -> None:
     """Raise a UserError where the folder of the pretrained model is not as it was when the run began.
 
     Args:
@@ -97,7 +98,7 @@ def _model_digests(model: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def _tokenizer_digest(config: Mapping[str, Any]) -> str | None:
+def _tokenizer_digest(config: ConfigDict) -> str | None:
     name = config.get("data", {}).get("tokenizer")
     files = [] if name in (None, "byte") else tokenizer_files(name)
     return _content_digest(files) if files else None

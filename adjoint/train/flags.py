@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Never, TypeVar
 
 from adjoint.errors import UserError
 from adjoint.settings import read_value
+
+T = TypeVar("T")
 
 
 class Flags(argparse.ArgumentParser):
@@ -19,7 +21,7 @@ class Flags(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
 
-    def add(self, flag: str, text: str, read: Callable[[str], Any] = str, **settings: Any) -> None:
+    def add(self, flag: str, text: str, read: Callable[[str], object] = str, **settings: Any) -> None:
         """Add a flag.
 
         Args:
@@ -29,7 +31,7 @@ class Flags(argparse.ArgumentParser):
             settings: as for argparse's `add_argument`.
         """
 
-        def value(word: str) -> Any:
+        def value(word: str) -> object:
             try:
                 return read(word)
             except ValueError as error:
@@ -40,7 +42,9 @@ class Flags(argparse.ArgumentParser):
         default = "; default: %(default)s" if settings.get("default") else ""
         self.add_argument(flag, help=text + default, **settings)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Parse a command line.
 
         Raises:
@@ -51,7 +55,7 @@ class Flags(argparse.ArgumentParser):
             raise self.unknown(rest[0])
         return arguments
 
-    def parse_with_keys(self, argv: list[str]) -> tuple[Any, list[str]]:
+    def parse_with_keys(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """Parse the command's own flags; return them, and the words that may be keys of a configuration.
 
         Raises:
@@ -71,10 +75,10 @@ class Flags(argparse.ArgumentParser):
         """Return an error for a word that is no flag of the command, with the flag that may be meant."""
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
-            return UserError(f"{word!r}: {self.prog} takes no such argument; see {self.prog} --help")
+            return UserError(f"{word!r}: {self.prog} has no such argument; see {self.prog} --help")
         suggestion = nearest(flag, self._flags(), cutoff=0.6)
         hint = f"did you mean {suggestion}?" if suggestion else f"see {self.prog} --help"
-        return UserError(f"{flag}: {self.prog} does not take it; {hint}")
+        return UserError(f"{flag}: {self.prog} has no such flag; {hint}")
 
     def error(self, message: str) -> Never:
         bare = re.fullmatch(r"argument (?:\S+/)?(--\S+): expected one argument", message)
@@ -83,15 +87,15 @@ class Flags(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def reads(hint: Any) -> Callable[[str], Any]:
+def reads(hint: object) -> Callable[[str], object]:
     """Return a reader for `Flags.add` that takes the values of an annotation (`adjoint.settings`)."""
     return lambda text: read_value(text, hint)
 
 
-def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+def comma_list(read: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return a reader for `Flags.add` of lists such as ``4K,64K``: one or more values, without duplicates."""
 
-    def values(text: str) -> list[Any]:
+    def values(text: str) -> list[T]:
         words = [word.strip() for word in text.split(",") if word.strip()]
         if not words:
             raise ValueError("is empty; name one or more, with commas between them")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from adjoint.train.optimizer import parts_of, take_step
 
@@ -22,7 +22,7 @@ class OptimizerInBackward:
     """
 
     optimizers: dict[str, Optimizer]
-    hooks: list[Any]
+    hooks: list[RemovableHandle]
 
     def remove(self) -> None:
         """Stop: backward passes leave gradients in `.grad` again."""
@@ -77,7 +77,7 @@ class SteppedInBackward:
                 for parameter in group["params"]:
                     parameter.register_post_accumulate_grad_hook(self._step_of(member, group))
 
-    def _step_of(self, member: Optimizer, group: dict[str, Any]) -> Callable[[Tensor], None]:
+    def _step_of(self, member: Optimizer, group: dict[str, object]) -> Callable[[Tensor], None]:
         def step(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self._squares.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square())

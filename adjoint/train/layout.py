@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from adjoint.engine.chunk_size import at_most
 from adjoint.errors import UserError
-from adjoint.layers import MIXERS, Mixer
+from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.methods import Method
 from adjoint.settings import NotNegative, Positive, check_fields
+
+
+class CutModel(Protocol):
+    """A pretrained model that is cut into spans of layers: `hf.split.Pretrained`, without importing it."""
+
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def costs(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ class Layout:
 
     # ------------------------------------------------------------------------------ what does not go together
 
-    def check(self, model: Any, method: Method) -> None:
+    def check(self, model: StackConfig | CutModel, method: Method) -> None:
         """Raise a UserError where a model (a StackConfig, or what is known of a pretrained one) or a method
         cannot be spread so."""
         if self.shards > model.n_layer:
@@ -174,9 +183,9 @@ class Layout:
         chunks = -(-seqlen // size)
         if chunks < self.sequence:
             raise UserError(
-                f"cluster.sequence: {self.sequence} workers for {chunks} chunks of {size} tokens; "
-                f"lower --method.chunk_size to {max(1, seqlen // self.sequence)} or less, or take at "
-                f"most {chunks} workers"
+                f"cluster.sequence: {self.sequence} workers for {chunks} chunks of {size} tokens; lower "
+                f"--method.chunk_size to {max(1, seqlen // self.sequence)} or less, or use at most {chunks} "
+                "workers"
             )
 
     def check_run(self, method: Method, training: Any) -> None:

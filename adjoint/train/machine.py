@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 import torch
 
@@ -22,6 +22,10 @@ from adjoint import memory
 from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
 from adjoint.train.gpus import by_driver_name
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 
 # Whose versions say what a measurement was made with.
 PACKAGES = (
@@ -43,7 +47,7 @@ def pick_device(name: str) -> torch.device:
             warnings.warn(
                 f"training on the CPU: the driver lists {listed} GPU{'s' * (listed > 1)}, which this PyTorch "
                 f"cannot use ({torch.__version__} {why}); docs/gpu.md has the builds for each driver, and "
-                "--training.device cpu takes the CPU without a warning",
+                "--training.device cpu uses the CPU without a warning",
                 stacklevel=2,
             )
         return torch.device("cpu")
@@ -99,7 +103,7 @@ def recorded(path: Path, steps: int) -> Iterator[Callable[[], None]]:
         yield recording.step
 
 
-def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return the context of a forward pass in the precision that `pick_precision` gave."""
     if precision == "bfloat16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -132,7 +136,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
         with contextlib.suppress(ValueError):  # not the main thread: signals stay with whoever owns them
@@ -158,7 +162,7 @@ class StopRequest:
             os.write(2, f"\n{name}: finishing this step, then saving; once more stops at once\n".encode())
 
 
-def terminal_bar(total: int, unit: str, **settings: Any) -> Any:
+def terminal_bar(total: int, unit: str, **settings: Any) -> tqdm[NoReturn] | None:
     """Return a tqdm progress bar where stderr is a terminal, else None; of several processes, only the first
     has one."""
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
@@ -166,8 +170,9 @@ def terminal_bar(total: int, unit: str, **settings: Any) -> Any:
     from tqdm import tqdm
 
     columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 where the terminal never said
-    width: dict[str, Any] = {"dynamic_ncols": True} if columns else {"ncols": 100, "nrows": 20}
-    return tqdm(total=total, unit=unit, **width, **settings)
+    if columns:
+        return tqdm(total=total, unit=unit, dynamic_ncols=True, **settings)
+    return tqdm(total=total, unit=unit, ncols=100, nrows=20, **settings)
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -186,7 +191,22 @@ def vectors() -> str:
     return torch.backends.cpu.get_cpu_capability() + (f", kernels for {target}" if target else "")
 
 
-def environment(device: torch.device | None = None) -> dict[str, Any]:
+class Environment(TypedDict):
+    """The date, hardware and versions of a run, in what JSON can hold."""
+
+    date: str
+    cpu: str
+    vectors: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    gpu: str | None
+    system: str
+    python: str
+    versions: dict[str, str]
+
+
+def environment(device: torch.device | None = None) -> Environment:
     """Date, hardware and versions, in what JSON can hold; the GPU is `device`'s, or the current one."""
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {

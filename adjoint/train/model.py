@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.data.tokenizer import check_bytes
@@ -19,6 +20,13 @@ from adjoint.stack import Stack, StackOutput
 from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Config, TrainingConfig
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+Device = torch.device | str | None
+
 
 class LanguageModel(Protocol):
     """A model with the method by which its gradients are computed.
@@ -28,11 +36,11 @@ class LanguageModel(Protocol):
         group: of processes that share each sequence.
     """
 
-    module: Any
+    module: nn.Module
     method: Method
-    group: Any
+    group: dist.ProcessGroup | None
 
-    def __init__(self, module: Any, method: Method, group: Any = None) -> None:
+    def __init__(self, module: nn.Module, method: Method, group: dist.ProcessGroup | None = None) -> None:
         self.module, self.method, self.group = module, method, group
 
     @staticmethod
@@ -41,7 +49,11 @@ class LanguageModel(Protocol):
 
     @classmethod
     def from_config(
-        cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None
+        cls,
+        config: Config,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> LanguageModel:
         """Return the model of a configuration, as it is before the first step."""
 
@@ -53,10 +65,16 @@ class LanguageModel(Protocol):
     def vocab_size(self) -> int:
         """The number of token ids that the model has."""
 
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters, each tied one counted once."""
+
     def chunk_size(self, batch: int, seqlen: int) -> int:
         """Return the tokens of a chunk, under the caller's autocast."""
 
-    def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
+    def output(
+        self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
+    ) -> StackOutput | CausalLMOutputWithPast:
         """Return an output with the mean `loss` of a batch. Arguments are those of `Stack.forward`, with
         `state` and `return_state` where states are carried."""
 
@@ -73,17 +91,25 @@ class LanguageModel(Protocol):
 class StackLM(LanguageModel):
     """A `Stack`."""
 
+    module: Stack
+
     @staticmethod
     def check(config: Config) -> None:
         check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
 
     @classmethod
-    def from_config(cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None) -> StackLM:
+    def from_config(
+        cls,
+        config: Config,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> StackLM:
         module = Stack(config.model).to(device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
         if grows and config.training.carry_state != "none":
             raise UserError(
-                "training.carry_state: attention's keys and values would grow for ever; leave it out"
+                "training.carry_state: attention's keys and values would grow without limit; leave it out"
             )
         return cls(module, config.method, group)
 
@@ -95,12 +121,18 @@ class StackLM(LanguageModel):
     def vocab_size(self) -> int:
         return self.module.config.vocab_size
 
+    @property
+    def num_parameters(self) -> int:
+        return self.module.num_parameters()
+
     def chunk_size(self, batch: int, seqlen: int) -> int:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.module.embedding.weight.device)
         default = default_chunk_size(self.module, ids, self.method.recompute, self.method.checkpoints)
         return self.method.engine_spec(seqlen, default).chunk_size
 
-    def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
+    def output(
+        self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
+    ) -> StackOutput | CausalLMOutputWithPast:
         options = {"method": self.method, "sequence_group": self.group, **states}
         return self.module(ids, labels=labels, seq_idx=seq_idx, **options)
 
@@ -124,6 +156,8 @@ class StackLM(LanguageModel):
 class PretrainedLM(LanguageModel):
     """A causal LM of transformers, wrapped."""
 
+    module: PreTrainedModel
+
     @staticmethod
     def check(config: Config) -> None:
         directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
@@ -132,25 +166,40 @@ class PretrainedLM(LanguageModel):
             check_bytes(directory, config.model.vocab_size)
         if shards and config.model.lora is not None:
             raise UserError("model.lora: shards do not train adapters; set cluster.shards to 0")
-        if config.training.carry_state != "none":
-            raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
+        if config.training.carry_state != "none" and (shards or packed):
+            place = "set cluster.shards to 0" if shards else 'set data.documents to "stream"'
+            raise UserError(
+                f"training.carry_state: a pretrained model's states go on in rows of one process; {place}"
+            )
         if shards and packed:
             raise UserError(
                 "data.documents: packed documents of a pretrained model work in one process only; set "
                 'cluster.shards to 0, or data.documents to "stream"'
             )
         if packed and config.method.name not in ("exact", "truncated"):
-            raise UserError("data.documents: packed, they need chunks; use --method.name exact")
+            raise UserError(
+                "data.documents: packed documents need a method with chunks; use --method.name exact"
+            )
 
     @classmethod
     def from_config(
-        cls, config: Config, device: Any = None, dtype: Any = None, group: Any = None
+        cls,
+        config: Config,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> PretrainedLM:
         from adjoint.hf.wrap import wrap
         from adjoint.train.pretrained import load
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
         module = load(directory, config.method, lora, config.model.trust_remote_code).to(device, dtype)
+        if config.training.carry_state != "none":
+            from adjoint.hf.carried_state import why_not_from_batch_to_batch
+            from adjoint.hf.model_parts import base_of
+
+            if reason := why_not_from_batch_to_batch(base_of(module)):
+                raise UserError(f"training.carry_state: {type(module).__name__}: {reason}; leave it out")
         return cls(module if group is None else wrap(module, config.method, group), config.method, group)
 
     @classmethod
@@ -161,6 +210,10 @@ class PretrainedLM(LanguageModel):
     def vocab_size(self) -> int:
         return self.module.get_input_embeddings().num_embeddings
 
+    @property
+    def num_parameters(self) -> int:
+        return self.module.num_parameters()
+
     def chunk_size(self, batch: int, seqlen: int) -> int:
         from adjoint.hf.verification import verification_of
 
@@ -168,7 +221,11 @@ class PretrainedLM(LanguageModel):
         default = chunk_size_on(device, sizes, batch, seqlen, self.method.checkpoints)
         return self.method.model_spec(seqlen, default).chunk_size
 
-    def output(self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: Any) -> Any:
+    def output(
+        self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
+    ) -> StackOutput | CausalLMOutputWithPast:
+        if "return_state" in states:
+            return self._output_with_state(ids, labels, states["state"])
         targets = shift_labels(labels, seq_idx)
         if (targets == IGNORE_INDEX).all():  # transformers' own loss would be nan
             return StackOutput(torch.zeros((), device=ids.device, requires_grad=True))
@@ -176,6 +233,17 @@ class PretrainedLM(LanguageModel):
         if seq_idx is None:
             return self.module(input_ids=ids, labels=labels)
         return self.module(input_ids=ids, shift_labels=targets, seq_idx=seq_idx)
+
+    def _output_with_state(self, ids: Tensor, labels: Tensor, state: object) -> StackOutput:
+        """Return the loss of a batch that begins with a state, and its final state, by layers."""
+        from adjoint.hf.carried_state import cache_by_layer, states_by_layer
+        from adjoint.hf.model_parts import base_of
+
+        self.module.train(torch.is_grad_enabled())
+        model = base_of(self.module)
+        cache = cache_by_layer(model, state) if isinstance(state, list) else None
+        out = self.module(input_ids=ids, labels=labels, past_key_values=cache, use_cache=True)
+        return StackOutput(out.loss, state=states_by_layer(model, out.past_key_values, ids))
 
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
         from adjoint.train.pretrained import continued

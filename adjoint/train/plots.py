@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from adjoint.files import new_figure, save_figure
+from adjoint.train.metrics import MetricsRow
 
 
 def plot_losses(
-    metrics: Sequence[dict[str, Any]], path: str | Path, unigram_entropy: float | None = None, title: str = ""
+    metrics: Sequence[MetricsRow], path: str | Path, unigram_entropy: float | None = None, title: str = ""
 ) -> None:
     """Plot training and held-out loss (nats per token) of rows of ``metrics.jsonl`` against steps, and the
     unigram entropy to beat, in nats per token."""
@@ -18,8 +18,9 @@ def plot_losses(
 
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
-    rows = [row for row in metrics if row["loss"] is not None]  # else no token was predicted
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    # else no token was predicted
+    points = [(row["step"], loss) for row in metrics if (loss := row["loss"]) is not None]
+    steps, losses = [step for step, _ in points], [loss for _, loss in points]
     many = len(steps) > 30
     axes.plot(steps, losses, color="tab:blue", linewidth=1, alpha=0.35 if many else 1.0, label="training")
     if many:

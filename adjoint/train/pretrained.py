@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,11 @@ from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
 from adjoint.methods import Method
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 KEY = "model.from_pretrained"
 # Modules without an adapter where none are named: transformers or a fused kernel reads their weight past it.
@@ -56,7 +61,7 @@ def folder_of(name: str, weights: bool = True, key: str = KEY) -> str:
     return folder
 
 
-def configuration(place: str, trust_remote_code: bool = False, key: str = KEY) -> Any:
+def configuration(place: str, trust_remote_code: bool = False, key: str = KEY) -> PreTrainedConfig:
     """Read the config.json of a folder, or a file like it.
 
     Args:
@@ -103,7 +108,7 @@ def load(
     lora: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     key: str = KEY,
-) -> Any:
+) -> PreTrainedModel:
     """Return the model of a folder, in float32, wrapped.
 
     Args:
@@ -120,7 +125,9 @@ def load(
     return wrapped if lora is None else _adapted(wrapped, lora)
 
 
-def unwrapped(directory: str, dtype: torch.dtype, trust_remote_code: bool = False, key: str = KEY) -> Any:
+def unwrapped(
+    directory: str, dtype: torch.dtype, trust_remote_code: bool = False, key: str = KEY
+) -> PreTrainedModel:
     """Return the model of a folder as transformers makes it.
 
     Raises:
@@ -160,7 +167,7 @@ def _check_generation_config(file: Path, key: str) -> None:
         raise UserError(f"{key}: {file.parent}: {file.name} is damaged; download it again")
 
 
-def _adapted(model: Any, lora: Mapping[str, Any]) -> Any:
+def _adapted(model: PreTrainedModel, lora: Mapping[str, Any]) -> PeftModel:
     """Return a model with adapters, the rest of it frozen."""
     try:
         import peft
@@ -178,7 +185,7 @@ def _adapted(model: Any, lora: Mapping[str, Any]) -> Any:
     return adapted
 
 
-def _linear_maps(model: Any) -> list[str]:
+def _linear_maps(model: PreTrainedModel) -> list[str]:
     """Return the modules that get an adapter where none are named."""
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
     left_out = set(_UNADAPTED)
@@ -219,7 +226,9 @@ def described(
 
 
 @torch.no_grad()
-def continued(model: Any, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int) -> Tensor:
+def continued(
+    model: PreTrainedModel, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int
+) -> Tensor:
     """Return the prompt (1, seqlen) with sampled tokens after it; the random numbers go on as if none were
     drawn.
 

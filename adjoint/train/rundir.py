@@ -9,12 +9,13 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from adjoint.checkpoint import checkpoint_at, newest_checkpoint, verify_checkpoint
 from adjoint.errors import UserError
 from adjoint.files import remove_unfinished, write_atomically
 from adjoint.train.config import RunConfig
+from adjoint.train.metrics import MetricsRow
 
 RUNS = Path("runs")
 _LOCK = ".lock"
@@ -113,7 +114,7 @@ class RunFolder:
             raise UserError(f"run.dir {path}: is a file; name a folder")
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[MetricsRow] = []
         self._metrics: IO[str] | None = None
         self._lock = _lock(path)
 
@@ -152,7 +153,7 @@ class RunFolder:
                 "start the run again"
             )
 
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: MetricsRow) -> None:
         """Add one step's metrics; they are handed to the operating system when this returns. A UserError if
         the folder is gone."""
         self.check()
@@ -186,7 +187,7 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _read_rows(file: Path, last_step: int) -> list[dict[str, Any]]:
+def _read_rows(file: Path, last_step: int) -> list[MetricsRow]:
     """Return the rows up to a step. A kill may have cut the last line short: what does not parse is left
     out."""
     rows = []

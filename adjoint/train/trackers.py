@@ -6,9 +6,16 @@ import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from adjoint.errors import UserError
+from adjoint.train.dependencies import ConfigDict
+from adjoint.train.metrics import MetricsRow
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
@@ -24,22 +31,22 @@ class Trackers:
     TensorBoard drops what was reported after `step`. Raises UserError if a package is not installed.
     """
 
-    def __init__(self, names: str, path: Path, step: int, config: dict[str, Any]) -> None:
+    def __init__(self, names: str, path: Path, step: int, config: ConfigDict) -> None:
         modules = {name: _imported(name) for name in names.split(",") if name != "none"}
-        self._log: list[Callable[..., Any]] = []  # each called with (values, step=)
-        self._close: list[Callable[[], Any]] = []
+        self._log: list[Callable[..., object]] = []  # each called with (values, step=)
+        self._close: list[Callable[[], object]] = []
         for name, module in modules.items():
             if name == "tensorboard":
                 board = module.SummaryWriter(str(path / "tensorboard"), purge_step=step + 1)
                 self._log.append(functools.partial(_write_scalars, board))
                 self._close.append(board.close)
             else:
-                place: dict[str, Any] = {"dir": str(path)} if name == "wandb" else {}
+                place = {"dir": str(path)} if name == "wandb" else {}
                 module.init(project="adjoint", name=path.name, config=config, **place)
                 self._log.append(module.log)
                 self._close.append(module.finish)
 
-    def show(self, row: dict[str, Any]) -> None:
+    def show(self, row: MetricsRow) -> None:
         """Report a step's metrics."""
         values = {key: value for key, value in row.items() if isinstance(value, int | float)}
         values |= {f"windows/layer {k}": window for k, window in enumerate(row.get("windows", []))}
@@ -51,13 +58,13 @@ class Trackers:
             close()
 
 
-def _imported(name: str) -> Any:
+def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(_MODULES[name])
     except ImportError:
         raise UserError(f"training.report_to: {name} is not installed: pip install {name}") from None
 
 
-def _write_scalars(board: Any, values: dict[str, Any], step: int) -> None:
+def _write_scalars(board: SummaryWriter, values: dict[str, float], step: int) -> None:
     for key, value in values.items():
         board.add_scalar(key, value, step)

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from adjoint.batch import IGNORE_INDEX, labelled
-from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
+from adjoint.checkpoint import FileEntry, StoredTensors, TrainerState, list_checkpoints, step_of
 from adjoint.data.batches import Data, open_data
 from adjoint.data.tokenizer import describe_boundaries
 from adjoint.engine.generators import set_torch_states, torch_states
@@ -25,6 +26,7 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
+from adjoint.stack import StackOutput
 from adjoint.train import dependencies, machine
 from adjoint.train.carried_state import STEM, Carried
 from adjoint.train.checkpoint import (
@@ -37,11 +39,16 @@ from adjoint.train.checkpoint import (
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.in_backward import SteppedInBackward
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
+from adjoint.train.metrics import MetricsRow
 from adjoint.train.model import LanguageModel, model_class
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trackers import Trackers
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
 
 _RESULTS = ("metrics.jsonl", "loss.png", "sample.txt", "trace.json", "config.yaml", "checkpoints/")
 Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
@@ -75,7 +82,7 @@ class Trainer:
     model: LanguageModel
     saving: Future[Path] | None = None  # of the checkpoint that a thread writes
     in_backward: SteppedInBackward | None = None
-    sequence_group: Any = None  # of processes that share each sequence
+    sequence_group: dist.ProcessGroup | None = None  # of processes that share each sequence
     launcher = ""  # what has started the processes of the run: see `resume_command`
 
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
@@ -148,7 +155,7 @@ class Trainer:
         self.optimizer = make_optimizer(module, self.settings)
         if self.settings.optimizer_in_backward:
             self.in_backward = SteppedInBackward(self.optimizer)
-        self.num_parameters = module.num_parameters()
+        self.num_parameters = self.model.num_parameters
         self.peak_flops = machine.peak_flops(self.precision, self.device)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         self.flops = 4 * self.num_parameters + 2 * trained
@@ -183,12 +190,14 @@ class Trainer:
         with autocast(self.precision, self.device):
             output = self._output(ids, **states)
         if carries:
+            assert output.state is not None
             self.carried.end(output.state, self.data.ended(ids).to(self.device))
+        assert output.loss is not None
         loss = output.loss / loss_divisor
         loss.backward()
         return loss.item(), getattr(output, "windows", None)
 
-    def _output(self, ids: torch.Tensor, **states: Any) -> Any:
+    def _output(self, ids: torch.Tensor, **states: object) -> StackOutput | CausalLMOutputWithPast:
         """Return the model's output on a batch, by the method."""
         tokens, labels = (t.to(self.device) for t in labelled(ids))
         return self.model.output(tokens, labels, self.data.seq_idx(tokens), **states)
@@ -223,14 +232,16 @@ class Trainer:
     def _loss_of(self, ids: torch.Tensor) -> float:
         """Return the mean loss of a batch, without gradients."""
         with autocast(self.precision, self.device):
-            return self._output(ids).loss.item()
+            loss = self._output(ids).loss
+        assert loss is not None
+        return loss.item()
 
-    def _files(self) -> Callable[[Path], dict[str, dict[str, Any]]]:
+    def _files(self) -> Callable[[Path], dict[str, FileEntry]]:
         """Return the function that writes a checkpoint's tensors, as `save_checkpoint` takes it."""
         copied = self.settings.save_async
         return model_files(self.model.module, self.optimizer, self.carried.tensors(), copied)
 
-    def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _load(self, checkpoint: Path) -> tuple[TrainerState, dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
         current = self.config.to_dict()
         self.carried.load(StoredTensors(checkpoint, STEM), self.device)
@@ -241,7 +252,7 @@ class Trainer:
 
     # The rest is the same however many processes there are.
 
-    def _train_step(self) -> dict[str, Any]:
+    def _train_step(self) -> MetricsRow:
         started = time.perf_counter()
         step, settings = self.step + 1, self.settings
         loss, tokens, windows = self._accumulate(step)
@@ -249,7 +260,7 @@ class Trainer:
         self.step, self.tokens = step, self.tokens + tokens
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        row: dict[str, Any] = {
+        row: MetricsRow = {
             "step": step,
             "loss": loss,
             "lr": learning_rate(step, settings),
@@ -313,7 +324,7 @@ class Trainer:
     def _save(self) -> None:
         self._wait_for_saving()  # so that there is one copy at most
         self.folder.check()
-        trainer = {
+        trainer: TrainerState = {
             "tokens": self.tokens,
             "data": self.data.train.state_dict(),
             "unigram_entropy": self.data.unigram_entropy,
@@ -337,7 +348,7 @@ class Trainer:
         if saving is not None:
             saving.result()
 
-    def _best(self) -> dict[str, Any] | None:
+    def _best(self) -> MetricsRow | None:
         """Return the row with the lowest held-out loss of those whose checkpoint is there, or is being
         written."""
         steps_with_checkpoint = {
@@ -444,7 +455,7 @@ class _Progress:
         if self.bar is not None:
             self.bar.close()
 
-    def show(self, row: dict[str, Any]) -> None:
+    def show(self, row: MetricsRow) -> None:
         held_out = f"held-out {row['eval_loss']:.4f}  " if "eval_loss" in row else ""
         speed = f"{row['tokens_per_second']:,.0f} tokens/s  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB"
         step, last = row["step"], self.settings.steps

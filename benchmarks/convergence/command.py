@@ -41,7 +41,7 @@ class Convergence(Benchmark):
     name = "convergence"
     module = "benchmarks.convergence.train"
     whole = ("methods", "tasks", "seeds", "steps", "seqlen")
-    document = "docs/convergence.md"
+    document = "docs/convergence_tables.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import adjoint
 from adjoint import memory
-from adjoint.engine.compare import TOKENS
+from adjoint.engine.verification import TOKENS
 from adjoint.tools.measure import process
 from adjoint.tools.measure.passes import synchronize
 from adjoint.tools.measure.process import Point

@@ -167,7 +167,7 @@ def test_visible_devices_are_kept_to(listed: str | None, uuids: list[str]) -> No
     ("listed", "words"), [("7", "no device"), ("MIG-0001", "several"), ("MIG-9", "no device")]
 )
 def test_a_name_that_fits_no_device_is_an_error(listed: str, words: str) -> None:
-    with pytest.raises(UserError, match=f"'{listed}' names {words}.*GPU-0000"):
+    with pytest.raises(UserError, match=f"'{listed}' matches {words}.*GPU-0000"):
         visible(find(MIXED), {"CUDA_VISIBLE_DEVICES": listed})
 
 
@@ -178,7 +178,7 @@ def test_mine_is_the_slice_ray_gave() -> None:
     assert mine(MIXED, {"CUDA_VISIBLE_DEVICES": ""}) is None
     none = FakeNVML(init=NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
     assert mine(none, {"CUDA_VISIBLE_DEVICES": "0"}) is None
-    with pytest.raises(UserError, match=r"sees 3 devices.*can use one"):
+    with pytest.raises(UserError, match=r"sees 3 devices.*can use only one"):
         mine(MIXED, {})
 
 

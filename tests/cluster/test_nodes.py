@@ -141,7 +141,7 @@ def test_without_a_place_the_run_stops_and_says_how_to_go_on(ask_for: Any, tmp_p
     said = on_nodes(tmp_path, {"nodes": [1, 1]}, code=2, cluster__start_timeout=30)
     assert len(said) == 2
     assert "2 workers with 1 CPU each are asked for, but the cluster has" in said[1]
-    assert "what fits: 1;" in said[1] and said[1].endswith("; then --resume auto")
+    assert "what fits: 1;" in said[1] and said[1].endswith("; then continue with --resume auto")
 
 
 def test_auto_goes_on_with_the_nodes_that_are_left(ask_for: Any, tmp_path: Path) -> None:

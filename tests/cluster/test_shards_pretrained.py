@@ -61,7 +61,7 @@ def test_shards_are_one_process(name: str, options: dict[str, Any], layout: Layo
 @pytest.mark.parametrize(
     "name, why",
     [
-        ("GPT2LMHeadModel", "adds to the embeddings"),
+        ("GPT2LMHeadModel", "changes the embeddings"),
         ("Zamba2ForCausalLM", "hand on more than hidden states"),
     ],
 )

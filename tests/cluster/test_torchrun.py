@@ -99,9 +99,9 @@ def test_processes_train_as_one(
         ({"training__profile": 1}, "training.profile: records one process"),
         ({"training__device": "cuda:1"}, "training.device: each process has its own GPU"),
         ({"method__name": "truncated", "method__window": "auto"}, "method.window: auto needs all rows"),
-        ({"cluster__sequence": 3}, "cluster.sequence: 2 processes are no groups of 3"),
+        ({"cluster__sequence": 3}, "cluster.sequence: 2 processes cannot be divided into groups of 3"),
         ({"cluster__sequence": 2, "method__name": "backprop"}, "cluster.sequence: backprop has no chunks"),
-        ({"cluster__sequence": 2, "method__memory": "1GB"}, "method.memory: works where one process"),
+        ({"cluster__sequence": 2, "method__memory": "1GB"}, "method.memory: works only if each process"),
     ],
 )
 def test_what_processes_refuse(
@@ -122,7 +122,7 @@ def test_a_process_takes_the_gpu_of_its_number_or_the_only_one_it_sees(
     count: int, local: int, found: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    refused = pytest.raises(UserError, match="2 GPUs here, and more processes; start 2")
+    refused = pytest.raises(UserError, match="2 GPUs and more processes; start 2")
     with contextlib.nullcontext() if found is not None else refused:
         assert gpu_of(Place(local, 4, local)) == found
 
@@ -130,5 +130,5 @@ def test_a_process_takes_the_gpu_of_its_number_or_the_only_one_it_sees(
 def test_processes_of_torchrun_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="1 GPUs here, and more processes; start 1"):
+    with pytest.raises(UserError, match="1 GPUs and more processes; start 1"):
         gpu_of(Place(0, 2, 0))

@@ -86,7 +86,7 @@ def test_messages_come_before_text_unless_the_text_is_asked_for(tmp_path: Path, 
         (
             CHATML,
             [QUESTION, {"role": "assistant", "content": None}],
-            "message 2 holds nothing: its content is null",
+            "message 2 is empty: its content is null",
         ),
         (
             CHATML,

@@ -186,7 +186,7 @@ def test_gradients_equal_backprop(variant: str, seed: int) -> None:
 
 
 class TwoBack(Leaky):
-    """h[t] = a h[t-2] + W x[t]: of the state before a token, one tensor is in the state after it."""
+    """A mixer h[t] = a h[t-2] + W x[t], whose state after a token holds a tensor of the state before it."""
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
         return tuple(super(TwoBack, self).initial_state(batch, dtype, device)[0] for _ in range(2))

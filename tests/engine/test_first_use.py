@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig
-from adjoint.engine import compare
+from adjoint.engine import custom_layers, verification
 from adjoint.layers import State
 from adjoint.layers.mamba import MambaMixer
 from adjoint.train.config import TrainingConfig
@@ -112,12 +113,12 @@ class OfOurs(MambaMixer):
 
 REFUSED = {
     Remembers: "keeps or reads something besides its input and its state",
-    Forgets: "its output differs",
+    Forgets: "hidden states differ (first in its output, from token 7 on; chunks begin at every 7th)",
     Detaches: "the gradient of ",
     Counts: "its output differs",
     LooksAhead: "its output differs",
     Draws: "or draws random numbers",
-    Fails: "it does not go on from the state it gave",
+    Fails: "it does not continue from the state it gave",
 }
 
 
@@ -150,8 +151,10 @@ def test_refused(kind: type, method: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_taken(kind: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """And compared once for both layers of the kind, leaving nothing behind."""
-    compared, own_compare = [], compare._compare
-    monkeypatch.setattr(compare, "_compare", lambda *given: (compared.append(given[0]), own_compare(*given)))
+    compared, verify_layer = [], custom_layers._verify_layer
+    monkeypatch.setattr(
+        custom_layers, "_verify_layer", lambda *given: (compared.append(given[0]), verify_layer(*given))
+    )
     model, ids = stack(kind, dtype), make_ids(2, 24)
     torch.manual_seed(3)
     expected = gradients(model, ids, ids, Backprop())[1]
@@ -170,7 +173,7 @@ def test_taken(kind: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ours_and_one_chunk_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "_compare", None)
+    monkeypatch.setattr(custom_layers, "_verify_layer", None)
     ids = make_ids(2, 24)
     model = Stack(StackConfig(vocab_size=17, d_model=8, n_layer=2, headdim=4, mixer=["mamba", "attention"]))
     model(ids, labels=ids, method=Exact(5)).loss.backward()
@@ -182,7 +185,7 @@ def test_refused_in_shards() -> None:
     shards = make_shards(config, 2, Exact(8), TrainingConfig())
     with pytest.raises(
         ValueError,
-        match=r"tests.engine.test_first_use:Forgets cannot be trained by chunks: .* its output differs",
+        match=r"tests.engine.test_first_use:Forgets cannot be trained by chunks: .*its output differs",
     ):
         together(shards, lambda shard: shard.accumulate(make_ids(2, 24)))
 
@@ -207,17 +210,42 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str | None]] = {
 def test_what_differs(what: str) -> None:
     changed, expected = DIFFERENT[what]
     gradients = {"large": LARGE, "small": SMALL, "tiny": torch.full((4,), 1e-6), "absent": None}
-    whole = compare.Results(gradients, 2.0, {"output": SMALL})
-    found = compare.difference(
+    whole = verification.Results(gradients, 2.0, {"output": SMALL})
+    found = verification.difference(
         whole,
-        compare.Results(
+        verification.Results(
             {name: changed.get(name, gradient) for name, gradient in gradients.items()},
             changed.get("loss", 2.0),
             {"output": changed.get("output", SMALL)},
         ),
-        compare.tolerance([torch.float32]),
+        verification.tolerance([torch.float32]),
     )
     assert found is expected or f"{expected} differs from the whole's, by " in str(found)
-    together = compare.Results({**gradients, "small": SMALL * 1.1}, 2.0, {"output": SMALL})
-    assert compare.difference(whole, together, 1e-3) is not None
-    assert compare.difference(whole, together, 1e-3, each=False) is None
+    together = verification.Results({**gradients, "small": SMALL * 1.1}, 2.0, {"output": SMALL})
+    assert verification.difference(whole, together, 1e-3) is not None
+    assert verification.difference(whole, together, 1e-3, each=False) is None
+
+
+def test_the_first_layer_and_token_that_differ() -> None:
+    """Layers that run several times in a pass are left out, and tokens that the reference leaves out."""
+    states = torch.randn(1, 13, 4)
+    later, all_of_it = states.clone(), states + 1
+    later[:, 9:] += 1
+
+    def results(**hidden_states: list[Tensor]) -> verification.Results:
+        return verification.Results({}, hidden_states=hidden_states)
+
+    reference = results(same=[states], repeated=[states, states], first=[states], second=[states])
+    chunks = results(
+        same=[states], repeated=[all_of_it], first=list(later.split(5, 1)), second=list(all_of_it.split(5, 1))
+    )
+    located = verification._first_difference(reference, chunks, 5)
+    assert located is not None and "(first in first, from token 9 on; chunks begin at every 5th)" in located
+    assert verification._first_difference(results(first=[states[:, :9]]), chunks, 5) is None
+
+
+def test_all_differences_are_shown_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    ids = make_ids(2, 24)
+    with caplog.at_level(logging.DEBUG, "adjoint"):
+        stack(Leaky)(ids, labels=ids, method=Exact(8)).loss.backward()
+    assert "test_first_use:Leaky" in caplog.text and "mixer.decay" in caplog.text

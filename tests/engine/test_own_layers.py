@@ -59,7 +59,7 @@ def test_complex_parameters(method: Any) -> None:
 
 
 def test_a_complex_state_is_refused() -> None:
-    with pytest.raises(UserError, match="state of complex numbers"):
+    with pytest.raises(UserError, match="state has complex numbers"):
         gradients(stack(ComplexState), Exact(8))
 
 

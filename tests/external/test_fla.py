@@ -19,7 +19,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Exact
-from adjoint.hf.check import Refused
+from adjoint.engine.verification import Refused
 from tests.model_helpers import relative
 from tests.ranks import on_ranks
 
@@ -183,7 +183,7 @@ def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytes
     adjoint.wrap(model, Exact(4))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = ids.masked_fill(positions == 0, -100)  # no token predicts another document's
-    with pytest.warns(UserWarning, match="by itself lets documents see those before them"):
+    with pytest.warns(UserWarning, match="by itself lets documents attend to earlier ones"):
         model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
     for key, parameter in model.named_parameters():
         expected = sum(share * gradients[key] for share, (_, gradients) in zip(shares, alone, strict=True))

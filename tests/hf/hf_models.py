@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -143,6 +144,18 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             "index_n_heads": 16,
             "index_head_dim": 8,
         },
+        "MiniMaxM3VLForCausalLM": {  # blocks of 3 tokens, 3 of which are picked
+            **LOCAL_EXPERTS,
+            "head_dim": 8,
+            "rotary_dim": 4,
+            "dense_intermediate_size": 40,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 3,
+            "index_topk_blocks": 3,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
         "Gemma2ForCausalLM": WINDOW,
         "Gemma3ForCausalLM": WINDOW,
         "GptOssForCausalLM": {**LOCAL_EXPERTS, **WINDOW},
@@ -182,6 +195,7 @@ QUIET = {"num_hidden_layers": 2, "is_decoder": True}
 QUIET |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 OTHERS: dict[str, dict[str, Any]] = {
     "JetMoeForCausalLM": LOCAL_EXPERTS,
+    "Mistral4ForCausalLM": {**LATENT, "num_experts_per_tok": 2, "q_lora_rank": 12},
     "ErnieForCausalLM": {**QUIET, "use_task_id": True},
     "RoCBertForCausalLM": QUIET,
     "DogeForCausalLM": {"keep_window_size": 40},
@@ -303,6 +317,31 @@ def loss_and_gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Ten
     loss = model(**inputs).loss
     loss.backward()
     return loss.detach(), current_gradients(model)
+
+
+def by_spans(model: Any, ids: Tensor, targets: Tensor, span: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean loss over all targets and the sum of gradients of the untouched model, span by span.
+
+    Each span continues from transformers' own cache of all tokens before it, which is a constant."""
+    model.zero_grad()
+    total = torch.zeros(())
+    mamba = "cache_params" in model.forward.__code__.co_varnames
+    for start in range(0, ids.shape[1], span):
+        cache = transformers.DynamicCache(config=model.config)
+        cache_arguments = {("cache_params" if mamba else "past_key_values"): cache, "use_cache": True}
+        if start:
+            with torch.no_grad():
+                model(input_ids=ids[:, :start], **cache_arguments)
+        if not mamba:
+            cache_arguments["position_ids"] = torch.arange(start, min(start + span, ids.shape[1]))[None]
+        for layer in cache.layers:  # new recurrent states go over the old, which the backward still needs
+            layer.update_recurrent_state = lambda state, *_, **__: state
+        logits = model(input_ids=ids[:, start : start + span], **cache_arguments).logits
+        target = targets[:, start : start + span].flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), target, reduction="sum") / targets.numel()
+        loss.backward()
+        total = total + loss.detach()
+    return total, current_gradients(model)
 
 
 def assert_slope(model: Any, loss: Callable[[], Tensor], gradients: dict[str, Tensor]) -> None:

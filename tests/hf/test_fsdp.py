@@ -14,6 +14,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import adjoint
+from adjoint.engine import verification
+from adjoint.errors import UserError
 from adjoint.hf.model_parts import backbone_of, layers_of
 from tests.hf.hf_models import (
     VOCAB,
@@ -230,8 +232,20 @@ def stacks(rank: int) -> None:
         model(ids, labels=ids, method=adjoint.LayerLocal(chunk_size=16))
     model = adjoint.Stack(config, seed=0).double()
     model.layers[0].mixer.in_proj.register_forward_hook(lambda _, __, y: y - y.mean(1, keepdim=True))
-    with pytest.raises(ValueError, match="of 13 tokens the gradient of"):
+    with pytest.raises(ValueError, match=r"layers\.\S+ differs .* \(first in layers.0, from token 0 on"):
         shard(model)(ids, labels=ids, method=METHOD)
+
+
+@case
+def on_another_rank(rank: int) -> None:
+    """A difference in one process's shards is refused by all, which else would wait for it."""
+    stack, ids = shard(adjoint.Stack(adjoint.StackConfig(VOCAB, 16, 2, "mamba", d_state=4))), rows()
+    message = "the gradient of norm_f.weight differs" if rank else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "difference", lambda *arguments: message)
+        for run in (lambda: stack(ids, labels=ids, method=METHOD), lambda: sharded(LLAMA)(ids, labels=ids)):
+            with pytest.raises(UserError, match=message or "in the shards of another process"):
+                run()
 
 
 @case

@@ -96,7 +96,7 @@ def test_documents_that_the_model_does_not_look_for_are_refused(form: str) -> No
     positions = torch.cat([torch.arange(11), torch.arange(18)])[None]
     numbers = {"seq_idx": (positions == 0).cumsum(1), "cu_seq_lens_q": torch.tensor([0, 11, 29])}[form]
     model = adjoint.wrap(make(LLAMA, torch.float32), adjoint.MiniSequence())
-    with one_line(f"documents are told apart by {form}, and its own code lets them see those before them"):
+    with one_line(f"documents are marked by {form}, and its own code lets them attend to earlier ones"):
         model(**batch(29), **{form: numbers})
     with one_line("adjoint.Exact() keeps them apart"):
         model.model(batch(29)["input_ids"], **{form: numbers})
@@ -204,7 +204,7 @@ def test_what_is_more_than_the_labels_loss_is_refused() -> None:
         model(**batch(29), output_router_logits=True)
     model = make(LLAMA)
     model.loss_function = lambda logits, **_: logits.square().mean()
-    with one_line("its loss_function is no sum over tokens"):
+    with one_line("its loss_function is not a sum over tokens"):
         adjoint.wrap(model, adjoint.MiniSequence())(**batch(29))
 
 

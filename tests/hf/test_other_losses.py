@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
         BATCH,
         adjoint.MiniSequence(),
     ),
-    "z_loss_coefficient is on, and its loss counts padded tokens": (
+    "z_loss_coefficient is on, and its loss reads padding": (
         BAMBA,
         {"z_loss_coefficient": 0.1},
         BATCH,

@@ -178,7 +178,9 @@ def check_refusals() -> None:
     with refused("got 'world'"):
         adjoint.wrap(model, sequence_group="world")
     adjoint.wrap(model, adjoint.Exact(7), sequence_group=group)
-    with pytest.raises(ValueError, match="sequence_group: hidden states are those of the whole sequence"):
+    with pytest.raises(
+        ValueError, match="sequence_group: no rank has the hidden states of the whole sequence"
+    ):
         model.backbone(ids)
     with torch.no_grad(), pytest.raises(ValueError, match="sequence_group: logits beside a loss"):
         model(**inputs, logits_to_keep=3)

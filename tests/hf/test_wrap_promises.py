@@ -297,14 +297,17 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 NOT_THE_WHOLE, TABLE = "in chunks is not that of the whole", "model.embed_tokens"
 CHANGES_REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "a loss that is a mean": ("its loss_function is no sum over tokens over num_items_in_batch", smoothed),
+    "a loss that is a mean": (
+        "its loss_function is not a sum over tokens divided by num_items_in_batch",
+        smoothed,
+    ),
     "more than its loss": ("hidden states are the same, the loss is", more_loss),
     "attention that is not causal": (
         "hidden states differ (first in layers.0, from token 0 on; chunks begin at every 5th)",
         not_causal,
     ),
     "a layer left out now and then": (
-        "model: layerdrop leaves out a layer",
+        "model: layerdrop skips a layer",
         with_settings("model", layerdrop=0.5),
     ),
     "BatchNorm": ("BatchNorm in training takes statistics", with_batch_norm),
@@ -454,7 +457,7 @@ def test_bfloat16_is_compared_in_float32(seed: int) -> None:
 def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from adjoint.hf import comparison, trial_copy
+    from adjoint.hf import trial_copy, verification
 
     layers = ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
     model = make("GraniteMoeHybridForCausalLM", dtype, num_hidden_layers=6, layer_types=layers)
@@ -465,9 +468,9 @@ def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
             lambda name: ".layers." not in name or name.split(".")[2] in "01",
         )
     )
-    copies, make_trial_copy = [], comparison.make_trial_copy
+    copies, make_trial_copy = [], verification.make_trial_copy
     monkeypatch.setattr(
-        comparison, "make_trial_copy", lambda model: copies.append(make_trial_copy(model)) or copies[-1]
+        verification, "make_trial_copy", lambda model: copies.append(make_trial_copy(model)) or copies[-1]
     )
     for room, copied_layers in ((every, 6), (few, 2), (few - 1, 0)):
         monkeypatch.setattr(trial_copy, "memory_left", lambda device, room=room: 2 * room)
@@ -537,7 +540,7 @@ RIGHT_POSITIONS[1, -7:] = 1
 INSIDE = BATCH["attention_mask"].clone()
 INSIDE[0, 5] = 0
 FOUR = torch.ones(2, 1, 29, 29).tril()
-PIXELS = torch.zeros(1, 3, 8, 8)
+ENCODED = torch.zeros(1, 3, 8, 8)
 
 FEW = NEW_IDS % 3
 BLOCKS = torch.zeros_like(IDS)  # of images: longer than a chunk, across its edge, up to it, in a padded row
@@ -573,25 +576,24 @@ def test_an_input_is_honoured(case: str) -> None:
 ROW = torch.arange(29)[None]
 MASK = BATCH["attention_mask"]
 CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
-    "pixel_values is not an input": {"pixel_values": PIXELS},
-    "token_type_ids lets tokens see those after them": {"token_type_ids": BLOCKS},
+    "token_type_ids lets tokens attend to later ones": {"token_type_ids": BLOCKS},
     "documents of more than keep_window_size (40) tokens": dict.fromkeys(
         ("input_ids", "labels", "attention_mask"), torch.ones(1, 41, dtype=torch.int64)
     ),
-    "encoder_hidden_states is not an input that can be split into chunks": {"encoder_hidden_states": PIXELS},
+    "encoder_hidden_states is not an input that can be split into chunks": {"encoder_hidden_states": ENCODED},
     "set the labels that do not count to -100": {"ignore_index": 5},
     "logits_to_keep is not an input that can be split into chunks: Exact and Truncated give logits beside a "
     "loss under torch.no_grad()": {"logits_to_keep": 3},
-    "an attention_mask (dict) is not understood": {"attention_mask": {"full_attention": None}},
-    "an attention_mask (of 4 dimensions) is not understood": {"attention_mask": FOUR},
+    "an attention_mask (dict) is not supported": {"attention_mask": {"full_attention": None}},
+    "an attention_mask (of 4 dimensions) is not supported": {"attention_mask": FOUR},
     "attention_mask has values other than 0 and 1": {"attention_mask": 2 * MASK},
     "zeros between ones": {"attention_mask": INSIDE},
-    "labels count padded tokens, or a first one that padding precedes: set them to -100 where attention_mask "
-    "is 0, and that of the first token after padding": {
+    "labels include padded tokens, or the first token after padding: set labels to -100 where attention_mask "
+    "is 0, and at the first token after padding": {
         "labels": TEXT.masked_fill(LEFT == 0, -100),
         "attention_mask": LEFT,
     },
-    "labels count padded tokens": {"labels": IDS},
+    "labels include padded tokens": {"labels": IDS},
     "GPT2LMHeadModel counts padding in its tokens' positions: give position_ids": LEFT_PADDED,
     "labels must be whole numbers of": {"labels": IDS[:, :-1]},
     "position_ids must count up from 0 in each document": {"position_ids": ROW + 1},
@@ -604,8 +606,8 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
         "cu_seq_lens_q": torch.tensor([0, 29])
     },
     "position_ids and seq_idx describe different documents": {"position_ids": ROW, "seq_idx": ROW // 9},
-    "a call has either input_ids or inputs_embeds, one of them": {"inputs_embeds": torch.zeros(2, 29, 24)},
-    "a call has either input_ids or inputs_embeds": {"input_ids": None},
+    "give exactly one of input_ids and inputs_embeds": {"inputs_embeds": torch.zeros(2, 29, 24)},
+    "give exactly one of input_ids and": {"input_ids": None},
     "inputs_embeds must be (batch, seqlen, 24) floating point numbers, got torch.float32 (2, 29, 23)": {
         "input_ids": None,
         "inputs_embeds": torch.zeros(2, 29, 23),
@@ -614,11 +616,10 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
 DOGE, HRM = "DogeForCausalLM", "HrmTextForCausalLM"
 NO_LLAMA = {
     "keep_window_size": DOGE,
-    "tokens see those after": HRM,
+    "tokens attend to later ones": HRM,
     "GPT2": GPT2,
     "encoder": GPT2,
     "dict": "Gemma3ForCausalLM",
-    "pixel_values": IMAGES,
 }  # by a part of the message
 
 
@@ -659,7 +660,7 @@ def test_documents_that_the_model_by_itself_does_not_keep_apart() -> None:
                 if differs is None:
                     inputs.pop("position_ids")
                 run(model, **inputs)
-        said = [w for w in caught if "by itself lets documents see" in str(w.message)]
+        said = [w for w in caught if "by itself lets documents attend" in str(w.message)]
         assert len(said) == bool(differs), name
 
 
@@ -784,7 +785,7 @@ def test_cpt_is_refused() -> None:
     peft = pytest.importorskip("peft")
     config = {"cpt_token_ids": [5, 6, 7], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]}
     adapted = peft.get_peft_model(make(LLAMA), peft.CPTConfig(task_type="CAUSAL_LM", **config))
-    with one_line("PEFT's CPT makes its loss of the logits"):
+    with one_line("PEFT's CPT computes its loss from the logits"):
         run(wrapped(adapted))
 
 
@@ -1062,7 +1063,7 @@ def test_a_setting_that_changes_at_every_call_is_named() -> None:
     model.backbone.count, short = 0, {name: value[:, :4] for name, value in BATCH.items()}
     for _ in range(16):
         model(**short)
-    with pytest.warns(UserWarning, match="backbone: count was changed, as something is at every call"):
+    with pytest.warns(UserWarning, match="backbone: count was changed, and something is at every call"):
         model(**short)
 
 

@@ -157,7 +157,7 @@ def test_a_host_whose_text_is_another_is_named(three_hosts: list[Host], tmp_path
     assert run.codes() == [1, 1]
     for number in range(2):
         (line,) = run.lines(number, "error: ")
-        assert "host2 reads other text there than host1" in line and not run.lines(0, "step 1/")
+        assert "host2 reads different text there than host1" in line and not run.lines(0, "step 1/")
 
 
 def test_a_short_cut_changes_nothing(three_hosts: list[Host], tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_another_method_can_be_chosen_beside_a_file(tmp_path: Path) -> None:
 
 def test_every_key_has_a_help_text() -> None:
     assert not [name for name, key in known_keys().items() if not key.help]
-    assert "    window: tokens, 1 or more" in (METHODS["truncated"].__doc__ or ""), "so has help() in Python"
+    assert "    window: tokens that each" in (METHODS["truncated"].__doc__ or ""), "so has help() in Python"
 
 
 def test_keys_of_other_trainers_are_answered_with_keys_that_exist() -> None:

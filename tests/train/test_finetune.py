@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
 from adjoint.tools.eval.command import Loaded, _held_out
+from adjoint.train import pretrained
 from adjoint.train.config import load_config
 from adjoint.train.dependencies import weights_digest
+from adjoint.train.unloaded import copy_unloaded
 from tests.cluster.threads import train_in_threads
 from tests.data.text_helpers import tokenizer_folder
 from tests.training_helpers import SENTENCE, metrics, same_training, tiny, train_tiny, write_text
@@ -477,3 +480,79 @@ def test_conversations_over_shards_are_as_in_one_process(
     assert train_tiny(tmp_path, **flags) == 0
     train_in_threads(tiny(tmp_path, **flags, cluster__shards=2, run__dir=tmp_path / "shards"))
     same_training(tmp_path / "shards", tmp_path / "run")
+
+
+def test_the_table_of_layers_with_an_adapter_is_true() -> None:
+    from tests.hf.hf_models import make
+
+    text = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    rows = [row for row in rows if row[0].endswith("ForCausalLM`")]
+    assert len(rows) > 10
+    for name, picked, left_out in rows:
+        model = make(name.strip("`"), torch.float32)
+        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        with_adapter = {n.rpartition(".")[2] for n in pretrained._linear_maps(model)}
+        assert set(re.findall(r"`(.+?)`", picked)) == with_adapter, name
+        assert set(re.findall(r"`(.+?)`", left_out)) == linear - with_adapter - {"lm_head"}, name
+
+
+@pytest.fixture(scope="module")
+def with_tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3.5 with a vision tower, and a tensor of `mtp.*` that no class of transformers loads."""
+    from tests.hf.multimodal_models import make_multimodal
+
+    folder = tmp_path_factory.mktemp("with_tower")
+    make_multimodal("Qwen3_5ForConditionalGeneration", vocab_size=VOCAB).float().save_pretrained(folder)
+    file = folder / "model.safetensors"
+    stored = safetensors.torch.load_file(file) | {"mtp.fc.weight": torch.randn(3, 5).bfloat16()}
+    safetensors.torch.save_file(stored, file, {"format": "pt"})
+    (folder / "preprocessor_config.json").write_text("{}")
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    files = folder.glob("*.safetensors")
+    return {name: t for file in files for name, t in safetensors.torch.load_file(file).items()}
+
+
+def test_export_copies_what_the_class_does_not_load(
+    with_tower: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained as a causal LM: all tensors are exported, trained ones changed; the old class loads them."""
+    flags = options(with_tower, model__d_model=24, model__n_layer=3, data__tokenizer="byte")
+    assert train_tiny(tmp_path, **flags) == 0
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    said = f"34 tensors of {with_tower} that it does not load, as they are (model.visual, mtp.fc)"
+    assert said in capsys.readouterr().out
+    stored, exported = tensors_of(with_tower), tensors_of(tmp_path / "out")
+    assert exported.keys() == stored.keys() and exported["mtp.fc.weight"].dtype == torch.bfloat16
+    for name, tensor in stored.items():
+        is_copied = name.startswith(("model.visual.", "mtp."))
+        assert torch.equal(exported[name], tensor) == is_copied or name.endswith(("bias", "norm.weight"))
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+    again, report = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not report["missing_keys"] and again.config.vision_config.depth == 2
+    assert torch.equal(again.lm_head.weight, exported["lm_head.weight"])
+
+
+def test_what_is_copied_beside_shards_and_tied_tensors(with_tower: Path, tmp_path: Path) -> None:
+    """A folder of several files keeps them. A tied head is loaded, and not copied: it would be an old one."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(with_tower)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(copy_unloaded(with_tower, tmp_path / "shards", model)) == 34
+    assert tensors_of(tmp_path / "shards").keys() == tensors_of(with_tower).keys()
+    again = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "shards")
+    assert all(
+        torch.equal(again.state_dict()[n], t) for n, t in tensors_of(with_tower).items() if "mtp" not in n
+    )
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "tied")
+    assert "lm_head.weight" not in copy_unloaded(with_tower, tmp_path / "tied", model)
+    assert "lm_head.weight" not in tensors_of(tmp_path / "tied")
+    config = json.loads((tmp_path / "tied" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForCausalLM"]  # one tensor is not there, so it stays

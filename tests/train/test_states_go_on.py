@@ -140,3 +140,43 @@ def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureF
         assert abs(row["loss"] - losses[row["start"] : row["stop"]].mean().item()) <= 1e-5 * row["loss"]
         assert f"{row['loss']:.4f}" in shown
     assert sum(r["predictions"] for r in rows if r["length"] == 1024) == 1023
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a small Mamba-2 and a small Bamba."""
+    pytest.importorskip("transformers")
+    from tests.hf.hf_models import make
+
+    folders = {}
+    for name in ("Mamba2ForCausalLM", "BambaForCausalLM"):
+        folders[name] = tmp_path_factory.mktemp(name)
+        make(name, torch.float32, vocab_size=256).save_pretrained(folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("carry_state", ["previous", "noise"])
+def test_a_pretrained_model_carries_states_and_resumes_bitwise(
+    pretrained: dict[str, Path], tmp_path: Path, carry_state: str
+) -> None:
+    flags = {"model__from_pretrained": pretrained["Mamba2ForCausalLM"], "data__tokenizer": "byte"}
+    flags |= {"model__d_model": 24, "model__n_layer": 3, "data__batch": 2, "training__sample_tokens": 0}
+    carried = {**flags, "training__carry_state": carry_state}
+    assert train_tiny(tmp_path, **carried) == 0
+    complete = tmp_path / "run"
+    first = list_checkpoints(complete / "checkpoints")[0]
+    assert train_tiny(tmp_path, **carried, run__dir=tmp_path / "again", run__resume=first) == 0
+    assert weights(tmp_path / "again", 8) == weights(complete, 8)
+    assert train_tiny(tmp_path, **flags, run__dir=tmp_path / "plain") == 0
+    assert metrics(complete)[-1]["loss"] != metrics(tmp_path / "plain")[-1]["loss"]
+
+
+def test_pretrained_models_that_carry_no_states(
+    pretrained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {"model__from_pretrained": pretrained["BambaForCausalLM"], "data__tokenizer": "byte"}
+    flags |= {"training__carry_state": "previous", "model__d_model": 24, "model__n_layer": 3}
+    assert train_tiny(tmp_path, **flags) == 2
+    assert "BambaForCausalLM: attention's keys and values would grow for ever" in capsys.readouterr().err
+    assert train_tiny(tmp_path, **flags, data__documents="packed") == 2
+    assert 'set data.documents to "stream"' in capsys.readouterr().err

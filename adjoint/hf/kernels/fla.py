@@ -6,8 +6,7 @@ accept what the layers named in `LAYERS` pass, under fla's own names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from adjoint.kernels.rms_norm import rms_norm
 LAYERS = ("GatedDeltaNet", "KimiDeltaAttention", "DeltaNet", "HGRNAttention")
 
 
-def is_of_fla(thing: Any) -> bool:
+def is_of_fla(thing: object) -> bool:
     """Whether a module's or a configuration's class is flash-linear-attention's."""
     return any(cls.__module__.startswith("fla.") for cls in type(thing).__mro__)
 
@@ -42,7 +41,7 @@ def why_not(module: nn.Module) -> str | None:
     return None
 
 
-def ignores_other_tokens(inputs: Any) -> bool:
+def ignores_other_tokens(inputs: Iterable[str]) -> bool:
     """Whether fla's models treat tokens with these inputs as without the tokens before them.
 
     They leave out what an attention_mask pads, and do not look at positions."""
@@ -169,7 +168,7 @@ def _rms_norm(
     eps: float = 1e-5,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Normalize the sum of x and the residual; with `prenorm` return the sum, too."""
     _refuse_arguments(bias=bias, residual_in_fp32=residual_in_fp32 or None)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
@@ -192,7 +191,8 @@ def _rms_norm_gated(
     eps: float = 1e-6,
 ) -> Tensor:
     _refuse_arguments(residual=residual, prenorm=prenorm or None)
-    y = _rms_norm(x, weight, bias, None, eps, False, residual_in_fp32)
+    _refuse_arguments(bias=bias, residual_in_fp32=residual_in_fp32 or None)
+    y = rms_norm(x, x.new_ones(x.shape[-1]) if weight is None else weight, eps)
     return y * torch.sigmoid(g) if activation == "sigmoid" else gated(g, y)
 
 
@@ -211,7 +211,7 @@ def _documents(cu_seqlens: Tensor | None, initial_state: Tensor | None, final: b
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)[None]
 
 
-def _refuse_arguments(**unsupported: Any) -> None:
+def _refuse_arguments(**unsupported: object) -> None:
     """Refuse arguments of fla's functions that ours do not support, if they are given."""
     for name, value in unsupported.items():
         if value is not None:
@@ -219,7 +219,7 @@ def _refuse_arguments(**unsupported: Any) -> None:
 
 
 # Our functions, by the names under which fla's modules call theirs.
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, Tensor | None]]] = {
     **{
         f"{prefix}_{name}": _delta_rule
         for prefix in ("chunk", "fused_recurrent")

@@ -15,12 +15,13 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations import hub_kernels
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -28,10 +29,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adjoint.engine.step import uncompiled
-from adjoint.hf.cache import ChunkCache, last_read
+from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.kernels import fla
-from adjoint.hf.model_parts import override_attribute, replaced_forwards
+from adjoint.hf.model_parts import Forward, override_attribute, replaced_forwards
 from adjoint.kernels import attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
@@ -65,7 +66,7 @@ class ChunkContext:
 # --------------------------------------------------------------------------------------- forwards of modules
 
 
-def replacement_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+def replacement_forwards(model: nn.Module) -> dict[nn.Module, Forward]:
     """Map each module whose class has the code of one of `REPLACEMENTS` to a forward that computes the
     same."""
     row_of_class: dict[type, Replacement | None] = {}
@@ -85,17 +86,17 @@ def _has_code(cls: type, theirs: type) -> bool:
     return all(_code(getattr(cls, name, None)) == _code(method) for name, method in methods.items())
 
 
-def _code(method: Any) -> Any:
+def _code(method: object) -> tuple[object, ...] | None:
     code = getattr(method, "__code__", None)
     return code and (code.co_code, code.co_names, code.co_consts)
 
 
-def _forward(module: Any, row: Replacement) -> Callable[..., Any]:
+def _forward(module: nn.Module, row: Replacement) -> Forward:
     """Return a forward that uses the replacement's formula if module and inputs fit, else the module's
     own."""
     original_forward = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         is_usual_call = not kwargs and len(args) == row.inputs and row.fits(module)
         if not is_usual_call or not all(_matches_parameters(module, t) for t in args):
             return original_forward(*args, **kwargs)
@@ -104,7 +105,7 @@ def _forward(module: Any, row: Replacement) -> Callable[..., Any]:
     return forward
 
 
-def _matches_parameters(module: nn.Module, value: Any) -> bool:
+def _matches_parameters(module: nn.Module, value: object) -> bool:
     """Whether a value is a tensor of the dtype and device of all of the module's parameters.
 
     False while weights are offloaded until the module's own forward fetches them."""
@@ -117,8 +118,17 @@ def _matches_parameters(module: nn.Module, value: Any) -> bool:
 # ------------------------------------------------------ forwards as transformers writes them, in many classes
 
 
-class _RMSNorm:
-    def forward(self: Any, hidden_states: Any) -> Any:
+class _Norm(nn.Module):
+    """Attributes that transformers' norms have; some have no groups or no activation."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+    group_size: int
+    activation: str
+
+
+class _RMSNorm(_Norm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -126,8 +136,8 @@ class _RMSNorm:
         return self.weight * hidden_states.to(input_dtype)
 
 
-class _RMSNormRoundedLast:
-    def forward(self: Any, hidden_states: Any) -> Any:
+class _RMSNormRoundedLast(_Norm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -135,8 +145,8 @@ class _RMSNormRoundedLast:
         return (self.weight * hidden_states).to(input_dtype)
 
 
-class _GatedBefore:
-    def forward(self: Any, hidden_states: Any, gate: Any = None) -> Any:
+class _GatedBefore(_Norm):
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         if gate is not None:
@@ -150,8 +160,8 @@ class _GatedBefore:
         return self.weight * hidden_states.to(input_dtype)
 
 
-class _GatedBehind:
-    def forward(self: Any, hidden_states: Any, gate: Any) -> Any:
+class _GatedBehind(_Norm):
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -161,8 +171,13 @@ class _GatedBehind:
         return hidden_states.to(input_dtype)
 
 
-class _GatedMLP:
-    def forward(self: Any, x: Any) -> Any:
+class _GatedMLP(nn.Module):
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Linear
+    act_fn: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
         down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return down_proj
 
@@ -183,19 +198,19 @@ class Replacement(NamedTuple):
     theirs: type
     inputs: int
     formula: Callable[..., Tensor]
-    fits: Callable[[Any], bool]
+    fits: Callable[..., bool]
 
 
-def _apply_norm(module: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+def _apply_norm(module: _Norm, x: Tensor, gate: Tensor | None = None) -> Tensor:
     return rms_norm(x, module.weight, module.variance_epsilon, gate, getattr(module, "group_size", None))
 
 
-def _fits_norm(module: Any) -> bool:
+def _fits_norm(module: _Norm) -> bool:
     """Whether a norm has a weight and nothing else, and a plain epsilon."""
     return [*module._parameters] == ["weight"] and type(module.variance_epsilon) is float
 
 
-def _fits_mlp(module: Any) -> bool:
+def _fits_mlp(module: _GatedMLP) -> bool:
     """Whether an MLP's activation is an unchanged SiLU."""
     return is_untouched(module.act_fn, nn.SiLU, ACT2FN["silu"].__class__)
 
@@ -244,8 +259,8 @@ def _mamba_selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    **_: Any,
-) -> Any:
+    **_: object,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Run the selective scan, with transformers' signature.
 
     Tensors are (batch, d_inner or d_state, seqlen). The initial state is not among the arguments:
@@ -275,8 +290,8 @@ def _mamba2_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    **_: Any,
-) -> Any:
+    **_: object,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Run the SSD scan, with transformers' signature: hidden_states (batch, seqlen, nheads, headdim)."""
     if hidden_states.device.type == "cpu":  # as transformers' CPU code; its kernels return bfloat16
         hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
@@ -298,8 +313,8 @@ def _chunk_gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> Any:
+    **_: object,
+) -> tuple[Tensor, Tensor | None]:
     """Run the gated delta rule, with transformers' signature.
 
     Args:
@@ -322,7 +337,7 @@ def _causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     """Run the causal convolution, with transformers' signature.
 
@@ -346,7 +361,7 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Run attention; a chunk without a mask attends to the past and, causally, to itself.
 
@@ -356,32 +371,79 @@ def _attention(
     tokens, key_length = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_distributed = attention.is_spread(key)
-    if is_distributed and (
-        attention_mask is not None or dropout or not causal or kwargs.get("position_bias") is not None
-    ):
+    has_bias = kwargs.get("position_bias") is not None
+    if is_distributed and (attention_mask is not None or dropout or not causal or has_bias):
         raise NotAttended(
             f"sequence_group: the attention of {type(module).__name__} is more than causal (a mask, dropout "
             "or a bias of positions), for which keys would have to be in one process: leave sequence_group "
             "out"
         )
-    if attention_mask is None and (is_distributed or 1 < tokens < key_length) and causal:
+    needs_mask = 1 < tokens < key_length or (has_bias and tokens * key_length > MASKED_PAIRS)
+    if attention_mask is None and (is_distributed or needs_mask) and causal:
         if torch.is_autocast_enabled(query.device.type):  # autocast does not cast inside an autograd.Function
             dtype = torch.get_autocast_dtype(query.device.type)
             query = query.to(dtype)
             if dropout:
                 key, value = key.to(dtype), value.to(dtype)
-        if not dropout and kwargs.get("position_bias") is None:
+        if not dropout and not has_bias:
             return attention.past_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
         attention_mask = torch.ones(tokens, key_length, dtype=torch.bool, device=query.device).tril(
             key_length - tokens
         )
         attention_mask = attention_mask[None, None]
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+    return _masked_attention(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **kwargs,
     )
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+# Pairs of a query and a key in one call of attention with a mask. Beyond 2**32 PyTorch's kernel on CUDA reads
+# the mask's rows from wrong addresses (its issue 187227); it may pad the rows.
+MASKED_PAIRS = 2**31
+
+
+def _masked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Run attention with a mask or a bias, for no more queries at a time than `MASKED_PAIRS` allows."""
+    tokens, bias = query.shape[2], kwargs.pop("position_bias", None)
+    assert bias is None or isinstance(bias, Tensor)
+    rows = max(1, MASKED_PAIRS // key.shape[2])
+
+    def rows_of(table: Tensor | None, start: int) -> Tensor | None:
+        is_by_query = table is not None and table.shape[-2] == tokens
+        return table[..., start : start + rows, :] if table is not None and is_by_query else table
+
+    if tokens <= rows or attention_mask is None:
+        rows = tokens
+    outputs = [
+        sdpa_attention_forward(
+            module,
+            query[:, :, start : start + rows],
+            key,
+            value,
+            rows_of(attention_mask, start),
+            **({} if bias is None else {"position_bias": rows_of(bias, start)}),
+            **kwargs,
+        )[0]
+        for start in range(0, tokens, rows)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+
+def _mask(*args: object, **kwargs: object) -> Tensor | None:
     """Return no mask where attention is plainly causal: `_attention` knows where the diagonal is."""
     plain = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
     if plain and kwargs.get("attention_mask") is None:
@@ -389,23 +451,25 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
+Functions = Mapping[str, Callable[..., object]]
 # Our functions, by the names under which the Python modules of mixers call theirs.
-SCANS = {
+SCANS: Functions = {
     "causal_conv1d_fn": _causal_conv1d,
     "mamba_selective_scan": _mamba_selective_scan,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
     "torch_chunk_gated_delta_rule": _chunk_gated_delta_rule,
     "chunk_kimi_delta_attention": _chunk_gated_delta_rule,
 }
+# Pairs of a mapping in which models' code looks up functions, and ours by name.
+FunctionReplacements = Sequence[
+    tuple[MutableMapping[str, Callable[..., object]], Mapping[str, Callable[..., object]]]
+]
 # Our functions in transformers' registries. The configuration still says "sdpa": models read it to decide
 # what they pass, such as a mask of the keys that sparse attention has picked.
-REGISTRIES: list[tuple[Any, dict[str, Any]]] = [
+REGISTRIES: FunctionReplacements = [
     (ALL_ATTENTION_FUNCTIONS, {"sdpa": _attention}),
     (ALL_MASK_ATTENTION_FUNCTIONS, {"sdpa": _mask}),
 ]
-
-
-FunctionReplacements = Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]
 
 
 def function_replacements(model: nn.Module) -> FunctionReplacements:
@@ -418,14 +482,14 @@ def function_replacements(model: nn.Module) -> FunctionReplacements:
         (names, {name: f for name, f in _functions_for(names).items() if name in names})
         for names in namespaces
     ]
-    return [(names, ours) for names, ours in pairs if ours] + REGISTRIES
+    return [*((names, ours) for names, ours in pairs if ours), *REGISTRIES]
 
 
-def _functions_for(names: dict[str, Any]) -> dict[str, Any]:
-    return fla.FUNCTIONS if names["__name__"].startswith("fla.") else SCANS
+def _functions_for(names: Mapping[str, object]) -> Functions:
+    return fla.FUNCTIONS if str(names["__name__"]).startswith("fla.") else SCANS
 
 
-def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
+def _namespaces(model: nn.Module) -> list[dict[str, Callable[..., object]]]:
     """Return the namespaces of the Python modules that define a model's classes."""
     modules = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
     return [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
@@ -443,7 +507,7 @@ _thread_state = _ThreadState()
 _lock = threading.Lock()
 # How many threads use each name that is bound to a dispatcher.
 _threads_inside: collections.Counter[tuple[int, str]] = collections.Counter()
-_original_functions: dict[tuple[int, str], Any] = {}
+_original_functions: dict[tuple[int, str], Callable[..., object]] = {}
 
 
 @contextlib.contextmanager
@@ -468,7 +532,7 @@ def rebound_functions(functions: FunctionReplacements) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def pytorch_references(model: nn.Module) -> Iterator[None]:
+def pytorch_references(model: PreTrainedModel) -> Iterator[None]:
     """Run transformers' functions in PyTorch, in this thread, where they would run another library's kernels.
 
     They serve as a reference, which kernels that round products to TF32 could not."""
@@ -490,7 +554,7 @@ def pytorch_references(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_fused_loss(model: Any) -> Iterator[None]:
+def _without_fused_loss(model: PreTrainedModel) -> Iterator[None]:
     """Make an fla model compute its loss by PyTorch, for the time of the context."""
     with contextlib.ExitStack() as stack:
         for setting in ("fuse_cross_entropy", "fuse_linear_cross_entropy") if fla.is_of_fla(model) else ():
@@ -499,7 +563,7 @@ def _without_fused_loss(model: Any) -> Iterator[None]:
         yield
 
 
-def _is_hub_function(value: Any) -> bool:
+def _is_hub_function(value: object) -> bool:
     """Whether transformers runs the function by another library if that is installed."""
     module_globals = getattr(value, "__globals__", None)
     return module_globals is vars(hub_kernels) and hasattr(value, "__wrapped__")
@@ -526,12 +590,12 @@ def _dispatchers_installed(functions: FunctionReplacements) -> Iterator[None]:
                         mapping[name] = _original_functions.pop((id(mapping), name))
 
 
-def dispatch_by_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+def dispatch_by_thread(ours: Callable[..., object], theirs: Callable[..., object]) -> Callable[..., object]:
     """Return a function that calls ours, the reference or theirs, depending on the calling thread."""
     reference = ours if ours in fla.FUNCTIONS.values() else _pytorch_reference(theirs)
 
     @functools.wraps(theirs)
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: object, **kwargs: object) -> object:
         if _thread_state.chunks:
             return ours(*args, **kwargs)
         return (reference if _thread_state.references else theirs)(*args, **kwargs)
@@ -540,17 +604,17 @@ def dispatch_by_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> 
     return dispatch
 
 
-def _pytorch_reference(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _pytorch_reference(theirs: Callable[..., object]) -> Callable[..., object]:
     """Return the function that transformers would run without other libraries.
 
     Any other function, such as a user's, is its own reference."""
     if not _is_hub_function(theirs):
         return theirs
-    reference_function: Any = theirs.__wrapped__  # type: ignore[attr-defined]
+    reference_function: Callable[..., object] = theirs.__wrapped__  # type: ignore[attr-defined]
     parameters = inspect.signature(reference_function).parameters
     named = {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
 
-    def reference(*args: Any, **kwargs: Any) -> Any:
+    def reference(*args: object, **kwargs: object) -> object:
         takes_all = len(named) < len(parameters)
         return reference_function(
             *args, **{name: v for name, v in kwargs.items() if takes_all or name in named}
@@ -562,7 +626,31 @@ def _pytorch_reference(theirs: Callable[..., Any]) -> Callable[..., Any]:
 # ----------------------------------------------------------------------------------------------------- mixers
 
 
-def _griffin(module: Any, cache: Any, input_states: Tensor, position_ids: Tensor, **_: Any) -> Any:
+class _Griffin(nn.Module):
+    """Attributes of RecurrentGemma's recurrent block."""
+
+    rg_lru: _Recurrence
+    conv_1d: nn.Conv1d
+    linear_x: nn.Linear
+    linear_y: nn.Linear
+    linear_out: nn.Linear
+    act_fn: Callable[[Tensor], Tensor]
+
+
+class _Recurrence(nn.Module):
+    """Attributes of RecurrentGemma's gated recurrence."""
+
+    num_attention_heads: int
+    recurrent_param: nn.Parameter
+    recurrent_gate_weight: nn.Parameter
+    recurrent_gate_bias: nn.Parameter
+    input_gate_weight: nn.Parameter
+    input_gate_bias: nn.Parameter
+
+
+def _griffin(
+    module: _Griffin, cache: RecurrentLayer, input_states: Tensor, position_ids: Tensor, **_: object
+) -> tuple[Tensor, None]:
     """RecurrentGemma's recurrent block (De et al. 2024, sections 2.3 and 2.4)."""
     lru, conv = module.rg_lru, module.conv_1d
     y = module.act_fn(module.linear_y(input_states))
@@ -585,7 +673,21 @@ def _griffin(module: Any, cache: Any, input_states: Tensor, position_ids: Tensor
     return module.linear_out(states.to(b.dtype) * y), None
 
 
-def _lightning(module: Any, cache: Any, hidden_states: Tensor, **_: Any) -> Any:
+class _Lightning(nn.Module):
+    """Attributes of MiniMax's linear attention."""
+
+    num_attention_heads: int
+    slope_rate: Tensor
+    qkv_proj: nn.Linear
+    out_proj: nn.Linear
+    output_gate: nn.Linear
+    norm: nn.Module
+    act_fn: Callable[[Tensor], Tensor]
+
+
+def _lightning(
+    module: _Lightning, cache: RecurrentLayer, hidden_states: Tensor, **_: object
+) -> tuple[Tensor, None]:
     """MiniMax's linear attention with a decay per head: an SSD scan whose step is 1."""
     heads = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
     query, key, value = heads.chunk(3, dim=-1)
@@ -596,13 +698,13 @@ def _lightning(module: Any, cache: Any, hidden_states: Tensor, **_: Any) -> Any:
     return module.out_proj(y), None
 
 
-MIXERS: dict[str, Callable[..., Any]] = {
+MIXERS: dict[str, Forward] = {
     "RecurrentGemmaRecurrentBlock": _griffin,
     "MiniMaxLightningAttention": _lightning,
 }
 
 
-def _mixer_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+def _mixer_forwards(model: nn.Module) -> dict[nn.Module, Forward]:
     """Map each mixer for which `MIXERS` has one of ours to a forward that continues from a `ChunkCache`."""
     forwards = {}
     for name, module in model.named_modules():
@@ -612,11 +714,11 @@ def _mixer_forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     return forwards
 
 
-def _forward_from_cache(module: Any, ours: Callable[..., Any], index: int) -> Callable[..., Any]:
+def _forward_from_cache(module: nn.Module, ours: Forward, index: int) -> Forward:
     """Return a forward that runs ours if it is given a `ChunkCache`, else the module's own."""
     original_forward = module.forward
 
-    def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def forward(*args: object, past_key_values: object = None, **kwargs: object) -> object:
         if not isinstance(past_key_values, ChunkCache):
             return original_forward(*args, past_key_values=past_key_values, **kwargs)
         return ours(module, past_key_values.layers[index], *args, **kwargs)

@@ -253,8 +253,8 @@ def causal_conv1d_forward(
     silu: bool,
     reset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y (batch, seqlen, channels) for x of that shape (last dimension dense), weight (channels, d_conv),
-    bias (channels,).
+    """Return y (batch, seqlen, channels) for x of that shape (last dimension dense), weight (channels,
+    d_conv) and bias (channels,).
 
     initial_state (batch, channels, d_conv - 1): the inputs just before, oldest first; None stands for zeros.
     reset (batch, seqlen) bool: taps do not reach back across a token where it is True. Raises ValueError for

@@ -2,7 +2,7 @@
 
     s = x + residual,   v = s silu(gate),   y = weight v / sqrt(mean(v^2) + eps)
 
-``s`` goes on as the residual stream; the gate is Mamba-2's (normalised after gating). The mean runs over
+``s`` is the new residual stream; the gate is Mamba-2's (normalised after gating). The mean runs over
 groups of ``group_size`` channels, the whole row by default. A program keeps one group of a few rows in
 registers, so every tensor is read and written once; weight gradients are summed over the program's rows and
 then over programs, in a fixed order.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from adjoint.engine.compare import tolerance
+from adjoint.engine.verification import tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.memory import size_bytes, total_memory_bytes
@@ -30,7 +30,7 @@ from adjoint.tools.measure.passes import fits, predicted_bytes, typical
 from adjoint.tools.measure.process import Point, Process
 from adjoint.train.config import Config, Precision, load_config, plain
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
-from adjoint.train.machine import environment, pick_device, pick_precision
+from adjoint.train.machine import Environment, environment, pick_device, pick_precision
 
 WAYS = ("transformers", "checkpointing", "wrapped")
 PILOT = "pilot"
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     return 0 if complete else 130
 
 
-def _mark(request: Namespace, settings: dict[str, Any], host: dict[str, Any]) -> str:
+def _mark(request: Namespace, settings: dict[str, Any], host: Environment) -> str:
     """Describe the settings, versions, hardware and configuration that all points of a journal share."""
     config = request.folder
     text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")

@@ -7,15 +7,14 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from adjoint import memory
 from adjoint.hf.wrap import wrap
-from adjoint.methods import METHODS
+from adjoint.methods import METHODS, Method
 from adjoint.tools.measure.passes import Passes, gradients_apart, measured, repeated
 from adjoint.tools.measure.process import Point
 from adjoint.train.pretrained import configuration, unwrapped
@@ -92,11 +91,11 @@ def _gradients(point: Point, ids: Tensor) -> Point:
     }
 
 
-def _configuration(point: Point) -> Any:
+def _configuration(point: Point) -> PreTrainedConfig:
     return configuration(point["model"], point["trust_remote_code"], KEY)
 
 
-def _model(point: Point) -> Any:
+def _model(point: Point) -> PreTrainedModel:
     dtype = getattr(torch, point["dtype"])
     torch.manual_seed(0)
     trusted = point["trust_remote_code"]
@@ -109,11 +108,11 @@ def _model(point: Point) -> Any:
     return model.to(point["device"])
 
 
-def _method(point: Point) -> Any:
+def _method(point: Point) -> Method:
     return METHODS[point["method"]["name"]](**{k: v for k, v in point["method"].items() if k != "name"})
 
 
-def _loss(model: Any) -> Passes:
+def _loss(model: PreTrainedModel) -> Passes:
     return Passes(model, lambda ids: model(input_ids=ids, labels=ids).loss)
 
 

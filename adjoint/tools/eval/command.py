@@ -21,6 +21,8 @@ from adjoint.formats.folders import refuse_adapter
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.eval import needles, positions
+from adjoint.tools.eval.needles import NeedleRow
+from adjoint.tools.eval.positions import LossRow
 from adjoint.tools.measure.show import print_table
 from adjoint.train.config import Precision
 from adjoint.train.dependencies import check_tokenizer
@@ -75,7 +77,7 @@ def main(argv: list[str]) -> int:
     lengths = sorted(request.lengths)
     device = pick_device(request.device)
     precision = pick_precision(request.precision, device)
-    rows, folder = [], request.out
+    loss_rows, needle_rows, folder = list[LossRow](), list[NeedleRow](), request.out
     for run in dict.fromkeys(request.runs):
         loaded = load(run, device, precision, request.trust_remote_code)
         folder = folder or loaded.folder
@@ -86,17 +88,18 @@ def main(argv: list[str]) -> int:
             text_arguments = text, length, request.tokens or TOKENS[request.needles], device
             with autocast(precision, device):
                 if request.needles:
-                    results = needles.evaluate(model, tokenizer, *text_arguments)
+                    recalls = needles.evaluate(model, tokenizer, *text_arguments)
+                    needle_rows += [{"run": run, **row} for row in recalls]
                 else:
-                    results = positions.evaluate(model, *text_arguments)
-            rows += [{"run": run, **row} for row in results]
+                    losses = positions.evaluate(model, *text_arguments)
+                    loss_rows += [{"run": run, **row} for row in losses]
     if request.needles:
-        name, (head, *lines), figure = "needles", needles.table(rows), needles.heat_maps(rows)
+        name, (head, *lines), figure = "needles", needles.table(needle_rows), needles.heat_maps(needle_rows)
     else:
-        name, (head, *lines), figure = "eval", positions.table(rows), positions.loss_curves(rows)
+        name, (head, *lines), figure = "eval", positions.table(loss_rows), positions.loss_curves(loss_rows)
     print_table(head, lines)
     folder.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment(device), "rows": rows}
+    result = {"environment": environment(device), "rows": needle_rows or loss_rows}
     write_atomically(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
     save_figure(figure, folder / f"{name}.png")
     print(f"wrote {folder}/{name}.json and {name}.png")

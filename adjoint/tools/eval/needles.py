@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,16 +15,34 @@ from adjoint.batch import IGNORE_INDEX
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
 from adjoint.files import new_figure
-from adjoint.tools.eval.positions import CHUNK, curves
+from adjoint.tools.eval.positions import CHUNK, Row, curves
 from adjoint.train.model import LanguageModel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)
 LINE = "\nThe pass key is {}.\n"
 
 
+class RecallRow(Row):
+    """The share of the answers' tokens that are the most likely ones, at one depth."""
+
+    depth: float
+    accuracy: float
+
+
+class NeedleRow(RecallRow):
+    """The recall at one depth, the mean loss of the answers' tokens in nats, and the number of needles."""
+
+    loss: float
+    needles: int
+
+
 def evaluate(
     model: LanguageModel, tokenizer: Tokenizer, text: Tensor, length: int, budget: int, device: torch.device
-) -> list[dict[str, Any]]:
+) -> list[NeedleRow]:
     """Measure the recall of a pass key hidden in a text of `length` tokens at each of `DEPTHS`.
 
     The same keys and pieces of the text at every depth; the answer is read along with the text, and each of
@@ -51,14 +69,14 @@ def evaluate(
         room = length - sum(piece.shape[1] for piece in pieces)
         if room < 1:
             raise UserError(
-                f"--lengths: a needle and its question are {length - room} tokens, more than {length}; "
-                f"take {2 * (length - room)} or more"
+                f"--lengths: a needle and its question are {length - room} tokens, more than {length}; use "
+                f"{2 * (length - room)} or more"
             )
         start = i * (len(text) - room) // max(1, count - 1)
         for depth in DEPTHS:
             ids, labels = hidden(text[None, start : start + room], *pieces, depth)
             answers_by_depth[depth].append(_graded(model, ids.to(device), labels.to(device)))
-    rows = []
+    rows: list[NeedleRow] = []
     for depth, graded in answers_by_depth.items():
         accuracy, loss = torch.cat(graded).mean(0).tolist()
         rows.append({"length": length, "depth": depth, "accuracy": accuracy, "loss": loss, "needles": count})
@@ -76,7 +94,7 @@ def _graded(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([(last.argmax(-1) == answer).double(), losses], dim=1).cpu()
 
 
-def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+def table(rows: Sequence[NeedleRow]) -> list[list[str]]:
     """Return the table's cells: a line per depth, a column per run and length: accuracy and loss; last, how
     many needles."""
     columns = curves(rows)
@@ -88,7 +106,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
-def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:
+def heat_maps(rows: Sequence[RecallRow]) -> Figure:
     """Return a Matplotlib figure with a heat map a run: accuracy by depth and length."""
     runs = list(dict.fromkeys(row["run"] for row in rows))
     lengths = list(dict.fromkeys(row["length"] for row in rows))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +16,40 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.files import new_figure
 from adjoint.train.model import LanguageModel
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
 CHUNK = 1024  # tokens that are worked on at a time
 FIRST = 64  # tokens of the first bin; each further one ends at twice the position
 
 
+class Row(TypedDict):
+    """A measurement in windows of one length.
+
+    Attributes:
+        run: the run's name; added where there may be several.
+    """
+
+    run: NotRequired[str]
+    length: int
+
+
+class LossRow(Row):
+    """The mean loss of a bin of positions, [start, stop), in nats per token."""
+
+    start: int
+    stop: int
+    loss: float
+    predictions: int
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
 def evaluate(
     model: LanguageModel, text: Tensor, length: int, budget: int, device: torch.device
-) -> list[dict[str, Any]]:
+) -> list[LossRow]:
     """Return the loss by position in windows of one length, a row per bin of positions.
 
     Args:
@@ -62,7 +90,7 @@ def _losses(model: LanguageModel, ids: Tensor, edges: tuple[int, ...]) -> list[t
     ]
 
 
-def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+def table(rows: Sequence[LossRow]) -> list[list[str]]:
     """Return the table's cells: a line per bin of positions, a column per run and length of window; last, the
     mean."""
     columns = curves(rows)
@@ -78,16 +106,16 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     return [*lines, ["all", *means]]
 
 
-def curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def curves(rows: Sequence[RowT]) -> dict[str, list[RowT]]:
     """Rows by what they are of: the length, and the run where there are several."""
-    several, rows_by_curve = len({row["run"] for row in rows}) > 1, dict[str, list[dict[str, Any]]]()
+    several, rows_by_curve = len({row["run"] for row in rows}) > 1, dict[str, list[RowT]]()
     for row in rows:
         name = f"{row['run']}, " * several + f"{row['length']:,} tokens"
         rows_by_curve.setdefault(name, []).append(row)
     return rows_by_curve
 
 
-def loss_curves(rows: list[dict[str, Any]]) -> Any:
+def loss_curves(rows: Sequence[LossRow]) -> Figure:
     """Return a Matplotlib figure: a colour per run, a dash per length; how many windows each is a mean of."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()

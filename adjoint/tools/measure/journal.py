@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from adjoint.files import write_atomically
 from adjoint.tools.measure.process import Point
@@ -35,15 +34,15 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     @staticmethod
-    def key(point: Mapping[str, Any]) -> str:
+    def key(point: Mapping[str, object]) -> str:
         """Return the string that identifies a point, whatever the order of its fields."""
         return json.dumps(dict(point), sort_keys=True)
 
-    def get(self, point: Mapping[str, Any]) -> Point | None:
+    def get(self, point: Mapping[str, object]) -> Point | None:
         """Return the result kept for `point`, or None."""
         return self.done.get(self.key(point))
 
-    def add(self, point: Mapping[str, Any], result: Point) -> None:
+    def add(self, point: Mapping[str, object], result: Point) -> None:
         """Keep `result` for `point`, on disk at once."""
         self.done[self.key(point)] = result
         entries = ({"key": key, "result": stored} for key, stored in self.done.items())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adjoint import memory
-from adjoint.engine.compare import SHARE
+from adjoint.engine.verification import SHARE
 from adjoint.tools.measure.process import Point
 
 BEYOND = 64  # times the longest measured length: lines are not drawn further

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
@@ -39,14 +42,14 @@ def fits_text(fits: Mapping[str, Any]) -> str:
     return f"{'>' if fits['at_least'] else '~'} {tokens(n)}"
 
 
-def ticks_of_lengths(axes: Any, lengths: Sequence[int]) -> None:
+def ticks_of_lengths(axes: Axes, lengths: Sequence[int]) -> None:
     """Make the axis of tokens logarithmic, with a tick for each length."""
     axes.set_xscale("log")
     axes.set_xticks(lengths, map(tokens, lengths))
     axes.minorticks_off()
 
 
-def plain_ticks(axes: Any, unit: str = "") -> None:
+def plain_ticks(axes: Axes, unit: str = "") -> None:
     """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis upwards."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

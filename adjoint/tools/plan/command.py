@@ -18,7 +18,8 @@ from adjoint.memory import size_bytes, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
 from adjoint.plan.layouts import Ranked, Request, rank
-from adjoint.plan.memory import Machine, Setup
+from adjoint.plan.machine import Machine
+from adjoint.plan.memory import Setup
 from adjoint.plan.stack import model_of
 from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value
 from adjoint.tools.plan.report import as_dict, labels_of, show
@@ -172,7 +173,7 @@ def _parser() -> Flags:
         usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
         description="Predict memory and time of a training run: what each device holds, part by part, "
         "whether it fits, the longest sequence that would, and how much of the pipeline's time is waiting. "
-        "With --devices and no --cluster.shards, layouts (shards × workers of a sequence × replicas) are "
+        "With --devices and no --cluster.shards, layouts (shards × sequence workers × replicas) are "
         "ranked, and the fastest that fits is planned.",
         epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576), sizes 40GB (10⁹) or 40GiB (2³⁰)."
         " --config and all keys of adjoint train are flags here too (--model.d_model, --method.keep, …).",
@@ -186,7 +187,7 @@ def _parser() -> Flags:
     rate = f"measured on this machine, or {SUSTAINED:.0%} of the peak of the GPU named, or of an {UNNAMED}"
     rate = f"sustained TFLOP/s of a device; default: {rate}".replace("%", "%%")
     add("--device-tflops", rate, reads(PositiveNumber))
-    measure = "time one layer of each kind on this machine; so also where no other machine is described"
+    measure = "time one layer of each kind on this machine; the default if no other machine is described"
     add("--measure", measure, action="store_true")
     add("--bandwidth", "bytes per second between devices", size_bytes, default=BANDWIDTH)
     add("--timeline", "draw the pipeline to a .png, .svg or .pdf", _picture)

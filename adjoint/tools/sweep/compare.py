@@ -274,7 +274,7 @@ class Comparison:
         return gradient(self.model, ids.to(self.device), method, self.precision)
 
     def _checked(self, gradients: NamedGradients) -> NamedGradients:
-        """Return a reference gradient, in host memory."""
+        """Return a reference gradient in host memory; raise UserError if it is not finite."""
         for name, g in gradients.items():
             if not torch.isfinite(g).all():
                 raise UserError(

@@ -6,10 +6,10 @@ In the terms of `forward`, with d of a name its cotangent:
     dS = exp(c_end) dS_next + sum_i exp(c_i) q_i (x) do_i - W' dwritten
     d_right = T' dwritten,   dv = beta d_right
 
-T, U, W and what is written are made again from the inputs and the states before the chunks. The cotangent
-of the states then goes through the chunks from the last to the first (`cotangent_kernel`), and all_tokens
-else is again of all chunks at once: through the triangular system (`system_grad_kernel`), through keys,
-queries and states (`key_grad_kernel`), and through the decays, whose running sums turn round
+T, U, W and what is written are recomputed from the inputs and the states before the chunks. The cotangent
+of the states then goes through the chunks from the last to the first (`cotangent_kernel`). Everything else is
+done for all chunks at once: the backward of the triangular system (`system_grad_kernel`), of keys, queries
+and states (`key_grad_kernel`), and of the decays, whose running sums become sums from the end
 (`decay_grad_kernel`).
 
 Parameters that are not obvious, beside those in `forward`:

@@ -9,12 +9,13 @@ before it, and L_ij = beta_i exp(c_i - c_j) k_i . k_j for j < i:
     written = U - W S,  o_i = exp(c_i) S' q_i + sum_{j <= i} exp(c_i - c_j) (q_i . k_j) written_j
     S_next = exp(c_end) S + sum_j exp(c_end - c_j) k_j (x) written_j
 
-T, U and W are made for all chunks at once (`solve_kernel`); the states follow one another, a program for some
-columns of every head (`state_kernel`); outputs are again of all chunks at once (`output_kernel`).
+T, U and W are computed for all chunks at once (`solve_kernel`); the states follow one another, a program for
+some columns of every head (`state_kernel`); outputs are again computed for all chunks at once
+(`output_kernel`).
 
-Where a chunk holds several documents, the work is done for each, tokens of others read as 0 and their rows
-not written: none gets what another one has, NaN or infinite as it may be. The first goes on from the state
-before, the last one goes into the state after.
+If a chunk holds several documents, the work is done for each of them, with tokens of others read as 0 and
+their rows not written, so that no document gets a NaN or an infinity of another. The first one continues from
+the state before the chunk, the last one gives the state after it.
 
 Parameters of the kernels here and in `backward` that are not obvious:
 

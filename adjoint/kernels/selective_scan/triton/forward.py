@@ -86,8 +86,11 @@ def forward_kernel(
     LANES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One split. LOCAL: from the zero state, only h_out and decay (b, split, d, n). Else: from h_in, y and
-    checkpoints."""
+    """Run the recurrence over one split of the sequence.
+
+    LOCAL: start from zeros and write only h_out and decay, (batch, splits, d_state, d_inner). Otherwise start
+    from h_in and write y, the checkpoints and, in the last split, h_out.
+    """
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_splits = tl.num_programs(1)
     d = tl.program_id(0) * LANES + tl.arange(0, LANES)

@@ -8,13 +8,13 @@ across a reset dropped:
     y_i = sum_{j <= i} (C_i . B_j) exp(S(j, i)) dt_j x_j + exp(S(start, i)) C_i h_in + D x_i
     h_out = sum_j exp(S(j, end)) dt_j x_j (x) B_j + exp(S(start, end)) h_in
 
-Every S is put together from sums inside the tiles of its two ends and whole tiles between: sums of terms of
-one sign, so that its error is a fraction of itself. The difference of two running sums over a long chunk
-would put the rounding of the whole chunk's decay on neighbouring tokens.
+Every S is added up from sums inside the tiles of its two ends and over whole tiles between: terms of one
+sign, so that its error is a fraction of itself. The difference of two running sums over a long chunk would
+put the rounding of the whole chunk's decay on neighbouring tokens.
 
-Of several documents in a row none gets what another one has, NaN or infinite as it may be: in a product that
-sums over tokens, weights of 0 are not enough. What crosses a tile's edge is one document's: tokens of others
-are read as 0, and what others would get is dropped. A tile with itself takes a product for each document.
+No document of a row gets a NaN or an infinity of another: in a product that sums over tokens, weights of 0
+are not enough, as 0 × NaN is NaN. Only one document crosses a tile's edge: tokens of others are read as 0,
+and what others would get is dropped. Inside a tile there is a product for each document.
 
 C_i . B_j is the same for all heads of a group: ``gram_kernel`` writes it once, (batch, chunks, ngroups,
 CHUNK, CHUNK), of which the tiles on and under the diagonal are written and read.
@@ -248,7 +248,7 @@ def pairs(same, count_i, count_j, i, j):
 
 @triton.jit
 def of_pairs(x, same, count_i, count_j, i, j, HAS_RESET: tl.constexpr):
-    """``x``, which is 0 but for pairs or NaN or infinite."""
+    """Return ``x`` at pairs of tokens, and 0 elsewhere even if x is NaN or infinite there."""
     if HAS_RESET:
         return tl.where(pairs(same, count_i, count_j, i, j), x, 0.0)
     else:

@@ -1,0 +1,194 @@
+"""States from call to call: transformers' own cache read as the engine's state, and made of one.
+
+A call with labels and `use_cache=True` returns the cache after its last token, without gradients; one that is
+given such a cache goes on from it, as state passing does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from adjoint.batch import IGNORE_INDEX
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.verification import alike
+from adjoint.hf import check
+from adjoint.hf.cache import (
+    CACHE_MIXINS,
+    MODELS_CACHE_MIXINS,
+    REQUIRED_CACHE_CLASS,
+    STATES_PER_LAYER,
+    CarriedState,
+    Slot,
+    zeros,
+)
+from adjoint.hf.call import Call
+from adjoint.hf.kernels.fla import is_of_fla
+from adjoint.hf.kernels.replacements import pytorch_references
+from adjoint.hf.model_parts import calling_original_forwards
+from adjoint.hf.stage import CausalLM, make_step
+from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
+from adjoint.hf.verification import verification_of
+from adjoint.layers import State
+from adjoint.methods import Exact
+
+
+def why_not_carried(model: PreTrainedModel) -> str | None:
+    """Return the reason why a model's states are not carried from call to call, or None."""
+    config = model.config.get_text_config()
+    kinds = (*STATES_PER_LAYER, *REQUIRED_CACHE_CLASS)
+    if is_of_fla(config) or config.model_type in kinds:
+        return "its own cache is not of transformers' usual class"
+    return None
+
+
+def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot], ids: Tensor) -> CarriedState:
+    """Return the state that a cache of transformers holds; zeros if it holds nothing yet.
+
+    Args:
+        ids: (batch, seqlen) of the call that goes on from it.
+
+    Raises:
+        Refused: it is no cache of the model's usual kind.
+        ValueError: it has another number of rows.
+    """
+    layers = getattr(cache, "layers", None)
+    if not isinstance(cache, Cache) or not layers:
+        check.refuse(
+            model, f"past_key_values is a {type(cache).__name__}, not the cache that a call returned"
+        )
+    tokens, state = 0, []
+    for slot in slots:
+        layer = layers[slot.layer] if slot.layer < len(layers) else None
+        kind = type(layer)
+        if kind not in CACHE_MIXINS and kind.__name__ not in MODELS_CACHE_MIXINS:
+            check.refuse(model, f"past_key_values has a {kind.__name__}, whose state is not known here")
+        value = _value(layer, slot)
+        if slot.grows is not None and slot.name == "keys":
+            tokens = max(tokens, layer.get_seq_length())  # type: ignore[union-attr]
+        elif value is not None:
+            tokens = max(tokens, 1)
+        state.append(value)
+    if all(value is None for value in state):
+        return CarriedState(zeros(slots, len(ids), ids.device), 0)
+    for slot, value in zip(slots, state, strict=True):
+        name = f"past_key_values: {slot.name} of layer {slot.layer}"
+        if value is None:
+            check.refuse(model, f"{name} is missing")
+        if value.shape[0] != len(ids):
+            raise ValueError(f"{name} has {value.shape[0]} rows, and input_ids {len(ids)}")
+        if slot.grows is not None and value.shape[slot.grows] != _stored(layers[slot.layer], tokens):
+            check.refuse(model, f"{name} has {value.shape[slot.grows]} tokens, of {tokens} that were seen")
+    return CarriedState(tuple(v.detach().to(ids.device) for v in state if v is not None), tokens)
+
+
+def _value(layer: object, slot: Slot) -> Tensor | None:
+    """Return a slot's tensor in a cache layer of transformers, or None if it has none yet."""
+    if slot.name in ("conv", "recurrent"):
+        value: Tensor | None = getattr(layer, f"{slot.name}_states").get(slot.index)
+        return value
+    name = {"indexer": "indexer_keys", "block_index": "idx_keys"}.get(slot.name, slot.name)
+    value = getattr(layer, name)
+    return None if value is None or value.numel() == 0 else value
+
+
+def _stored(layer: object, tokens: int) -> int:
+    """Return how many of the last tokens a cache layer keeps: those that the next token can see."""
+    window = getattr(layer, "sliding_window", None)
+    return tokens if window is None else min(tokens, window - 1)
+
+
+def cache_of_state(
+    model: PreTrainedModel, state: Sequence[Tensor], slots: Sequence[Slot], tokens: int
+) -> DynamicCache:
+    """Return a cache of transformers that holds a state, without gradients.
+
+    Args:
+        state: after a call; keys and values may begin earlier than the last `tokens` tokens.
+        tokens: number of tokens of the document that goes on.
+    """
+    cache = DynamicCache(config=model.config)
+    values = {slot: value.detach() for slot, value in zip(slots, state, strict=True)}
+    for slot, value in values.items():
+        layer = cache.layers[slot.layer]
+        if slot.grows is not None:
+            length = _stored(layer, tokens)
+            value = value.narrow(slot.grows, value.shape[slot.grows] - length, length)
+            values[slot] = value.clone()  # else the whole slab would stay
+        elif slot.name == "conv":
+            layer.update_conv_state(value, slot.index, conv_kernel_size=value.shape[-1])
+        else:
+            layer.update_recurrent_state(value, slot.index)
+            layer.has_previous_state[slot.index] = True
+    for slot, value in values.items():
+        layer = cache.layers[slot.layer]
+        if slot.name == "keys":
+            layer.update(
+                value, next(v for s, v in values.items() if (s.layer, s.name) == (slot.layer, "values"))
+            )
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = tokens
+        elif slot.name == "indexer":
+            layer.update_indexer(value)
+            positions = torch.arange(tokens, device=value.device)
+            layer.indexer_position_ids = positions.expand(3, len(value), tokens)
+        elif slot.name == "block_index":
+            layer.update_index(value)
+    return cache
+
+
+def states_by_layer(model: PreTrainedModel, cache: object, ids: Tensor) -> list[State]:
+    """Return the recurrent states in a cache, a tuple for each layer of a wrapped model.
+
+    Args:
+        ids: as in `state_of_cache`.
+    """
+    slots = verification_of(model).slots
+    state = state_of_cache(model, cache, slots, ids).state
+    layers = range(model.config.get_text_config().num_hidden_layers)
+    return [tuple(s for slot, s in zip(slots, state, strict=True) if slot.layer == k) for k in layers]
+
+
+def cache_by_layer(model: PreTrainedModel, states: Sequence[State]) -> DynamicCache:
+    """Return a cache of transformers with the states of `states_by_layer`."""
+    slots = sorted(verification_of(model).slots, key=lambda slot: slot.layer)  # stable: as in the states
+    return cache_of_state(model, [s for state in states for s in state], slots, tokens=1)
+
+
+def why_not_from_batch_to_batch(model: PreTrainedModel) -> str | None:
+    """Return the reason why a training loop cannot carry a wrapped model's states from batch to batch."""
+    if reason := why_not_carried(model):
+        return reason
+    if any(slot.grows is not None for slot in verification_of(model).slots):
+        return "attention's keys and values would grow for ever"
+    return None
+
+
+def refuse_if_states_are_lost(model: PreTrainedModel, slots: Sequence[Slot]) -> None:
+    """Refuse a model whose loss of a few tokens differs where their state went through transformers' cache.
+
+    Raises:
+        Refused: it does.
+    """
+    ids, labels = example_tokens(model)
+    first, rest = (slice(0, TRIAL_CHUNK_SIZE), slice(TRIAL_CHUNK_SIZE, None))
+    expected_labels = labels.clone()
+    expected_labels[:, : TRIAL_CHUNK_SIZE + 1] = IGNORE_INDEX
+    with torch.no_grad(), in_eval_mode(model), calling_original_forwards(model), check.as_refusal(model):
+        carried: CarriedState | None = None
+        for tokens in (first, rest):
+            inputs = {"input_ids": ids[:, tokens], "labels": labels[:, tokens]}
+            call = Call(model, inputs, carried=carried)
+            stage = CausalLM.from_call(call, slots, Exact())
+            batch, _ = call.batch()
+            result = make_step([stage], batch, EngineSpec(batch.seqlen, least=2)).loss(states=True)
+            cache = cache_of_state(model, result.states[0], slots, batch.seqlen)
+            carried = state_of_cache(model, cache, slots, ids)
+        with pytorch_references(model):
+            call = Call(model, {"input_ids": ids, "labels": expected_labels})
+            expected = call.run_original(use_cache=False, return_dict=True)["loss"]
+    if not alike(result.loss.double(), expected.double()):
+        check.refuse(model, "its state is more than transformers' cache keeps between calls")

@@ -1,0 +1,311 @@
+"""Tiny multimodal models of transformers with random weights, and calls of them with images or sound."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.hf.hf_models import LAYERS, SIZES, VOCAB, perturb_weights, to_float64
+
+transformers = pytest.importorskip("transformers")
+
+IMAGE, VIDEO, AUDIO, START, END = 58, 59, 57, 55, 56  # tokens
+WIDTH = 24
+TEXT: dict[str, Any] = {
+    name: SIZES[name]
+    for name in ("intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+}
+TEXT |= {"vocab_size": VOCAB, "hidden_size": WIDTH, "head_dim": 8}
+TEXT |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+M_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+DELTA = {"layer_types": LAYERS, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 6}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+VISION |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+QWEN_VISION: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+QWEN_VISION |= {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": WIDTH}
+QWEN_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+QWEN_TOKENS |= {"vision_start_token_id": START, "vision_end_token_id": END}
+GLM_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+GLM_TOKENS |= {"image_start_token_id": START, "image_end_token_id": END}
+GLM_TOKENS |= {"video_start_token_id": 53, "video_end_token_id": 54}
+
+Inputs = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
+
+
+def pixels(*shape: int, images: str = "pixel_values") -> Inputs:
+    """Return a function that makes `images` images of a shape."""
+    return lambda ids, draw: {images: torch.randn(len(STARTS), *shape, generator=draw, dtype=torch.float64)}
+
+
+def patches(features: int, kind: str = "image") -> Inputs:
+    """Return a function that makes images of 4 × 6 patches as Qwen-VL has them, or videos of one frame."""
+    pixel_name = "pixel_values" if kind == "image" else "pixel_values_videos"
+
+    def make(ids: Tensor, draw: torch.Generator) -> dict[str, Tensor]:
+        values = torch.randn(24 * len(STARTS), features, generator=draw, dtype=torch.float64)
+        types = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+        grid = torch.tensor([[1, 4, 6]] * len(STARTS))
+        return {pixel_name: values, f"{kind}_grid_thw": grid, "mm_token_type_ids": types}
+
+    return make
+
+
+def sized(make: Inputs, **sizes: Any) -> Inputs:
+    """Return a function that adds tensors of sizes, one row per image."""
+    return lambda ids, draw: {
+        **make(ids, draw),
+        **{name: torch.tensor([row] * len(STARTS)) for name, row in sizes.items()},
+    }
+
+
+def token_typed(make: Inputs, name: str = "token_type_ids") -> Inputs:
+    """Return a function that adds token types, 1 for images."""
+    return lambda ids, draw: {**make(ids, draw), name: (ids == IMAGE).long()}
+
+
+def untyped(make: Inputs) -> Inputs:
+    """Return a function that leaves out token types."""
+    return lambda ids, draw: {n: v for n, v in make(ids, draw).items() if n != "mm_token_type_ids"}
+
+
+STARTS = ((0, 4), (0, 15), (1, 9))  # row and first token of each image
+# Class → its configuration, tokens of an image, and a function that makes the images' inputs.
+MULTIMODAL: dict[str, tuple[dict[str, Any], int, Inputs]] = {
+    "Qwen3_5ForConditionalGeneration": (
+        {
+            "text_config": {**TEXT, **DELTA, "rope_parameters": M_ROPE},
+            "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+            **QWEN_TOKENS,
+        },
+        6,
+        patches(96),
+    ),
+    "Qwen3_5MoeForConditionalGeneration": (
+        {
+            "text_config": {
+                **TEXT,
+                **DELTA,
+                **EXPERTS,
+                "shared_expert_intermediate_size": 16,
+                "rope_parameters": M_ROPE,
+            },
+            "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+            **QWEN_TOKENS,
+        },
+        6,
+        patches(96),
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        {
+            "text_config": {**TEXT, "rope_parameters": M_ROPE},
+            "vision_config": {
+                **QWEN_VISION,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            **QWEN_TOKENS,
+        },
+        6,
+        patches(96),
+    ),
+    "Qwen2_5_VLForConditionalGeneration": (
+        {
+            "text_config": {**TEXT, "head_dim": 6, "rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 1]}},
+            "vision_config": {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+            **QWEN_TOKENS,
+        },
+        6,
+        patches(96),
+    ),
+    "Glm4vForConditionalGeneration": (
+        {
+            "text_config": {
+                **TEXT,
+                "head_dim": 12,
+                "rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5},
+            },
+            "vision_config": {**QWEN_VISION, "image_size": 16},
+            **GLM_TOKENS,
+        },
+        6,
+        patches(96),
+    ),
+    "Glm5NextForConditionalGeneration": (
+        {
+            "text_config": {
+                **{name: value for name, value in TEXT.items() if name != "head_dim"},
+                **{"num_key_value_heads": 4, "num_hidden_layers": 4, "hc_mult": 2},
+                **{"kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 6, "qk_nope_head_dim": 6},
+                **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+                **{"linear_head_dim": 6, "linear_num_heads": 4},
+                # pools of 3 tokens, 2 of which are picked: chunks of 8 end inside one
+                **{"index_topk": 6, "index_kpool": 3, "index_head_dim": 8, "index_n_heads": 16},
+                "layer_types": ["linear_attention", "indexed_attention"] * 2,
+                "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            },
+            "vision_config": {**QWEN_VISION, "image_size": 16, "projection_intermediate_size": 16},
+            **GLM_TOKENS,
+        },
+        6,
+        untyped(patches(96)),
+    ),
+    "Gemma3ForConditionalGeneration": (
+        {
+            "text_config": {
+                **TEXT,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
+        },
+        4,
+        token_typed(pixels(3, 16, 16)),
+    ),
+    "Mistral3ForConditionalGeneration": (
+        {
+            "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+            "image_token_index": IMAGE,
+        },
+        4,
+        sized(pixels(3, 16, 16), image_sizes=(16, 16)),
+    ),
+    "Lfm2VlForConditionalGeneration": (
+        {
+            "text_config": {
+                **TEXT,
+                "model_type": "lfm2",
+                "layer_types": ["conv", "full_attention", "conv"],
+                "block_ff_dim": 40,
+            },
+            "vision_config": {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+            "projector_hidden_size": 16,
+            "image_token_id": IMAGE,
+        },
+        4,
+        lambda ids, draw: {
+            **sized(pixels(16, 48), spatial_shapes=(4, 4))(ids, draw),
+            "pixel_attention_mask": torch.ones(len(STARTS), 16, dtype=torch.long),
+        },
+    ),
+    "InternVLForConditionalGeneration": (
+        {
+            "text_config": {**TEXT, "model_type": "qwen3"},
+            "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+            "image_token_id": IMAGE,
+            "image_seq_length": 4,
+        },
+        4,
+        pixels(3, 16, 16),
+    ),
+    "LlavaForConditionalGeneration": (
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 8},
+            "image_token_index": IMAGE,
+        },
+        4,
+        pixels(3, 8, 8),
+    ),
+    "Idefics3ForConditionalGeneration": (
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": VISION,
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+        },
+        4,
+        lambda ids, draw: {"pixel_values": torch.randn(2, 2, 3, 16, 16, generator=draw).double()},
+    ),
+    "Gemma4ForConditionalGeneration": (
+        {
+            "text_config": {
+                **TEXT,
+                "num_hidden_layers": 4,
+                "sliding_window": 5,
+                "hidden_size_per_layer_input": 4,
+                "vocab_size_per_layer_input": VOCAB,
+                "global_head_dim": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "use_bidirectional_attention": "vision",
+            },
+            "vision_config": {
+                **VISION,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 8,
+            },
+            "audio_config": None,
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "audio_token_id": AUDIO,
+        },
+        4,
+        lambda ids, draw: {
+            "pixel_values": torch.rand(len(STARTS), 16, 48, generator=draw, dtype=torch.float64),
+            "image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(
+                len(STARTS), -1, -1
+            ),
+            "mm_token_type_ids": (ids == IMAGE).long(),
+        },
+    ),
+    "VoxtralForConditionalGeneration": (
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "audio_config": {
+                "hidden_size": 16,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_mel_bins": 8,
+                "max_source_positions": 16,
+            },
+            "audio_token_id": IMAGE,
+        },
+        4,
+        pixels(8, 32, images="input_features"),
+    ),
+}
+
+
+@functools.cache
+def _imported(name: str) -> Any:
+    return getattr(transformers, name, None)
+
+
+def make_multimodal(name: str, seed: int = 0, **text: Any) -> Any:
+    """Return a model of the class `name` in float64 and training mode, away from its initial weights.
+
+    `text` are further options of its language model."""
+    torch.manual_seed(seed)
+    if (cls := _imported(name)) is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name} yet")
+    options = MULTIMODAL[name][0]
+    options = {**options, "text_config": {**options["text_config"], **text}}
+    model = cls(cls.config_class(**options))
+    return to_float64(perturb_weights(model).double().train())
+
+
+def make_multimodal_batch(name: str, seqlen: int = 29, seed: int = 0) -> dict[str, Tensor]:
+    """Return a batch of two rows with three images, labels that ignore them, and padding at the right."""
+    _, tokens, make_images = MULTIMODAL[name]
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 50, (2, seqlen), generator=draw)
+    for row, start in STARTS:
+        ids[row, start : start + tokens] = IMAGE
+    if name.startswith("Idefics3"):  # the same number of images in each row
+        ids[1, 21 : 21 + tokens] = IMAGE
+    labels = ids.masked_fill((ids == IMAGE) | (torch.rand(ids.shape, generator=draw) < 0.2), -100)
+    mask, padded = torch.ones_like(ids), 3
+    mask[-1, -padded:], labels[-1, -padded:], ids[-1, -padded:] = 0, -100, 0
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, **make_images(ids, draw)}

@@ -1,0 +1,182 @@
+"""States from call to call: a call with labels returns transformers' own cache, another goes on from it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from tests.hf.hf_models import (
+    VOCAB,
+    assert_exact,
+    by_spans,
+    current_gradients,
+    float64_throughout,
+    make,
+    one_line,
+)
+from tests.hf.multimodal_models import make_multimodal, make_multimodal_batch
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("double")]
+
+BAMBA, MAMBA, LLAMA, MISTRAL = (f"{n}ForCausalLM" for n in ("Bamba", "Mamba2", "Llama", "Mistral"))
+QWEN = "Qwen3_5ForCausalLM"
+SEGMENT = 7
+
+
+def wrapped_copy(model: Any, chunk_size: int = 3) -> Any:
+    return adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=chunk_size))
+
+
+def cache_argument(model: Any) -> str:
+    """Return what a model calls its cache."""
+    return "cache_params" if "cache_params" in model.forward.__code__.co_varnames else "past_key_values"
+
+
+def tokens(seqlen: int, seed: int = 3) -> Tensor:
+    return torch.randint(3, VOCAB, (2, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def run_segments(model: Any, ids: Tensor, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
+    """Backpropagate the loss of each segment; return their sum and the last cache."""
+    name, total = cache_argument(model), torch.zeros(())
+    for segment in ids.split(SEGMENT, dim=1):
+        out = model(input_ids=segment, labels=segment, use_cache=True, **{name: cache}, **inputs)
+        out.loss.backward()
+        total, cache = total + out.loss.detach(), getattr(out, name)
+    return total, cache
+
+
+@pytest.mark.parametrize("name", [BAMBA, QWEN, MAMBA, MISTRAL, LLAMA])
+def test_segments_are_one_sequence_whose_states_are_cut(name: str) -> None:
+    """Ten segments, the last one shorter, against the untouched model, which goes on span by span from
+    its own cache of all tokens before."""
+    model, ids = make(name), tokens(67)
+    targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+    targets[:, SEGMENT - 1 :: SEGMENT] = -100  # a segment's last token has no label
+    expected = by_spans(model, ids, targets, SEGMENT)
+    wrapped = wrapped_copy(model)
+    total, _ = run_segments(wrapped, ids, num_items_in_batch=targets.numel())
+    assert_exact((total, current_gradients(wrapped)), expected)
+
+
+@pytest.mark.parametrize("name", [BAMBA, QWEN, MISTRAL])
+def test_the_cache_is_transformers_own(name: str) -> None:
+    """The untouched model goes on from it as from its own; a call does not change the cache it is given."""
+    model, ids = make(name).eval(), tokens(23)
+    wrapped = wrapped_copy(model)
+    _, cache = run_segments(wrapped, ids[:, :14])
+    assert type(cache) is transformers.DynamicCache and cache.get_seq_length() == 14
+    tensors = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    assert tensors and not any(t.requires_grad for t in tensors)
+    assert all(t.untyped_storage().nbytes() < 2 * t.nbytes for t in tensors)
+    models_cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :14], past_key_values=models_cache, use_cache=True)
+        losses = [
+            wrapped(input_ids=ids[:, 14:], labels=ids[:, 14:], past_key_values=start).loss
+            for start in (cache, models_cache, cache)
+        ]
+        # without positions Bamba by itself counts from 0, as its first layer caches no tokens
+        positions = torch.arange(14, 23)[None]
+        logits = model(ids[:, 14:], past_key_values=cache, position_ids=positions).logits
+        expected = model(ids).logits[:, 14:]
+    assert torch.allclose(logits, expected, atol=1e-12)
+    assert losses[0] == losses[2] and losses[0].item() == pytest.approx(losses[1].item(), rel=1e-13)
+
+
+def test_documents() -> None:
+    """The first document goes on from the cache, others begin anew; the state returned is the last one's."""
+    model, ids = make(BAMBA), tokens(31)
+    wrapped = wrapped_copy(model)
+    _, cache = run_segments(wrapped, ids[:, :9])
+    wrapped.zero_grad()
+    seq_idx = torch.tensor([[0] * 5 + [1] * 17])
+    labels = ids[:, 9:].index_fill(1, torch.tensor([5]), -100)
+    out = wrapped(input_ids=ids[:, 9:], labels=labels, seq_idx=seq_idx, past_key_values=cache, use_cache=True)
+    out.loss.backward()
+    got = out.loss.detach(), current_gradients(wrapped)
+    wrapped.zero_grad()
+    pieces = [
+        wrapped(input_ids=piece, labels=piece, num_items_in_batch=40, use_cache=True, past_key_values=start)
+        for piece, start in ((ids[:, 9:14], cache), (ids[:, 14:], None))
+    ]
+    loss = pieces[0].loss + pieces[1].loss
+    loss.backward()
+    assert_exact(got, (loss.detach(), current_gradients(wrapped)))
+    ends = [
+        wrapped(input_ids=ids, labels=ids, past_key_values=end.past_key_values).loss
+        for end in (out, pieces[1])
+    ]
+    assert ends[0].item() == pytest.approx(ends[1].item(), rel=1e-13)
+
+
+@pytest.mark.parametrize("name", [BAMBA, MAMBA])
+def test_a_run_resumes_bitwise(name: str) -> None:
+    """Two steps of two segments each; weights and the cache are saved after the first, and loaded."""
+    ids = tokens(4 * SEGMENT)
+    with float64_throughout():
+        model = adjoint.wrap(make(name, torch.float32), adjoint.Exact(chunk_size=3))
+
+    def step(model: Any, ids: Tensor, cache: Any) -> Any:
+        model.zero_grad()
+        _, cache = run_segments(model, ids, cache)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad if p.grad is not None else 0, alpha=0.1)
+        return cache
+
+    cache = step(model, ids[:, : 2 * SEGMENT], None)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), cache), file)
+    file.seek(0)
+    weights, loaded_cache = torch.load(file, weights_only=False)
+    resumed = adjoint.wrap(make(name, torch.float32, seed=1), adjoint.Exact(chunk_size=3))
+    resumed.load_state_dict(weights)
+    for trained, start in ((model, cache), (resumed, loaded_cache)):
+        step(trained, ids[:, 2 * SEGMENT :], start)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def test_what_is_refused() -> None:
+    model = wrapped_copy(make(BAMBA))
+    ids = tokens(9)
+    inputs = {"input_ids": ids, "labels": ids}
+    cache = model(**inputs, use_cache=True).past_key_values
+    mask = torch.ones_like(ids).index_fill(1, torch.tensor([8]), 0)
+    padded = {**inputs, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask, "use_cache": True}
+    with one_line("the state after padding is not that of the row's last token"):
+        model(**padded)
+    with one_line("position_ids must go on from 9, the number of tokens in past_key_values"):
+        model(**inputs, past_key_values=cache, position_ids=torch.arange(9)[None])
+    with one_line("conv of layer 0 has 2 rows, and input_ids 1"):
+        model(input_ids=ids[:1], labels=ids[:1], past_key_values=cache)
+    with one_line("past_key_values is a tuple, not the cache that a call returned"):
+        model(**inputs, past_key_values=((ids, ids),))
+    static = transformers.StaticCache(config=model.config, max_cache_len=9)
+    with one_line("past_key_values has a "):
+        model(**inputs, past_key_values=static)
+    seq_idx = torch.tensor([[0] * 9, [0] * 5 + [1] * 4])
+    with one_line("rows must have the same documents"):
+        model(**inputs, seq_idx=seq_idx, use_cache=True)
+    out = model(**inputs, past_key_values=cache)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)  # changes the states that the backward reads
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+    with_images = wrapped_copy(make_multimodal("Qwen3_5ForConditionalGeneration"))
+    with one_line("where tokens stand after an image is not in the cache"):
+        with_images(**make_multimodal_batch("Qwen3_5ForConditionalGeneration"), use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["MiniMaxForCausalLM", "xLSTMForCausalLM"])
+def test_models_with_caches_of_their_own_are_left_alone(name: str) -> None:
+    model, ids = make(name, use_cache=True), tokens(9)
+    with pytest.warns(UserWarning, match="use_cache: this call is backpropagated as if not wrapped"):
+        adjoint.wrap(model, adjoint.Exact(chunk_size=3))(input_ids=ids, labels=ids, use_cache=True)
