@@ -330,13 +330,16 @@ class ChunkCache(DynamicCache):
         layers = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]  # all of them are
         return [_RecurrentStates(layer, tuple(layer.recurrent_states.values())) for layer in layers]
 
-    def layers_with_state(self, slots: Sequence[Slot], state: State, past_length: int) -> list[_StateLayer]:
+    def layers_with_state(
+        self, slots: Sequence[Slot], state: State, past_length: int, positions: Tensor | None = None
+    ) -> list[_StateLayer]:
         """Return new cache layers that hold a state.
 
         Args:
             slots: the places of the state's tensors.
             state: before the chunk; a `StateHandoff` stands for a tensor that is still to be received.
             past_length: tokens between the document's start and the chunk. At 0 no recurrent state is loaded.
+            positions: of these tokens, (components, batch, past_length), or None if they count up from 0.
         """
         layers = [_to_chunk_layer(layer) for layer in self.original_layers]
         for layer in layers:
@@ -353,9 +356,10 @@ class ChunkCache(DynamicCache):
                     layer.load_state(slot, value)
             if isinstance(layer, _IndexedAttentionLayer) and slot.name == "indexer" and past_length:
                 keys = layer.pasts["indexer"].slab.values
-                positions = torch.arange(past_length, device=keys.device)
-                # Time, height and width have equal positions in text.
-                layer.indexer_position_ids = positions.expand(3, keys.shape[0], past_length)
+                if positions is None:  # time, height and width are equal in text
+                    count = torch.arange(past_length, device=keys.device)
+                    positions = count.expand(3, keys.shape[0], past_length)
+                layer.indexer_position_ids = positions
         return layers
 
     def collect_state(self, slots: Sequence[Slot]) -> State:

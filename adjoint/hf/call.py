@@ -22,6 +22,7 @@ from adjoint.hf.cache import CarriedState, ChunkCache
 from adjoint.hf.documents import Starts, document_starts, expand_to_rows, join_rows
 from adjoint.hf.language_inputs import (
     POSITIONS,
+    PREFIX,
     LanguageInputs,
     LanguageLayout,
     capture,
@@ -241,6 +242,20 @@ class Call:
         """Positions of several components, (components, batch, seqlen), or None if they are plain numbers."""
         positions = self.arguments.get(POSITIONS)
         return positions if isinstance(positions, Tensor) and positions.dim() == 3 else None
+
+    @property
+    def positions_by_row(self) -> Tensor | None:
+        """Positions of several components in the batch's rows, (rows, seqlen, components), or None.
+
+        Of four, the first is left out: it counts a document's tokens."""
+        if self.language_inputs is not None:
+            positions = self.language_inputs.tokens.get(PREFIX + POSITIONS)
+        elif (positions := self.position_components) is not None:
+            positions = positions.expand(-1, *self.ids.shape).movedim(0, -1)
+        if positions is None or positions.dim() != 3:
+            return None
+        rows, _ = join_rows({POSITIONS: positions}, self.starts)
+        return rows[POSITIONS][..., 1:] if positions.shape[-1] == 4 else rows[POSITIONS]
 
     @property
     def document_arguments(self) -> tuple[str, ...]:

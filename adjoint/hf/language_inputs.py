@@ -41,11 +41,20 @@ from adjoint.hf.model_parts import (
 from adjoint.hf.snapshot import ForwardState, Snapshot
 
 # Inputs that each chunk gets from its own call of the model around the language model.
-MADE_FOR_EACH_CHUNK = ("attention_mask", "past_key_values", "cache_params", "use_cache", "cache_position")
+MADE_FOR_EACH_CHUNK = (
+    "attention_mask",
+    "past_key_values",
+    "cache_params",
+    "use_cache",
+    "cache_position",
+    "return_dict",
+    check.ROUTER_LOGITS,
+)
 PREFIX = "language_model."  # of such inputs in a `Batch`
 # The attention implementation whose masks are None: those of a whole sequence would take memory quadratic in
 # its length. It notes which tokens see the one after them.
 NO_MASKS = "adjoint_no_masks"
+IDS = f"{PREFIX}ids"  # the ids of the call
 EMBEDS, POSITIONS = "inputs_embeds", "position_ids"
 
 
@@ -78,10 +87,12 @@ class LanguageLayout:
     Attributes:
         tensors: in the order in which they are flattened, or the values of other inputs.
         spec: of the dictionary of inputs.
+        has_ids: whether the call has ids, which the model around the language model may read.
     """
 
     tensors: tuple[object, ...]
     spec: TreeSpec = dataclasses.field(compare=False)
+    has_ids: bool = False
 
     def unpack(self, features: Tensor, tokens: Mapping[str, Tensor]) -> dict[str, object]:
         """Return the language model's inputs for some consecutive tokens.
@@ -109,10 +120,13 @@ class LanguageLayout:
             values.append(value)
         return tree_unflatten(values, self.spec)
 
-    def example(self, embeddings: Tensor, types: Tensor) -> LanguageInputs:
-        """Return inputs of this layout for embeddings (1, tokens, hidden_size); `types` is 0 or 1 for each
-        token, as (1, tokens)."""
-        features, tokens = [embeddings], dict[str, Tensor]()
+    def example(self, ids: Tensor, embeddings: Tensor, types: Tensor) -> LanguageInputs:
+        """Return inputs of this layout for a few tokens.
+
+        Args:
+            ids: (1, tokens). embeddings: (1, tokens, hidden_size). types: 0 or 1 for each token, (1, tokens).
+        """
+        features, tokens = [embeddings], {IDS: ids} if self.has_ids else {}
         for layout in self.tensors:
             if not isinstance(layout, TensorLayout) or layout.name == EMBEDS:
                 continue
@@ -155,7 +169,8 @@ def example_positions(types: Tensor, components: int) -> Tensor:
     is_first = torch.ones_like(types, dtype=torch.bool)
     is_first[:, 1:] = types[:, 1:] != types[:, :-1]
     still = torch.where(is_first | (types == 0), index, 0).cummax(1).values
-    rest = [still + (index - still) // (i + 1) for i in range(1, components)]
+    # far apart, so that positions taken for others show
+    rest = [(5 * still + (i + 1) * (index - still)) % 23 for i in range(1, components)]
     return torch.stack([index[None], *rest], dim=-1)
 
 
@@ -185,11 +200,22 @@ def feeding(model: PreTrainedModel, inputs: dict[str, object]) -> Iterator[None]
         yield
 
 
-def shared_inputs(model: PreTrainedModel, inputs: dict[str, object]) -> dict[str, object]:
-    """Return the language model's inputs that the model around it takes too: it need not compute them, as it
-    could not from embeddings."""
+def outer_inputs(
+    model: PreTrainedModel, inputs: dict[str, object], tokens: Mapping[str, Tensor]
+) -> dict[str, object]:
+    """Return the inputs with which the model around the language model is called, to make its masks.
+
+    These are ids, if the call has them, and positions. Without ids they are embeddings, and all that is given
+    to the language model and that this model takes too, as it could not compute it from embeddings.
+
+    Args:
+        inputs: of the language model. tokens: as in `LanguageLayout.unpack`.
+    """
     parameters = inspect.signature(original_class(backbone_of(model)).forward).parameters
-    return {name: value for name, value in inputs.items() if name in parameters and value is not None}
+    shared = {name: value for name, value in inputs.items() if name in parameters and value is not None}
+    if (ids := tokens.get(IDS)) is None:
+        return shared
+    return {"input_ids": ids, **{name: value for name, value in shared.items() if name == POSITIONS}}
 
 
 def capture(model: PreTrainedModel, arguments: dict[str, object]) -> LanguageInputs:
@@ -230,7 +256,11 @@ def capture(model: PreTrainedModel, arguments: dict[str, object]) -> LanguageInp
         check.refuse(model, f"its own forward runs the language model {len(calls)} times, not once")
     inputs = {name: value for name, value in calls[0].items() if name not in MADE_FOR_EACH_CHUNK}
     ahead = functools.reduce(torch.logical_or, _sight.ahead) if _sight.ahead else None
-    return dataclasses.replace(_pack(model, inputs), sees_next=ahead)
+    packed, ids = _pack(model, inputs), arguments.get("input_ids")
+    if isinstance(ids, Tensor):
+        layout = dataclasses.replace(packed.layout, has_ids=True)
+        packed = LanguageInputs(layout, packed.features, {**packed.tokens, IDS: ids})
+    return dataclasses.replace(packed, sees_next=ahead)
 
 
 class _Sight(threading.local):

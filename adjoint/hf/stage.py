@@ -37,7 +37,7 @@ from adjoint.hf.language_inputs import (
     PREFIX,
     LanguageLayout,
     feeding,
-    shared_inputs,
+    outer_inputs,
 )
 from adjoint.hf.model_parts import (
     Forward,
@@ -65,11 +65,17 @@ class CallContext(NamedTuple):
         language_layout: of the language model's inputs, if the stage's input are these
             (`language_inputs.LanguageInputs`).
         carried: the state with which sequences begin, or None.
+        positions: of several components, (rows, seqlen, components), of all tokens; None if they are plain.
     """
 
     padding: Padding | None = None
     language_layout: LanguageLayout | None = None
     carried: CarriedState | None = None
+    positions: Tensor | None = None
+
+    @staticmethod
+    def from_call(call: Call, padding: Padding | None) -> CallContext:
+        return CallContext(padding, call.kind.language_layout, call.carried, call.positions_by_row)
 
 
 class Backbone(Stage):
@@ -116,7 +122,7 @@ class Backbone(Stage):
         self.layers = [] if recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches = fetches
         self.router = router
-        self.padding, self.language_layout, self.carried = context or CallContext()
+        self.padding, self.language_layout, self.carried, self.positions = context or CallContext()
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -180,18 +186,28 @@ class Backbone(Stage):
     def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[ModelOutput, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
         cache, past_length = copy.copy(self.cache), self.past_length(chunk)
-        cache.layers = cache.layers_with_state(self.slots, state, past_length)
+        positions = self._past_positions(chunk)
+        cache.layers = cache.layers_with_state(self.slots, state, past_length, positions)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
         with replaced_forwards(
-            {layer: self._recompute_layer(layer.forward, cache, state, past_length) for layer in layers}
+            {
+                layer: self._recompute_layer(layer.forward, cache, state, past_length, positions)
+                for layer in layers
+            }
         ):
             output = self.call_backbone(x, cache, chunk)
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         return output, after
+
+    def _past_positions(self, chunk: Batch) -> Tensor | None:
+        """Return the positions of the tokens before a chunk in its document, or None if they are plain."""
+        if self.positions is None:
+            return None
+        return self.positions[:, chunk.document : chunk.start].movedim(-1, 0)
 
     def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> ModelOutput:
         """Call the backbone on a chunk.
@@ -209,11 +225,9 @@ class Backbone(Stage):
         language_inputs: dict[str, object] = {}
         if self.language_layout is not None:
             language_inputs = self.language_layout.unpack(x, chunk.inputs)
-            inputs |= shared_inputs(self.model, language_inputs)
-            embeddings = language_inputs[EMBEDS]
-            assert isinstance(embeddings, Tensor)
-            x = embeddings
-        inputs[EMBEDS if x.is_floating_point() else "input_ids"] = x
+            inputs |= outer_inputs(self.model, language_inputs, chunk.inputs)
+        else:
+            inputs[EMBEDS if x.is_floating_point() else "input_ids"] = x
         inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
         if self.router is not None:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
@@ -234,7 +248,12 @@ class Backbone(Stage):
             return self.backbone(use_cache=True, **inputs)
 
     def _recompute_layer(
-        self, forward: Forward, cache: ChunkCache, state: State, past_length: int
+        self,
+        forward: Forward,
+        cache: ChunkCache,
+        state: State,
+        past_length: int,
+        positions: Tensor | None,
     ) -> Forward:
         """Return a layer's forward that is recomputed in the backward from the state before the chunk.
 
@@ -243,7 +262,7 @@ class Backbone(Stage):
         def recomputed_forward(*args: object, **kwargs: object) -> object:
             generator_states: list[Sequence[object]] = []
             # Made here, so that every recomputation gets the same tensors.
-            initial_layers = cache.layers_with_state(self.slots, state, past_length)
+            initial_layers = cache.layers_with_state(self.slots, state, past_length, positions)
 
             def run(*args: object, **kwargs: object) -> object:
                 if not generator_states:
@@ -307,7 +326,7 @@ class CausalLM(Backbone):
             slots,
             recompute=method.recompute,
             fetches=fetches,
-            context=CallContext(padding, call.kind.language_layout, call.carried),
+            context=CallContext.from_call(call, padding),
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             hidden_states=hidden_states,

@@ -21,7 +21,7 @@ from adjoint.hf.check import ROUTER_LOGITS, uses_router_loss
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.kernels.replacements import pytorch_references
-from adjoint.hf.language_inputs import EMBEDS, POSITIONS, example_positions, feeding, shared_inputs
+from adjoint.hf.language_inputs import EMBEDS, POSITIONS, example_positions, feeding, outer_inputs
 from adjoint.hf.model_parts import (
     backbone_of,
     calling_original_forwards,
@@ -162,7 +162,7 @@ def gradient_functions(
         batch, _ = call.batch()
         cut_spec = move_edges_out_of_blocks(model, spec, batch)
         if not kind.loss:
-            context = CallContext(call.padding, kind.language_layout)
+            context = CallContext.from_call(call, call.padding)
             backbone = Backbone(model, slots, recompute=method.recompute, context=context)
             return make_step([backbone, WeightedSum()], batch, cut_spec)
         stage = CausalLM.from_call(call, slots, method, fetches)
@@ -178,7 +178,7 @@ def example_call(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: Call
     if kind.language_layout is None:
         return Call(model, inputs)
     types = torch.tensor(EXAMPLE_TOKEN_TYPES, device=ids.device)[None]
-    return Call(model, inputs, kind.language_layout.example(inputs.pop(EMBEDS), types))
+    return Call(model, inputs, kind.language_layout.example(ids, inputs.pop(EMBEDS), types))
 
 
 @contextlib.contextmanager
@@ -189,7 +189,7 @@ def feeding_whole(call: Call) -> Iterator[None]:
         return
     inputs = language_inputs.layout.unpack(language_inputs.features, language_inputs.tokens)
     before = call.arguments
-    call.arguments = {**before, **shared_inputs(call.model, inputs)}
+    call.arguments = {**before, **outer_inputs(call.model, inputs, language_inputs.tokens)}
     try:
         with feeding(call.model, inputs):
             yield

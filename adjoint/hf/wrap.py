@@ -473,7 +473,7 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
         model,
         verification.slots,
         recompute=verification.wrap_state.method.recompute,
-        context=CallContext(verification.padding_of(call), call.kind.language_layout),
+        context=CallContext.from_call(call, verification.padding_of(call)),
         router=RouterLogits() if call.kind.routed else None,
     )
     collect = CollectHiddenStates(batch.seqlen)

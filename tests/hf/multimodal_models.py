@@ -102,6 +102,25 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], int, Inputs]] = {
         6,
         patches(96),
     ),
+    "Qwen4ExpForConditionalGeneration": (  # attention is sparse, by an indexer that keeps positions
+        {
+            "text_config": {
+                **TEXT,
+                **DELTA,
+                **EXPERTS,
+                **{name: SIZES[name] for name in SIZES if name.startswith(("indexer_", "hc_", "split_"))},
+                **{name: SIZES[name] for name in SIZES if "ngram" in name},
+                "shared_expert_intermediate_size": 16,
+                "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+                "ple_layer_ids": [1],
+                "rope_parameters": M_ROPE,
+            },
+            "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+            **QWEN_TOKENS,
+        },
+        6,
+        patches(96),
+    ),
     "Qwen3VLForConditionalGeneration": (
         {
             "text_config": {**TEXT, "rope_parameters": M_ROPE},
@@ -119,6 +138,22 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], int, Inputs]] = {
         {
             "text_config": {**TEXT, "head_dim": 6, "rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 1]}},
             "vision_config": {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+            **QWEN_TOKENS,
+        },
+        6,
+        patches(96),
+    ),
+    "Qwen2VLForConditionalGeneration": (
+        {
+            "text_config": {
+                **TEXT,
+                "head_dim": 6,
+                "rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 1]},
+            },
+            "vision_config": {
+                **{"depth": 2, "embed_dim": 16, "hidden_size": WIDTH, "mlp_ratio": 2},
+                **{"num_heads": 2, "patch_size": 4},
+            },
             **QWEN_TOKENS,
         },
         6,
@@ -207,6 +242,16 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], int, Inputs]] = {
         4,
         pixels(3, 16, 16),
     ),
+    "Cohere2VisionForConditionalGeneration": (
+        {
+            "text_config": {**TEXT, "model_type": "cohere2", "sliding_window": 5},
+            "vision_config": {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_token_id": IMAGE,
+            "alignment_intermediate_size": 16,
+        },
+        4,
+        pixels(3, 16, 16),
+    ),
     "LlavaForConditionalGeneration": (
         {
             "text_config": {**TEXT, "model_type": "llama"},
@@ -283,7 +328,7 @@ def _imported(name: str) -> Any:
     return getattr(transformers, name, None)
 
 
-def make_multimodal(name: str, seed: int = 0, **text: Any) -> Any:
+def make_multimodal(name: str, seed: int = 1, **text: Any) -> Any:
     """Return a model of the class `name` in float64 and training mode, away from its initial weights.
 
     `text` are further options of its language model."""

@@ -98,6 +98,7 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
         lambda i: {n: i[n] for n in ("input_ids", "labels", "mm_token_type_ids")},
     ),
     "padding at the left": (QWEN, padded_left),
+    "an indexer, layers recomputed": ("Qwen4ExpForConditionalGeneration", lambda i: i),
     "embeddings and images": (LLAVA, lambda i: i),
 }
 
@@ -109,7 +110,8 @@ def test_an_input_is_honoured(case: str) -> None:
     if case.startswith("embeddings"):  # placeholders are recognised by their embedding
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
     expected = loss_and_gradients(model, **inputs)
-    assert_exact(loss_and_gradients(wrapped_copy(model), **inputs), expected)
+    method = adjoint.Exact(chunk_size=8, recompute="full" if "recomputed" in case else "none")
+    assert_exact(loss_and_gradients(wrapped_copy(model, method), **inputs), expected)
 
 
 def test_documents_of_positions_with_four_components() -> None:
@@ -125,7 +127,7 @@ def test_documents_of_positions_with_four_components() -> None:
         loss.backward()
         total = total + loss.detach()
     expected = total, current_gradients(model)
-    with pytest.warns(UserWarning, match="lets documents see those before them"):
+    with pytest.warns(UserWarning, match="lets documents attend to earlier ones"):
         assert_exact(loss_and_gradients(wrapped_copy(model), **inputs), expected)
 
 
@@ -238,5 +240,29 @@ def test_a_mask_that_only_the_model_knows_is_refused(monkeypatch: pytest.MonkeyP
 
     model = wrapped_copy(make_multimodal(GEMMA))
     monkeypatch.setattr(chunking, "block_function", lambda *_: None)
-    with one_line("its own mask lets tokens see those after them, which a chunk does not know"):
+    with one_line("its own mask lets tokens attend to later ones, which a chunk does not have"):
         model(**make_multimodal_batch(GEMMA))
+
+
+def test_trainer_with_a_vision_collator(tmp_path: Path) -> None:
+    """Two steps of two batches each and an evaluation, wrapped and not, in float32."""
+    transformers = pytest.importorskip("transformers")
+    batches = [make_multimodal_batch(QWEN_VL, seed=seed) for seed in range(4)]
+
+    def collate(features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        (batch,) = features
+        return {name: t.float() if t.is_floating_point() else t for name, t in batch.items()}
+
+    results = []
+    for wrapped in (False, True):
+        model = make_multimodal(QWEN_VL).float()
+        model = wrapped_copy(model) if wrapped else model
+        options = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+        options |= {"report_to": [], "use_cpu": True, "remove_unused_columns": False, "save_strategy": "no"}
+        arguments = transformers.TrainingArguments(str(tmp_path), disable_tqdm=True, **options)
+        trainer = transformers.Trainer(
+            model, arguments, collate, train_dataset=batches, eval_dataset=batches[:1]
+        )
+        trainer.train()
+        results.append(trainer.evaluate()["eval_loss"])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
