@@ -533,15 +533,15 @@ class SequenceGroup(Distribution):
     def summed(
         self, terms: Sequence[Tensor | None], zeros: Callable[[int], Tensor]
     ) -> Sequence[Tensor | None]:
-        whole = list(terms)  # a DTensor's shards are summed, and it stays what it is
+        tensors = list(terms)  # a DTensor's shards are summed, and it stays what it is
 
         def local_zeros(i: int) -> Tensor:
-            whole[i] = tensor = zeros(i)
+            tensors[i] = tensor = zeros(i)
             return local(tensor)
 
         shards = [None if term is None else local(term) for term in terms]
         totals = list(summed(shards, local_zeros, self.transport, self.transport.ranks))
-        for i, (tensor, total) in enumerate(zip(whole, totals, strict=True)):
+        for i, (tensor, total) in enumerate(zip(tensors, totals, strict=True)):
             if tensor is not None and total is not None and local(tensor) is not tensor:
                 local(tensor).copy_(total)
                 totals[i] = tensor
