@@ -13,6 +13,7 @@ from typing import Any
 
 from adjoint.cli import main
 from adjoint.cluster.heartbeat import NOTICE
+from adjoint.engine import binomial
 from adjoint.engine.verification import COARSE
 from adjoint.memory import size_bytes
 from adjoint.plan.memory import RESERVED
@@ -140,6 +141,14 @@ def method_and_kernels() -> str:
     return report.markdown_table(["", "kernels", *map("{:,} tokens".format, lengths)], table, left=(0, 1))
 
 
+def reversible() -> str:
+    """Return the table of how many chunks can be reversed, by the states that are stored."""
+    repeats = range(1, 6)
+    heads = ("states", *(f"again at most {n}×" for n in repeats))
+    lines = [[str(n), *(f"{binomial.reversible_chunks(n, r):,}" for r in repeats)] for n in (8, 32, 128)]
+    return report.markdown_table(heads, lines)
+
+
 # Tables of several results or of the planner, which no benchmark writes: document, mark, what makes it.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "method and kernels", method_and_kernels),
@@ -147,6 +156,7 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/results.md", "models by vectors", models_by_vectors),
     ("docs/long_memory.md", "positions", positions),
     ("docs/method_costs.md", "recompute", recomputed),
+    ("docs/method_costs.md", "reversible", reversible),
 ]
 
 # ----------------------------------------------------------------------------------------- numbers by name
