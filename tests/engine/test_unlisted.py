@@ -166,5 +166,5 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     model, v = make_model("mamba2"), nn.Parameter(vector())
     t = v.exp()
     model.layers[0].register_forward_hook(lambda _, __, out: (Scaled.apply(out[0], t), *out[1:]))
-    with pytest.raises(UserError, match=r"made before the call .* \(ExpBackward0\)"):
+    with pytest.raises(UserError, match=r"before the call \(ExpBackward0\)"):
         gradients(model, {"v": v}, nothing, Exact(chunk_size=8))
