@@ -127,7 +127,9 @@ class BetweenTiles(Exchange):
         chunk, grid = values.chunks[c], values.grid
         begin = chunk.document or -slab.before  # what was there before belongs to the first document
         first_grad_token = begin if not grid.dropped else grid.first_grad_token(c)
-        return Past(slab, chunk.start, begin, first_grad_token, *values.documents(chunk, slab.before))
+        return Past(
+            slab, chunk.start, begin, first_grad_token, *values.documents(*grid.cuts[c : c + 2], slab.before)
+        )
 
     def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
         recurrent_state = recurrent(state, values.grows[k])

@@ -45,13 +45,12 @@ class Documents:
     def __init__(self, seq_idx: Tensor | None) -> None:
         self.seq_idx = seq_idx
 
-    def __call__(self, chunk: Batch, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
-        """Return `Past.visible` and `Past.starts` of a chunk; () if the batch has no `seq_idx`.
+    def __call__(self, start: int, stop: int, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
+        """Return `Past.visible` and `Past.starts` of the chunk [start, stop); () without `seq_idx`.
 
         The initial state's `before` tokens belong to each row's first document."""
-        if chunk.seq_idx is None:
+        if self.seq_idx is None:
             return ()
-        start, stop = chunk.start, chunk.start + chunk.seqlen
         visible, starts = [], []
         for row in self._starts_by_row:
             last = row[bisect.bisect_right(row, start) - 1]

@@ -31,7 +31,7 @@ from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.storage import Slab, by_itself, growing, joined, recurrent
 from adjoint.engine.tile import Cotangents
-from adjoint.engine.tile_values import Chunks, Documents, TileValues
+from adjoint.engine.tile_values import Documents, TileValues
 from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
@@ -131,7 +131,7 @@ class WithinTiles(Exchange):
     def begin(self, values: TileValues) -> None:
         super().begin(values)
         grid, self.initial_tokens = values.grid, _initial_tokens(values)
-        span = functools.partial(_span, values.chunks, values.documents, self.initial_tokens)
+        span = functools.partial(_span, grid, values.documents, self.initial_tokens)
         self.distributed_kv = DistributedKV(grid, self.owners, self.rank, self.transport, span)
         self.first_tags = list(
             itertools.accumulate((len(packing.shapes) for packing in values.packing), initial=STATES)
@@ -150,7 +150,7 @@ class WithinTiles(Exchange):
         chunk, initial_tokens = values.chunks[c], self.initial_tokens
         begin = chunk.document or -initial_tokens
         arguments = self.distributed_kv, slab, c, chunk.start, begin, anchor, fetches
-        return DistributedPast(*arguments, *values.documents(chunk, initial_tokens))
+        return DistributedPast(*arguments, *values.documents(*values.grid.cuts[c : c + 2], initial_tokens))
 
     def state(self, values: TileValues, k: int, c: int) -> tuple[Any, ...]:
         initial, grows, grid = values.batch.states[k], values.grows[k], values.grid
@@ -329,16 +329,16 @@ def _initial_tokens(values: TileValues) -> int:
     return max(past_lengths, default=0)
 
 
-def _span(
-    chunks: Chunks, documents: Documents, initial_tokens: int, c: int, row: int | None
-) -> tuple[int, int]:
-    """Return the `kv.TokenRange` of a chunk, in a sequence that `initial_tokens` tokens precede."""
-    chunk = chunks[c]
+def _span(grid: Grid, documents: Documents, initial_tokens: int, c: int, row: int | None) -> tuple[int, int]:
+    """Return the `kv.TokenRange` of a chunk, in a sequence that `initial_tokens` tokens precede.
+
+    It computes nothing on tensors: attention calls it while activation checkpointing records operators."""
+    start, stop = grid.cuts[c : c + 2]
     if row is None:
-        return chunk.seqlen, chunk.document or -initial_tokens
-    boundaries = documents(chunk, initial_tokens)
+        return stop - start, grid.document(c) or -initial_tokens
+    boundaries = documents(start, stop, initial_tokens)
     assert boundaries, "only documents make rows differ"
-    return min([*boundaries[1][row], chunk.seqlen]), chunk.start - boundaries[0][row]
+    return min([*boundaries[1][row], stop - start]), start - boundaries[0][row]
 
 
 def distribution_of(group: dist.ProcessGroup | SingleRank | None) -> Distribution:
