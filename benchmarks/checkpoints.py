@@ -39,7 +39,7 @@ class Checkpoints(steps.StepBenchmark):
     lengths: ClassVar = [8192, 65536, 524288, 4194304]
     repeats = 1
     compared = (20_000, None)  # more chunks than some ways store states
-    whole = ("lengths", "ways", "allocators")
+    limiting_options = ("lengths", "ways", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": ALL}, ("allocator", "length"))
     document = "docs/method_costs.md"
     caption = "Memory and time of Exact with binomial checkpoints against length"

@@ -244,6 +244,7 @@ def test_a_mask_that_only_the_model_knows_is_refused(monkeypatch: pytest.MonkeyP
         model(**make_multimodal_batch(GEMMA))
 
 
+@pytest.mark.slow
 def test_trainer_with_a_vision_collator(tmp_path: Path) -> None:
     """Two steps of two batches each and an evaluation, wrapped and not, in float32."""
     transformers = pytest.importorskip("transformers")
