@@ -34,11 +34,7 @@ def by(model: Any, method: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[st
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_with_all_states(name: str) -> None:
-<<<<<<< HEAD
-    """Rows are tried whole, and one cut into documents of several chunks, of one and of less."""
-=======
     """Rows without documents, and a row in documents of several chunks, of a chunk and of less."""
->>>>>>> main
     model: Any = make(name, **MODELS[name])
     starts = (0, 13, 15, 16, 33)
     positions = torch.cat([torch.arange(b - a) for a, b in zip(starts, (*starts[1:], 47), strict=True)])
