@@ -145,7 +145,7 @@ FIGURES = [
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
            SCANS),
     Figure("docs/method_costs.md", Checkpoints(), "", "--lengths 1K 2K",
-            (*STACK, "engine/binomial.py", "engine/schedule.py")),
+           (*STACK, "engine/binomial.py", "engine/schedule.py")),
     Figure("docs/method_costs.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
     Figure("docs/method_costs.md", LayerWork(), "", "", ("layers/*.py",)),
     Figure("docs/convergence_tables.md", Convergence(), "",

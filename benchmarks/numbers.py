@@ -120,6 +120,14 @@ def models_by_vectors() -> str:
     return report.markdown_table(["", *(f"{said}, {way}" for said, _, way in ways)], lines)
 
 
+def reversible() -> str:
+    """Return the table of how many chunks can be reversed, by the states that are stored."""
+    repeats = range(1, 6)
+    heads = ("states", *(f"again at most {n}×" for n in repeats))
+    lines = [[str(n), *(f"{binomial.reversible_chunks(n, r):,}" for r in repeats)] for n in (8, 32, 128)]
+    return report.markdown_table(heads, lines)
+
+
 def method_and_kernels() -> str:
     """Memory and time of a step by the method alone, by the kernels alone, and by both."""
     lines = [
@@ -139,14 +147,6 @@ def method_and_kernels() -> str:
         [title, kernels, *(cells.get((method, n), "–") for n in lengths)] for title, kernels, method in lines
     )
     return report.markdown_table(["", "kernels", *map("{:,} tokens".format, lengths)], table, left=(0, 1))
-
-
-def reversible() -> str:
-    """Return the table of how many chunks can be reversed, by the states that are stored."""
-    repeats = range(1, 6)
-    heads = ("states", *(f"again at most {n}×" for n in repeats))
-    lines = [[str(n), *(f"{binomial.reversible_chunks(n, r):,}" for r in repeats)] for n in (8, 32, 128)]
-    return report.markdown_table(heads, lines)
 
 
 # Tables of several results or of the planner, which no benchmark writes: document, mark, what makes it.
