@@ -127,7 +127,7 @@ def test_documents_of_positions_with_four_components() -> None:
         loss.backward()
         total = total + loss.detach()
     expected = total, current_gradients(model)
-    with pytest.warns(UserWarning, match="lets documents see those before them"):
+    with pytest.warns(UserWarning, match="lets documents attend to earlier ones"):
         assert_exact(loss_and_gradients(wrapped_copy(model), **inputs), expected)
 
 
