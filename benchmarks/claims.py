@@ -595,7 +595,7 @@ class Claims(Benchmark):
     name = "claims"
     module = "benchmarks.claims"
     uses = ("sources", "scaling")
-    whole = ("groups",)
+    limiting_options = ("groups",)
     document = "docs/paper_claims.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

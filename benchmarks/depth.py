@@ -34,7 +34,7 @@ EXACT = "exact"
 class Depth(Benchmark):
     name = "depth"
     module = "benchmarks.convergence.train"
-    whole = ("methods", "layers", "seeds", "steps", "seqlen", "batch")
+    limiting_options = ("methods", "layers", "seeds", "steps", "seqlen", "batch")
     document = "docs/convergence.md"
     caption = "Loss above Exact's against the number of layers"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adjoint.tools.measure.process import ROOT
+from benchmarks.checkpoints import Checkpoints
 from benchmarks.claims import Claims
 from benchmarks.convergence.command import Convergence
 from benchmarks.depth import Depth
@@ -143,6 +144,8 @@ FIGURES = [
            "--out benchmarks/results/avx512", None, WRAPPED),
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
            SCANS),
+    Figure("docs/method_costs.md", Checkpoints(), "", "--lengths 1K 2K",
+           (*STACK, "engine/binomial.py", "engine/schedule.py")),
     Figure("docs/method_costs.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
     Figure("docs/method_costs.md", LayerWork(), "", "", ("layers/*.py",)),
     Figure("docs/convergence_tables.md", Convergence(), "",

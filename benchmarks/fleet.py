@@ -87,7 +87,7 @@ def measure(point: Point) -> Point:
 class Fleet(Benchmark):
     name = "fleet"
     module = "benchmarks.fleet"
-    whole = ("models", "gpus", "devices")
+    limiting_options = ("models", "gpus", "devices")
     document = "docs/paper_fleet.md"
     caption = "Tokens per second against GPUs, planned and simulated; dotted: in proportion to GPUs"
 

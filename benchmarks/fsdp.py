@@ -74,7 +74,7 @@ class Fsdp(Benchmark):
     name = "fsdp"
     module = "benchmarks.fsdp"
     uses = ("wrapped",)
-    whole = ("lengths", "models")
+    limiting_options = ("lengths", "models")
     ratios = (("memory_bytes",), {"way": "checkpointing"}, ("model", "length"))
     document = "docs/models_memory.md"
 

@@ -137,7 +137,7 @@ def _alone(one: Example, sums: Gradients) -> tuple[Callable[[], Any], Callable[[
 class LayerWork(Benchmark):
     name = "layer_work"
     module = "benchmarks.layer_work"
-    whole = ("mixers",)
+    limiting_options = ("mixers",)
     document, mark = "docs/method_costs.md", "layer work"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -95,7 +95,7 @@ class Memory(steps.StepBenchmark):
     lengths: ClassVar = [4096, 16384, 65536]
     above, first = "imports", 128
     checked = (({"method": "hf-mamba2-checkpoint"}, 2e9), ({"method": "backprop-checkpoint"}, 2e9))
-    whole = ("lengths", "methods", "allocators")
+    limiting_options = ("lengths", "methods", "allocators")
     ratios = (tuple(FIELDS), {"method": BASE}, ("allocator", "length"))
     document = "docs/results.md"
     title = "peak memory above the imports · time per token"

@@ -25,7 +25,7 @@ class MiniSequence(Benchmark):
     name = "mini_sequence"
     module = "benchmarks.steps"
     uses = ("mini_sequence",)
-    whole = ("tokens", "words")
+    limiting_options = ("tokens", "words")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(parser, tokens=(16384, "in slices"), plain_tokens=(8192, "of the plain head"),

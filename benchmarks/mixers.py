@@ -87,7 +87,7 @@ def _rules(length: int) -> dict[str, Callable[[], object]]:
 class Mixers(Benchmark):
     name = "mixers"
     module = "benchmarks.mixers"
-    whole = ("mixers",)
+    limiting_options = ("mixers",)
     document = "docs/method_costs.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

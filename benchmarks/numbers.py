@@ -13,6 +13,7 @@ from typing import Any
 
 from adjoint.cli import main
 from adjoint.cluster.heartbeat import NOTICE
+from adjoint.engine import binomial
 from adjoint.engine.verification import COARSE
 from adjoint.memory import size_bytes
 from adjoint.plan.memory import RESERVED
@@ -119,6 +120,14 @@ def models_by_vectors() -> str:
     return report.markdown_table(["", *(f"{said}, {way}" for said, _, way in ways)], lines)
 
 
+def reversible() -> str:
+    """Return the table of how many chunks can be reversed, by the states that are stored."""
+    repeats = range(1, 6)
+    heads = ("states", *(f"again at most {n}×" for n in repeats))
+    lines = [[str(n), *(f"{binomial.reversible_chunks(n, r):,}" for r in repeats)] for n in (8, 32, 128)]
+    return report.markdown_table(heads, lines)
+
+
 def method_and_kernels() -> str:
     """Memory and time of a step by the method alone, by the kernels alone, and by both."""
     lines = [
@@ -147,6 +156,7 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/results.md", "models by vectors", models_by_vectors),
     ("docs/long_memory.md", "positions", positions),
     ("docs/method_costs.md", "recompute", recomputed),
+    ("docs/method_costs.md", "reversible", reversible),
 ]
 
 # ----------------------------------------------------------------------------------------- numbers by name

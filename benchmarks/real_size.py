@@ -34,7 +34,7 @@ _QWEN = {
 class RealSize(Wrapped):
     name = "real_size"
     uses = ("wrapped", "real_size", "segments")
-    whole = ("ways", "allocators")
+    limiting_options = ("ways", "allocators")
     models: ClassVar = {"Mamba-2 130M": (_MAMBA2, 0, 32768), "Qwen3.5-like 0.8B": (_QWEN, 6, 32768)}
     ways: ClassVar = {
         "checkpointing": WAYS["checkpointing"][0],

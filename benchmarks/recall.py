@@ -105,7 +105,7 @@ def accuracy(model: adjoint.Stack, ids: Tensor, labels: Tensor) -> float:
 class Recall(Benchmark):
     name = "recall"
     module = "benchmarks.recall"
-    whole = ("mixers",)
+    limiting_options = ("mixers",)
     document, caption = "docs/long_memory.md", "Needles found, by mixer"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -98,7 +98,7 @@ class Benchmark:
         module: full name of the module whose `measure(point)` measures a point.
         uses: files and folders of benchmarks/ that its measurements depend on, besides the shared ones.
         packages: whose versions they depend on; empty: all that are noted.
-        whole: options that leave something out: only runs with their defaults can be published.
+        limiting_options: options that leave something out: only runs with their defaults can be published.
         ratios: fields, the base's fields, and the fields in which a row agrees with its base.
         document, mark: where `--publish` puts the table, between which marks.
         caption: of the picture, where the document has it above the table.
@@ -110,7 +110,7 @@ class Benchmark:
     module = ""
     uses: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
+    limiting_options: tuple[str, ...] = ()
     ratios: tuple[tuple[str, ...], Row, tuple[str, ...]] | None = None
     document = ""
     mark = ""
@@ -215,7 +215,9 @@ class Benchmark:
         add("--redraw", action="store_true", help="measure nothing: tables and pictures of results once more")
         self.arguments(parser)
         options = parser.parse_args(arguments)
-        partly = [name for name in self.whole if getattr(options, name) != parser.get_default(name)]
+        partly = [
+            name for name in self.limiting_options if getattr(options, name) != parser.get_default(name)
+        ]
         inside = options.out is not None and RESULTS in (
             options.out.resolve(),
             *options.out.resolve().parents,

@@ -190,7 +190,7 @@ class Scaling(Benchmark):
     name = "scaling"
     module = "benchmarks.scaling"
     uses = ("shards",)
-    whole = ("lengths", "windows", "our_window", "slice_length")
+    limiting_options = ("lengths", "windows", "our_window", "slice_length")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(

@@ -148,7 +148,7 @@ class Sequence(Benchmark):
     name = "sequence"
     module = "benchmarks.sequence"
     uses = ("wrapped",)
-    whole = ("lengths", "models", "workers")
+    limiting_options = ("lengths", "models", "workers")
     ratios = (("memory_bytes", "seconds"), {"workers": 1}, ("model", "length"))
     document = "docs/which_layout.md"
 

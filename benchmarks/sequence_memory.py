@@ -36,7 +36,7 @@ class SequenceMemory(Benchmark):
     name = "sequence_memory"
     module = "benchmarks.sequence"
     uses = ("wrapped",)
-    whole = ("length", "models", "workers")
+    limiting_options = ("length", "models", "workers")
     ratios = ((*SHOWN,), {"workers": 1}, ("model", "length"))
     document = "docs/which_layout.md"
 

@@ -264,7 +264,7 @@ def measure(point: Point) -> Point:
 class Sources(Benchmark):
     name = "sources"
     module = "benchmarks.sources"
-    whole = ("tables", "lengths")
+    limiting_options = ("tables", "lengths")
     document, layers_document = "docs/paper_figures.md", "docs/paper_claims.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

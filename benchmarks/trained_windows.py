@@ -64,7 +64,7 @@ class TrainedWindows(Benchmark):
     module = "benchmarks.trained_windows"
     document = "docs/convergence.md"
     caption = "Error of the gradient by window, before and after training"
-    whole = ("layers", "windows", "seqlen", "steps", "batches")
+    limiting_options = ("layers", "windows", "seqlen", "steps", "batches")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(

@@ -77,7 +77,7 @@ class WindowTime(Benchmark):
     name = "window_time"
     module = "benchmarks.window_time"
     uses = ("kernels",)
-    whole = ("scans", "windows", "seqlen")
+    limiting_options = ("scans", "windows", "seqlen")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument

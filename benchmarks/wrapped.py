@@ -71,7 +71,7 @@ class Wrapped(steps.StepBenchmark):
     ways: ClassVar = {name: way for name, (way, _, _) in WAYS.items()}
     lengths: ClassVar = [8192, 16384, 32768]
     checked: Sequence[tuple[Row, float]] = (({"model": "Mamba-2", "way": "checkpointing"}, 2e9),)
-    whole: tuple[str, ...] = ("models", "ways", "allocators")
+    limiting_options: tuple[str, ...] = ("models", "ways", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": "transformers"}, ("model", "allocator", "length"))
     document, caption = "docs/models_memory.md", "Memory and time of wrapped models"
 

@@ -166,7 +166,8 @@ class ChunkedStep:
         self.distribution.begin(self.stages, spec, self.batch.ids.device)
         self._make_executor()
         self.tapes = 0 if spec.backward.window == "auto" else spec.storage.tapes
-        if spec.storage.memory is not None and self.has_backward and self.parameters:
+        alone = self.distribution.is_alone  # a budget is one process's
+        if spec.storage.memory is not None and alone and self.has_backward and self.parameters:
             grid, storage = self.grid, spec.storage
             sizes = [grid.tokens(c) for c in range(grid.chunks)]
             room = budget.room_for_chunks(

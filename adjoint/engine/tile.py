@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -66,15 +67,15 @@ class Gradients:
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
 
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Add several (parameter, gradient) pairs, to existing sums by one launch for all."""
-        sums, terms = [], []
+        """Add several (parameter, gradient) pairs, to existing sums by one launch for all of a class."""
+        pairs: dict[type, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
         for parameter, gradient in gradients:
             if gradient is not None and parameter in self.sums:
-                sums.append(self.sums[parameter])
-                terms.append(gradient)
+                pairs[type(gradient)].append((self.sums[parameter], gradient))
             else:
                 self.add(parameter, gradient)
-        if sums:
+        for same_class in pairs.values():  # one launch takes no tensors and DTensors together
+            sums, terms = zip(*same_class, strict=True)
             torch._foreach_add_(sums, terms)
 
     def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:

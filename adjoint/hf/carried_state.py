@@ -65,7 +65,9 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
         layer = layers[slot.layer] if slot.layer < len(layers) else None
         kind = type(layer)
         if kind not in CACHE_MIXINS and kind.__name__ not in MODELS_CACHE_MIXINS:
-            check.refuse(model, f"past_key_values has a {kind.__name__}, whose state is not known here")
+            check.refuse(
+                model, f"past_key_values has a {kind.__name__}, a kind of state that chunks cannot carry"
+            )
         value = _value(layer, slot)
         if slot.grows is not None and slot.name == "keys":
             tokens = max(tokens, layer.get_seq_length())  # type: ignore[union-attr]
@@ -163,7 +165,7 @@ def why_not_from_batch_to_batch(model: PreTrainedModel) -> str | None:
     if reason := why_not_carried(model):
         return reason
     if any(slot.grows is not None for slot in verification_of(model).slots):
-        return "attention's keys and values would grow for ever"
+        return "attention's keys and values would grow without limit"
     return None
 
 

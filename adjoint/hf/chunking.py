@@ -121,7 +121,7 @@ def refuse_unknown_blocks(
         assert isinstance(types, Tensor)
         sees_next = sees_next & ~_continues_block(blocks_in(types))
     if bool(sees_next.any()):
-        check.refuse(model, "its own mask lets tokens see those after them, which a chunk does not know")
+        check.refuse(model, "its own mask lets tokens attend to later ones, which a chunk does not have")
 
 
 def move_edges_out_of_blocks(model: PreTrainedModel, spec: EngineSpec, batch: Batch) -> EngineSpec:

@@ -28,12 +28,11 @@ class RouterLoss(Sum):
     def __init__(self, model: PreTrainedModel, factor: float = 1.0) -> None:
         super().__init__(factor)
         self.top_k: int = model.num_experts_per_tok
-        self.num_experts, self.example_parameter = model.num_experts, next(model.parameters())
+        self.num_experts, parameter = model.num_experts, next(model.parameters())
+        self.dtype, self.device = accumulate_dtype(parameter.dtype), parameter.device
 
     def empty(self) -> Tensor:
-        return self.example_parameter.new_zeros(
-            2, self.num_experts, dtype=accumulate_dtype(self.example_parameter.dtype)
-        )
+        return torch.zeros(2, self.num_experts, dtype=self.dtype, device=self.device)
 
     def chunk_sums(self, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:
         """Return a chunk's part of the total.
@@ -102,10 +101,11 @@ def router_loss_coefficient(model: PreTrainedModel) -> float:
         Refused: the model has another loss than `RouterLoss`.
     """
     weight = model.get_output_embeddings().weight
-    hidden, mask = some_numbers(1, 5, weight.shape[1]).to(weight), weight.new_ones(1, 5, dtype=torch.int64)
-    mask[:, 3:] = 0
+    device, dtype = weight.device, weight.dtype  # not new tensors like it: these would be sharded as it is
+    hidden = some_numbers(1, 5, weight.shape[1]).to(device, dtype)
+    mask = torch.tensor([[1, 1, 1, 0, 0]], device=device)
     try:
-        logits = some_numbers(2, 5, model.num_experts).to(weight)
+        logits = some_numbers(2, 5, model.num_experts).to(device, dtype)
         output = head_output(
             model,
             Output(last_hidden_state=hidden, router_logits=tuple(logits)),

@@ -533,7 +533,19 @@ class SequenceGroup(Distribution):
     def summed(
         self, terms: Sequence[Tensor | None], zeros: Callable[[int], Tensor]
     ) -> Sequence[Tensor | None]:
-        return summed(terms, zeros, self.transport, self.transport.ranks)
+        tensors = list(terms)  # a DTensor's shards are summed, and it stays what it is
+
+        def local_zeros(i: int) -> Tensor:
+            tensors[i] = tensor = zeros(i)
+            return local(tensor)
+
+        shards = [None if term is None else local(term) for term in terms]
+        totals = list(summed(shards, local_zeros, self.transport, self.transport.ranks))
+        for i, (tensor, total) in enumerate(zip(tensors, totals, strict=True)):
+            if tensor is not None and total is not None and local(tensor) is not tensor:
+                local(tensor).copy_(total)
+                totals[i] = tensor
+        return totals
 
     def check_same_scale(self, d_loss: Tensor | None) -> None:
         own_scale = torch.tensor([0.0 if d_loss is None else float(d_loss)], dtype=torch.float64)

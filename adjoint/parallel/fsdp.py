@@ -41,7 +41,7 @@ from adjoint.engine.verification import (
 )
 from adjoint.errors import UserError
 from adjoint.layers import State
-from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of, local
+from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of
 from adjoint.parallel.handoff import StateHandoff
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ REPLICA = (
     "for each GPU (torchrun --nproc-per-node N train.py), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
 )
 OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or use DistributedDataParallel"
+BOTH = "tensor parallelism and FSDP shard the same weights, which chunks cannot gather"
 UNDER_FSDP = (
     "layers under fully_shard gather their weights in all processes of its mesh at once, and ranks of a "
     "group run chunks of their own: give fully_shard a mesh with one rank of each group, such as "
@@ -109,13 +110,12 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         return f"DeepSpeed ZeRO-3 holds parameters where chunks do not find them; {OTHERS}, or use ZeRO-2"
     enclosing_units, dtensors = [*units(model), *units(root)[:1]], _dtensors(model)
-    twice = any(sum(placement.is_shard() for placement in p.placements) > 1 for p in dtensors)
-    if twice or (dtensors and not enclosing_units):
-        return f"its parameters are DTensors of tensor parallelism, which chunks cannot use; {OTHERS}"
+    if any(sum(placement.is_shard() for placement in p.placements) > 1 for p in dtensors):
+        return f"{BOTH}; give sequence_group the other dimension of the mesh, or use one of the two alone"
     if not enclosing_units and any(vars(module).get("_is_fsdp_managed_module") for module in model.modules()):
         return f"FullyShardedDataParallel (FSDP1), or fully_shard of a module around it, shards it; {OTHERS}"
     unit_parameters = {p for unit in enclosing_units for p in unit.parameters()}
-    if any(p not in unit_parameters for p in dtensors):
+    if enclosing_units and any(p not in unit_parameters for p in dtensors):
         return "fully_shard was called for a module around it: give that one to adjoint.wrap"
     return None
 
@@ -497,16 +497,10 @@ class FSDPAccess(ParameterAccess):
     def _sum(
         self, distribution: Distribution, parameters: Sequence[Tensor], grads: dict[Tensor, Tensor]
     ) -> None:
-        """Sum gradients over a group, in place."""
-
-        def zeros(i: int) -> Tensor:
-            grads[parameters[i]] = torch.zeros_like(parameters[i])
-            return local(grads[parameters[i]])
-
-        terms = [local(grads[p]) if p in grads else None for p in parameters]
-        for p, total in zip(parameters, distribution.summed(terms, zeros), strict=True):
-            if total is not None:
-                local(grads[p]).copy_(total)
+        """Sum gradients over a group."""
+        terms = [grads.get(p) for p in parameters]
+        totals = distribution.summed(terms, lambda i: torch.zeros_like(parameters[i]))
+        grads |= {p: total for p, total in zip(parameters, totals, strict=True) if total is not None}
 
     def backward(
         self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]

@@ -40,7 +40,7 @@ METHODS = ("backprop", "exact", "truncated-4", "truncated-16", "truncated-64", "
 class Convergence(Benchmark):
     name = "convergence"
     module = "benchmarks.convergence.train"
-    whole = ("methods", "tasks", "seeds", "steps", "seqlen")
+    limiting_options = ("methods", "tasks", "seeds", "steps", "seqlen")
     document = "docs/convergence_tables.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

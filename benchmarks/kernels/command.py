@@ -40,7 +40,7 @@ HEADS = ["", *(head for name in PASSES.values() for head in (name, "÷ adjoint",
 class Kernels(Benchmark):
     name = "kernels"
     module = "benchmarks.kernels.measure"
-    whole = ("ops", "peers", "size")
+    limiting_options = ("ops", "peers", "size")
     ratios = (("ms",), {"contender": BASE}, ("op", "pass"))
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

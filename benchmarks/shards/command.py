@@ -45,7 +45,7 @@ SIZES = ("d_model", "layers", "mixer", "batch", "seqlen", "window", "chunk_size"
 class Shards(Benchmark):
     name = "shards"
     module = "benchmarks.shards.measure"
-    whole = ("shards", "in_turn", "methods")
+    limiting_options = ("shards", "in_turn", "methods")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--methods", METHODS)

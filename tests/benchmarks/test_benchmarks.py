@@ -15,6 +15,7 @@ import torch
 
 from adjoint.tools.measure import journal, passes, process, show
 from benchmarks import (
+    checkpoints,
     claims,
     depth,
     fleet,
@@ -48,6 +49,8 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      4, "method label allocator length status memory_bytes ms_per_token processes"),
     (wrapped.Wrapped(), "--lengths 128 --models Llama --repeats 1 --repeat-s 0",
      3, "model way allocator length memory_bytes ms_per_token kept_bytes"),
+    (checkpoints.Checkpoints(), "--lengths 128 256 --ways all 8",
+     4, "way length memory_bytes ms_per_token gradients_apart"),
     (mixers.Mixers(), "--mixers mamba gated~delta~rule --lengths 64 --rounds 1 --repeats 1",
      5, "mixer length method ms_per_token ratio"),
     (mini_sequence.MiniSequence(), "--tokens 256 --plain-tokens 128 --words 2000",

@@ -208,7 +208,7 @@ def test_a_new_state_may_hold_a_part_of_the_one_before(states: int) -> None:
 
 
 def test_a_budget_that_states_do_not_fit_leaves_some_out() -> None:
-    """What is dearer for what it saves goes first, by the bytes of a tape and a state."""
+    """The tape that costs more for what it saves goes first, by the bytes of a tape and a state."""
     chunk = budget.ChunkMemory(tape=100, backward_peak=50)
     divide = functools.partial(budget.tapes_and_states, measured=chunk, sizes=[7] * 500)
     assert divide(50 + 100 + 499 * 3, state=3) == (1, 499)

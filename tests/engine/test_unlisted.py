@@ -141,7 +141,7 @@ def test_hooks_get_the_whole_gradient_once() -> None:
 
 def test_a_tensor_of_some_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not known yet when the loss is given its graph."""
-    monkeypatch.setattr(stack, "compare_own_layers", lambda *_: None)
+    monkeypatch.setattr(stack, "verify_custom_layers", lambda *_: None)
     model, v = make_model("mamba2"), nn.Parameter(vector())
     layer: Any = model.layers[0]
     layer.register_forward_hook(lambda _, __, out: (out[0] + v, *out[1:]) if out[0].shape[1] == 8 else out)
@@ -166,5 +166,5 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     model, v = make_model("mamba2"), nn.Parameter(vector())
     t = v.exp()
     model.layers[0].register_forward_hook(lambda _, __, out: (Scaled.apply(out[0], t), *out[1:]))
-    with pytest.raises(UserError, match=r"made before the call .* \(ExpBackward0\)"):
+    with pytest.raises(UserError, match=r"before the call \(ExpBackward0\)"):
         gradients(model, {"v": v}, nothing, Exact(chunk_size=8))

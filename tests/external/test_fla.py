@@ -215,7 +215,7 @@ def test_ranks_that_share_sequences(name: str, tmp_path: Path) -> None:
 def test_what_is_not_known_is_refused_by_name() -> None:
     ids = torch.randint(31, (1, 9))
     for name, more, said in (
-        ("GLA", {}, "fla's GatedLinearAttention is not known here; GatedDeltaNet"),
+        ("GLA", {}, "fla's GatedLinearAttention is not supported; GatedDeltaNet"),
         ("KDA", {"attnres_block_size": 2, "head_dim": 8}, "set attnres_block_size to None"),
     ):
         model = adjoint.wrap(make(name, **more), Exact(4))

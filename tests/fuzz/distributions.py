@@ -28,7 +28,8 @@ def draw(rng: random.Random) -> Case:
     if sequence > 1:
         method = {"name": "Exact"} if method["name"] == "Backprop" else method
         method["window"] = seqlen if method.get("window") == "auto" else method.get("window")
-        method = {k: v for k, v in method.items() if k != "tolerance" and v is not None}
+        refused = ("tolerance", "checkpoints")
+        method = {k: v for k, v in method.items() if k not in refused and v is not None}
         if "chunk_size" in method:  # each worker has a chunk
             method["chunk_size"] = rng.randint(1, max(1, seqlen // sequence - 1))
     case = {

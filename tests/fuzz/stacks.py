@@ -100,9 +100,13 @@ def draw_method(rng: random.Random, config: StackConfig, seqlen: int) -> Case:
         return {"name": "Backprop", "checkpoint": True}
     if kind < 0.6:
         keep = some(rng, 0.5, {"keep": lambda: rng.choice(KEEP)})
-        memory = {} if keep else some(rng, 0.4, {"memory": lambda: rng.choice((1, "20KB", "300KB", "1GB"))})
+        storage = {
+            "memory": lambda: rng.choice((1, "20KB", "300KB", "1GB")),
+            "checkpoints": lambda: rng.choice((1, 2, 3, 5, 8, 40)),
+        }
+        storage = {} if keep else some(rng, 0.4, storage)
         options = {"recompute": lambda: rng.choice(RECOMPUTE), "offload": True}
-        return {"name": "Exact", **size, **keep, **memory, **some(rng, 0.4, options)}
+        return {"name": "Exact", **size, **keep, **storage, **some(rng, 0.4, options)}
     window = rng.randint(1, seqlen + 2) if windowed else seqlen + rng.randint(0, 2)
     if kind < 0.85:
         auto = windowed and rng.random() < 0.2

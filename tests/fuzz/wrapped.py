@@ -85,9 +85,13 @@ def draw_method(rng: random.Random, case: Case) -> Case:
     size = some(rng, 0.9, {"chunk_size": lambda: rng.randint(1, seqlen + 2)})
     if kind < 0.65:
         keep = some(rng, 0.2, {"keep": lambda: rng.choice(("inputs", "offload"))})
-        memory = {} if keep else some(rng, 0.2, {"memory": lambda: rng.choice((1, "200KB", "1GB"))})
+        storage = {
+            "memory": lambda: rng.choice((1, "200KB", "1GB")),
+            "checkpoints": lambda: rng.choice((1, 2, 3, 5, 20)),
+        }
+        storage = {} if keep else some(rng, 0.3, storage)
         rest = {"recompute": lambda: rng.choice(RECOMPUTE), "offload": True}
-        return {"name": "Exact", **size, **keep, **memory, **some(rng, 0.3, rest)}
+        return {"name": "Exact", **size, **keep, **storage, **some(rng, 0.3, rest)}
     if kind < 0.8:
         return {"name": "Truncated", "window": 1000, **size}
     if kind < 0.95 or not {"labels", "items"}.isdisjoint(case):

@@ -413,13 +413,17 @@ def fsdp1(model: Any) -> Any:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
-def tensor_parallel(model: Any) -> Any:
+def tensor_parallel_and_fsdp(model: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+    both = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "tensor"))
     styles = {"up_proj": ColwiseParallel(), "gate_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     for layer in model.model.layers:
-        parallelize_module(layer.mlp, mesh(), styles)
-    return model
+        parallelize_module(layer.mlp, both["tensor"], styles)
+        fully_shard(layer, mesh=both["data"])
+    return fully_shard(model, mesh=both["data"])
 
 
 @case
@@ -435,7 +439,7 @@ def refused(rank: int) -> None:
         loss.backward()
     short = ids[:, : 5 if rank else 53]
     inputs_of_batch = {"input_ids": ids, "labels": ids}
-    for message, parallelize in (("FSDP1", fsdp1), ("tensor parallelism", tensor_parallel)):
+    for message, parallelize in (("FSDP1", fsdp1), ("tensor parallelism and FSDP", tensor_parallel_and_fsdp)):
         with pytest.raises(ValueError, match=message):
             parallelize(adjoint.wrap(make(LLAMA, torch.float32), METHOD))(**inputs_of_batch)
     model = make(LLAMA, torch.float32)

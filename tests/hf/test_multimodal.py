@@ -240,7 +240,7 @@ def test_a_mask_that_only_the_model_knows_is_refused(monkeypatch: pytest.MonkeyP
 
     model = wrapped_copy(make_multimodal(GEMMA))
     monkeypatch.setattr(chunking, "block_function", lambda *_: None)
-    with one_line("its own mask lets tokens see those after them, which a chunk does not know"):
+    with one_line("its own mask lets tokens attend to later ones, which a chunk does not have"):
         model(**make_multimodal_batch(GEMMA))
 
 

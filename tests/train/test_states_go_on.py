@@ -177,6 +177,6 @@ def test_pretrained_models_that_carry_no_states(
     flags = {"model__from_pretrained": pretrained["BambaForCausalLM"], "data__tokenizer": "byte"}
     flags |= {"training__carry_state": "previous", "model__d_model": 24, "model__n_layer": 3}
     assert train_tiny(tmp_path, **flags) == 2
-    assert "BambaForCausalLM: attention's keys and values would grow for ever" in capsys.readouterr().err
+    assert "BambaForCausalLM: attention's keys and values would grow without limit" in capsys.readouterr().err
     assert train_tiny(tmp_path, **flags, data__documents="packed") == 2
     assert 'set data.documents to "stream"' in capsys.readouterr().err

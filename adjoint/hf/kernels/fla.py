@@ -32,12 +32,12 @@ def why_not(module: nn.Module) -> str | None:
     """Return the reason why one of fla's modules is known not to work by chunks, or None."""
     kind = type(module)
     if kind.__module__.startswith("fla.layers.") and kind.__name__ not in LAYERS:
-        return f"fla's {kind.__name__} is not known here; {', '.join(LAYERS)} are"
+        return f"fla's {kind.__name__} is not supported; {', '.join(LAYERS)} are"
     config = getattr(module, "config", None)
     if getattr(config, "attnres_block_size", None) is not None:
         return "attention over residuals runs in fla's own kernels alone; set attnres_block_size to None"
     if getattr(module, "hidden_act", "swish") != "swish":
-        return f"fla's MLP with hidden_act {module.hidden_act!r} is not known here; set it to 'swish'"
+        return f"fla's MLP with hidden_act {module.hidden_act!r} is not supported; set it to 'swish'"
     return None
 
 
