@@ -139,7 +139,7 @@ def test_states_that_grow_and_layers_of_ones_own(
 @pytest.mark.parametrize("keep", ["edges", "inputs"])
 def test_what_grows_can_lie_on_the_host(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is there anyway; sums are made as for a device."""
-    monkeypatch.setattr("adjoint.engine.executor.stores_on_host", lambda *_: True)
+    monkeypatch.setattr("adjoint.engine.tile_values.stores_on_host", lambda *_: True)
     method = {"name": "Exact", "chunk_size": 4, "keep": keep}
     check(HYBRID, method, {}, seqlen=13, states=1.0, before=4, final=True)
 
