@@ -301,6 +301,7 @@ def wrong() -> None:
         ({"labels": None, "method": Exact(5)}, "give labels"),
         ({"return_logits": True}, "leave return_logits out"),
         ({"method": Exact(5, memory="1GB")}, "give chunk_size instead"),
+        ({"method": Exact(5, checkpoints=4)}, "each rank stores the states before its own chunks"),
         ({"method": Truncated("auto", 5)}, "give a number"),
     ]:
         grad = torch.set_grad_enabled("labels" not in given)

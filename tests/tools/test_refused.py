@@ -137,6 +137,9 @@ VALUES = [
     ("--method.chunk_size 0", "chunk_size"),
     ("--method.keep all", "edges"),
     ("--method.memory 18Q", "memory must be a size such as"),
+    ("--method.checkpoints 0", "checkpoints must be a whole number of states per layer, 1 or more"),
+    ("--method.checkpoints 8 --method.keep inputs", "leave keep out, or take offload=True"),
+    ("--method.checkpoints 8 --cluster.shards 1 --cluster.sequence 2", "leave it out: each worker stores"),
     ("--method.name truncated --method.window 8 --model.mixer attention", "this stack has attention"),
     (
         "--method.name truncated --method.window 8 --method.unbiased true --method.chunk_size 9",
