@@ -124,12 +124,12 @@ class BetweenTiles(Exchange):
 
     def _past(self, values: TileValues, slab: Slab, c: int) -> Past:
         """Return the `Past` of a slab before chunk c."""
-        chunk, grid = values.chunks[c], values.grid
-        begin = chunk.document or -slab.before  # what was there before belongs to the first document
+        grid = values.grid
+        start, stop = grid.cuts[c : c + 2]
+        begin = grid.document(c) or -slab.before  # what was there before belongs to the first document
         first_grad_token = begin if not grid.dropped else grid.first_grad_token(c)
-        return Past(
-            slab, chunk.start, begin, first_grad_token, *values.documents(*grid.cuts[c : c + 2], slab.before)
-        )
+        boundaries = values.documents(start, stop, slab.before)
+        return Past(slab, start, begin, first_grad_token, *boundaries)
 
     def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
         recurrent_state = recurrent(state, values.grows[k])

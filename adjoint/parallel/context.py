@@ -147,10 +147,11 @@ class WithinTiles(Exchange):
     # ------------------------------------------------------------------------------------------------ states
 
     def _past(self, values: TileValues, slab: Slab, c: int, fetches: bool, anchor: Tensor) -> DistributedPast:
-        chunk, initial_tokens = values.chunks[c], self.initial_tokens
-        begin = chunk.document or -initial_tokens
-        arguments = self.distributed_kv, slab, c, chunk.start, begin, anchor, fetches
-        return DistributedPast(*arguments, *values.documents(*values.grid.cuts[c : c + 2], initial_tokens))
+        grid, initial_tokens = values.grid, self.initial_tokens
+        start, stop = grid.cuts[c : c + 2]
+        begin = grid.document(c) or -initial_tokens
+        arguments = self.distributed_kv, slab, c, start, begin, anchor, fetches
+        return DistributedPast(*arguments, *values.documents(start, stop, initial_tokens))
 
     def state(self, values: TileValues, k: int, c: int) -> tuple[Any, ...]:
         initial, grows, grid = values.batch.states[k], values.grows[k], values.grid

@@ -223,7 +223,7 @@ def sharded() -> None:
         model(ids, ids, Exact(5), sequence_group=group)
     crossed = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("row", "shard"))
     model = shard(hybrid(["mamba", "attention"]), crossed["shard"])
-    with refused("the same place of their groups"):
+    with refused("the same rank in their groups"):
         model(ids, ids, Exact(5), sequence_group=group)
 
 
