@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(results):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":  # a shape alone
                 self._note(tensor.untyped_storage())
         self.peak = max(self.peak, self.live)
         return results
