@@ -16,6 +16,9 @@ import torch.multiprocessing as mp
 
 from adjoint.errors import UserError
 
+# Numbers of ranks that a test runs on: three are a stricter case than two.
+RANKS = [pytest.param(2, marks=pytest.mark.slow), 3]
+
 
 def on_ranks(world: int, folder: Path, case: Callable[..., None], *args: Any, timeout: float = 60) -> None:
     """Runs a case in processes of a gloo group of their own; raises what one of them raises."""

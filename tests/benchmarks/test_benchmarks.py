@@ -84,7 +84,9 @@ UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources", "claims")
 @pytest.mark.parametrize(
     ("benchmark", "given", "count", "columns"),
     [
-        pytest.param(*row, id=row[0].name, marks=pytest.mark.slow if row[0].name == "shards" else ())
+        pytest.param(
+            *row, id=row[0].name, marks=pytest.mark.slow if row[0].name in ("shards", "depth") else ()
+        )
         for row in DRY
     ],
 )

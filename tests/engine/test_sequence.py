@@ -28,7 +28,7 @@ from tests.model_helpers import (
     make_model,
     random_from,
 )
-from tests.ranks import on_ranks, refused
+from tests.ranks import RANKS, on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
 METHODS: list[Any] = [
@@ -70,7 +70,7 @@ def every_mixer() -> None:
         both(model, method, world(), make_ids(2, 31))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_every_recurrent_mixer_and_method(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, every_mixer)
 
@@ -96,7 +96,7 @@ def batches() -> None:
     both(unread, Exact(5), world(), ids)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_documents_short_sequences_frozen_layers(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, batches)
 
@@ -224,7 +224,7 @@ def counted(seqlen: int, chunk: int) -> None:
     assert rows and max(rows) <= -(-chunks // ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_messages_and_kept_states(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, counted, 61, 5)
 

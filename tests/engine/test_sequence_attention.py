@@ -23,7 +23,7 @@ from tests.model_helpers import (
     nothing_held,
     random_from,
 )
-from tests.ranks import on_ranks, refused
+from tests.ranks import RANKS, on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -56,7 +56,7 @@ def hybrids() -> None:
     both(hybrid(*HYBRIDS[1][:1], **GROUPED), LayerLocal(None, 8), world(), ids)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_hybrids_by_every_method(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, hybrids)
 
@@ -93,7 +93,7 @@ def batches() -> None:
     assert shared.item() == pytest.approx(alone.item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_documents_short_sequences_frozen_layers(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, batches)
 
@@ -124,7 +124,7 @@ def states() -> None:
             assert_same(found[1], found[0], 1e-10)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_initial_and_final_states(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, states)
 

@@ -23,7 +23,7 @@ from tests.hf.hf_models import (
     make,
 )
 from tests.model_helpers import assert_same, nothing_held
-from tests.ranks import on_ranks, refused
+from tests.ranks import RANKS, on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
 RECURRENT = ["MambaForCausalLM", "Mamba2ForCausalLM"]
@@ -69,7 +69,7 @@ def check_exact(name: str) -> None:
             assert_exact(shared, plain)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", [*RECURRENT, *ATTENDING, *ROUTED])
 def test_models_over_ranks(name: str, ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, check_exact, name)
