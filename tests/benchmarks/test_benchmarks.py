@@ -77,6 +77,7 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      "--shards 1 2 --repeats 1 --d-model 8 --layers 2 --seqlen 64 --chunk-size 16 --window 8 --methods exact",
      3, "method shards sequence predicted_seconds measured_seconds error memory_bytes"),
 ]  # fmt: skip
+LONG = ("shards", "depth")  # their dry runs take more than some seconds
 UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources", "claims")
 
 
