@@ -28,7 +28,6 @@ from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.distribution import Distribution
-from adjoint.engine.exchange import BetweenTiles, Exchange
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid
 from adjoint.engine.schedule import Owners, Recv, Schedule, Send
@@ -38,7 +37,7 @@ from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
-from adjoint.parallel.context import WithinTiles
+from adjoint.parallel.context import exchange_of
 from adjoint.parallel.transport import sum_gradients
 from adjoint.plan.schedule import forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
@@ -465,9 +464,7 @@ class PipelineRank(Distribution):
 
     def connections(self, grid: Grid) -> Connections:
         worker = self.pipeline
-        exchange: Exchange = BetweenTiles()
-        if self.transport is not None and grid.exchanges_within_tiles:
-            exchange = WithinTiles(self.owners(grid), self.worker, self.transport)
+        exchange = exchange_of(grid, self.owners(grid), self.worker, self.transport)
         shared = functools.partial(share, helpers=worker.helpers, known=worker.known)
         return Connections(self.transport, exchange, worker.traced, shared, worker.warmed_up)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjoint.engine.distribution import Distribution
-from adjoint.engine.exchange import Exchange
+from adjoint.engine.exchange import BetweenTiles, Exchange
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid, Tile
 from adjoint.engine.schedule import Action, Owners, Schedule
@@ -342,6 +342,13 @@ def _span(grid: Grid, documents: Documents, initial_tokens: int, c: int, row: in
     return min([*boundaries[1][row], stop - start]), start - boundaries[0][row]
 
 
+def exchange_of(grid: Grid, owners: Owners, worker: int, transport: Messages | None) -> Exchange:
+    """Return how states cross to a worker's peers: where the grid says, or nowhere without a transport."""
+    if transport is None or not grid.exchanges_within_tiles:
+        return BetweenTiles()
+    return WithinTiles(owners, worker, transport)
+
+
 def distribution_of(group: dist.ProcessGroup | SingleRank | None) -> Distribution:
     """Return how a batch is distributed; group: whose ranks share its sequences, `SINGLE_RANK`, or None."""
     return Distribution() if group is None else SequenceGroup(group)
@@ -412,9 +419,7 @@ class SequenceGroup(Distribution):
         return any(owners(0, c) == self.worker for c in range(grid.chunks))
 
     def connections(self, grid: Grid) -> Connections:
-        if not grid.exchanges_within_tiles:
-            return Connections(self.transport)
-        return Connections(self.transport, WithinTiles(self.owners(grid), self.worker, self.transport))
+        return Connections(self.transport, exchange_of(grid, self.owners(grid), self.worker, self.transport))
 
     def running(
         self, schedule: Schedule, make_executor: Callable[[], Executor]
