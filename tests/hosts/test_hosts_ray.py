@@ -44,7 +44,7 @@ FLAGS: dict[str, Any] = {
 CUT: dict[str, Any] = {
     **FLAGS,
     "cluster__hang_timeout": 12,
-    "cluster__start_timeout": 120,
+    "cluster__start_timeout": 300,  # longer than a host is cut off
     "data__eval_tokens": 0,
     "training__eval_every": 0,
     "training__sample_tokens": 0,
