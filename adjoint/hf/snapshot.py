@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from adjoint.engine.weights import BETWEEN, Tensors
+from adjoint.engine.module_tensors import CHANGED_BEFORE_BACKWARD, ModuleTensors
 from adjoint.hf.model_parts import MISSING, original_class, override_attribute
 
 Holder: TypeAlias = nn.Module | PreTrainedConfig  # an object that has settings
@@ -97,7 +97,7 @@ class Snapshot:
             RuntimeError: it is not.
         """
         if difference := self.difference(Snapshot(model)):
-            raise RuntimeError(f"{difference} {BETWEEN}")
+            raise RuntimeError(f"{difference} {CHANGED_BEFORE_BACKWARD}")
 
 
 def settings_holders(model: nn.Module) -> dict[str, Holder]:
@@ -186,7 +186,7 @@ class ForwardState:
     """A model's state during a forward, to be restored for its backward."""
 
     def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
-        self.model, self.snapshot, self.tensors = model, snapshot, Tensors(model)
+        self.model, self.snapshot, self.tensors = model, snapshot, ModuleTensors(model)
         self.holders = {name: holder() for name, holder in snapshot.holders.items()}
         self.requires_grad_flags = [(p, p.requires_grad) for p in model.parameters()]
         self.attributes = {
@@ -226,7 +226,7 @@ class ForwardState:
         Raises:
             RuntimeError: the model has other modules.
         """
-        with self.tensors.replaced({}), contextlib.ExitStack() as undo:
+        with self.tensors.restored(), contextlib.ExitStack() as undo:
             for parameter, was_trained in self.requires_grad_flags:
                 if parameter.requires_grad != was_trained and parameter.is_leaf:
                     undo.callback(parameter.requires_grad_, not was_trained)
@@ -238,5 +238,5 @@ class ForwardState:
                     undo.callback(undo_step)
                 current = Snapshot(self.model) if undo_steps else current
             if difference := self.snapshot.difference(current):
-                raise RuntimeError(f"{difference} {BETWEEN}")
+                raise RuntimeError(f"{difference} {CHANGED_BEFORE_BACKWARD}")
             yield

@@ -23,8 +23,8 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
 from adjoint.engine.chunk_size import Sizes
+from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
-from adjoint.engine.weights import Constants
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
@@ -454,18 +454,18 @@ def _results(
     followed = followed or [name for name in floating if parameters[name].requires_grad]
     followed = followed or [name for name in floating if parameters[name].dim() == 1] or floating
     requires_grad = {name: p.requires_grad for name, p in parameters.items() if p.is_leaf}
-    randomness, constants = ChunkRandomness(model), Constants(model.named_modules(), frozen=False)
+    randomness, tensors = ChunkRandomness(model), UntrainedTensors(model.named_modules(), frozen=False)
     try:
         for name in requires_grad:
             parameters[name].requires_grad_(name in followed)
-        with randomness.undone(), randomness.at_chunk(0), constants.restored():
+        with randomness.undone(), randomness.at_chunk(0), tensors.restored():
             loss, gradients, hidden = gradient_function(
                 model, *example_tokens(model), [parameters[name] for name in followed]
             )
             written = {
-                constant.name: constant.tensor.clone()
-                for constant in constants.constants
-                if constant.values is not None
+                untrained.name: untrained.tensor.clone()
+                for untrained in tensors.tensors
+                if untrained.values is not None
             }
     finally:
         for name, was_trained in requires_grad.items():

@@ -25,11 +25,11 @@ from transformers.utils import ModelOutput
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.step import uncompiled
 from adjoint.engine.tile import Gradients
 from adjoint.engine.verification import TOKENS
-from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.call import Call
@@ -601,10 +601,10 @@ def _check_model_in_backward(output: Tensor, verification: Verification) -> None
         # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules. One for each call,
         # as what a forward leaves may depend on its input (rotary caches grow with the length).
         model, snapshot = verification.model, Snapshot(verification.model)
-        constants = Constants(model.named_modules())
+        untrained = UntrainedTensors(model.named_modules())
 
         def check_both(_: Tensor) -> None:
-            constants.check()
+            untrained.check()
             snapshot.check(model)
 
         output.register_hook(check_both)
