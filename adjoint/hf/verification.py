@@ -54,12 +54,12 @@ from adjoint.hf.trial_copy import (
 from adjoint.hf.trial_gradients import GradientFunction, gradient_functions, gradients_by_autograd
 from adjoint.hf.trials import (
     ignores_input,
-    masks_padding,
     refuse_if_documents_mix,
     refuse_left_padding,
+    reproduces_padding,
     warn_if_documents_mix,
 )
-from adjoint.hf.wrap_state import wrap_state_of
+from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import largest, precisions, reshard, units, uses_fsdp
 from adjoint.parallel.kv import NotAttended
@@ -111,7 +111,8 @@ class Verification:
         precision: tuple[torch.dtype | None, str],
         sharded: bool,
     ) -> None:
-        self.model_ref, self.snapshot, self.wrap_state = weakref.ref(model), snapshot, wrap_state_of(model)
+        self.model_ref, self.snapshot = weakref.ref(model), snapshot
+        self.wrap_state = wrap_state_or_original(model)
         self.precision, self.sharded, self.fetches = precision, sharded, False
         self.results: dict[Hashable, Any] = {}
         self.difference = 0.0
@@ -175,7 +176,7 @@ class Verification:
 
 def verification_of(model: PreTrainedModel) -> Verification:
     """Return the verification of a model as it is now, a new and empty one if its state is new."""
-    wrap_state, snapshot, device = wrap_state_of(model), Snapshot(model), device_of(model).type
+    wrap_state, snapshot, device = wrap_state_or_original(model), Snapshot(model), device_of(model).type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
     sharded, previous = (
         uses_fsdp(model),
@@ -230,9 +231,11 @@ def verify(call: Call) -> Verification:
 
     if reads_padding:
         key = _padding_key(kind)
-        works = verification.compute_once(
-            key, masks_padding, model, lambda: verification.compute_once(key[1], compare_gradients, key[1])
-        )
+
+        def compare_padded() -> float:
+            return verification.compute_once(key[1], compare_gradients, key[1])
+
+        works = verification.compute_once(key, reproduces_padding, model, compare_padded)
         kind = kind if kind.loss else kind._replace(padded=works)
     elif not kind.loss:
         kind = kind._replace(padded=False)

@@ -67,7 +67,7 @@ from adjoint.hf.verification import (
     verify,
     verify_pieces,
 )
-from adjoint.hf.wrap_state import WrapState, wrap_state_of
+from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 from adjoint.methods import Backprop, Exact, Method, MiniSequence
@@ -242,7 +242,7 @@ def _new_instance(cls: type[nn.Module], forward_function: EntryForward) -> nn.Mo
 @uncompiled
 def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the causal LM: with labels its loss by the method, otherwise transformers' forward."""
-    call, wrap_state = Call(self, arguments), wrap_state_of(self)
+    call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.lock:
         if wrap_state.uses_original_forward or not call.has_labels:
             return call.run_original()
@@ -294,7 +294,7 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
 
     The method applies in training, with gradients or without (as for a reference model), and, in
     evaluation too, where documents are packed."""
-    call, wrap_state = Call(self, arguments), wrap_state_of(self)
+    call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.lock:
         in_training = self.training
         uses_original = (
@@ -324,7 +324,7 @@ def _at_language_model(call: Call) -> Call:
         names = ", ".join(modalities)
         if uses_fsdp(call.model):
             check.refuse(call.model, f"{names}: under fully_shard it takes text alone")
-        if wrap_state_of(call.model).group is not None:
+        if wrap_state_or_original(call.model).group is not None:
             check.refuse(call.model, f"sequence_group: {names} are of the whole sequence in one process")
         call = call.at_language_model()
         assert call.language_inputs is not None
@@ -455,7 +455,7 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
 
     Hidden states (batch, seqlen, hidden_size), and the logits of the routers if they are asked for."""
     model = call.model
-    if wrap_state_of(model).group is not None:
+    if wrap_state_or_original(model).group is not None:
         check.refuse(
             model,
             "sequence_group: no rank has the hidden states of the whole sequence: give labels to the causal "
