@@ -147,6 +147,18 @@ class _Constant(NamedTuple):
     key: str
     tensor: Tensor
     values: Tensor | None
+    is_buffer: bool
+
+    @property
+    def current(self) -> Tensor:
+        """The buffer of the same shape that a forward has put in the tensor's place, else the tensor itself.
+
+        A replaced attribute may be a mere record of the last call, a buffer of another shape a longer cache.
+        """
+        t = self.places.get(self.key)
+        if self.is_buffer and isinstance(t, Tensor) and t.shape == self.tensor.shape:
+            return t
+        return self.tensor
 
 
 class Constants:
@@ -167,9 +179,8 @@ class Constants:
                 for key, t in places.items() if frozen or not is_parameters else ():
                     if isinstance(t, Tensor) and not (is_parameters and t.requires_grad):
                         values = t.detach().clone() if not is_parameters and t.numel() <= SMALL else None
-                        self.constants.append(
-                            _Constant(f"{prefix}.{key}".lstrip("."), places, key, t, values)
-                        )
+                        name, is_buffer = f"{prefix}.{key}".lstrip("."), places is module._buffers
+                        self.constants.append(_Constant(name, places, key, t, values, is_buffer))
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
@@ -180,6 +191,12 @@ class Constants:
         for constant, before in zip(self.constants, self.versions, strict=True):
             if version(constant.tensor) != before:
                 yield constant
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that were replaced, or modified in place, since the snapshot."""
+        replaced = {c.name for c in self.constants if c.places.get(c.key) is not c.tensor}
+        written = {constant.name for constant in self.written()}
+        return [constant.name for constant in self.constants if constant.name in replaced | written]
 
     def check(self) -> None:
         """Check that the tensors still have their values.

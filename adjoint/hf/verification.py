@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
 from adjoint.engine.chunk_size import Sizes
+from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
 from adjoint.engine.weights import Constants
 from adjoint.hf import check, mini_sequence
@@ -459,11 +460,16 @@ def _results(
         for name in requires_grad:
             parameters[name].requires_grad_(name in followed)
         with randomness.undone(), randomness.at_chunk(0), constants.restored():
-            loss, gradients, hidden = gradient_function(
-                model, *example_tokens(model), [parameters[name] for name in followed]
-            )
+            try:
+                loss, gradients, hidden = gradient_function(
+                    model, *example_tokens(model), [parameters[name] for name in followed]
+                )
+            except ChunkChangedError as error:
+                if not (names := constants.changed()):
+                    raise
+                raise ChunkChangedError(f"the forward changes {names[0]}; {error}") from error
             written = {
-                constant.name: constant.tensor.clone()
+                constant.name: constant.current.clone()
                 for constant in constants.constants
                 if constant.values is not None
             }
