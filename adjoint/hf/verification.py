@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
 from adjoint.engine.chunk_size import Sizes
+from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
 from adjoint.hf import check, mini_sequence
@@ -462,11 +463,16 @@ def _results(
         for name in requires_grad:
             parameters[name].requires_grad_(name in followed)
         with randomness.undone(), randomness.at_chunk(0), tensors.restored():
-            loss, gradients, hidden = gradient_function(
-                model, *example_tokens(model), [parameters[name] for name in followed]
-            )
+            try:
+                loss, gradients, hidden = gradient_function(
+                    model, *example_tokens(model), [parameters[name] for name in followed]
+                )
+            except ChunkChangedError as error:
+                if not (names := tensors.changed()):
+                    raise
+                raise ChunkChangedError(f"the forward changes {names[0]}; {error}") from error
             written = {
-                untrained.name: untrained.tensor.clone()
+                untrained.name: untrained.current.clone()
                 for untrained in tensors.tensors
                 if untrained.values is not None
             }

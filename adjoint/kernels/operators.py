@@ -41,16 +41,19 @@ def register(
         tensors: schema of the tensor arguments.
         options: schema of all other arguments.
         outputs: how many outputs are differentiable.
-        forward: (*tensors, *options) → outputs. With `checkpoints` it takes one argument more, `save`, false
-            unless a backward follows, and returns one output more, None unless `save`.
+        forward: (*tensors, *options) → outputs, none of them a view of another one or of a tensor. With
+            `checkpoints` it takes one argument more, `save`, false unless a backward follows, and returns one
+            output more, None unless `save`.
         fake: as forward, but only allocates contiguous outputs of the right shapes.
         backward: (*cotangents, *saved, *options) → gradients of the tensors that have one, None for what is
             None; cotangents may be None.
         gradients: how many of the tensors, from the first, have a gradient; by default all but the last one,
             `reset`.
-        saved, save: schema of what the backward reads, and (*tensors, *outputs) → those tensors; the i-th
-            gradient is like the i-th of them. By default the tensors, and the checkpoints if there are any.
-        backward_fake: as backward, but only allocates, where the gradients are not like what was saved.
+        saved, save: schema of what the backward reads, and (*tensors, *outputs) → those tensors. The i-th of
+            them must be shaped like the i-th gradient, so an output goes behind the tensors with gradients
+            (or takes the place of one with its shape). By default the tensors, and the checkpoints if there
+            are any.
+        backward_fake: as backward, but only allocates; needed if what is saved is not in this order.
         route: (*gradients) → a gradient for each of the tensors, where one gradient is several tensors': an
             operator may not return the same tensor twice.
     """

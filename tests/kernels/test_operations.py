@@ -5,6 +5,7 @@ Inputs lie in memory that is NaN around them, and memory that nobody has written
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from adjoint.kernels import dispatch, recurrence
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.linear_scan import linear_scan
+from adjoint.kernels.operation import registered
 from adjoint.kernels.selective_scan import selective_scan
 from tests.fuzz.operators import SHAPES, Case, Tensors, by_loop, by_operation, results
 from tests.kernels import helpers
@@ -70,7 +72,9 @@ def named(case: Case, backend: str) -> str:
 @pytest.fixture
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are cut into more pieces than their lengths would ask for, as the case's "pieces" says: into
-    small ones, splits as a big device would want them, two programs of several blocks, chunks of a size."""
+    small ones, splits as a big device would want them, two programs of several blocks, chunks of a size.
+
+    Triton code that splits the sequence says how in the constants SHORTEST_SPLIT and UNIT of its module."""
     case = request.node.callspec.params["case"]
     asked, split = case.get("pieces"), 6 if "window" in case else 8
     if asked is None:
@@ -79,7 +83,6 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(recurrence, "STRETCH", 4)
     if not INTERPRETED:
         return
-    from adjoint.kernels.linear_scan import triton as linear
     from adjoint.kernels.selective_scan.triton import launch as selective
     from adjoint.kernels.ssd_scan.triton import launch as ssd
     from adjoint.kernels.triton import common
@@ -92,11 +95,14 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(selective, "backward_programs", lambda *sizes: (2, split))
         return
     monkeypatch.setattr(common, "programs_that_fill", lambda x, per_multiprocessor: 10**6)
-    monkeypatch.setattr(selective, "SHORTEST_SPLIT", 1)
-    monkeypatch.setattr(linear, "SHORTEST_SPLIT", 1)
+    operation = registered(case["operation"].split()[-1])
+    module = importlib.import_module(operation.backends["triton"].module)
+    if hasattr(module, "SHORTEST_SPLIT"):
+        monkeypatch.setattr(module, "SHORTEST_SPLIT", 1)
     if asked == "small":
+        if hasattr(module, "UNIT"):
+            monkeypatch.setattr(module, "UNIT", 8)
         monkeypatch.setattr(selective, "CHECKPOINT", 8)
-        monkeypatch.setattr(linear, "UNIT", 8)
         monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), 32))
         monkeypatch.setattr(ssd, "TILE", dict.fromkeys((2, 4, 8), 16))
         monkeypatch.setattr(ssd, "HEADS_EACH", 2)
@@ -118,7 +124,7 @@ VALUES = [
     *(rows(name, 23, documents=None) for name in OPERATIONS),
     *(rows(name, 11, d=8, **BARE) for name in OPERATIONS),
     *(rows(name, 19, b=1, d=11, cotangents=only) for name in OPERATIONS for only in ("first", "last")),
-    *(rows(name, 19, **SMALL) for name in SCANS if name != "ssd_scan"),
+    *(rows(name, 19, **SMALL) for name in OPERATIONS if name != "ssd_scan"),
     rows("selective_scan", 131, d=19, n=5),
     rows("selective_scan", 300, b=1, d=40, n=16),
     rows("selective_scan", 9, b=1, d=9, n=40),
