@@ -108,14 +108,14 @@ class DistributedKV:
         """Start to receive a tensor of this shape, with the dtype and device of `like`."""
         return self.transport.post(source, like.new_empty(shape), tag)
 
-    def gather(self, slab: Slab, c: int, d: Tensor, start: int, rows: slice) -> None:
+    def add_cotangent(self, slab: Slab, c: int, d: Tensor, start: int, rows: slice) -> None:
         """Add chunk c's cotangent of this rank's tokens from `start` on, except for tokens that get none."""
         first = start
         if self.grid.dropped:
             first = max(start, self.stored_range(self.place, c, self.grid.first_grad_token(c))[0])
         skipped = first - start
         if skipped < d.shape[slab.dim]:
-            slab.gather(d.narrow(slab.dim, skipped, d.shape[slab.dim] - skipped), first, rows)
+            slab.add_cotangent(d.narrow(slab.dim, skipped, d.shape[slab.dim] - skipped), first, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,18 +175,18 @@ class DistributedPast:
         own_pieces = keys.piece.to(q.dtype), values.piece.to(q.dtype)
         return _DistributedAttention.apply(q, *own_pieces, self.anchor, pasts, scale)
 
-    def gather(self, d: Tensor, start: int) -> None:
+    def add_cotangent(self, d: Tensor, start: int) -> None:
         """Add this chunk's cotangent of the rank's own tokens from `start` on."""
-        self.kv.gather(self.slab, self.chunk, d, start, self.rows)
+        self.kv.add_cotangent(self.slab, self.chunk, d, start, self.rows)
 
     def stored_tokens(self, start: int, stop: int) -> Tensor:
         """Return the rank's own tokens [start, stop)."""
-        return self.slab.between(start, stop)[self.rows]
+        return self.slab.read(start, stop)[self.rows]
 
     def gathered_cotangent(self, tokens: int) -> Tensor:
         """Return the cotangent gathered from other chunks for the first `tokens` tokens of this chunk."""
         start = self.kv.own_tokens(self.chunk)
-        return self.slab.gathered(start, start + tokens)[self.rows]
+        return self.slab.cotangent(start, start + tokens)[self.rows]
 
 
 class _Sends:
@@ -340,7 +340,7 @@ class _DistributedAttention(torch.autograd.Function):
         def d_queries(chunk: int, start: int, stop: int, tensors: Sequence[Tensor], log: Tensor) -> Tensor:
             def gather(offset: int, *d: Tensor) -> None:
                 for p, piece in zip(pasts, d, strict=True):
-                    kv.gather(p.slab, chunk, piece, start + offset, p.rows)
+                    kv.add_cotangent(p.slab, chunk, piece, start + offset, p.rows)
 
             (d, q, out), past_tokens = tensors, [p.stored_tokens(start, stop) for p in pasts]
             return attention.past_backward(d, q, past_tokens, out, log, scale, gather)
@@ -423,11 +423,11 @@ class _FetchedPast(torch.autograd.Function):
         for rank, pieces in parts.items():
             d_part = torch.cat(pieces, dim=dim)
             if rank == kv.place:
-                past.gather(d_part, kv.stored_range(rank, past.chunk, begin)[0])
+                past.add_cotangent(d_part, kv.stored_range(rank, past.chunk, begin)[0])
             else:
                 sends.start(rank, d_part, KEYS)
         for a, wait in zip(queries_in_reach, pending, strict=True):
-            kv.gather(past.slab, a.chunk, wait(), a.start, past.rows)
+            kv.add_cotangent(past.slab, a.chunk, wait(), a.start, past.rows)
         sends.wait()
         return d_own + past.gathered_cotangent(d_own.shape[dim]), None, None, None
 

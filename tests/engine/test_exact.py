@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch
 from adjoint.engine import budget
-from adjoint.engine.weights import Casts
+from adjoint.engine.autocast import CastWeights
 from adjoint.methods import RECOMPUTE
 from adjoint.plan.stack import StackModel
 from adjoint.plan.stage_memory import Conditions, count, counting, example
@@ -478,6 +478,6 @@ def test_under_autocast_weights_are_cast_once_a_step() -> None:
     linear = [m for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert len(made) == len(linear)
     with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr(Casts, "cast_weights", lambda self, module, device: {})
+        patch.setattr(CastWeights, "cast_weights", lambda self, module, device: {})
         _, expected = gradients(model, ids, ids, Exact(10))
     assert all(torch.equal(got[name], expected[name]) for name in expected)

@@ -212,7 +212,7 @@ def counted(seqlen: int, chunk: int) -> None:
         model, ids = make_model("mamba2"), make_ids(2, seqlen)
         out = model(ids, ids, Exact(chunk), sequence_group=world())
         steps = out.loss.grad_fn.back.__closure__[0].cell_contents
-        rows = [edges.rows for edges in steps.executor.edges if edges.memory is not None]
+        rows = [edges.capacity for edges in steps.executor.edges if edges.memory is not None]
         out.loss.backward()
     finally:
         GroupTransport.send = send  # type: ignore[method-assign]

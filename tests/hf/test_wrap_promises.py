@@ -660,7 +660,7 @@ def test_documents_that_the_model_by_itself_does_not_keep_apart() -> None:
                 if differs is None:
                     inputs.pop("position_ids")
                 run(model, **inputs)
-        said = [w for w in caught if "by itself lets documents attend" in str(w.message)]
+        said = [w for w in caught if "own forward lets documents attend" in str(w.message)]
         assert len(said) == bool(differs), name
 
 
