@@ -54,7 +54,7 @@ from adjoint.hf.model_parts import (
     original_class,
     root_of,
 )
-from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
+from adjoint.hf.outputs import LossOutput, RoutedLossOutput, compute_logits_later
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
@@ -262,8 +262,8 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
         else:
             at_language_model = _at_language_model(call)
             output = _loss_by_chunks(at_language_model, verify(at_language_model))
-        if wrap_state.group is None and call.logits_index is None:
-            setattr(output.loss, COMPUTE, _deferred_logits(call))
+        if wrap_state.group is None and call.logits_index is None and output.loss is not None:
+            compute_logits_later(output.loss, _deferred_logits(call))
     return output if call.returns_dict else output.to_tuple()
 
 
@@ -280,9 +280,7 @@ def _deferred_logits(call: Call) -> Callable[[], Tensor]:
             stacklevel=3,
         )
         with torch.no_grad(), ChunkRandomness(model).undone():
-            output = _lm_forward(model, arguments)
-        assert isinstance(output, ModelOutput)  # return_dict
-        logits: Tensor = output.logits
+            logits: Tensor = model(**arguments).logits  # by its hooks, which may gather its weights
         return logits
 
     return compute
