@@ -20,6 +20,7 @@ from adjoint.hf.model_parts import (
     layers_of,
     override_attribute,
 )
+from adjoint.hf.quantized import HALF_DTYPES, compute_in_float32, shared_memory
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
 from adjoint.memory import memory_left
 
@@ -34,14 +35,13 @@ WINDOW_SETTINGS = (
     "attention_chunk_size",
     "index_topk",
 )
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
 
 
 def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a copy of a model's modules that shares its parameters' memory, or None if none can be made.
 
-    Half precision parameters are cast to float32, and dropout is off. The whole model is copied or, if
+    Half precision parameters are cast to float32, quantized ones are shared, and dropout is off. The whole model is copied or, if
     gradients and casts do not fit in memory, one layer of each kind."""
     memory, left_out = memory_left(device_of(model)) / 2, []
     if bytes_needed(model.parameters()) > memory:
@@ -55,6 +55,7 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     memo: dict[int, object] = {id(layer): PassThrough(layer) for layer in left_out}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(_to_float32_if_half(p.detach()), p.requires_grad)
+    memo |= shared_memory(model)
     for buffer in model.buffers():
         memo[id(buffer)] = _to_float32_if_half(buffer.detach().clone())
     for module in model.modules():
@@ -65,6 +66,7 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
         copied = copy.deepcopy(model, memo)
     except (*MODEL_ERRORS, copy.Error, RecursionError):
         return None
+    compute_in_float32(copied)
     for holder in settings_holders(copied).values():
         for name, value in vars(holder).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
