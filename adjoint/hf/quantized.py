@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 # An attribute of bitsandbytes' 4-bit layers, on CPUs: whether an evaluation packs the weights for bfloat16.
 PACKS_WEIGHTS = "support_avx512bf16_for_cpu"
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def keep_trainable(model: nn.Module) -> None:
@@ -47,11 +46,11 @@ def shared_memory(model: nn.Module) -> dict[int, object]:
     return memo
 
 
-def compute_in_float32(model: nn.Module) -> None:
-    """Let 4-bit layers multiply in float32 that would do so in half precision."""
+def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Set the dtype in which 4-bit layers multiply, whatever the one that they were loaded with."""
     for module in model.modules():
-        if vars(module).get("compute_dtype") in HALF_DTYPES:
-            module.__dict__["compute_dtype"] = torch.float32
+        if isinstance(vars(module).get("compute_dtype"), torch.dtype):
+            module.__dict__["compute_dtype"] = dtype
 
 
 def rounds_by_chunk(model: nn.Module) -> str | None:

@@ -20,7 +20,7 @@ from adjoint.hf.model_parts import (
     layers_of,
     override_attribute,
 )
-from adjoint.hf.quantized import HALF_DTYPES, compute_in_float32, shared_memory
+from adjoint.hf.quantized import set_compute_dtype, shared_memory
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
 from adjoint.memory import memory_left
 
@@ -35,13 +35,14 @@ WINDOW_SETTINGS = (
     "attention_chunk_size",
     "index_topk",
 )
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
 
 
 def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a copy of a model's modules that shares its parameters' memory, or None if none can be made.
 
-    Half precision parameters are cast to float32, quantized ones are shared, and dropout is off. The whole model is copied or, if
+    Half precision parameters are cast to float32, and dropout is off. The whole model is copied or, if
     gradients and casts do not fit in memory, one layer of each kind."""
     memory, left_out = memory_left(device_of(model)) / 2, []
     if bytes_needed(model.parameters()) > memory:
@@ -66,7 +67,7 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
         copied = copy.deepcopy(model, memo)
     except (*MODEL_ERRORS, copy.Error, RecursionError):
         return None
-    compute_in_float32(copied)
+    set_compute_dtype(copied, torch.float32)
     for holder in settings_holders(copied).values():
         for name, value in vars(holder).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
