@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from adjoint.errors import UserError
+from adjoint.layers import StackConfig
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig
-
-    from adjoint.layers import StackConfig
 
 
 Quantization = Literal["4bit", "8bit"]
