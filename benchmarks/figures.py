@@ -22,6 +22,7 @@ from benchmarks.layer_work import LayerWork
 from benchmarks.memory import Memory
 from benchmarks.mini_sequence import MiniSequence
 from benchmarks.mixers import Mixers
+from benchmarks.quantized import Quantized
 from benchmarks.recall import Recall
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS, RUNS, Benchmark
@@ -170,6 +171,7 @@ FIGURES = [
            ("plan/stage_memory.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", *PROGRAMS)),
     Figure("docs/paper_fleet.md", Fleet(), "", "--devices 8 --models mamba-1.27b",
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
+    Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
     Figure("docs/method_costs.md", MiniSequence(), "",
            "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

@@ -78,6 +78,18 @@ class _UntrainedTensor(NamedTuple):
     key: str
     tensor: Tensor
     values: Tensor | None
+    is_buffer: bool
+
+    @property
+    def current(self) -> Tensor:
+        """The buffer of the same shape that a forward has put in the tensor's place, else the tensor itself.
+
+        A replaced attribute may be a mere record of the last call, a buffer of another shape a longer cache.
+        """
+        t = self.entries.get(self.key)
+        if self.is_buffer and isinstance(t, Tensor) and t.shape == self.tensor.shape:
+            return t
+        return self.tensor
 
 
 class UntrainedTensors:
@@ -100,8 +112,8 @@ class UntrainedTensors:
                     if isinstance(t, Tensor) and not (is_parameters and t.requires_grad):
                         is_copied = not is_parameters and t.numel() <= MAX_RESTORED_ELEMENTS
                         values = t.detach().clone() if is_copied else None
-                        name = f"{prefix}.{key}".lstrip(".")
-                        self.tensors.append(_UntrainedTensor(name, entries, key, t, values))
+                        name, is_buffer = f"{prefix}.{key}".lstrip("."), entries is module._buffers
+                        self.tensors.append(_UntrainedTensor(name, entries, key, t, values, is_buffer))
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
@@ -112,6 +124,12 @@ class UntrainedTensors:
         for untrained, before in zip(self.tensors, self.versions, strict=True):
             if version_of(untrained.tensor) != before:
                 yield untrained
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that were replaced, or modified in place, since this was made."""
+        replaced = {t.name for t in self.tensors if t.entries.get(t.key) is not t.tensor}
+        modified = {untrained.name for untrained in self.modified()}
+        return [untrained.name for untrained in self.tensors if untrained.name in replaced | modified]
 
     def check(self) -> None:
         """Check that all tensors have the values that they had.

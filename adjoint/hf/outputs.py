@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import Field
-from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
@@ -24,20 +24,24 @@ def compute_logits_later(loss: Tensor, compute: Callable[[], Tensor]) -> None:
     Outputs are copied (accelerate) and so are losses: FSDP2 and DistributedDataParallel return one that comes
     out of an autograd function of theirs. So it is noted in the loss's graph, or on a loss without one.
     """
-    node: Any = loss.grad_fn
-    if node is None:
+    if loss.grad_fn is None:
         setattr(loss, _COMPUTE, compute)
     else:
-        node.metadata[_COMPUTE] = compute
+        _metadata(loss.grad_fn)[_COMPUTE] = compute
+
+
+def _metadata(node: Node) -> dict[str, Callable[[], Tensor]]:
+    """Return what may be noted on a node of autograd's graph; PyTorch's stub has it as a method."""
+    return node.metadata  # type: ignore[return-value]
 
 
 def _find_compute(loss: Tensor | None) -> Callable[[], Tensor] | None:
     """Return what `compute_logits_later` noted on the loss that a loss is made of, None if nothing is."""
     if loss is None or loss.grad_fn is None:
         return getattr(loss, _COMPUTE, None)
-    nodes: list[Any] = [loss.grad_fn]
+    nodes: list[Node] = [loss.grad_fn]
     for node in nodes:  # grows meanwhile
-        if (compute := node.metadata.get(_COMPUTE)) is not None:
+        if (compute := _metadata(node).get(_COMPUTE)) is not None:
             return compute
         if len(nodes) < _NODES_SEARCHED:
             nodes += [before for before, _ in node.next_functions if before is not None]
@@ -49,8 +53,8 @@ class _FieldsWithLogits:
 
     FSDP2 reads every field of a model's output, and would have logits computed that nobody asked for."""
 
-    def __get__(self, output: _LogitsOnAccess | None, cls: type[_LogitsOnAccess]) -> dict[str, Field[Any]]:
-        fields: dict[str, Field[Any]] = super(_LogitsOnAccess, cls).__dataclass_fields__  # type: ignore[misc]
+    def __get__(self, output: _LogitsOnAccess | None, cls: type[_LogitsOnAccess]) -> dict[str, Field[object]]:
+        fields: dict[str, Field[object]] = super(_LogitsOnAccess, cls).__dataclass_fields__  # type: ignore[misc]
         if output is None or output.has_stored_logits or output.returns_stored_only:
             return fields
         return {name: field for name, field in fields.items() if name != "logits"}

@@ -20,6 +20,7 @@ from adjoint.hf.model_parts import (
     layers_of,
     override_attribute,
 )
+from adjoint.hf.quantized import set_compute_dtype, shared_memory
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
 from adjoint.memory import memory_left
 
@@ -55,6 +56,7 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     memo: dict[int, object] = {id(layer): PassThrough(layer) for layer in left_out}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(_to_float32_if_half(p.detach()), p.requires_grad)
+    memo |= shared_memory(model)
     for buffer in model.buffers():
         memo[id(buffer)] = _to_float32_if_half(buffer.detach().clone())
     for module in model.modules():
@@ -65,6 +67,7 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
         copied = copy.deepcopy(model, memo)
     except (*MODEL_ERRORS, copy.Error, RecursionError):
         return None
+    set_compute_dtype(copied, torch.float32)
     for holder in settings_holders(copied).values():
         for name, value in vars(holder).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):

@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
 from adjoint.engine.chunk_size import Sizes
+from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
 from adjoint.hf import check, mini_sequence
@@ -39,6 +40,7 @@ from adjoint.hf.model_parts import (
     original_class,
     root_of,
 )
+from adjoint.hf.quantized import rounds_by_chunk
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
@@ -407,7 +409,7 @@ def _tolerance_of(model: PreTrainedModel) -> float:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if uses_fsdp(model):
         dtypes |= precisions(root_of(model))
-    if (name := _rounds_by_chunk(model)) is None:
+    if (name := rounds_by_chunk(model)) is None:
         return max(GRADIENT_RTOL, tolerance(dtypes, device_of(model)))
     warnings.warn(
         f"{name}: LLM.int8 picks the columns that it leaves unquantized over all tokens it is given, so "
@@ -416,15 +418,6 @@ def _tolerance_of(model: PreTrainedModel) -> float:
         stacklevel=2,
     )
     return COARSE
-
-
-def _rounds_by_chunk(model: PreTrainedModel) -> str | None:
-    """Return the name of a layer of bitsandbytes that rounds a token by the tokens beside it, or None."""
-    for name, module in model.named_modules():
-        state = getattr(module, "state", None)  # PEFT's class of this name has none
-        if type(module).__name__ == "Linear8bitLt" and state is not None and state.threshold > 0:
-            return name
-    return None
 
 
 def _any_rank(model: PreTrainedModel) -> Callable[[bool], bool]:
@@ -462,11 +455,16 @@ def _results(
         for name in requires_grad:
             parameters[name].requires_grad_(name in followed)
         with randomness.undone(), randomness.at_chunk(0), tensors.restored():
-            loss, gradients, hidden = gradient_function(
-                model, *example_tokens(model), [parameters[name] for name in followed]
-            )
+            try:
+                loss, gradients, hidden = gradient_function(
+                    model, *example_tokens(model), [parameters[name] for name in followed]
+                )
+            except ChunkChangedError as error:
+                if not (names := tensors.changed()):
+                    raise
+                raise ChunkChangedError(f"the forward changes {names[0]}; {error}") from error
             written = {
-                untrained.name: untrained.tensor.clone()
+                untrained.name: untrained.current.clone()
                 for untrained in tensors.tensors
                 if untrained.values is not None
             }

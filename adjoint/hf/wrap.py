@@ -55,6 +55,7 @@ from adjoint.hf.model_parts import (
     root_of,
 )
 from adjoint.hf.outputs import LossOutput, RoutedLossOutput, compute_logits_later
+from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
@@ -139,6 +140,7 @@ def wrap(
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
+    keep_trainable(model)
     wrap_state = WrapState(method, None if model in entries else weakref.ref(model), group)
     for module, forward in entries.items():
         module.__dict__["_adjoint"] = wrap_state

@@ -134,10 +134,11 @@ def gathered_parameters(root: nn.Module) -> set[Tensor]:
     """Return a sharded model's gathered parameters, as its modules see them; FSDP never replaces these."""
     if root not in _gathered:
         parameters = _gathered[root] = set()
+        reshard(root)  # some may be gathered now
+        shards = set(root.parameters())
         for unit in units(root):
-            shards = set(unit.parameters())
-            unit.unshard()  # with tensor parallelism, what is gathered are DTensors too
-            parameters |= set(unit.parameters()) - shards
+            unit.unshard()
+            parameters |= set(unit.parameters()) - shards  # under tensor parallelism they are DTensors too
             unit.reshard()
         reshard(root)
     return _gathered[root]

@@ -19,11 +19,11 @@ from adjoint.files import flush, unfinished_path
 from adjoint.formats import FORMATS
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
-from adjoint.methods import Backprop
-from adjoint.train.checkpoint import trained_model, write_file
+from adjoint.train.checkpoint import merged_model, write_file
 from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, new_folder, reads
 from adjoint.train.pretrained import configuration
+from adjoint.train.quantization import described
 from adjoint.train.rundir import find_checkpoint
 from adjoint.train.unloaded import copy_unloaded
 
@@ -87,6 +87,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
             summary = _write(work, layout, *FORMATS[layout].convert(stack, weights))
         else:
             summary = _write_pretrained(work, checkpoint, source, dtype or _dtype_of(source, trusted))
+            summary += _named_weights(trained["model"], source, trusted)
         summary += _write_tokenizer(work, trained.get("data", {}))
         for written in (*work.iterdir(), work):
             flush(written)
@@ -114,9 +115,7 @@ def _write_pretrained(work: Path, checkpoint: Path, source: str, dtype: str | No
     """Write a run of a Hugging Face model by its own `save_pretrained`, with the run's weights.
 
     Tensors of the source folder that its class does not load are copied."""
-    from adjoint.hf.wrap import unwrap
-
-    model = unwrap(trained_model(checkpoint, Backprop()))
+    model = merged_model(checkpoint)
     if dtype is not None:
         model.to(getattr(torch, dtype))
     model.save_pretrained(work)
@@ -126,6 +125,15 @@ def _write_pretrained(work: Path, checkpoint: Path, source: str, dtype: str | No
         groups = ", ".join(sorted({".".join(name.split(".")[:2]) for name in copied})[:5])
         summary += f", and {len(copied)} tensors of {source} that it does not load, as they are ({groups})"
     return summary
+
+
+def _named_weights(settings: Mapping[str, Any], source: str, trusted: bool) -> str:
+    """Say into which weights the adapters of a quantized base were merged; "" for other runs."""
+    if (kind := settings.get("quantization")) is not None:
+        return f", adapters merged into the weights of {source} (trained on these in {kind})"
+    if (stored := described(configuration(source, trusted))) is not None:
+        return f", adapters merged into what the quantized weights of {source} ({stored}) stand for"
+    return ""
 
 
 def _named_dtypes(weights: Weights) -> str:

@@ -170,18 +170,47 @@ def load_checkpoint(
     return trainer, rng
 
 
-def trained_model(checkpoint: Path, method: Method) -> PreTrainedModel:
+def trained_model(
+    checkpoint: Path, method: Method, device: torch.device | str | None = None
+) -> PreTrainedModel:
     """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
-    merged into its weights."""
-    from adjoint.train.pretrained import load
+    merged into its weights, unless these are quantized."""
+    from adjoint.hf.model_parts import base_of
+    from adjoint.train.pretrained import KEY, load
+    from adjoint.train.quantization import described
 
     config = read_trainer(checkpoint)["config"]
-    model_config = config["model"]
+    settings = config["model"]
     check_model(checkpoint, config)
-    trusted = model_config.get("trust_remote_code", False)
-    model = load(model_config["from_pretrained"], method, model_config.get("lora"), trusted)
+    lora, trusted = settings.get("lora"), settings.get("trust_remote_code", False)
+    kind = settings.get("quantization")
+    model = load(settings["from_pretrained"], method, lora, trusted, KEY, kind, device)
     load_checkpoint(checkpoint, model, verify=False)
-    return model.merge_and_unload() if model_config.get("lora") else model
+    if described(model.config) is None:
+        model = model.merge_and_unload() if lora else model
+        return model.to(device)
+    return base_of(model)
+
+
+def merged_model(checkpoint: Path) -> PreTrainedModel:
+    """Return `trained_model` on the CPU with floating-point weights.
+
+    Adapters on quantized weights are merged into the weights that the folder has or, if it is saved
+    quantized, into those that the quantized ones stand for."""
+    from adjoint.train.pretrained import KEY, adapted, dequantized, unwrapped
+    from adjoint.train.quantization import described
+
+    config = read_trainer(checkpoint)["config"]
+    settings = config["model"]
+    check_model(checkpoint, config)
+    folder, trusted = settings["from_pretrained"], settings.get("trust_remote_code", False)
+    model = unwrapped(folder, torch.float32, trusted, KEY)
+    if described(model.config) is not None:
+        model = dequantized(model, folder)
+    if lora := settings.get("lora"):
+        model = adapted(model, lora)
+    load_checkpoint(checkpoint, model, verify=False)
+    return model.merge_and_unload() if lora else model
 
 
 def check_config(path: Path, config: ConfigDict) -> None:

@@ -42,6 +42,7 @@ from adjoint.settings import (
 from adjoint.train.flags import Flags, nearest
 from adjoint.train.layout import Layout
 from adjoint.train.other_trainers import FOREIGN_KEYS
+from adjoint.train.quantization import Quantization
 from adjoint.train.trackers import are_trackers
 
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
@@ -296,6 +297,12 @@ class ModelConfig(StackConfig):
     trust_remote_code: bool = option(
         False, "whether Python code that comes with model.from_pretrained may run: read it first."
     )
+    quantization: Quantization | None = option(
+        None,
+        'how the weights of model.from_pretrained are quantized under adapters: "4bit" (NF4 with quantized '
+        'scales, as in QLoRA) or "8bit" (LLM.int8), by bitsandbytes. A folder that is saved quantized needs '
+        "no setting.",
+    )
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
@@ -304,6 +311,8 @@ class ModelConfig(StackConfig):
             raise UserError("model.trust_remote_code: is for a pretrained model, model.from_pretrained")
         if self.lora is not None and self.from_pretrained is None:
             raise UserError("model.lora: adapters need a pretrained model, model.from_pretrained")
+        if self.quantization is not None and self.from_pretrained is None:
+            raise UserError("model.quantization: is for a pretrained model, model.from_pretrained")
 
 
 @dataclass(frozen=True)
@@ -528,7 +537,7 @@ def _pretrained(default: ModelConfig, settings: dict[str, Any]) -> ModelConfig:
     """Return the sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.train.pretrained import sizes
 
-    keys = ("from_pretrained", "lora", "trust_remote_code")
+    keys = ("from_pretrained", "lora", "quantization", "trust_remote_code")
     ours = {key: settings.pop(key) for key in keys if key in settings}
     model_sizes: dict[str, Any] = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
     for key, value in settings.items():

@@ -17,8 +17,10 @@ from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.methods import Exact, Method
 from adjoint.stack import Stack, StackOutput
+from adjoint.train import quantization
 from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Config, TrainingConfig
+from adjoint.train.machine import pick_precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +60,7 @@ class LanguageModel(Protocol):
         """Return the model of a configuration, as it is before the first step."""
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Path) -> LanguageModel:
+    def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> LanguageModel:
         """Return the model of a run's checkpoint that is known to be whole, to be evaluated."""
 
     @property
@@ -114,8 +116,8 @@ class StackLM(LanguageModel):
         return cls(module, config.method, group)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Path) -> StackLM:
-        return cls(Stack.from_pretrained(checkpoint), Exact())
+    def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> StackLM:
+        return cls(Stack.from_pretrained(checkpoint).to(device), Exact())
 
     @property
     def vocab_size(self) -> int:
@@ -160,8 +162,17 @@ class PretrainedLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
+        from adjoint.train.pretrained import configuration
+
         directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
         packed = config.data.documents == "packed"
+        quantization.check(
+            config.model.quantization,
+            configuration(directory, config.model.trust_remote_code),
+            directory,
+            config.model.lora is not None,
+            config.training.precision,
+        )
         if config.data.tokenizer is None:
             check_bytes(directory, config.model.vocab_size)
         if shards and config.model.lora is not None:
@@ -189,11 +200,15 @@ class PretrainedLM(LanguageModel):
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> PretrainedLM:
+        from adjoint.hf.quantized import set_compute_dtype
         from adjoint.hf.wrap import wrap
-        from adjoint.train.pretrained import load
+        from adjoint.train.pretrained import KEY, load
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
-        module = load(directory, config.method, lora, config.model.trust_remote_code).to(device, dtype)
+        trusted, kind = config.model.trust_remote_code, config.model.quantization
+        module = load(directory, config.method, lora, trusted, KEY, kind, device).to(device, dtype)
+        if pick_precision(config.training.precision, module.device) == "bfloat16":
+            set_compute_dtype(module, torch.bfloat16)
         if config.training.carry_state != "none":
             from adjoint.hf.carried_state import why_not_from_batch_to_batch
             from adjoint.hf.model_parts import base_of
@@ -203,8 +218,8 @@ class PretrainedLM(LanguageModel):
         return cls(module if group is None else wrap(module, config.method, group), config.method, group)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Path) -> PretrainedLM:
-        return cls(trained_model(checkpoint, Exact()).eval(), Exact())
+    def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> PretrainedLM:
+        return cls(trained_model(checkpoint, Exact(), device).eval(), Exact())
 
     @property
     def vocab_size(self) -> int:

@@ -18,6 +18,7 @@ _ANSWERS = {
     "model.lora.rank": "lora_r",
     "model.lora.target_modules": "lora_target_linear lora_target_modules",
     "model.n_layer": "num_hidden_layers",
+    "model.quantization": "load_in_4bit load_in_8bit quantization_config",
     "run.dir": "output_dir",
     "run.name": "run_name",
     "run.resume": "resume_from_checkpoint",
@@ -52,6 +53,5 @@ _ANSWERS = {
     "name a kind of layer with model.mixer, a model of transformers with model.from_pretrained": (
         "arch architecture model model_type"
     ),
-    "weights are trained in full precision; leave it out": "load_in_4bit load_in_8bit",
 }
 FOREIGN_KEYS = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 import sys
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from adjoint.errors import UserError
 from adjoint.files import flush
 from adjoint.formats.folders import refuse_adapter
+from adjoint.hf.quantized import keep_trainable, set_compute_dtype
 from adjoint.hf.split import Pretrained, examine
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
 from adjoint.methods import Method
+from adjoint.train import quantization as quantized
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -108,40 +111,59 @@ def load(
     lora: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     key: str = KEY,
+    quantization: str | None = None,
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
-    """Return the model of a folder, in float32, wrapped.
+    """Return the model of a folder, in float32 where it is not quantized, wrapped.
 
     Args:
         lora: settings of `model.lora`, for a model with adapters.
-        trust_remote_code: whether Python files of the folder may run.
+        trust_remote_code, quantization, device: as in `unwrapped`.
         key: what the folder was given as, for an error.
 
     Raises:
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
-    model = unwrapped(directory, torch.float32, trust_remote_code, key)
+    model = unwrapped(directory, torch.float32, trust_remote_code, key, quantization, device)
     with _naming(directory, key):
         wrapped = wrap(model, method)
-    return wrapped if lora is None else _adapted(wrapped, lora)
+    return wrapped if lora is None else adapted(wrapped, lora)
 
 
 def unwrapped(
-    directory: str, dtype: torch.dtype, trust_remote_code: bool = False, key: str = KEY
+    directory: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    key: str = KEY,
+    quantization: str | None = None,
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
-    """Return the model of a folder as transformers makes it.
+    """Return the model of a folder as transformers makes it; where weights are quantized, linear layers
+    multiply in `dtype`.
+
+    Args:
+        trust_remote_code: whether Python files of the folder may run.
+        quantization: `model.quantization`, by which weights are quantized as they are loaded.
+        device: of a quantized model; None for the CPU. Another model is loaded to the CPU.
 
     Raises:
-        UserError: it is no causal LM that transformers knows, or its files are damaged or lack weights.
+        UserError: it is no causal LM that transformers knows, its files are damaged or lack weights, or the
+            library that its weights are quantized by is not installed.
     """
     from transformers import AutoModelForCausalLM
 
-    configuration(directory, trust_remote_code, key)
+    stored = quantized.described(configuration(directory, trust_remote_code, key))
     _check_generation_config(Path(directory) / "generation_config.json", key)
     # With mismatched shapes ignored, transformers lists them; else it prints a table and names no tensor.
-    options = {"ignore_mismatched_sizes": True, "output_loading_info": True, "local_files_only": True}
-    with _reading(directory, key, trust_remote_code), quiet_transformers():
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    if quantization is not None:
+        options["quantization_config"] = quantized.transformers_config(quantization)
+    if quantization is not None or stored is not None:
+        options["device_map"] = {"": device or "cpu"}  # else transformers takes a GPU where there is one
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says in each layer that it casts inputs
+    with _reading(directory, key, trust_remote_code, stored), quiet_transformers():
         model, report = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, trust_remote_code=trust_remote_code, **options
+            directory, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, **options
         )
         # which transformers would leave at random
         for name, stored, expected in sorted(report["mismatched_keys"]):
@@ -154,7 +176,39 @@ def unwrapped(
                 f"{len(missing)} weights of {type(model).__name__} are missing, such as {missing[0]}; name "
                 "a folder that save_pretrained wrote of it"
             )
+    keep_trainable(model)
+    set_compute_dtype(model, dtype)
     return model
+
+
+def dequantized(model: PreTrainedModel, directory: str) -> PreTrainedModel:
+    """Return a model with the floating-point weights that its quantized ones stand for.
+
+    Raises:
+        UserError: transformers has no code for it.
+    """
+    method = quantized.described(model.config)
+    try:
+        with quiet_transformers():
+            model = model.dequantize(torch.float32)
+    except NotImplementedError:
+        raise UserError(
+            f"{directory}: transformers cannot turn its weights ({method}) into floating-point ones; merge "
+            "the run's adapters into the model that they were quantized from"
+        ) from None
+    # save_pretrained undoes what loading did to the files' tensors; to quantize them again it has no code
+    conversions = model._weight_conversions or []
+    model._weight_conversions = [change for change in conversions if _is_reversible(change)] or None
+    return model
+
+
+def _is_reversible(conversion: Any) -> bool:
+    """Whether transformers can undo a conversion of tensors, of its `core_model_loading`."""
+    try:
+        conversion.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _check_generation_config(file: Path, key: str) -> None:
@@ -167,7 +221,7 @@ def _check_generation_config(file: Path, key: str) -> None:
         raise UserError(f"{key}: {file.parent}: {file.name} is damaged; download it again")
 
 
-def _adapted(model: PreTrainedModel, lora: Mapping[str, Any]) -> PeftModel:
+def adapted(model: PreTrainedModel, lora: Mapping[str, Any]) -> PeftModel:
     """Return a model with adapters, the rest of it frozen."""
     try:
         import peft
@@ -261,15 +315,22 @@ def _naming(directory: str, key: str = KEY) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reading(place: str, key: str, trust_remote_code: bool) -> Iterator[None]:
+def _reading(place: str, key: str, trust_remote_code: bool, stored: str | None = None) -> Iterator[None]:
     """Whatever reading a model's files raises, as a `UserError` that names the folder: a damaged file shows
-    as an error of any kind, from anywhere in transformers, safetensors or the folder's own code."""
+    as an error of any kind, from anywhere in transformers, safetensors or the folder's own code.
+
+    Args:
+        stored: how the folder's weights are quantized, by a library that may be missing or refuse the device.
+    """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         said = " ".join(str(error).split())
+        if stored is not None and isinstance(error, ImportError | RuntimeError) and not out_of_memory(error):
+            reason = f"its weights ({stored}) cannot be loaded: {said[:300]}"
+            raise UserError(f"{key}: {place}: {reason}") from None
         if out_of_memory(error) or isinstance(error, ImportError) or "can't start new thread" in said:
             raise
         if "trust_remote_code" in said and not trust_remote_code:
@@ -288,18 +349,18 @@ def _reading(place: str, key: str, trust_remote_code: bool) -> Iterator[None]:
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' tables and advice of a load from the user, for whom what matters is an error; and
     its progress bars from what is no terminal."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        transformers_logging.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 def damaged_weights(folder: Path) -> str | None:

@@ -43,6 +43,7 @@ from adjoint.train.metrics import MetricsRow
 from adjoint.train.model import LanguageModel, model_class
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
+from adjoint.train.quantization import described
 from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trackers import Trackers
 
@@ -431,7 +432,8 @@ class Trainer:
         pretrained, lora = self.config.model.from_pretrained, self.config.model.lora
         if lora is not None:
             trained = sum(p.numel() for p in self.model.module.parameters() if p.requires_grad)
-            print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen")
+            stored = f", quantized ({kind})" if (kind := described(self.model.module.config)) else ""
+            print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen{stored}")
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
         left = settings.steps - self.step

@@ -19,13 +19,13 @@ from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.autocast import CastWeights
+from adjoint.layers import WINDOWED
 from adjoint.methods import RECOMPUTE
 from adjoint.plan.stack import StackModel
 from adjoint.plan.stage_memory import Conditions, count, counting, example
 from tests.fuzz import stacks
 from tests.fuzz.oracle import same
 from tests.model_helpers import (
-    ALL_MIXERS,
     SIZES,
     UNWINDOWED,
     VARIANTS,
@@ -310,7 +310,7 @@ def test_float32_gradients(variant: str) -> None:
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("precision", ["bfloat16", "bfloat16 weights"])
 @pytest.mark.parametrize("keep", KEEP)
-@pytest.mark.parametrize("mixer", ALL_MIXERS)
+@pytest.mark.parametrize("mixer", WINDOWED)
 def test_bfloat16_error_is_no_larger_than_backprop_s(mixer: str, keep: str, precision: str) -> None:
     """Of the same draws in pairs: the mean difference is not above zero by three standard errors."""
     case = {"config": {**SIZES, "mixer": mixer, "d_model": 32, "headdim": 16, "d_state": 8}, "batch": 2}

@@ -7,6 +7,7 @@ starts the former.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import dispatch, recurrence
+from adjoint.kernels.operation import all_operations
 from tests.fuzz.operators import SHAPES, WINDOWED, Case, by_operation, leaves
 from tests.model_helpers import relative
 
@@ -73,12 +75,13 @@ def cut_sequences(monkeypatch: pytest.MonkeyPatch, pieces: str | int, split: int
         pieces: "small" ones in every kernel, "split" as for a big device, "blocks" of channels that two
             programs share, or the tokens of an SSD chunk.
         split: tokens of a split, with "blocks".
+
+    Triton code that splits the sequence says how in the constants SHORTEST_SPLIT and UNIT of its module.
     """
     monkeypatch.setattr(recurrence, "SEGMENT", 12)
     monkeypatch.setattr(recurrence, "STRETCH", 4)
     if not INTERPRETED:
         return
-    from adjoint.kernels.linear_scan import triton as linear
     from adjoint.kernels.selective_scan.triton import launch as selective
     from adjoint.kernels.ssd_scan.triton import launch as ssd
     from adjoint.kernels.triton import common
@@ -91,11 +94,14 @@ def cut_sequences(monkeypatch: pytest.MonkeyPatch, pieces: str | int, split: int
         monkeypatch.setattr(selective, "backward_programs", lambda *sizes: (2, split))
         return
     monkeypatch.setattr(common, "programs_that_fill", lambda x, per_multiprocessor: 10**6)
-    monkeypatch.setattr(selective, "SHORTEST_SPLIT", 1)
-    monkeypatch.setattr(linear, "SHORTEST_SPLIT", 1)
+    code_by_operation = (operation.backends["triton"] for operation in all_operations().values())
+    for module in {importlib.import_module(code.module) for code in code_by_operation if code is not None}:
+        if hasattr(module, "SHORTEST_SPLIT"):
+            monkeypatch.setattr(module, "SHORTEST_SPLIT", 1)
+        if pieces == "small" and hasattr(module, "UNIT"):
+            monkeypatch.setattr(module, "UNIT", 8)
     if pieces == "small":
         monkeypatch.setattr(selective, "CHECKPOINT", 8)
-        monkeypatch.setattr(linear, "UNIT", 8)
         monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), 32))
         monkeypatch.setattr(ssd, "TILE", dict.fromkeys((2, 4, 8), 16))
         monkeypatch.setattr(ssd, "HEADS_EACH", 2)

@@ -86,7 +86,7 @@ VALUES = [
     *(rows(name, 23, documents=None) for name in OPERATIONS),
     *(rows(name, 11, d=8, **BARE) for name in OPERATIONS),
     *(rows(name, 19, b=1, d=11, cotangents=only) for name in OPERATIONS for only in ("first", "last")),
-    *(rows(name, 19, **SMALL) for name in SCANS if name != "ssd_scan"),
+    *(rows(name, 19, **SMALL) for name in OPERATIONS if name != "ssd_scan"),
     rows("selective_scan", 131, d=19, n=5),
     rows("selective_scan", 300, b=1, d=40, n=16),
     rows("selective_scan", 9, b=1, d=9, n=40),

@@ -364,6 +364,81 @@ def test_adapters_that_are_refused(
     assert said in error[-1]
 
 
+STORED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize(
+    "flags, stored, said",
+    [
+        (
+            {"model__quantization": "3bit"},
+            None,
+            "--model.quantization: expected 4bit or 8bit or null, got '3bit'",
+        ),
+        ({"model__from_pretrained": "null"}, None, "model.quantization: is for a pretrained model"),
+        (
+            {},
+            None,
+            "model.quantization: 4bit: quantized weights are not trained; add adapters, --model.lora.rank",
+        ),
+        (
+            LORA,
+            None,
+            "model.quantization: 4bit needs bitsandbytes, which is not installed; pip install bitsandbytes",
+        ),
+        (LORA, STORED, "are quantized already (bitsandbytes, 4 bits); leave it out"),
+        (
+            {"model__quantization": "null"},
+            STORED,
+            "(bitsandbytes, 4 bits): quantized weights are not trained",
+        ),
+        ({"model__quantization": "null", **LORA}, STORED, "(bitsandbytes, 4 bits) needs bitsandbytes"),
+        (
+            {"training__precision": "float64", **LORA},
+            None,
+            "4bit: quantized weights do not multiply in float64",
+        ),
+        ({"load_in_4bit": "true"}, None, "did you mean model.quantization?"),
+    ],
+)
+def test_quantized_bases_that_are_refused(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: dict[str, Any],
+    stored: dict[str, Any] | None,
+    said: str,
+) -> None:
+    """In one line, before anything is loaded; here as where bitsandbytes is not installed."""
+    monkeypatch.setattr("adjoint.train.quantization.importlib.util.find_spec", lambda name: None)
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    if stored is not None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    sizes = {} if flags.get("model__from_pretrained") else options(folder)
+    assert train_tiny(tmp_path, **{**sizes, "model__quantization": "4bit", **flags}) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_quantized_weights_whose_library_is_missing(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the library: what transformers says, in one line with the folder."""
+    pytest.importorskip("peft")
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "hqq", "quant_config": {}, "skip_modules": []}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    assert train_tiny(tmp_path, **options(folder, **LORA)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{folder}: its weights (hqq) cannot be loaded: " in error and "HQQ" in error
+    assert main(["plan", "--model.from_pretrained", str(folder), "--data.seqlen", "64"]) == 2
+    assert "is quantized (hqq), and a plan counts all weights" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------- conversations
 
 PLAIN = (

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from adjoint.engine.verification import tolerance
+from adjoint.engine.verification import COARSE, tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.memory import size_bytes, total_memory_bytes
@@ -28,9 +28,10 @@ from adjoint.tools.compare.estimate import GRADIENTS, TimeEstimate, duration_tex
 from adjoint.tools.measure.journal import Journal, completed, progress
 from adjoint.tools.measure.passes import fits, predicted_bytes, typical
 from adjoint.tools.measure.process import Point, Process
-from adjoint.train.config import Config, Precision, load_config, plain
+from adjoint.train.config import Config, LoraConfig, Precision, load_config, plain
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import Environment, environment, pick_device, pick_precision
+from adjoint.train.quantization import Quantization, described
 
 WAYS = ("transformers", "checkpointing", "wrapped")
 PILOT = "pilot"
@@ -49,6 +50,10 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
     weights = "random weights" if settings["random"] else "its weights"
+    if settings["quantized"] is not None:
+        weights += f", quantized ({settings['quantized']})"
+    if settings["lora_rank"] is not None:
+        weights += f", under adapters of rank {settings['lora_rank']}"
     print(
         f"{request.model}, {weights}, {settings['dtype']}, batch {settings['batch']} on {settings['device']}"
     )
@@ -93,19 +98,45 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
     request.device = str(device)
     folder = request.folder
     on_gpu = device.type == "cuda"
+    random = folder.is_file() or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    dtype = pick_precision(request.dtype, device)
+    quantized = _quantized(request, random, dtype)
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_memory_bytes()
     return {
         "model": str(folder.resolve()),
         "trust_remote_code": request.trust_remote_code,
         "name": Path(request.model).name,
-        "random": folder.is_file() or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")],
-        "dtype": pick_precision(request.dtype, device),
+        "random": random,
+        "quantization": request.quantization,
+        "quantized": quantized,
+        "lora_rank": request.lora_rank or (None if quantized is None else LoraConfig().rank),
+        "dtype": dtype,
         "device": str(device),
         "batch": request.batch,
         "method": plain({"name": method.name, **vars(method)}),
         "repeat": request.repeat,
         "limit": int(request.memory or 0.75 * total),
     }
+
+
+def _quantized(request: Namespace, random: bool, dtype: str) -> str | None:
+    """Say how the model's weights are quantized; None if they are not.
+
+    Raises:
+        UserError: they cannot be, for what is asked.
+    """
+    kind = request.quantization
+    stored = described(request.model_config)
+    if kind is None and stored is None:
+        return None
+    what = f"{request.folder} ({stored})" if kind is None else f"--quantization {kind}"
+    if kind is not None and stored is not None:
+        raise UserError(f"{what}: the weights in {request.folder} are quantized already; leave it out")
+    if random:
+        raise UserError(f"{what}: random weights are not quantized; name a folder that has weights")
+    if dtype == "float64":
+        raise UserError(f"{what}: is not for float64; give --dtype float32 or bfloat16")
+    return stored or f"bitsandbytes, {kind[0]} bits"
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -225,7 +256,7 @@ def _search(
 
 def _check(point: Point, settings: dict[str, Any]) -> None:
     """Raise a UserError where the gradients of the model wrapped are not its own."""
-    limit = tolerance([getattr(torch, settings["dtype"])])
+    limit = COARSE if point.get("rounds_by_chunk") else tolerance([getattr(torch, settings["dtype"])])
     if settings["method"]["name"] == Exact.name and not point.get("difference", 0.0) <= limit:
         raise UserError(
             f"the gradient of {point['parameter']} differs by {point['difference']:.1e} when the model is "
@@ -302,6 +333,9 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     add("--ways", "some of these", comma_list(reads(Literal[WAYS])), default=",".join(WAYS))
     add("--method", "method of the wrapped model: exact or truncated", default=Exact.name)
     add("--dtype", "float32, bfloat16 or float64", reads(Precision), default="auto")
+    add("--quantization", "quantize its weights, under adapters: 4bit or 8bit", reads(Quantization))
+    adapters = "train adapters (LoRA) of this rank alone; default for quantized weights: 8"
+    add("--lora-rank", adapters, least)
     add("--batch", "sequences per step", least, default="1")
     add("--repeat", "timed passes", least, default="3")
     add("--device", "auto, cpu, cuda or cuda:1", default="auto")
@@ -317,6 +351,6 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     from adjoint.train.pretrained import configuration, folder_of
 
     request.folder = Path(folder_of(request.model, key=parser.prog))
-    configuration(str(request.folder), request.trust_remote_code, parser.prog)
+    request.model_config = configuration(str(request.folder), request.trust_remote_code, parser.prog)
     request.ways = [way for way in WAYS if way in request.ways]
     return request, load_config(["--method.name", request.method, *rest], "adjoint compare")

@@ -4,6 +4,7 @@ gradients both ways."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -13,11 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from adjoint import memory
+from adjoint.hf.quantized import rounds_by_chunk
 from adjoint.hf.wrap import wrap
 from adjoint.methods import METHODS, Method
 from adjoint.tools.measure.passes import Passes, gradients_apart, measured, repeated
 from adjoint.tools.measure.process import Point
-from adjoint.train.pretrained import configuration, unwrapped
+from adjoint.train.config import LoraConfig
+from adjoint.train.pretrained import adapted, configuration, unwrapped
 
 KEY = "adjoint compare"
 FIRST = 64  # tokens of the pass before those that count
@@ -76,8 +79,12 @@ def _gradients(point: Point, ids: Tensor) -> Point:
     """Return the largest relative L2 difference of a parameter's gradient between the model wrapped and not;
     without dropout, which would draw other numbers."""
 
+    rounds = False
+
     def ways() -> Iterator[tuple[str, Passes]]:
+        nonlocal rounds
         model = _model(point).eval()
+        rounds = rounds_by_chunk(model) is not None
         yield "transformers", _loss(model)
         yield "wrapped", _loss(wrap(model, _method(point)))
 
@@ -86,6 +93,7 @@ def _gradients(point: Point, ids: Tensor) -> Point:
     return {
         "length": point["length"],
         **wrapped,
+        "rounds_by_chunk": rounds,
         "loss": unwrapped_row["loss"],
         "wrapped_loss": wrapped["loss"],
     }
@@ -103,9 +111,13 @@ def _model(point: Point) -> PreTrainedModel:
         config = _configuration(point)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted)
     else:
-        model = unwrapped(point["model"], dtype, trusted, KEY)
+        model = unwrapped(point["model"], dtype, trusted, KEY, point["quantization"], point["device"])
     model.config.use_cache = False  # of which training has no use
-    return model.to(point["device"])
+    if point["quantized"] is None:
+        model.to(point["device"])
+    if (rank := point["lora_rank"]) is None:
+        return model
+    return adapted(model, dataclasses.asdict(LoraConfig(rank=rank)))
 
 
 def _method(point: Point) -> Method:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.batch import labelled
 from adjoint.checkpoint import read_trainer
@@ -29,6 +29,7 @@ from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.model import LanguageModel, PretrainedLM, model_class
+from adjoint.train.quantization import described
 from adjoint.train.rundir import RUNS, find_checkpoint
 
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
@@ -112,27 +113,41 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
     Raises:
         UserError: it is none of these.
     """
-    dtype = torch.float64 if precision == "float64" else None
     if (folder := _model_folder(run)) is not None:
         from adjoint.train.pretrained import load as load_pretrained
 
-        module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval")
-        module.to(device, dtype).eval()
+        module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval", None, device)
         tokenizer = tokenizer_in(folder)
         if tokenizer is None:
             check_bytes(folder, module.config.get_text_config().vocab_size)
-        model = PretrainedLM(module, Exact())
+        model = PretrainedLM(_placed(module, device, precision).eval(), Exact())
         return Loaded(model, DataConfig(tokenizer=tokenizer), Path("eval"), trusts_code=trust_remote_code)
     checkpoint = find_checkpoint(run)
     check_tokenizer(checkpoint)
     trainer = read_trainer(checkpoint)
     config = trainer["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
-    run_model = model_class(config["model"].get("from_pretrained")).from_checkpoint(checkpoint)
-    run_model.module.to(device, dtype)
+    run_model = model_class(config["model"].get("from_pretrained")).from_checkpoint(checkpoint, device)
+    _placed(run_model.module, device, precision)
     trusted = config["model"].get("trust_remote_code", False)
     results = checkpoint.parent.parent / "eval"
     return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted)
+
+
+def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Module:
+    """Return a model on a device, in float64 if that is the precision; quantized weights are there already.
+
+    Raises:
+        UserError: the model is quantized, and the precision is float64.
+    """
+    if described(module.config) is None:
+        return module.to(device, torch.float64 if precision == "float64" else None)
+    if precision == "float64":
+        raise UserError("--precision float64: quantized weights do not multiply in it; leave it out")
+    from adjoint.hf.quantized import set_compute_dtype
+
+    set_compute_dtype(module, getattr(torch, precision))
+    return module
 
 
 def _model_folder(run: str) -> str | None:

@@ -27,6 +27,7 @@ from adjoint.train.config import Config, load_config
 from adjoint.train.flags import Flags, reads
 from adjoint.train.gpus import GPUS
 from adjoint.train.layout import Layout
+from adjoint.train.quantization import described
 
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
 SUSTAINED = 0.3  # of the peak, what a step is assumed to keep up
@@ -98,9 +99,16 @@ def request_of(flags: argparse.Namespace, config: Config) -> Request:
     model: Any = config.model
     if config.model.from_pretrained is not None:
         from adjoint.plan.pretrained import outlined
+        from adjoint.train.pretrained import configuration
 
         if config.model.lora is not None:
             raise UserError("model.lora: a plan counts all weights as trained; leave it out")
+        trusted = config.model.trust_remote_code
+        if stored := described(configuration(config.model.from_pretrained, trusted)):
+            raise UserError(
+                f"model.from_pretrained: {config.model.from_pretrained} is quantized ({stored}), and a plan "
+                "counts all weights as trained; train a few steps and read peak_memory_bytes in metrics.jsonl"
+            )
         model = outlined(config.model.from_pretrained, config.model.trust_remote_code)
     machine = Machine(flags.kind, precision, None if flags.limits is None else min(flags.limits))
     sizes = config.data.batch, config.data.seqlen
