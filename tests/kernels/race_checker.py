@@ -201,9 +201,9 @@ class _Launch:
         self, fault: str, accesses: Accesses, starts: Addresses, chosen: NDArray[np.bool_]
     ) -> None:
         """Add a finding for each set of lines that one of the chosen groups has."""
-        groups = np.split(accesses.lines, starts[1:])
-        names = list(self.lines)
-        for lines in {tuple(np.unique(groups[group])) for group in np.flatnonzero(chosen)}:
+        stops, names = np.append(starts[1:], len(accesses.lines)), list(self.lines)
+        bounds = zip(starts[chosen], stops[chosen], strict=True)
+        for lines in {tuple(np.unique(accesses.lines[start:stop])) for start, stop in bounds}:
             self._find(fault, [names[line] for line in lines])
 
     def _find(self, fault: str, accesses: list[str]) -> None:
