@@ -22,10 +22,10 @@ from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, grouped, uncompiled
-from adjoint.engine.weights import Tensors
 from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
@@ -312,8 +312,7 @@ class Stack(nn.Module):
         group = None if group is None or ranks_of(group) == 1 else group
         if uses_fsdp(self):
             return joined_steps(self, stages, batch, spec, group)
-        places = Tensors(self)
-        access = ParameterAccess(lambda: places.replaced({}))
+        access = ParameterAccess(ModuleTensors(self).restored)
         distribution = distribution_of(group)
         steps = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
         if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk

@@ -73,7 +73,7 @@ def measure(point: Point) -> Point:
 def held_bytes(worker: Executor) -> Point:
     """Bytes of the tensors in which a worker now has keys and values with their cotangents, and states."""
     slabs = [slab for slabs_of_layer in worker.slabs.values() for slab in slabs_of_layer]
-    keys = [tensor for slab in slabs for tensor in (slab.written, slab.cotangents)]
+    keys = [tensor for slab in slabs for tensor in (slab.memory, slab.cotangents)]
     edges = [each.memory for each in worker.edges]
     tensors_by_name = {"keys_bytes": keys, "edges_bytes": edges}
     return {

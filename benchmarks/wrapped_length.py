@@ -1,8 +1,9 @@
 """Memory of one wrapped model from 8K to a million tokens: `python -m benchmarks.wrapped_length`.
 
-The Mamba-2 of `benchmarks.wrapped`, as transformers has it, with gradient checkpointing, and wrapped: peak
-memory of a forward and backward, each point in a fresh process. A line ends where the next length is said to
-take more than `--max-memory`, three quarters of the machine's by default.
+The Mamba-2 of `benchmarks.wrapped`, as transformers has it, with gradient checkpointing, wrapped, and wrapped
+with a fixed number of stored states: peak memory of a forward and backward, each point in a fresh process. A
+line ends where the next length is said to take more than `--max-memory`, three quarters of the machine's by
+default.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from adjoint.tools.measure import show
-from benchmarks import report, steps
-from benchmarks.report import Row
-from benchmarks.wrapped import MODELS, WAYS, Wrapped
+from benchmarks import report, steps, wrapped
+from benchmarks.report import GREEN, Row
+from benchmarks.wrapped import MODELS, Wrapped
 
+FEW_STATES = "few states"
+CHECKPOINTS = 32
+WAYS = wrapped.WAYS | {FEW_STATES: ({"method": "Exact", "checkpoints": CHECKPOINTS}, GREEN, "-")}
 NAMES = {
     "transformers": "transformers",
     "checkpointing": "with gradient checkpointing",
     "wrapped": "adjoint.wrap(model)",
+    FEW_STATES: f"adjoint.Exact(checkpoints={CHECKPOINTS})",
 }
 
 
@@ -26,6 +31,7 @@ class WrappedLength(Wrapped):
     name = "wrapped_length"
     uses = ("wrapped", "wrapped_length", "segments")
     models: ClassVar = {"Mamba-2": (MODELS["Mamba-2"][0], 0, 1 << 20)}
+    ways: ClassVar = {name: way for name, (way, _, _) in WAYS.items()}
     lengths: ClassVar = [1 << n for n in range(13, 21)]
     repeats = 1
     checked = ()
@@ -75,6 +81,7 @@ def draw(rows: Sequence[Row], limit: int) -> Any:
             "transformers": ("right", (-15, -7)),
             "checkpointing": ("left", (9, -12)),
             "wrapped": ("right", (0, 10)),
+            FEW_STATES: ("right", (0, -28)),
         }[way]
         axes.annotate(
             said, (xs[-1], ys[-1]), place, textcoords="offset points", color=colour, ha=side, va="bottom"

@@ -1,9 +1,10 @@
 """The idea on one page: backpropagation's gradient of a long sequence in the memory of one chunk.
 
-For any step (chunk, state) → (loss, state). The forward records nothing and keeps the state before each
-chunk. The backward goes through the chunks from the last to the first: it runs a chunk again, recorded this
-time, and pulls back the loss's cotangent together with that of the chunk's final state, the *adjoint state*,
-which the chunk after it has just given. Kept are a state per chunk and the activations of one chunk.
+It works for any step (chunk, state) → (loss, state). The forward runs without autograd and stores the state
+before each chunk. The backward goes through the chunks from the last to the first. It runs each chunk again,
+now with autograd, and backpropagates two gradients through it: that of the loss, and that of the chunk's
+final state, the *adjoint state*, which the backward of the next chunk has just computed. In memory are one
+state per chunk, and the activations of one chunk.
 
 `adjoint.Exact()` computes this. What its engine adds: packed documents, attention's keys and values (which
 grow instead of being replaced), a memory budget, windows, and several workers.
@@ -16,42 +17,45 @@ from torch import nn
 
 
 class ByChunks(torch.autograd.Function):
-    """(initial state, parameters) → the sum of the chunks' losses. `step(chunk, state)` gives a chunk's loss
-    and the state after it; a state is a tuple of tensors."""
+    """Sum the losses of `step(chunk, state) -> (loss, state)` over the chunks, each with the state that the
+    chunk before it returns. A state is a tuple of tensors.
+
+    The tensors are the n of the initial state, and then the parameters."""
 
     @staticmethod
     def forward(ctx, step, chunks, n, *tensors):
-        state, ctx.parameters = tensors[:n], tensors[n:]
-        ctx.step, ctx.chunks, ctx.states, total = step, chunks, [], 0.0
-        for chunk in chunks:  # PyTorch records nothing here
+        state, ctx.parameters = tensors[:n], tensors[n:]  # save_for_backward would also notice later writes
+        ctx.step, ctx.chunks, ctx.states, total_loss = step, chunks, [], 0.0
+        for chunk in chunks:  # in here autograd is off: no chunk's activations are saved
             ctx.states.append(state)
             loss, state = step(chunk, state)
             state = tuple(s.clone() for s in state)  # a view would keep its chunk alive
-            total = total + loss
-        return total
+            total_loss = total_loss + loss
+        return total_loss
 
     @staticmethod
     def backward(ctx, d_loss):
-        sums = [torch.zeros_like(p) for p in ctx.parameters]
-        d_state = None  # of the last chunk's final state: nothing depends on it
+        d_parameters = [torch.zeros_like(p) for p in ctx.parameters]
+        d_state = None  # the gradient of the state after the chunk; nothing reads the last chunk's
         for chunk, before in zip(reversed(ctx.chunks), reversed(ctx.states), strict=True):
             before = tuple(s.detach().requires_grad_() for s in before)
             with torch.enable_grad():
                 loss, after = ctx.step(chunk, before)
-            outputs, cotangents = [loss], [d_loss]
+            outputs, d_outputs = [loss], [d_loss]
             if d_state is not None:
-                outputs, cotangents = [loss, *after], [d_loss, *d_state]
-            found = torch.autograd.grad(
-                outputs, [*before, *ctx.parameters], cotangents, materialize_grads=True
+                outputs, d_outputs = [loss, *after], [d_loss, *d_state]
+            gradients = torch.autograd.grad(
+                outputs, [*before, *ctx.parameters], d_outputs, materialize_grads=True
             )
-            d_state = found[: len(before)]
-            for total, gradient in zip(sums, found[len(before) :], strict=True):
+            d_state = gradients[: len(before)]
+            for total, gradient in zip(d_parameters, gradients[len(before) :], strict=True):
                 total += gradient
-        return None, None, None, *d_state, *sums
+        return None, None, None, *d_state, *d_parameters
 
 
 def exact(step, chunks, state, parameters):
-    """The sum of the chunks' losses, differentiable; `parameters`: all that `step` uses."""
+    """Return the sum of the chunks' losses, differentiable in the state and in `parameters`, all that `step`
+    uses."""
     return ByChunks.apply(step, chunks, len(state), *state, *parameters)
 
 
@@ -71,9 +75,9 @@ if __name__ == "__main__":
     zeros = (torch.zeros(1, 2, d, dtype=torch.float64),)
     parameters = list(model.parameters())
     whole, _ = step(slice(0, seqlen), zeros)
-    wanted = torch.autograd.grad(whole, parameters)
+    expected = torch.autograd.grad(whole, parameters)
     chunks = [slice(i, min(i + size, seqlen)) for i in range(0, seqlen, size)]
     loss = exact(step, chunks, zeros, parameters)
-    got = torch.autograd.grad(loss, parameters)
-    error = max(((a - b).norm() / b.norm()).item() for a, b in zip(got, wanted, strict=True))
+    by_chunks = torch.autograd.grad(loss, parameters)
+    error = max(((a - b).norm() / b.norm()).item() for a, b in zip(by_chunks, expected, strict=True))
     print(f"loss {loss.item():.6f}, by backpropagation {whole.item():.6f}; gradients apart by {error:.0e}")

@@ -31,6 +31,7 @@ REST = "rest"
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": ("operations", "operators", "norm", "trial", "libraries", "benchmark_kernels"),
     "triton": ("triton_compile", "triton_interpret"),
+    "races": ("races", "race_checker"),
     "simulated_cuda": ("simulated_cuda",),
     "engine": ("exact", "engine", "programs", "documents", "mixers", "chunk_size"),
     "compile": ("compile",),

@@ -37,6 +37,10 @@ OPENINGS = set(
 )
 
 
+# What scripts/style.json limits, in its order.
+LIMITED = "names that say nothing", "docstrings that begin in the middle", "uses of Any"
+
+
 class Counts(NamedTuple):
     """What one file has.
 
@@ -59,33 +63,49 @@ class Counts(NamedTuple):
 
     @property
     def limited(self) -> list[int]:
-        """The numbers that scripts/style.json limits: vague names, openings, uses of `Any`."""
+        """The numbers that scripts/style.json limits, as in `LIMITED`."""
         return [self.vague, self.openings, self.any]
 
 
-def bound_names(tree: ast.AST) -> Iterator[str]:
-    """Yield every name that the tree binds, without attributes and imports."""
+def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield every name that the tree binds, without attributes and imports, and its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+            yield node.id, node.lineno
         elif isinstance(node, ast.arg):
-            yield node.arg
+            yield node.arg, node.lineno
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
+            yield node.name, node.lineno
 
 
-def first_words(tree: ast.AST) -> Iterator[str]:
-    """Yield the first word of each docstring, in lower case."""
+def first_words(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the first word of each docstring, in lower case, and the line of what it documents."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
         if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-            yield (re.match(r"\W*([\w-]*)", text) or [""])[1].lower()
+            word = (re.match(r"\W*([\w-]*)", text) or [""])[1].lower()
+            yield word, 1 if isinstance(node, ast.Module) else node.lineno
+
+
+def is_vague(name: str) -> bool:
+    """Whether a bound name says nothing."""
+    return name.strip("_") in VAGUE
+
+
+def lines_to_mend(path: Path) -> list[str]:
+    """Return the lines that each of `LIMITED` counts, with the words."""
+    tree = ast.parse(path.read_text())
+    names = [f"{line} ({name})" for name, line in bound_names(tree) if is_vague(name)]
+    openings = [f"{line} ({word})" for word, line in first_words(tree) if word in OPENINGS]
+    uses = [str(node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "Any"]
+    return [", ".join(lines) for lines in (names, openings, uses)]
 
 
 def count(path: Path) -> Counts:
     """Count one file."""
     tree = ast.parse(path.read_text())
-    names, words = list(bound_names(tree)), list(first_words(tree))
+    names = [name for name, _ in bound_names(tree)]
+    words = [word for word, _ in first_words(tree)]
     code, comments = set(), set()
     skipped = tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING
     uses_of_any = sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
@@ -97,7 +117,7 @@ def count(path: Path) -> Counts:
                 code.update(range(token.start[0], token.end[0] + 1))
     return Counts(
         len(names),
-        sum(name.strip("_") in VAGUE for name in names),
+        sum(map(is_vague, names)),
         len(words),
         sum(word in OPENINGS for word in words),
         len(code),
@@ -113,18 +133,16 @@ def counted(*folders: str) -> dict[str, Counts]:
 
 
 def exceeding(files: dict[str, Counts], allowed: dict[str, list[int]]) -> list[str]:
-    """Return a line for each file that has more vague names, openings or uses of Any than it may have."""
-    lines = []
+    """Return a message for each file that has more vague names, openings or uses of Any than it may have."""
+    messages = []
     for name, counts in files.items():
-        for what, number, limit in zip(
-            ("names that say nothing", "docstrings that begin in the middle", "uses of Any"),
-            counts.limited,
-            allowed.get(name, [0, 0, 0]),
-            strict=True,
-        ):
-            if number > limit:
-                lines.append(f"{name}: {number} {what}, where {limit} may be (scripts/style.py)")
-    return lines
+        limits = allowed.get(name, [0, 0, 0])
+        for i, kind in enumerate(LIMITED):
+            if counts.limited[i] > limits[i]:
+                count_and_limit = f"{counts.limited[i]} {kind}, where {limits[i]} may be"
+                lines = lines_to_mend(ROOT / name)[i]
+                messages.append(f"{name}: {count_and_limit} (scripts/style.py), in lines {lines}")
+    return messages
 
 
 def main() -> None:

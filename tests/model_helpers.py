@@ -16,11 +16,12 @@ from adjoint.batch import Batch, State
 from adjoint.documents import document_numbers
 from adjoint.engine.executor import Executor
 from adjoint.engine.storage import Edges, Slab
+from adjoint.layers import MIXERS, WINDOWED
 from adjoint.parallel.context import WithinTiles
 from adjoint.parallel.handoff import StateHandoff
 
 SIZES: dict[str, Any] = {"vocab_size": 17, "d_model": 12, "n_layer": 2, "d_state": 4, "headdim": 6}
-ALL_MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense"]
+MIXED = ["mamba", "mamba2", "diagonal", "scalar", "dense"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "mamba": {"mixer": "mamba"},
     "mamba2": {"mixer": "mamba2", "ngroups": 2},
@@ -29,8 +30,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"mixer": "dense"},
     "mamba, MLP, untied": {"mixer": "mamba", "d_intermediate": 10, "tie_embeddings": False, "bias": True},
     "mamba2, MLP, no conv bias": {"mixer": "mamba2", "d_intermediate": 10, "conv_bias": False, "d_conv": 2},
-    "mixed, untied": {"mixer": ALL_MIXERS, "n_layer": 5, "tie_embeddings": False},
+    "mixed, untied": {"mixer": MIXED, "n_layer": len(MIXED), "tie_embeddings": False},
 }
+VARIANTS |= {kind: {"mixer": kind} for kind in WINDOWED if kind not in VARIANTS}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 CONVOLVED = {"attention_d_conv": 4, "rotary_emb_dim": 4, "attention_bias": True}
 UNWINDOWED: dict[str, dict[str, Any]] = {  # mixers without windows
@@ -53,6 +55,9 @@ UNWINDOWED: dict[str, dict[str, Any]] = {  # mixers without windows
         **HEADS,
     },
 }
+UNWINDOWED |= {kind: {"mixer": kind} for kind in MIXERS if kind not in VARIANTS | UNWINDOWED}
+# Kinds of mixers whose state is replaced by each chunk's; attention's grows.
+RECURRENT = [kind for kind, mixer in MIXERS.items() if not mixer.attended_channels(StackConfig(**SIZES))]
 
 
 def make_model(

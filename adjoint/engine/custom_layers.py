@@ -13,6 +13,7 @@ from adjoint.batch import Batch
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, make_grid
 from adjoint.engine.leaves import UnlistedLeaves
+from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.schedule import Owners, cut_before_backward, make_schedule
 from adjoint.engine.stage import Embedding, Layer, Stage
 from adjoint.engine.tile import Gradients
@@ -27,7 +28,6 @@ from adjoint.engine.verification import (
     verified_kinds,
     verify,
 )
-from adjoint.engine.weights import Constants
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.layers import State
@@ -95,7 +95,7 @@ def _verify_layer(
     cls: type, stage: Layer, state: State, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     cuda = [device] if device.type == "cuda" else []
-    unchanged = torch.random.fork_rng(cuda), Constants(stage.modules(), frozen=False).restored()
+    unchanged = torch.random.fork_rng(cuda), UntrainedTensors(stage.modules(), frozen=False).restored()
     with torch.inference_mode(False), torch.no_grad(), unchanged[0], unchanged[1]:
         x = some_numbers(TOKENS, width, seed=1).to(device, dtype)
         state = tuple(s[:1].clone() for s in state)

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import Action, Recv, Run, Send, stored_states
-from adjoint.engine.storage import Past, Slab, apart_from, by_itself, growing, joined, recurrent
+from adjoint.engine.storage import (
+    Past,
+    Slab,
+    append_only_part,
+    clone_views_of,
+    compact,
+    merge_parts,
+    recurrent_part,
+)
 from adjoint.engine.tile import Cotangents
 from adjoint.engine.tile_values import TileValues
 from adjoint.kernels import checks
@@ -75,7 +83,7 @@ class Exchange(abc.ABC):
     def final_slabs(self, values: TileValues, k: int) -> list[Tensor]:
         """Return stage k's append-only tensors after the sequence; empty if they are not asked for."""
         slabs = values.slabs.get(k, ())
-        return [slab.final() if values.return_final_kv else slab.between(0, 0) for slab in slabs]
+        return [slab.final_values() if values.return_final_kv else slab.read(0, 0) for slab in slabs]
 
 
 class BetweenTiles(Exchange):
@@ -87,7 +95,7 @@ class BetweenTiles(Exchange):
     def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
         values.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
         if values.grid.checkpoints is not None:  # the forward stores as many as the backward, or more
-            return self._set_rows(values, stored_states(values.grid, actions))
+            return self._set_capacities(values, stored_states(values.grid, actions))
         rows: collections.Counter[int] = collections.Counter()
         for action in actions:
             if isinstance(action, Run) and action.tile.is_forward:
@@ -100,19 +108,19 @@ class BetweenTiles(Exchange):
                         "deal out layers instead of chunks"
                     )
                 rows[action.key[1]] += 1
-        self._set_rows(values, rows)
+        self._set_capacities(values, rows)
 
     @staticmethod
-    def _set_rows(values: TileValues, rows: Mapping[int, int]) -> None:
+    def _set_capacities(values: TileValues, rows: Mapping[int, int]) -> None:
         for k, count in rows.items():
             if values.edges[k].memory is None:
-                values.edges[k].rows = count
+                values.edges[k].capacity = count
 
     def state(self, values: TileValues, k: int, c: int) -> tuple[Any, ...]:
         initial, grows = values.batch.states[k], values.grows[k]
         if not initial:
             return ()
-        recurrent_state = recurrent(initial, grows)
+        recurrent_state = recurrent_part(initial, grows)
         if c in values.grid.document_starts:
             recurrent_state = tuple(torch.zeros_like(s) for s in recurrent_state)
         elif c and recurrent_state:
@@ -120,47 +128,47 @@ class BetweenTiles(Exchange):
             recurrent_state = values.packing[k].unpack(stored)
         if k not in values.slabs:
             return recurrent_state
-        return joined(recurrent_state, (self._past(values, s, c) for s in values.slabs[k]), grows)
+        return merge_parts(recurrent_state, (self._past(values, s, c) for s in values.slabs[k]), grows)
 
     def _past(self, values: TileValues, slab: Slab, c: int) -> Past:
         """Return the `Past` of a slab before chunk c."""
         grid = values.grid
         start, stop = grid.cuts[c : c + 2]
-        begin = grid.document(c) or -slab.before  # what was there before belongs to the first document
+        begin = grid.document(c) or -slab.initial_tokens  # the first document has the initial tokens
         first_grad_token = begin if not grid.dropped else grid.first_grad_token(c)
-        boundaries = values.documents(start, stop, slab.before)
+        boundaries = values.documents(start, stop, slab.initial_tokens)
         return Past(slab, start, begin, first_grad_token, *boundaries)
 
     def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
-        recurrent_state = recurrent(state, values.grows[k])
+        recurrent_state = recurrent_part(state, values.grows[k])
         if c + 1 == values.grid.chunks:
-            final = map(by_itself, recurrent_state)
-            values.final[k] = joined(final, self.final_slabs(values, k), values.grows[k])
+            final = map(compact, recurrent_state)
+            values.final[k] = merge_parts(final, self.final_slabs(values, k), values.grows[k])
         elif values.grid.reads_state(c + 1):
             values.make_place(k, c)
             values.store["S", k, c], out = values.destination(("S", k, c))
-            values.packing[k].pack(apart_from(out, recurrent_state), out)
+            values.packing[k].pack(clone_views_of(out, recurrent_state), out)
 
     def cotangents(self, values: TileValues, k: int, c: int) -> Cotangents:
         grid, grows, slabs = values.grid, values.grows[k], values.slabs.get(k, [])
         d_final = values.d_final[k]
-        carried: Cotangents = recurrent(d_final, grows)
+        carried: Cotangents = recurrent_part(d_final, grows)
         if c + 1 == grid.chunks:
-            for slab, d in zip(slabs, growing(d_final, grows), strict=True):
-                slab.begin(d)
+            for slab, d in zip(slabs, append_only_part(d_final, grows), strict=True):
+                slab.begin_backward(d)
         elif carried:
             d_edge = values.store["dS", k, c] if grid.carries(c + 1) else (None,) * len(carried)
             carried = d_edge if isinstance(d_edge, tuple) else values.packing[k].unpack(d_edge)
-        return joined(carried, (slab.gathered(*grid.cuts[c : c + 2]) for slab in slabs), grows)
+        return merge_parts(carried, (slab.cotangent(*grid.cuts[c : c + 2]) for slab in slabs), grows)
 
     def put_cotangents(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> None:
         grows = values.grows[k]
-        d_recurrent = tuple(by_itself(d) for d in recurrent(d_state, grows))
+        d_recurrent = tuple(compact(d) for d in recurrent_part(d_state, grows))
         if d_recurrent and values.grid.carries(c):
             values.store["dS", k, c - 1] = self._scaled(values, k, c, d_recurrent)
         elif c == 0:
-            d_past = (slab.initial() for slab in values.slabs.get(k, []))
-            values.d_initial[k] = joined(d_recurrent, d_past, grows)
+            d_past = (slab.initial_cotangent() for slab in values.slabs.get(k, []))
+            values.d_initial[k] = merge_parts(d_recurrent, d_past, grows)
 
     def _scaled(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> Cotangents:
         """Return the adjoint state as it leaves chunk c, multiplied by `Grid.passes`.

@@ -19,10 +19,7 @@ from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
 from adjoint.engine.stage import Stage
-from adjoint.engine.storage import (
-    PerChunk,
-    to_host,
-)
+from adjoint.engine.storage import ChunkLosses, to_host
 from adjoint.engine.threads import sleep_while_waiting
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.engine.tile_values import TileValues
@@ -115,8 +112,8 @@ class Executor(TileValues):
         self.transport = transport = self.connections.transport
         self.waits = transport is not None and transport.on_device
         self.total: Tensor | None = None
-        self.losses = PerChunk(grid.chunks)
-        self.recomputed_losses = PerChunk(grid.chunks)  # the same of recomputed chunks, to be compared
+        self.losses = ChunkLosses(grid.chunks)
+        self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
         self.gradients = Gradients() if gradients is None else gradients
         self.decays = [Decays() for _ in stages] if spec.backward.window == "auto" else None
         self.begin_backward(None)
@@ -212,7 +209,7 @@ class Executor(TileValues):
 
     def _check_recomputed_losses(self) -> None:
         """Raise ChunkChangedError if a recomputed chunk's loss is not the forward's."""
-        recomputed, self.recomputed_losses = self.recomputed_losses, PerChunk(self.grid.chunks)
+        recomputed, self.recomputed_losses = self.recomputed_losses, ChunkLosses(self.grid.chunks)
         chunks = sorted(recomputed.written)
         if not chunks or type(self.total) is not Tensor:  # a fake tensor has no values to compare
             return

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from adjoint.errors import UserError
 
 T = TypeVar("T")
-OF_A_TILE = "_adjoint_leaf"  # the attribute of leaves that belong to one tile
+TILE_LEAF_MARK = "_adjoint_leaf"  # name of the attribute by which leaves made for one tile are recognised
 
 
 class ChunkChangedError(RuntimeError):
@@ -27,23 +27,24 @@ class ChunkChangedError(RuntimeError):
 
 
 class UnlistedLeaves:
-    """Trainable tensors that reach the tiles of one call without being listed by a stage.
+    """Trainable tensors that the tiles of one call read although no stage lists them.
 
     They are found in the graph of the forward's last chunk, whose tape is kept, and become inputs of the
     call's autograd function like parameters. Every later tile's graph must begin at these or at listed ones.
-    A leaf that a tile makes itself, such as an embedding's output under `enable_input_require_grads`, is no
-    input: its gradient goes nowhere, as in plain autograd. It shows by being another tensor when the same
-    tile runs again.
+
+    Not every leaf of a tile's graph is such an input. A tile may make leaves itself, such as an embedding's
+    output under `enable_input_require_grads`; their gradients go nowhere, as in plain autograd. To tell them
+    apart a tile that has unknown leaves runs twice (`run_tile`): an input is the same tensor both times.
 
     Args:
         listed: tensors whose gradients are asked for anyway.
         left_to_autograd: leaves that are no concern here: autograd itself adds to their `.grad`.
-        open: whether unlisted tensors are still accepted; otherwise they are refused.
+        open: whether unlisted tensors are still accepted; else they are refused.
 
     Attributes:
         leaves: unlisted leaves. Their gradients are asked for directly.
         precomputed: unlisted tensors that have a graph of their own, made before the call. Tiles see leaves
-            in their place, because a graph can be walked back only once.
+            in their place: the first tile's backward through that graph would free it for the others.
         nodes: the graph nodes that made the precomputed tensors, by which these are recognised.
         first_run: while `run_tile` runs a tile again, the leaves of its first run; None during the first.
     """
@@ -72,7 +73,7 @@ class UnlistedLeaves:
 
         Args:
             outputs: the tile's outputs. tile_inputs: leaves whose gradients are asked for anyway.
-            begin: the number of the tile's first node (`next_node`).
+            begin: sequence number of the tile's first node (`next_node`); older nodes are from before it.
 
         Raises:
             RunAgain: the tile must run again before this can be told; `run_tile` does it.
@@ -82,13 +83,15 @@ class UnlistedLeaves:
         leaves = [t for t in leaves_of(outputs) if t not in tile_inputs and t not in self.left_to_autograd]
         if not leaves:
             return leaves
-        if any(OF_A_TILE in vars(t) for t in leaves):
+        if any(TILE_LEAF_MARK in vars(t) for t in leaves):
             raise ChunkChangedError(
                 "a chunk reads a tensor that a module kept from another chunk, with its graph: detach what "
                 "is kept"
             )
         if self.open:
             nodes = nodes_made_before(outputs, begin)
+            # These nodes are known from an earlier run, so `StandIns` should have hidden them. It could not:
+            # arguments of an autograd.Function do not pass through __torch_function__.
             if nodes and nodes <= self.nodes:
                 names = ", ".join(sorted(node.name() for node in nodes))
                 raise UserError(
@@ -113,7 +116,10 @@ class UnlistedLeaves:
         return [t for t in leaves if t in self.listed or t in self.leaves]
 
     def run_tile(self, run: Callable[[], T]) -> T:
-        """Return run(), which is called again if one run does not show which leaves the tile makes."""
+        """Return run(), which is called again each time that it raises RunAgain.
+
+        The first run finds unknown leaves, the second tells inputs from leaves that the tile makes; graphs
+        from before the call take another run, with `StandIns` for them."""
         try:
             while True:
                 try:
@@ -137,7 +143,7 @@ class RunAgain(Exception):
 
 
 class StandIns(TorchFunctionMode):
-    """Mode that puts leaves, which share their memory, in the places of tensors with a graph of their own.
+    """Mode that replaces tensors with a graph from before the call by leaves in all torch functions.
 
     Attributes:
         leaves: the leaf of each tensor replaced so far.
@@ -168,12 +174,12 @@ def alias(t: Tensor, trained: bool = True) -> Tensor:
     Autograd runs users' hooks on a tensor whenever it computes its gradient; with a leaf per tile, the hooks
     see the complete gradient once, not each tile's part."""
     leaf = t.detach().requires_grad_(trained)
-    vars(leaf)[OF_A_TILE] = True
+    vars(leaf)[TILE_LEAF_MARK] = True
     return leaf
 
 
 def next_node() -> int:
-    """Return the number that this thread's next node of a graph will have."""
+    """Return the sequence number that the next node will have. Autograd counts nodes per thread."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -185,7 +191,7 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves that these tensors' gradients would reach."""
     nodes: list[Any] = list(dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None))
     visited = set(nodes)
-    for node in nodes:  # the list grows while it is walked
+    for node in nodes:  # breadth first: the list grows while the loop runs
         for input_node, _ in node.next_functions:
             if input_node is not None and input_node not in visited:
                 visited.add(input_node)
@@ -223,7 +229,7 @@ def suspend_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
             hooks.clear()
         yield
     finally:
-        for t, gradient, accumulated, hooks in before:
-            t.grad, t._post_accumulate_grad_hooks = gradient, accumulated
+        for t, gradient, post_accumulate_hooks, hooks in before:
+            t.grad, t._post_accumulate_grad_hooks = gradient, post_accumulate_hooks
             if hooks:
                 t._backward_hooks.update(hooks)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
+from adjoint.engine.autocast import CastWeights, FusedGradientAccumulation
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
-from adjoint.engine.weights import Casts, SummedProducts, Tensors
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.layers import MIXERS, WINDOWED, Block, Mixer, StackConfig, State
@@ -137,7 +138,8 @@ class Embedding(Stage):
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         if not is_untouched(self.table, nn.Embedding):
-            tensors, parameters = Tensors(self.table, buffers=False), list(self.table.parameters())
+            tensors = ModuleTensors(self.table, buffers=False)
+            parameters = list(self.table.parameters())
 
             def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
                 with tensors.replaced(dict(zip(parameters, leaves, strict=True))):
@@ -177,7 +179,7 @@ class Layer(Stage):
     ) -> None:
         self.block, self.recompute = block, recompute
         self._reach, self._grows = reach, grows
-        self.casts, self.tensors = Casts(casts_weights), Tensors(block, buffers=False)
+        self.casts, self.tensors = CastWeights(casts_weights), ModuleTensors(block, buffers=False)
         self._parameters: list[Tensor] = list(block.parameters())
 
     @property
@@ -247,7 +249,7 @@ class Layer(Stage):
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
             weights = dict(zip(trained, leaves, strict=True))
             summed = {weights[p]: p for p in casts if p in weights}
-            context = SummedProducts(summed, gradients) if summed else contextlib.nullcontext()
+            context = FusedGradientAccumulation(summed, gradients) if summed else contextlib.nullcontext()
             return self._run(x, state, chunk, {**casts, **weights}, context)
 
         return tile.linearize(call, trained, x, state, gradients, [casts.get(p, p) for p in trained])

@@ -16,12 +16,12 @@ from adjoint.engine import budget
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
+from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.schedule import Action, Schedule, cut_before_backward, keys_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients
-from adjoint.engine.weights import Constants
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
 
@@ -130,7 +130,7 @@ class ChunkedStep:
         executor, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's
             grid as far as it is known; set by `_begin`.
         backward_actions: the backward's part of the program; set by the forward.
-        constants: tensors that are not trained, as the forward has left them.
+        untrained_tensors: tensors that are not trained, as the forward has left them.
     """
 
     executor: Executor
@@ -287,7 +287,7 @@ class ChunkedStep:
         self.grad_inputs = [*self.parameters, *executor.gradients.unlisted_leaves.close()]
         if self.has_backward:
             modules = [named for stage in self.local_stages for named in stage.modules()]
-            self.constants = Constants(modules, self.access.frozen_may_change)
+            self.untrained_tensors = UntrainedTensors(modules, self.access.frozen_may_change)
         if executor.decays is not None:
             self._pick_windows()
             self.backward_actions = self._backward_program()
@@ -309,7 +309,7 @@ class ChunkedStep:
         executor.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
         stored_values = {key: value for key, value in executor.store.items() if key[0] != "tape"}
         try:
-            with self.access.backward_context(), self.constants.restored():
+            with self.access.backward_context(), self.untrained_tensors.restored():
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)
             d_initial = [d for state in executor.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()

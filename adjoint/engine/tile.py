@@ -328,7 +328,7 @@ def windowed_vjp(
     """Compute the vjp of a block on the tokens that a tile owns; add parameters' gradients to `gradients`.
 
     Args:
-        replaced: the method of that name of the block's `weights.Tensors`.
+        replaced: `ModuleTensors.replaced` of the block's tensors.
 
     Returns:
         The tile's part of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and the

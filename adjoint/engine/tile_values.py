@@ -13,7 +13,7 @@ from torch import Tensor
 from adjoint.batch import Batch
 from adjoint.engine.grid import EngineSpec, Grid, Key
 from adjoint.engine.stage import Stage
-from adjoint.engine.storage import Edges, Packing, Slab, recurrent, stores_on_host
+from adjoint.engine.storage import Edges, Packing, Slab, recurrent_part, stores_on_host
 from adjoint.engine.tile import Cotangents
 from adjoint.errors import UserError
 from adjoint.kernels import checks
@@ -114,7 +114,8 @@ class TileValues:
             for s, stage in zip(initial, stages, strict=True)
         ]
         self.packing = [
-            Packing(recurrent(s, g), self.accumulate_dtype) for s, g in zip(initial, self.grows, strict=True)
+            Packing(recurrent_part(s, g), self.accumulate_dtype)
+            for s, g in zip(initial, self.grows, strict=True)
         ]
         self.edges = [Edges(packing, self.host) for packing in self.packing]
         self.slabs: dict[int, list[Slab]] = {}
@@ -144,7 +145,7 @@ class TileValues:
         """Return the bytes on the device of append-only states with their cotangents."""
         if self.host:
             return 0
-        return sum(slab.most_bytes() for slabs in self.slabs.values() for slab in slabs)
+        return sum(slab.max_bytes() for slabs in self.slabs.values() for slab in slabs)
 
     def input(self, name: str, k: int, c: int) -> Tensor:
         """Return stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
@@ -177,7 +178,7 @@ class TileValues:
     def value(self, key: Key) -> Any:
         """Return a value of the store; for a state stored as a row's number, that row of `Edges`."""
         value = self.store[key]
-        return self.edges[key[1]].at(value) if isinstance(value, int) else value
+        return self.edges[key[1]].view(value) if isinstance(value, int) else value
 
     def destination(self, key: Key) -> tuple[int | Tensor, Tensor]:
         """Return the store's entry for a value that will be written, and the tensor to write to.
@@ -188,8 +189,8 @@ class TileValues:
         if name != "S" or key in self.passed_on:
             out = self.room(key)
             return out, out
-        row = self.edges[k].row()
-        return row, self.edges[k].at(row)
+        row = self.edges[k].take_row()
+        return row, self.edges[k].view(row)
 
     def room(self, key: Key) -> Tensor:
         """Return an empty tensor for a message."""

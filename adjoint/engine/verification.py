@@ -155,8 +155,8 @@ def verify(trial: Trial, reference: Results) -> float:
     with errors_as_refusals(trial.subject, kind.state, kind.remedy):
         try:
             chunks = trial.run_chunks()
-        except ChunkChangedError:
-            trial.refuse(f"{kind.claim}: {kind.likely_reason}")
+        except ChunkChangedError as error:
+            trial.refuse(f"{kind.claim}: {kind.likely_reason} ({error})")
     if is_heard() and LOGGER.isEnabledFor(logging.DEBUG):
         LOGGER.debug(f"{trial.subject}, {kind.claim}:\n{differences_table(reference, chunks)}")
     message = difference(reference, chunks, trial.rtol, trial.each_gradient)

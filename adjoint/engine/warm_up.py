@@ -80,7 +80,7 @@ def _run(worker: Any, t: Tile) -> None:
         worker.tile(again)
         for slab in worker.slabs.get(t.stage, ()):
             if slab.cotangents is None:
-                slab.begin(None)
+                slab.begin_backward(None)
     _fill(worker, [key for key in worker.grid.reads(t) if key[0] != "tape"])
     worker.tile(t)
 

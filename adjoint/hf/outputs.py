@@ -7,18 +7,69 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import Field
 
 from torch import Tensor
+from torch.autograd.graph import Node
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-COMPUTE = "_adjoint_logits"  # an attribute of the loss, as accelerate copies outputs but not the loss
+_COMPUTE = "adjoint_compute_logits"
+_NODES_SEARCHED = 32  # what others put between the loss that they return and ours is one node or two
+
+
+def compute_logits_later(loss: Tensor, compute: Callable[[], Tensor]) -> None:
+    """Note on a loss how the logits of its output are computed.
+
+    Outputs are copied (accelerate) and so are losses: FSDP2 and DistributedDataParallel return one that comes
+    out of an autograd function of theirs. So it is noted in the loss's graph, or on a loss without one.
+    """
+    if loss.grad_fn is None:
+        setattr(loss, _COMPUTE, compute)
+    else:
+        _metadata(loss.grad_fn)[_COMPUTE] = compute
+
+
+def _metadata(node: Node) -> dict[str, Callable[[], Tensor]]:
+    """Return what may be noted on a node of autograd's graph; PyTorch's stub has it as a method."""
+    return node.metadata  # type: ignore[return-value]
+
+
+def _find_compute(loss: Tensor | None) -> Callable[[], Tensor] | None:
+    """Return what `compute_logits_later` noted on the loss that a loss is made of, None if nothing is."""
+    if loss is None or loss.grad_fn is None:
+        return getattr(loss, _COMPUTE, None)
+    nodes: list[Node] = [loss.grad_fn]
+    for node in nodes:  # grows meanwhile
+        if (compute := _metadata(node).get(_COMPUTE)) is not None:
+            return compute
+        if len(nodes) < _NODES_SEARCHED:
+            nodes += [before for before, _ in node.next_functions if before is not None]
+    return None
+
+
+class _FieldsWithLogits:
+    """The fields of a dataclass of outputs, of an instance without its logits until these are stored.
+
+    FSDP2 reads every field of a model's output, and would have logits computed that nobody asked for."""
+
+    def __get__(self, output: _LogitsOnAccess | None, cls: type[_LogitsOnAccess]) -> dict[str, Field[object]]:
+        fields: dict[str, Field[object]] = super(_LogitsOnAccess, cls).__dataclass_fields__  # type: ignore[misc]
+        if output is None or output.has_stored_logits or output.returns_stored_only:
+            return fields
+        return {name: field for name, field in fields.items() if name != "logits"}
 
 
 class _LogitsOnAccess:
-    """A mixin for outputs of a causal LM whose `logits` may be computed when they are read."""
+    """A mixin for outputs of a causal LM whose `logits` may be computed when they are read.
+
+    Attributes:
+        returns_stored_only: whether `logits` is None for now if none are stored.
+    """
 
     loss: Tensor | None
+    returns_stored_only = False
+    __dataclass_fields__ = _FieldsWithLogits()
 
     def __post_init__(self) -> None:
         with self._as_stored():
@@ -30,16 +81,20 @@ class _LogitsOnAccess:
         return self.past_key_values  # type: ignore[attr-defined]
 
     @property
+    def has_stored_logits(self) -> bool:
+        """Whether logits are there: the call has asked for them, or they have been read."""
+        return vars(self).get("_logits") is not None
+
+    @property
     def logits(self) -> Tensor | None:
         """Logits (batch, seqlen, vocab_size), or None where they cannot be computed.
 
         Logits that the call asked for are stored; others are computed when they are read, from the weights
         as they are then and without gradients."""
-        entries = vars(self)
-        compute: Callable[[], Tensor] | None = getattr(self.loss, COMPUTE, None)
-        if entries.get("_logits") is None and compute is not None and not entries.get("_is_stored_only"):
-            entries["_logits"] = compute()
-        return entries.get("_logits")
+        if not (self.has_stored_logits or self.returns_stored_only):
+            compute = _find_compute(self.loss)
+            self.logits = None if compute is None else compute()
+        return vars(self).get("_logits")
 
     @logits.setter
     def logits(self, value: Tensor | None) -> None:
@@ -48,11 +103,11 @@ class _LogitsOnAccess:
     @contextlib.contextmanager
     def _as_stored(self) -> Iterator[None]:
         """Compute nothing meanwhile."""
-        vars(self)["_is_stored_only"] = True
+        vars(self)["returns_stored_only"] = True
         try:
             yield
         finally:
-            del vars(self)["_is_stored_only"]
+            del vars(self)["returns_stored_only"]
 
     def __repr__(self) -> str:
         with self._as_stored():

@@ -1,8 +1,9 @@
 """Snapshots of a model: everything that its computation depends on besides its inputs.
 
-This is its modules, settings, hooks, the configuration, and tensors that are not trained. A wrapped
-model's chunks are recomputed in the backward, so they must find all of this as it was in the forward; and
-a decision about a model holds as long as its snapshot does."""
+This is its modules, settings, hooks and configuration, and which parameters are trained, with their dtypes
+and devices. Snapshots have two uses. A wrapped model's chunks are recomputed in the backward, and must run
+the model as it was in the forward (`ForwardState`). And the verification of a model on first use stays valid
+as long as a new snapshot equals the one that was taken then."""
 
 from __future__ import annotations
 
@@ -19,49 +20,54 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from adjoint.engine.weights import BETWEEN, Tensors
+from adjoint.engine.module_tensors import CHANGED_BEFORE_BACKWARD, ModuleTensors
 from adjoint.hf.model_parts import MISSING, original_class, override_attribute
 
-Holder: TypeAlias = nn.Module | PreTrainedConfig  # an object that has settings
+SettingsHolder: TypeAlias = nn.Module | PreTrainedConfig
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINER_TYPES = (list, tuple, dict, set, frozenset, OrderedDict)
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Of the attributes that every module has, its mode and hooks are settings. Gradient checkpointing is not one,
-# as it is switched off while chunks run.
-IGNORED_ATTRIBUTES = {*vars(nn.Module())} - {"training", *HOOK_ATTRIBUTES}
-IGNORED_ATTRIBUTES -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
-IGNORED_ATTRIBUTES |= {
-    "gradient_checkpointing",
+# Attributes of every module that change what it computes; the others are its tensors, submodules and
+# bookkeeping. A hook in a `with_kwargs` dictionary is called with other arguments.
+SETTINGS_OF_ANY_MODULE = {
+    "training",
+    *HOOK_ATTRIBUTES,
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+}
+IGNORED_ATTRIBUTES = {*vars(nn.Module())} - SETTINGS_OF_ANY_MODULE | {
+    "gradient_checkpointing",  # switched off while chunks run (`checkpointing`), so a change has no effect
     "_gradient_checkpointing_func",
-    "_adjoint",
-    "warnings_issued",
+    "_adjoint",  # the wrap state, which refers to snapshots
+    "warnings_issued",  # transformers' record of what it has already warned about
 }
 
 
 class Snapshot:
     """A model's structure and settings at one moment, without its tensors' values.
 
-    It keeps nothing of the model alive. It does not see tensors that are plain attributes instead of buffers,
-    nor inside objects of other classes.
+    It holds weak references alone, so it keeps nothing of the model alive. It does not see plain tensor
+    attributes, for which `module_tensors.UntrainedTensors` is there, nor anything inside attributes of other
+    classes than `PLAIN_TYPES` and `CONTAINER_TYPES`.
 
     Attributes:
-        modules: reference to each module and its class, by name.
-        holders: references to the objects that have settings, by name: the modules and their configurations.
-        settings: comparable settings, by holder and attribute.
-        weights: whether each parameter is trained, its dtype, device and class, by name.
+        modules: (reference to the module, its class) by the module's name.
+        holders: references to the objects with settings, by name: the modules and their configurations.
+        settings: `comparable_settings` by the holder's name.
+        weights: (requires_grad, dtype, device, class) by the parameter's name.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {name: (ref(module), original_class(module)) for name, module in model.named_modules()}
         named = settings_holders(model)
-        self.holders: dict[str, ref[Holder]] = {name: ref(holder) for name, holder in named.items()}
+        self.holders: dict[str, ref[SettingsHolder]] = {name: ref(holder) for name, holder in named.items()}
         self.settings = {name: comparable_settings(holder) for name, holder in named.items()}
         self.weights = {
             name: (p.requires_grad, p.dtype, p.device, type(p)) for name, p in model.named_parameters()
         }
 
     def structure_difference(self, other: Snapshot) -> str | None:
-        """Describe a module that is not the same in both snapshots, or return None."""
+        """Describe the first module that is not the same in `other`, the later snapshot; None if all are."""
         if self.modules.keys() != other.modules.keys():
             name = min(self.modules.keys() ^ other.modules.keys())
             return f"module {name} was {'removed' if name in self.modules else 'added'}"
@@ -75,10 +81,12 @@ class Snapshot:
         for name, before in self.settings.items():
             after = other.settings.get(name, {})
             if before != after:
-                yield from ((name, a) for a in before | after if before.get(a, a) != after.get(a, a))
+                for attribute in before | after:
+                    if before.get(attribute, MISSING) != after.get(attribute, MISSING):
+                        yield name, attribute
 
     def difference(self, other: Snapshot) -> str | None:
-        """Describe a difference that could change a computation, or return None."""
+        """Describe the first difference that could change a computation; None if there is none."""
         if structure := self.structure_difference(other):
             return structure
         for name, attribute in self.changed_settings(other):
@@ -91,21 +99,21 @@ class Snapshot:
         return None
 
     def check(self, model: nn.Module) -> None:
-        """Check that a model is still the same.
+        """Check that a model, after its forward, still equals this snapshot.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: it does not.
         """
         if difference := self.difference(Snapshot(model)):
-            raise RuntimeError(f"{difference} {BETWEEN}")
+            raise RuntimeError(f"{difference} {CHANGED_BEFORE_BACKWARD}")
 
 
-def settings_holders(model: nn.Module) -> dict[str, Holder]:
+def settings_holders(model: nn.Module) -> dict[str, SettingsHolder]:
     """Map names to the objects that have settings: a model's modules and, once each, their configurations."""
-    holders: dict[str, Holder] = {}
+    holders: dict[str, SettingsHolder] = {}
     configs: set[int] = set()
 
-    def note(name: str, holder: Holder) -> None:
+    def note(name: str, holder: SettingsHolder) -> None:
         holders[name] = holder
         for attribute, value in vars(holder).items():
             if _value_kind(type(value)) == "configuration" and id(value) not in configs:
@@ -117,10 +125,11 @@ def settings_holders(model: nn.Module) -> dict[str, Holder]:
     return holders
 
 
-def comparable_settings(holder: Holder) -> dict[str, object]:
-    """Return the attributes of a module or configuration that can be compared.
+def comparable_settings(holder: SettingsHolder) -> dict[str, object]:
+    """Return the settings of a module or configuration, in a form that == compares.
 
-    Empty containers are left out, above all the hooks that most modules do not have."""
+    Empty containers are left out to save time: most modules have no hooks, and snapshots are taken at every
+    call. So an empty container equals an attribute that is not there."""
     values = {}
     for name, value in vars(holder).items():
         if name not in IGNORED_ATTRIBUTES:
@@ -134,22 +143,25 @@ def comparable_settings(holder: Holder) -> dict[str, object]:
 
 
 def _lasting_hooks(registered: Mapping[int, object]) -> tuple[object, ...]:
-    """Return hooks without their handles' numbers.
+    """Return the hooks to compare, in the order in which they run, without the numbers of their handles.
 
-    Left out are the hooks of transformers and PEFT that make an embedding's output require a gradient: TRL
-    registers one more at each step."""
+    Hooks that make an embedding's output require a gradient are left out. Chunks do not need them, and TRL
+    registers one more at each step, which would otherwise be a change."""
     return tuple(hook for hook in registered.values() if not makes_inputs_require_grad(hook))
 
 
 def makes_inputs_require_grad(hook: object) -> bool:
-    """Whether a hook is the one by which transformers, PEFT and TRL make an embedding's
-    output require a gradient."""
+    """Whether a hook is that of transformers' `enable_input_require_grads`, or PEFT's or TRL's copy of it.
+
+    Reentrant checkpointing needs an input that requires a gradient; chunks do not."""
     return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
 def _classify(cls: type) -> str | None:
-    """Return how objects of a class are compared: "plain", "container", "function", "configuration" or
-    None."""
+    """Return how values of a class are compared.
+
+    "plain": by ==. "container": by their contents. "function": by identity; this is any callable that is not
+    a module. "configuration": as a holder of its own. None: by class alone."""
     if cls in PLAIN_TYPES:
         return "plain"
     if cls in CONTAINER_TYPES:
@@ -159,14 +171,15 @@ def _classify(cls: type) -> str | None:
     return "configuration" if issubclass(cls, PreTrainedConfig) else None
 
 
+# Not a decorator: mypy takes no class for the Hashable that a cached function's arguments are.
 _value_kind: Callable[[type], str | None] = functools.cache(_classify)
 
 
 def comparable_value(value: Any) -> object:
-    """Return an object that equals another's if no computation can tell their values apart.
+    """Return an object by which a setting's value is compared (see `_classify`).
 
-    It is the value, a container's contents, a weak reference to a function, or, for other objects, the
-    class alone."""
+    Modules and objects of unknown classes compare by class alone: a model that keeps, say, a table of
+    positions in an object of its own is not seen to change."""
     kind = _value_kind(type(value))
     if kind == "plain":
         return value
@@ -176,6 +189,8 @@ def comparable_value(value: Any) -> object:
         contents = map(comparable_value, value)
         return frozenset(contents) if isinstance(value, (set, frozenset)) else tuple(contents)
     if kind == "function":
+        # Weak, so that a snapshot does not keep a hook's closure alive; a dead reference equals itself alone.
+        # A bound method is made anew at each access, hence WeakMethod. Builtins take no weak references.
         with contextlib.suppress(TypeError):
             return WeakMethod(value) if isinstance(value, MethodType) else ref(value)
         return value
@@ -183,10 +198,13 @@ def comparable_value(value: Any) -> object:
 
 
 class ForwardState:
-    """A model's state during a forward, to be restored for its backward."""
+    """A model's settings, hooks and tensors as they were in a forward, to be restored for its backward.
+
+    Unlike a snapshot it holds the objects themselves, and so keeps the model alive until the backward.
+    """
 
     def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
-        self.model, self.snapshot, self.tensors = model, snapshot, Tensors(model)
+        self.model, self.snapshot, self.tensors = model, snapshot, ModuleTensors(model)
         self.holders = {name: holder() for name, holder in snapshot.holders.items()}
         self.requires_grad_flags = [(p, p.requires_grad) for p in model.parameters()]
         self.attributes = {
@@ -202,31 +220,34 @@ class ForwardState:
         """Restore the settings that differ in the snapshot `current`.
 
         Args:
-            hooks: whether to restore hooks, too.
+            hooks: whether to restore hooks. Use False unless it will be undone: a module gets another
+                dictionary of hooks, and a handle removes its hook only from the dictionary in which it was
+                registered.
 
         Returns:
-            Functions that undo it.
+            Functions that undo it, one per setting.
         """
         undo = []
         for name, attribute in self.snapshot.changed_settings(current):
-            # A handle removes its hook from the dictionary it was made with, which must stay in place.
             if attribute in HOOK_ATTRIBUTES and not hooks:
                 continue
             previous = self.attributes[name].get(attribute, MISSING)
             kind = type(vars(self.holders[name]).get(attribute))
-            if previous is MISSING and kind in CONTAINER_TYPES:  # empty containers are not among the settings
+            # A container that has been filled since may have been there empty: see `comparable_settings`.
+            if previous is MISSING and kind in CONTAINER_TYPES:
                 previous = kind()
             undo.append(override_attribute(self.holders[name], attribute, previous))
         return undo
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore settings, hooks, tensors and `requires_grad` as they were, for the time of the context.
+        """Restore settings, hooks, tensors and `requires_grad` inside the context, and undo it at the end.
 
         Raises:
-            RuntimeError: the model has other modules.
+            RuntimeError: the model has other modules, or something else that cannot be restored.
         """
-        with self.tensors.replaced({}), contextlib.ExitStack() as undo:
+        # Tensors first: the flags below are those of the forward's parameters, which may have been replaced.
+        with self.tensors.restored(), contextlib.ExitStack() as undo:
             for parameter, was_trained in self.requires_grad_flags:
                 if parameter.requires_grad != was_trained and parameter.is_leaf:
                     undo.callback(parameter.requires_grad_, not was_trained)
@@ -238,5 +259,5 @@ class ForwardState:
                     undo.callback(undo_step)
                 current = Snapshot(self.model) if undo_steps else current
             if difference := self.snapshot.difference(current):
-                raise RuntimeError(f"{difference} {BETWEEN}")
+                raise RuntimeError(f"{difference} {CHANGED_BEFORE_BACKWARD}")
             yield

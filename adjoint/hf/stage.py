@@ -20,11 +20,11 @@ from transformers.utils import ModelOutput
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
-from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache, Slot, make_chunk_cache, zeros
 from adjoint.hf.call import Call, Padding
@@ -116,7 +116,7 @@ class Backbone(Stage):
         self._grows = tuple(slot.grows for slot in self.slots)
         self.chunk_context: ContextFactory = ChunkContext(model)
         self.trained_parameters, self.sharded = trained_parameters(model), uses_fsdp(model)
-        self.tensors = Tensors(model)
+        self.tensors = ModuleTensors(model)
         self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
         self.randomness, self.recompute = ChunkRandomness(model), recompute
         self.layers = [] if recompute == "none" else list(layers_of(self.backbone).values())
@@ -447,7 +447,7 @@ def find_slots(model: PreTrainedModel, input_ids: Tensor) -> list[Slot]:
     """Return the places of a model's state in its cache, found by running it on two tokens of one
     sequence."""
     stage, cache, ids = Backbone(model, []), make_chunk_cache(model.config), input_ids[:1, :1].expand(1, 2)
-    constants = Constants(model.named_modules(), frozen=False)
-    with stage.chunk_context(), stage.randomness.undone(), constants.restored():
+    untrained = UntrainedTensors(model.named_modules(), frozen=False)
+    with stage.chunk_context(), stage.randomness.undone(), untrained.restored():
         gathered_runner(model)(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
     return cache.find_slots()

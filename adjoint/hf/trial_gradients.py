@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.grid import EngineSpec, Storage
+from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.verification import TOKENS, WeightedSum, recorded_outputs
-from adjoint.engine.weights import Tensors
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.check import ROUTER_LOGITS, uses_router_loss
 from adjoint.hf.checkpointing import WithoutCheckpointing
@@ -95,7 +95,8 @@ def gradients_by_autograd(
                     value, [by_parameter.get(p) for p in followed], of_real_tokens(hidden)
                 )
             leaves = [p.detach().requires_grad_() for p in followed]
-            with Tensors(model).replaced(dict(zip(followed, leaves, strict=True))), recorded(model) as hidden:
+            leaf_of = dict(zip(followed, leaves, strict=True))
+            with ModuleTensors(model).replaced(leaf_of), recorded(model) as hidden:
                 loss_value = loss(model, ids, labels)
             gradients = torch.autograd.grad(loss_value, leaves, allow_unused=True)
             return LossAndGradients(float(loss_value.detach()), gradients, of_real_tokens(hidden))

@@ -1,4 +1,6 @@
-"""Trials on a few tokens besides gradients: padding, packed documents, inputs that a model ignores."""
+"""Trials of a model on a few tokens: padding, packed documents, and inputs that it may ignore.
+
+The gradients of a few tokens are compared in `trial_gradients`."""
 
 from __future__ import annotations
 
@@ -26,14 +28,15 @@ from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 
 
 def refuse_left_padding(model: PreTrainedModel) -> None:
-    """Refuse padding at the left if the model does more with it than cut it off.
+    """Refuse padding at the left if a row with it gives other hidden states than the row without it.
+
+    Chunks begin after the padding. A model that counts padding in its positions does not.
 
     Raises:
-        ValueError: the hidden states after padding are not those of the tokens alone.
+        ValueError: the hidden states differ.
     """
-    if not _ignores_first_tokens(
-        model, attention_mask=(torch.arange(TOKENS)[None] >= TRIAL_CHUNK_SIZE).long()
-    ):
+    attention_mask = (torch.arange(TOKENS)[None] >= TRIAL_CHUNK_SIZE).long()
+    if not _hides_first_tokens(model, attention_mask=attention_mask):
         raise ValueError(
             f"rows are padded at the left, and {original_class(model).__name__} counts padding in its "
             "tokens' positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at "
@@ -41,10 +44,14 @@ def refuse_left_padding(model: PreTrainedModel) -> None:
         )
 
 
-def masks_padding(model: PreTrainedModel, compare_padded: Callable[[], float]) -> bool:
-    """Whether chunks compute the model's own hidden states of padding at the right.
+def reproduces_padding(model: PreTrainedModel, compare_padded: Callable[[], float]) -> bool:
+    """Whether chunks give padding at the right the hidden states that the model itself gives it.
 
-    Warns if not, as a loss may read them."""
+    If not, warn and go on: only a loss that reads these hidden states is affected.
+
+    Args:
+        compare_padded: compares the gradients of a few padded tokens; raises Refused if they differ.
+    """
     try:
         compare_padded()
     except Refused:
@@ -58,31 +65,36 @@ def masks_padding(model: PreTrainedModel, compare_padded: Callable[[], float]) -
 
 
 def warn_if_documents_mix(model: PreTrainedModel, names: Sequence[str], use_cache: bool | None) -> None:
-    """Warn if the model itself does not keep packed documents apart, as chunks do.
+    """Warn if the model's own forward lets tokens see earlier documents, which chunks never do.
 
     Args:
-        names: of the inputs that describe the documents.
-        use_cache: of the call; it may decide whether the model looks at them.
+        names: names of the call's inputs that describe the documents.
+        use_cache: the call's argument. transformers' models look for documents in position_ids only without
+            a cache.
     """
     try:
-        is_kept_apart = _ignores_first_tokens(model, use_cache=use_cache, **inputs_of_two_documents(names))
+        keeps_apart = _hides_first_tokens(model, use_cache=use_cache, **inputs_of_two_documents(names))
     except MODEL_ERRORS:  # the model itself refuses such inputs
         return
-    if not is_kept_apart:
+    if not keeps_apart:
         warnings.warn(
-            "position_ids start again, so they are read as packed documents, which are kept apart: called "
-            f"like this, {original_class(model).__name__} by itself lets documents attend to earlier ones",
+            "position_ids restart, so a row is read as packed documents, which chunks keep apart. Called "
+            f"like this, {original_class(model).__name__}'s own forward lets documents attend to earlier "
+            "ones. If a row is one document, give it position_ids that do not restart",
             stacklevel=2,
         )
 
 
 def refuse_if_documents_mix(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Refuse documents described by inputs with these names if the model's own code ignores them.
+    """Refuse packed documents that the model's own forward does not keep apart, for a method that runs it.
+
+    Args:
+        names: names of the call's inputs that describe the documents.
 
     Raises:
-        Refused: a document's tokens attend to those before it.
+        Refused: a document's tokens attend to earlier documents.
     """
-    if not _ignores_first_tokens(model, use_cache=False, **inputs_of_two_documents(names)):
+    if not _hides_first_tokens(model, use_cache=False, **inputs_of_two_documents(names)):
         refuse(
             model,
             f"documents are marked by {', '.join(names)}, and its own code lets them attend to earlier ones",
@@ -91,49 +103,58 @@ def refuse_if_documents_mix(model: PreTrainedModel, names: Sequence[str]) -> Non
 
 
 def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Tensor | int]:
-    """Return the inputs of these names for TOKENS; the second document begins at TRIAL_CHUNK_SIZE."""
+    """Return inputs that describe TOKENS as two documents, the second from token TRIAL_CHUNK_SIZE on.
+
+    Args:
+        names: the inputs to return, of `call.DOCUMENT_INPUTS` and "attention_mask".
+    """
     positions = torch.arange(TOKENS, dtype=torch.int32)[None]
-    document, cuts = (
-        (positions >= TRIAL_CHUNK_SIZE).int(),
-        torch.tensor([0, TRIAL_CHUNK_SIZE, TOKENS], dtype=torch.int32),
-    )
-    forms = {
+    document = (positions >= TRIAL_CHUNK_SIZE).int()
+    offsets = torch.tensor([0, TRIAL_CHUNK_SIZE, TOKENS], dtype=torch.int32)
+    longest = max(TRIAL_CHUNK_SIZE, TOKENS - TRIAL_CHUNK_SIZE)
+    inputs: dict[str, Tensor | int] = {
         "position_ids": (positions - TRIAL_CHUNK_SIZE * document).long(),
         "attention_mask": torch.ones_like(positions).long(),
+        "seq_idx": document,
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": longest,
+        "max_length_k": longest,
     }
-    forms |= {"seq_idx": document, "cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
-    return {name: forms.get(name, TOKENS - TRIAL_CHUNK_SIZE) for name in names}
+    return {name: inputs[name] for name in names}
 
 
 @torch.no_grad()
-def _ignores_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -> bool:
-    """Whether, given these inputs, the first TRIAL_CHUNK_SIZE tokens change no later hidden state of the
-    backbone."""
+def _hides_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -> bool:
+    """Whether these inputs hide the first TRIAL_CHUNK_SIZE tokens from the later ones.
+
+    The later tokens' hidden states, in a call with these inputs, must be those of a call with the later
+    tokens alone and without these inputs, where positions begin at 0."""
     if fla.is_of_fla(model):
         return fla.ignores_other_tokens(inputs)
     backbone, ids = backbone_of(model), example_tokens(model)[0]
     parameters = inspect.signature(original_class(backbone).forward).parameters
+    # Passed only if the signature names them. The others may reach layers through **kwargs.
     optional = ("position_ids", "attention_mask", "use_cache")
     accepted = {n: v for n, v in inputs.items() if n in parameters or n not in optional}
     accepted = {n: v.to(ids.device) if isinstance(v, Tensor) else v for n, v in accepted.items()}
     forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
     with calling_original_forwards(model):
         hidden = gathered_runner(model)(lambda: forward(input_ids=ids, **accepted))[0]
-        return alike(
-            hidden[:, TRIAL_CHUNK_SIZE:],
-            gathered_runner(model)(lambda: forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:]))[0],
-        )
+        later = gathered_runner(model)(lambda: forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:]))[0]
+        return alike(hidden[:, TRIAL_CHUNK_SIZE:], later)
 
 
 @torch.no_grad()
 def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
     """Whether a model's own forward accepts an input of this name without reading it.
 
-    It is given NaNs for a few tokens: an output that stays the same does not depend on them.
+    The input is NaN for a few tokens: an output that reads it becomes NaN, or the forward fails.
 
     Args:
         has_labels: whether the call asks for a loss.
     """
+    # An input that the signature names counts as read, one that **kwargs takes is tried, any other fails.
     parameters = inspect.signature(original_class(model).forward).parameters
     if name in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return False
@@ -144,6 +165,7 @@ def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
     nan_input = torch.full(ids.shape, torch.nan, device=ids.device)
     forward = functools.partial(original_class(model).forward, model, **inputs)
     with calling_original_forwards(model), in_eval_mode(model), pytorch_references(model):
+        # in eval mode, as dropout would make any two outputs differ
         expected = gathered_runner(model)(forward)[0]
         try:
             output = gathered_runner(model)(lambda: forward(**{name: nan_input}))[0]

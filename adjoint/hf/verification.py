@@ -23,8 +23,9 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
 from adjoint.engine.chunk_size import Sizes
+from adjoint.engine.leaves import ChunkChangedError
+from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
-from adjoint.engine.weights import Constants
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
@@ -55,12 +56,12 @@ from adjoint.hf.trial_copy import (
 from adjoint.hf.trial_gradients import GradientFunction, gradient_functions, gradients_by_autograd
 from adjoint.hf.trials import (
     ignores_input,
-    masks_padding,
     refuse_if_documents_mix,
     refuse_left_padding,
+    reproduces_padding,
     warn_if_documents_mix,
 )
-from adjoint.hf.wrap_state import wrap_state_of
+from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import largest, precisions, reshard, units, uses_fsdp
 from adjoint.parallel.kv import NotAttended
@@ -112,7 +113,8 @@ class Verification:
         precision: tuple[torch.dtype | None, str],
         sharded: bool,
     ) -> None:
-        self.model_ref, self.snapshot, self.wrap_state = weakref.ref(model), snapshot, wrap_state_of(model)
+        self.model_ref, self.snapshot = weakref.ref(model), snapshot
+        self.wrap_state = wrap_state_or_original(model)
         self.precision, self.sharded, self.fetches = precision, sharded, False
         self.results: dict[Hashable, Any] = {}
         self.difference = 0.0
@@ -176,7 +178,7 @@ class Verification:
 
 def verification_of(model: PreTrainedModel) -> Verification:
     """Return the verification of a model as it is now, a new and empty one if its state is new."""
-    wrap_state, snapshot, device = wrap_state_of(model), Snapshot(model), device_of(model).type
+    wrap_state, snapshot, device = wrap_state_or_original(model), Snapshot(model), device_of(model).type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
     sharded, previous = (
         uses_fsdp(model),
@@ -231,9 +233,11 @@ def verify(call: Call) -> Verification:
 
     if reads_padding:
         key = _padding_key(kind)
-        works = verification.compute_once(
-            key, masks_padding, model, lambda: verification.compute_once(key[1], compare_gradients, key[1])
-        )
+
+        def compare_padded() -> float:
+            return verification.compute_once(key[1], compare_gradients, key[1])
+
+        works = verification.compute_once(key, reproduces_padding, model, compare_padded)
         kind = kind if kind.loss else kind._replace(padded=works)
     elif not kind.loss:
         kind = kind._replace(padded=False)
@@ -446,18 +450,23 @@ def _results(
     followed = followed or [name for name in floating if parameters[name].requires_grad]
     followed = followed or [name for name in floating if parameters[name].dim() == 1] or floating
     requires_grad = {name: p.requires_grad for name, p in parameters.items() if p.is_leaf}
-    randomness, constants = ChunkRandomness(model), Constants(model.named_modules(), frozen=False)
+    randomness, tensors = ChunkRandomness(model), UntrainedTensors(model.named_modules(), frozen=False)
     try:
         for name in requires_grad:
             parameters[name].requires_grad_(name in followed)
-        with randomness.undone(), randomness.at_chunk(0), constants.restored():
-            loss, gradients, hidden = gradient_function(
-                model, *example_tokens(model), [parameters[name] for name in followed]
-            )
+        with randomness.undone(), randomness.at_chunk(0), tensors.restored():
+            try:
+                loss, gradients, hidden = gradient_function(
+                    model, *example_tokens(model), [parameters[name] for name in followed]
+                )
+            except ChunkChangedError as error:
+                if not (names := tensors.changed()):
+                    raise
+                raise ChunkChangedError(f"the forward changes {names[0]}; {error}") from error
             written = {
-                constant.name: constant.tensor.clone()
-                for constant in constants.constants
-                if constant.values is not None
+                untrained.name: untrained.current.clone()
+                for untrained in tensors.tensors
+                if untrained.values is not None
             }
     finally:
         for name, was_trained in requires_grad.items():

@@ -25,11 +25,11 @@ from transformers.utils import ModelOutput
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.step import uncompiled
 from adjoint.engine.tile import Gradients
 from adjoint.engine.verification import TOKENS
-from adjoint.engine.weights import Constants
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.call import Call
@@ -54,7 +54,7 @@ from adjoint.hf.model_parts import (
     original_class,
     root_of,
 )
-from adjoint.hf.outputs import COMPUTE, LossOutput, RoutedLossOutput
+from adjoint.hf.outputs import LossOutput, RoutedLossOutput, compute_logits_later
 from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
@@ -68,7 +68,7 @@ from adjoint.hf.verification import (
     verify,
     verify_pieces,
 )
-from adjoint.hf.wrap_state import WrapState, wrap_state_of
+from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 from adjoint.methods import Backprop, Exact, Method, MiniSequence
@@ -244,7 +244,7 @@ def _new_instance(cls: type[nn.Module], forward_function: EntryForward) -> nn.Mo
 @uncompiled
 def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the causal LM: with labels its loss by the method, otherwise transformers' forward."""
-    call, wrap_state = Call(self, arguments), wrap_state_of(self)
+    call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.lock:
         if wrap_state.uses_original_forward or not call.has_labels:
             return call.run_original()
@@ -264,8 +264,8 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
         else:
             at_language_model = _at_language_model(call)
             output = _loss_by_chunks(at_language_model, verify(at_language_model))
-        if wrap_state.group is None and call.logits_index is None:
-            setattr(output.loss, COMPUTE, _deferred_logits(call))
+        if wrap_state.group is None and call.logits_index is None and output.loss is not None:
+            compute_logits_later(output.loss, _deferred_logits(call))
     return output if call.returns_dict else output.to_tuple()
 
 
@@ -282,9 +282,7 @@ def _deferred_logits(call: Call) -> Callable[[], Tensor]:
             stacklevel=3,
         )
         with torch.no_grad(), ChunkRandomness(model).undone():
-            output = _lm_forward(model, arguments)
-        assert isinstance(output, ModelOutput)  # return_dict
-        logits: Tensor = output.logits
+            logits: Tensor = model(**arguments).logits  # by its hooks, which may gather its weights
         return logits
 
     return compute
@@ -296,7 +294,7 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
 
     The method applies in training, with gradients or without (as for a reference model), and, in
     evaluation too, where documents are packed."""
-    call, wrap_state = Call(self, arguments), wrap_state_of(self)
+    call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.lock:
         in_training = self.training
         uses_original = (
@@ -326,7 +324,7 @@ def _at_language_model(call: Call) -> Call:
         names = ", ".join(modalities)
         if uses_fsdp(call.model):
             check.refuse(call.model, f"{names}: under fully_shard it takes text alone")
-        if wrap_state_of(call.model).group is not None:
+        if wrap_state_or_original(call.model).group is not None:
             check.refuse(call.model, f"sequence_group: {names} are of the whole sequence in one process")
         call = call.at_language_model()
         assert call.language_inputs is not None
@@ -457,7 +455,7 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
 
     Hidden states (batch, seqlen, hidden_size), and the logits of the routers if they are asked for."""
     model = call.model
-    if wrap_state_of(model).group is not None:
+    if wrap_state_or_original(model).group is not None:
         check.refuse(
             model,
             "sequence_group: no rank has the hidden states of the whole sequence: give labels to the causal "
@@ -603,10 +601,10 @@ def _check_model_in_backward(output: Tensor, verification: Verification) -> None
         # A snapshot of now: RecurrentGemma's own forward leaves its states on its modules. One for each call,
         # as what a forward leaves may depend on its input (rotary caches grow with the length).
         model, snapshot = verification.model, Snapshot(verification.model)
-        constants = Constants(model.named_modules())
+        untrained = UntrainedTensors(model.named_modules())
 
         def check_both(_: Tensor) -> None:
-            constants.check()
+            untrained.check()
             snapshot.check(model)
 
         output.register_hook(check_both)

@@ -13,17 +13,21 @@ from adjoint.methods import Backprop, Method
 
 
 class WrapState:
-    """State of a wrapped model, shared by the causal LM and its backbone.
+    """State of a wrapped model: the `_adjoint` attribute of the causal LM and of its backbone, one object.
 
-    A copy of the model starts with the method alone: verifications hold for one model, and a group and a lock
-    cannot be copied.
+    A copied or unpickled model keeps the method alone (`__reduce__`). It is verified again, and a sequence
+    group has to be given to `adjoint.wrap` again.
 
     Attributes:
-        uses_original_forward: whether calls go to transformers' forward for the time being.
-        lock: held while a thread runs the model, whose modules have other forwards during a chunk.
-        verifications: a `verification.Verification` for each recent state of the model or its backbone.
-        outer_model: weak reference to the model that was wrapped, if that is a model around the causal LM.
-        group: process group whose ranks share sequences.
+        method: the method that computes gradients.
+        uses_original_forward: True while calls run transformers' own forward, as inside a verification.
+        lock: held by the thread that runs the model. While a chunk runs, forwards and settings of its modules
+            are replaced, which another thread's call would see.
+        verifications: a `verification.Verification` per recent state of the model or its backbone, newest
+            first. (Any: `verification` imports this file.)
+        outer_model: weak reference to the model that the user wrapped, if the causal LM is inside another
+            model, such as PEFT's; else None.
+        group: process group whose ranks share each sequence, or None.
         announced: whether the first use has been logged.
     """
 
@@ -33,25 +37,25 @@ class WrapState:
         outer_model: ref[nn.Module] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.group = group
-        self.method, self.uses_original_forward, self.lock, self.outer_model = (
-            method,
-            False,
-            threading.RLock(),
-            outer_model,
-        )
+        self.method = method
+        self.uses_original_forward = False
+        self.lock = threading.RLock()
         self.verifications: list[Any] = []
+        self.outer_model = outer_model
+        self.group = group
         self.announced = False
 
     def __reduce__(self) -> tuple[type[WrapState], tuple[Method]]:
+        # For copy and pickle, which cannot take a lock, a weak reference or a process group.
         return WrapState, (self.method,)
 
 
-def wrap_state_of(model: nn.Module) -> WrapState:
-    """Return a model's wrap state.
+def wrap_state_or_original(model: nn.Module) -> WrapState:
+    """Return a model's wrap state or, if it has none, a new one that calls the original forward.
 
-    A model made by a wrapped model's class, for example by its `from_pretrained`, has none: it gets a
-    state that calls the original forward."""
+    A model may have a wrapped model's class without having been wrapped: `type(model).from_pretrained(…)`
+    makes one. The new state is not attached to it."""
+    # not getattr, by which a wrapper such as PEFT's finds the attributes of the model inside it
     wrap_state = model.__dict__.get("_adjoint")
     if wrap_state is None:
         wrap_state = WrapState(Backprop())

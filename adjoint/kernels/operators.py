@@ -1,9 +1,9 @@
-"""Makes a backend's forward/backward pair one differentiable torch.library operator.
+"""Registration of a forward and its backward as one differentiable torch.library operator.
 
 torch.compile, export and CUDA graphs then see a single call whose outputs' shapes are known beforehand, and
-eager code goes the very same way. The autograd function is put on the operator's Autograd key by hand:
-torch.library.register_autograd does the same, but costs 80 µs a forward and backward instead of 30, and short
-chunks of small models are scanned in a few hundred.
+eager code runs the same operator. The autograd function is registered for the Autograd dispatch key by hand.
+torch.library.register_autograd does the same, but costs 80 µs per forward and backward instead of 30; a scan
+of a short chunk of a small model takes a few hundred.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,46 +25,53 @@ def register(
     forward: Callable[..., tuple[Tensor | None, ...]],
     fake: Callable[..., tuple[Tensor, ...]],
     backward: Callable[..., tuple[Tensor | None, ...]],
-    checkpoints: bool = False,
+    has_intermediate: bool = False,
     gradients: int | None = None,
-    saved: str | None = None,
-    save: Callable[..., Sequence[Tensor | None]] | None = None,
+    saved_schema: str | None = None,
+    select_saved: Callable[..., Sequence[Tensor | None]] | None = None,
     backward_fake: Callable[..., tuple[Tensor | None, ...]] | None = None,
     route: Callable[..., Sequence[Tensor]] | None = None,
 ) -> Callable[..., Any]:
-    """Registers adjoint::NAME and adjoint::NAME_backward; returns the first, to be called as
-    op(*tensors, *options).
+    """Register adjoint::NAME and adjoint::NAME_backward; return the first: op(*tensors, *options).
 
-    Arguments are not checked here: that is for the public functions.
+    Arguments are not checked: the public functions do that.
 
     Args:
-        tensors: schema of the tensor arguments.
-        options: schema of all other arguments.
-        outputs: how many outputs are differentiable.
-        forward: (*tensors, *options) → outputs. With `checkpoints` it takes one argument more, `save`, false
-            unless a backward follows, and returns one output more, None unless `save`.
+        tensors: schema of the tensor arguments, such as "Tensor x, Tensor? reset".
+        options: schema of all other arguments, such as "float eps, str? backend".
+        outputs: number of differentiable outputs.
+        forward: (*tensors, *options) → outputs, none of them a view of another one or of a tensor. With
+            `has_intermediate` it has another argument, the flag `save`, and another output, the
+            intermediate, which may be None without `save`.
         fake: as forward, but only allocates contiguous outputs of the right shapes.
-        backward: (*cotangents, *saved, *options) → gradients of the tensors that have one, None for what is
-            None; cotangents may be None.
-        gradients: how many of the tensors, from the first, have a gradient; by default all but the last one,
-            `reset`.
-        saved, save: schema of what the backward reads, and (*tensors, *outputs) → those tensors; the i-th
-            gradient is like the i-th of them. By default the tensors, and the checkpoints if there are any.
-        backward_fake: as backward, but only allocates, where the gradients are not like what was saved.
-        route: (*gradients) → a gradient for each of the tensors, where one gradient is several tensors': an
-            operator may not return the same tensor twice.
+        backward: (*cotangents, *saved tensors, *options) → gradients, None for tensors that are None.
+            Cotangents may be None.
+        has_intermediate: whether the forward has a result for the backward alone, such as a scan's states
+            between blocks. It is not differentiable, and computed only if a backward follows.
+        gradients: number of tensors, from the first on, that have a gradient; by default all but the last
+            one, `reset`.
+        saved_schema, select_saved: schema of the tensors that are saved for the backward, and the function
+            (*tensors, *outputs) → these tensors. By default all tensors, and the intermediate. The i-th must
+            be shaped like the i-th gradient unless there is a `backward_fake`: an output goes behind the
+            tensors with gradients, or takes the place of one with its shape.
+        backward_fake: as backward, but only allocates. By default the i-th gradient has the shape of the i-th
+            saved tensor.
+        route: (*gradients of the operator) → a gradient for each of the tensors. For several tensors that
+            share one gradient: an operator may not return the same tensor twice.
     """
+    # A schema has one "Tensor" per tensor, and one comma fewer than it has options.
     n_tensors, n_options = tensors.count("Tensor"), options.count(",") + 1
     n_args, n_gradients = n_tensors + n_options, n_tensors - 1 if gradients is None else gradients
-    single = outputs == 1 and not checkpoints
-    extra = ", Tensor checkpoints" if checkpoints else ""
+    single = outputs == 1 and not has_intermediate
+    intermediate = ", Tensor intermediate" if has_intermediate else ""
 
     def forward_kernel(*args: Any) -> Any:
         with torch._C._DisableAutocast():  # it would round the products of sums that are to be float32
             results = forward(*args)
         if single:
             return _contiguous(results[0])
-        # Checkpoints stay where they are: a backend may want them on a boundary of its own.
+        # The intermediate may stay a view: its backend may have aligned it in a larger buffer. An operator
+        # cannot return None, hence the empty tensors.
         return *map(_contiguous, results[:outputs]), *(
             args[0].new_empty(0) if x is None else x for x in results[outputs:]
         )
@@ -76,7 +83,7 @@ def register(
     def backward_kernel(*args: Any) -> list[Tensor]:
         with torch._C._DisableAutocast():
             results = backward(*args)
-        if backward_fake is None:  # a backend may make gradients of what was not given
+        if backward_fake is None:  # drop gradients that a backend computes for tensors that are None
             inputs = args[outputs : outputs + n_gradients]
             results = tuple(None if x is None else g for x, g in zip(inputs, results, strict=True))
         return [args[outputs].new_empty(0) if g is None else _contiguous(g) for g in results]
@@ -90,31 +97,38 @@ def register(
         return [args[outputs].new_empty(0) if g is None else g for g in results]
 
     op = _define(
-        f"{name}({tensors}, {options}{', bool save=False' if checkpoints else ''})",
-        outputs + checkpoints,
+        f"{name}({tensors}, {options}{', bool save=False' if has_intermediate else ''})",
+        outputs + has_intermediate,
         forward_kernel,
         forward_fake,
     )
     cotangents = ", ".join(f"Tensor? cotangent{i}" for i in range(outputs))
     backward_op = _define(
-        f"{name}_backward({cotangents}, {saved or tensors + extra}, {options})",
+        f"{name}_backward({cotangents}, {saved_schema or tensors + intermediate}, {options})",
         n_gradients,
         backward_kernel,
         backward_fake_kernel,
     )
 
     def function_forward(ctx: Any, *args: Any) -> Any:
-        follows = any(ctx.needs_input_grad)
+        has_backward = any(ctx.needs_input_grad)
         with torch._C._AutoDispatchBelowAutograd():
-            result = op(*args[:n_args], follows or any(args[n_args:])) if checkpoints else op(*args)
-        if follows:
+            if has_intermediate:  # a caller may ask for it too, by a last argument `save`
+                result = op(*args[:n_args], has_backward or any(args[n_args:]))
+            else:
+                result = op(*args)
+        if has_backward:
             tensors_in, results = args[:n_tensors], (result,) if single else result
             ctx.save_for_backward(
-                *((*tensors_in, *results[outputs:]) if save is None else save(*tensors_in, *results))
+                *(
+                    (*tensors_in, *results[outputs:])
+                    if select_saved is None
+                    else select_saved(*tensors_in, *results)
+                )
             )
             ctx.options = args[n_tensors:n_args]
             ctx.set_materialize_grads(False)
-        if checkpoints:
+        if has_intermediate:
             ctx.mark_non_differentiable(result[-1])
         return result
 
@@ -123,7 +137,7 @@ def register(
         args = *cotangents[:outputs], *ctx.saved_tensors, *ctx.options
         gradients = backward_op(*args)
         gradients = gradients if route is None else route(*gradients)
-        needed = ctx.needs_input_grad  # not by an argument that is None: its gradient is an empty stand-in
+        needed = ctx.needs_input_grad  # false for tensors that are None, whose gradients are empty tensors
         input_gradients = [g if need else None for g, need in zip(gradients, needed, strict=False)]
         return *input_gradients, *[None] * (len(needed) - len(input_gradients))
 
@@ -143,17 +157,20 @@ def register(
 def _define(
     signature: str, returns: int, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """Define an operator that returns `returns` tensors, without its derivative."""
     name = signature.split("(")[0]
     schema = f"{signature} -> ({', '.join(['Tensor'] * returns)})"
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # CompositeExplicitAutograd: one kernel for all devices (backends are chosen inside), below autograd
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"adjoint::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.adjoint, name).default
 
 
 def _contiguous(x: Tensor | None) -> Tensor:
-    """x itself where it begins its memory and fills it in order, else a copy: an operator's outputs must not
-    alias each other, and a view keeps alive all that it is a view of."""
+    """Return x, or a contiguous copy if x does not begin its storage or does not fill it in order.
+
+    Outputs of an operator must not alias each other, and a view would keep its whole storage alive."""
     assert x is not None
     fills_memory = x.is_contiguous() and x.storage_offset() == 0
     return x if fills_memory else x.clone(memory_format=torch.contiguous_format)

@@ -29,7 +29,7 @@ from adjoint.engine.grid import EngineSpec, Grid, Tile
 from adjoint.engine.schedule import Action, Owners, Schedule
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage, costs_of
-from adjoint.engine.storage import Slab, by_itself, growing, joined, recurrent
+from adjoint.engine.storage import Slab, append_only_part, compact, merge_parts, recurrent_part
 from adjoint.engine.tile import Cotangents
 from adjoint.engine.tile_values import Documents, TileValues
 from adjoint.errors import UserError
@@ -139,7 +139,7 @@ class WithinTiles(Exchange):
         own_chunks = [c for c in range(grid.chunks) if self._owner(c) == self.rank]
         self.last = own_chunks[-1] if own_chunks else -1
         for edges in values.edges:
-            edges.rows = sum(grid.reads_state(c) for c in own_chunks)
+            edges.capacity = sum(grid.reads_state(c) for c in own_chunks)
 
     def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
         """Do nothing: edges are known from the beginning."""
@@ -155,14 +155,14 @@ class WithinTiles(Exchange):
 
     def state(self, values: TileValues, k: int, c: int) -> tuple[Any, ...]:
         initial, grows, grid = values.batch.states[k], values.grows[k], values.grid
-        first, before_chunk = (k, c) not in self.states, recurrent(initial, grows)
+        first, before_chunk = (k, c) not in self.states, recurrent_part(initial, grows)
         arrives = first and grid.reads_state(c) and bool(before_chunk)
         if first:
             if c in grid.document_starts:
                 before_chunk = tuple(torch.zeros_like(s) for s in before_chunk)
             elif arrives:
                 edges = values.edges[k]
-                before_chunk = values.packing[k].unpack(edges.at(edges.row()))
+                before_chunk = values.packing[k].unpack(edges.view(edges.take_row()))
             self.states[k, c] = before_chunk
         before_chunk = self.states[k, c]
         if first:  # their receivers have come this far, or will do so without this rank: waiting is safe
@@ -193,20 +193,20 @@ class WithinTiles(Exchange):
             self._past(values, slab, c, stage.fetches, torch.zeros((), requires_grad=True))
             for slab in values.slabs.get(k, ())
         )
-        return joined(handed, pasts, grows)
+        return merge_parts(handed, pasts, grows)
 
     def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
         handoffs, grows = self.handoffs[k, c], values.grows[k]
         if not values.stage(k).takes_state_handoff:
             with torch.no_grad():
-                for handoff, s in zip(handoffs, recurrent(state, grows), strict=True):
+                for handoff, s in zip(handoffs, recurrent_part(state, grows), strict=True):
                     handoff.send(s)
         self._end_forward(values, k, c)
         self.under_way[k] += handoffs
         if c + 1 == values.grid.chunks:
-            after_chunk = map(by_itself, recurrent(state, grows))
-            slabs = (slab.between(0, 0) for slab in values.slabs.get(k, ()))
-            values.final[k] = joined(after_chunk, slabs, grows)
+            after_chunk = map(compact, recurrent_part(state, grows))
+            slabs = (slab.read(0, 0) for slab in values.slabs.get(k, ()))
+            values.final[k] = merge_parts(after_chunk, slabs, grows)
 
     @contextlib.contextmanager
     def tile_context(self, values: TileValues, t: Tile) -> Iterator[None]:
@@ -242,14 +242,14 @@ class WithinTiles(Exchange):
     def cotangents(self, values: TileValues, k: int, c: int) -> Cotangents:
         grows, grid, slabs = values.grows[k], values.grid, values.slabs.get(k, [])
         if c == self.last:
-            for slab, d in zip(slabs, growing(values.d_final[k], grows), strict=True):
-                slab.begin(None if d is None else self._own_tokens(grid, d, slab.dim))
+            for slab, d in zip(slabs, append_only_part(values.d_final[k], grows), strict=True):
+                slab.begin_backward(None if d is None else self._own_tokens(grid, d, slab.dim))
         self._wait(k)
         handoffs = self.handoffs.get((k, c), [])
         for handoff in handoffs:
             handoff.begin_backward()
         if c + 1 == grid.chunks:
-            carried: Cotangents = recurrent(values.d_final[k], grows)
+            carried: Cotangents = recurrent_part(values.d_final[k], grows)
         elif values.stage(k).takes_state_handoff:  # their values come while the tile runs
             carried = tuple(
                 None
@@ -259,19 +259,19 @@ class WithinTiles(Exchange):
             )
         else:
             carried = tuple(x.receive_cotangent() for x in handoffs)
-        return joined(carried, (None for _ in slabs), grows)
+        return merge_parts(carried, (None for _ in slabs), grows)
 
     def put_cotangents(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> None:
         grows, handoffs = values.grows[k], self.handoffs.pop((k, c), [])
-        for handoff, d in zip(handoffs, recurrent(d_state, grows), strict=True):
+        for handoff, d in zip(handoffs, recurrent_part(d_state, grows), strict=True):
             if not values.stage(k).takes_state_handoff:
                 handoff.send_cotangent(d)
             handoff.end_backward()
         self.under_way[k] += handoffs
         if c == 0:
-            d_recurrent = tuple(by_itself(x.grad_initial_state) for x in handoffs)
-            past = (slab.initial().to(slab.initially.dtype) for slab in values.slabs.get(k, []))
-            values.d_initial[k] = joined(d_recurrent, past, grows)
+            d_recurrent = tuple(compact(x.grad_initial_state) for x in handoffs)
+            past = (slab.initial_cotangent().to(slab.initial.dtype) for slab in values.slabs.get(k, []))
+            values.d_initial[k] = merge_parts(d_recurrent, past, grows)
 
     def _wait(self, k: int) -> None:
         """Wait until the stage's states and cotangents have left."""
@@ -302,11 +302,11 @@ class WithinTiles(Exchange):
 
     def gather_slab(self, grid: Grid, slab: Slab) -> Tensor:
         """Return the slab's tensor with all tokens; those of other ranks are zero."""
-        shape = [*slab.initially.shape]
+        shape = [*slab.initial.shape]
         shape[slab.dim] = self.initial_tokens + grid.cuts[-1]
-        out = slab.initially.new_zeros(shape)
+        out = slab.initial.new_zeros(shape)
         for start, n, own_start in self._pieces(grid):
-            out.narrow(slab.dim, self.initial_tokens + start, n).copy_(slab.between(own_start, own_start + n))
+            out.narrow(slab.dim, self.initial_tokens + start, n).copy_(slab.read(own_start, own_start + n))
         return out
 
 
@@ -505,7 +505,7 @@ class SequenceGroup(Distribution):
         total = torch.zeros((), dtype=dtype, device=device) if own_loss is None else own_loss
         states_and_dims = zip(states, executor.grows, strict=True)
         final = (
-            [s for state, grows in states_and_dims for s in recurrent(state, grows)]
+            [s for state, grows in states_and_dims for s in recurrent_part(state, grows)]
             if executor.return_final_kv
             else []
         )
@@ -518,7 +518,11 @@ class SequenceGroup(Distribution):
             tensors = (r.view_as(s).to(s.dtype) for r, s in zip(rest, final, strict=True))
             states_and_dims = zip(states, executor.grows, strict=True)
             states = [
-                joined((next(tensors) for _ in recurrent(state, grows)), growing(state, grows), grows)
+                merge_parts(
+                    (next(tensors) for _ in recurrent_part(state, grows)),
+                    append_only_part(state, grows),
+                    grows,
+                )
                 for state, grows in states_and_dims
             ]
         return first[0].clone(), states
@@ -533,7 +537,7 @@ class SequenceGroup(Distribution):
                 self.transport.all_reduce(exchange.gather_slab(grid, slab), self.transport.ranks)
                 for slab in slabs
             )
-            gathered[k] = joined(recurrent(gathered[k], executor.grows[k]), past, executor.grows[k])
+            gathered[k] = merge_parts(recurrent_part(gathered[k], executor.grows[k]), past, executor.grows[k])
         return gathered
 
     def summed(

@@ -50,7 +50,6 @@ REPLICA = (
     "for each GPU (torchrun --nproc-per-node N train.py), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
 )
 OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or use DistributedDataParallel"
-BOTH = "tensor parallelism and FSDP shard the same weights, which chunks cannot gather"
 UNDER_FSDP = (
     "layers under fully_shard gather their weights in all processes of its mesh at once, and ranks of a "
     "group run chunks of their own: give fully_shard a mesh with one rank of each group, such as "
@@ -110,8 +109,6 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         return f"DeepSpeed ZeRO-3 holds parameters where chunks do not find them; {OTHERS}, or use ZeRO-2"
     enclosing_units, dtensors = [*units(model), *units(root)[:1]], _dtensors(model)
-    if any(sum(placement.is_shard() for placement in p.placements) > 1 for p in dtensors):
-        return f"{BOTH}; give sequence_group the other dimension of the mesh, or use one of the two alone"
     if not enclosing_units and any(vars(module).get("_is_fsdp_managed_module") for module in model.modules()):
         return f"FullyShardedDataParallel (FSDP1), or fully_shard of a module around it, shards it; {OTHERS}"
     unit_parameters = {p for unit in enclosing_units for p in unit.parameters()}
@@ -137,9 +134,11 @@ def gathered_parameters(root: nn.Module) -> set[Tensor]:
     """Return a sharded model's gathered parameters, as its modules see them; FSDP never replaces these."""
     if root not in _gathered:
         parameters = _gathered[root] = set()
+        reshard(root)  # some may be gathered now
+        shards = set(root.parameters())
         for unit in units(root):
             unit.unshard()
-            parameters |= set(unit.parameters()).difference(_dtensors(unit))
+            parameters |= set(unit.parameters()) - shards  # under tensor parallelism they are DTensors too
             unit.reshard()
         reshard(root)
     return _gathered[root]

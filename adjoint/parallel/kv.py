@@ -1,18 +1,19 @@
 """Keys and values distributed over the ranks that share a sequence.
 
-Each stays, with its cotangent, on the rank that made it.
+The keys and values of a chunk, and their cotangents, stay on the rank that computed the chunk.
 
-Where a query sees everything before it, queries travel: a chunk's go to the ranks that hold keys before them,
-each gives back the output and log-sum-exp for its own keys, and these are merged (as in ring attention, Liu
-et al. 2023). In the backward the queries go again, with the output's cotangent; each rank adds to the
-cotangents of its keys and values and gives back the queries'. So messages are as long as a chunk, however
-long the sequence is. Ranks ask each other in turn, a few at a time (`QUERIES_AHEAD`): what is under way does
-not grow with their number. Where a window bounds what queries see, the keys and values in reach travel
-instead.
+If a query sees everything before it, queries travel. A chunk's queries go to the ranks that hold keys before
+them. Each returns the attention output and log-sum-exp over its own keys, and the rank that asked merges
+these (as in ring attention, Liu et al. 2023). In the backward the queries go again, with the output's
+cotangent; each rank adds to the cotangents of its keys and values, and returns those of the queries. So
+messages are as long as a chunk, however long the sequence is. Ranks ask each other in turn, a few at a time
+(`QUERIES_AHEAD`), so the memory for messages does not grow with the number of ranks.
 
-All ranks run the chunks of a round, one each, layer by layer in the same order. The last round is whole, so
-that a rank without a chunk in the first one holds nothing that anybody reads there: whoever is asked comes to
-the same place of its own program, and nothing can wait in a circle."""
+If a window bounds what queries see, the keys and values inside it travel instead.
+
+Why this cannot deadlock: the chunks are dealt out in rounds of one chunk per rank, and all ranks run a round
+layer by layer in the same order, so a rank that is asked comes to the same attention call. Only the first
+round may be incomplete (`Owners.in_rounds`). A rank without a chunk in it has no tokens that others read."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.parallel.transport import Messages
 
 ALL_TOKENS = 1 << 62  # a reach, in tokens, that no sequence exceeds
-TokenRange = Callable[[int, int | None], tuple[int, int]]
+TokenRange = Callable[[int, int | None], tuple[int, int]]  # see `DistributedKV`
 # Tags of messages: what is sent between two ranks under one tag arrives in the order sent.
 QUERIES, ANSWERS, LOG_SUMS, KEYS, STATES = 1, 2, 3, 4, 16
 QUERIES_AHEAD = 2  # turns whose queries are under way while an earlier one's are answered
@@ -49,22 +50,23 @@ class NotAttended(Refused):
 class DistributedKV:
     """The distribution of tokens over ranks, and the exchange of queries, keys and values.
 
-    A rank's own tokens are numbered from 0, in the order of its chunks; the tokens before the sequence are
-    those of the rank that has the first chunk, and negative.
+    There are two numberings. Tokens of the sequence count from 0; a rank's own tokens count from 0 in the
+    order of its chunks, which is their place in its `Slab`. Tokens before the sequence are negative in both;
+    the rank with the first chunk has them.
 
     Args:
         owners: of chunks, dealt in turn so that the last round is whole (`Owners.in_rounds`).
-        place: this rank.
+        rank: this rank.
         token_range: (chunk, row) → (number of tokens in the chunk of its first document in the row, first
             token that they see); row None for all rows together.
     """
 
     def __init__(
-        self, grid: Grid, owners: Owners, place: int, transport: Messages, token_range: TokenRange
+        self, grid: Grid, owners: Owners, rank: int, transport: Messages, token_range: TokenRange
     ) -> None:
-        self.grid, self.owners, self.place, self.transport = grid, owners, place, transport
+        self.grid, self.owners, self.rank, self.transport = grid, owners, rank, transport
         self.token_range = token_range
-        base = place - place % owners.in_turn  # the first worker with the same stages
+        base = rank - rank % owners.in_turn  # the first worker with the same stages
         self.ranks = range(base, base + owners.in_turn)
         self.offsets = {rank: [0] for rank in self.ranks}  # each rank's number of tokens before each chunk
         for c in range(grid.chunks):
@@ -74,16 +76,16 @@ class DistributedKV:
 
     def owner(self, c: int) -> int:
         """Return the rank that has chunk c."""
-        return self.owners.peer(self.place, c)
+        return self.owners.peer(self.rank, c)
 
     def turns(self) -> list[tuple[int, int]]:
         """Return (rank that this rank asks, rank that asks it) for each turn."""
-        n, at = len(self.ranks), self.place - self.ranks.start
-        return [(self.ranks[(at + i) % n], self.ranks[(at - i) % n]) for i in range(1, n)]
+        n, index = len(self.ranks), self.rank - self.ranks.start
+        return [(self.ranks[(index + i) % n], self.ranks[(index - i) % n]) for i in range(1, n)]
 
     def own_tokens(self, c: int) -> int:
         """Return the number of this rank's tokens before chunk c."""
-        return self.offsets[self.place][c]
+        return self.offsets[self.rank][c]
 
     def other_chunks_of_round(self, c: int) -> list[int]:
         """Return the chunks that other ranks run in the same round as chunk c."""
@@ -108,14 +110,14 @@ class DistributedKV:
         """Start to receive a tensor of this shape, with the dtype and device of `like`."""
         return self.transport.post(source, like.new_empty(shape), tag)
 
-    def gather(self, slab: Slab, c: int, d: Tensor, start: int, rows: slice) -> None:
+    def add_cotangent(self, slab: Slab, c: int, d: Tensor, start: int, rows: slice) -> None:
         """Add chunk c's cotangent of this rank's tokens from `start` on, except for tokens that get none."""
         first = start
         if self.grid.dropped:
-            first = max(start, self.stored_range(self.place, c, self.grid.first_grad_token(c))[0])
+            first = max(start, self.stored_range(self.rank, c, self.grid.first_grad_token(c))[0])
         skipped = first - start
         if skipped < d.shape[slab.dim]:
-            slab.gather(d.narrow(slab.dim, skipped, d.shape[slab.dim] - skipped), first, rows)
+            slab.add_cotangent(d.narrow(slab.dim, skipped, d.shape[slab.dim] - skipped), first, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,22 +177,22 @@ class DistributedPast:
         own_pieces = keys.piece.to(q.dtype), values.piece.to(q.dtype)
         return _DistributedAttention.apply(q, *own_pieces, self.anchor, pasts, scale)
 
-    def gather(self, d: Tensor, start: int) -> None:
+    def add_cotangent(self, d: Tensor, start: int) -> None:
         """Add this chunk's cotangent of the rank's own tokens from `start` on."""
-        self.kv.gather(self.slab, self.chunk, d, start, self.rows)
+        self.kv.add_cotangent(self.slab, self.chunk, d, start, self.rows)
 
     def stored_tokens(self, start: int, stop: int) -> Tensor:
         """Return the rank's own tokens [start, stop)."""
-        return self.slab.between(start, stop)[self.rows]
+        return self.slab.read(start, stop)[self.rows]
 
     def gathered_cotangent(self, tokens: int) -> Tensor:
         """Return the cotangent gathered from other chunks for the first `tokens` tokens of this chunk."""
         start = self.kv.own_tokens(self.chunk)
-        return self.slab.gathered(start, start + tokens)[self.rows]
+        return self.slab.cotangent(start, start + tokens)[self.rows]
 
 
 class _Sends:
-    """The messages that one exchange sends."""
+    """The messages that a call of attention has begun to send."""
 
     def __init__(self, transport: Messages) -> None:
         self.transport = transport
@@ -200,7 +202,7 @@ class _Sends:
         self.under_way.append(self.transport.start(to, tensor, tag))
 
     def wait(self) -> None:
-        """Wait until all have left: their receivers have come to the same exchange, or will."""
+        """Wait until all have left. It is safe: their receivers come to the same call without this rank."""
         for wait in self.under_way:
             wait()
         self.under_way.clear()
@@ -228,7 +230,7 @@ def _remote_queries(past: DistributedPast) -> dict[int, RemoteQuery]:
     kv, queries = past.kv, {}
     for c in kv.other_chunks_of_round(past.chunk):
         tokens, begin = kv.token_range(c, past.row)
-        start, stop = kv.stored_range(kv.place, c, begin)
+        start, stop = kv.stored_range(kv.rank, c, begin)
         if start < stop:
             queries[kv.owner(c)] = RemoteQuery(c, kv.owner(c), tokens, start, stop)
     return queries
@@ -253,12 +255,15 @@ def _exchange_in_turn(kv: DistributedKV, ask: Callable[[int, int], Any]) -> Iter
 def _ranks_to_ask(past: DistributedPast, begin: int) -> list[int]:
     """Return the other ranks that store tokens from token `begin` up to the chunk."""
     kv = past.kv
-    ranges = {rank: kv.stored_range(rank, past.chunk, begin) for rank in kv.ranks if rank != kv.place}
+    ranges = {rank: kv.stored_range(rank, past.chunk, begin) for rank in kv.ranks if rank != kv.rank}
     return [rank for rank, (start, stop) in ranges.items() if start < stop]
 
 
 class _DistributedAttention(torch.autograd.Function):
-    """Attention output of a chunk's queries: queries travel, keys and values stay."""
+    """Attention of a chunk's queries to all tokens up to each: queries travel, keys and values stay.
+
+    With outputs o_r and log-sum-exps l_r over the keys of rank r, the merged log-sum-exp is l = log Σ_r
+    e^{l_r}, and the merged output Σ_r e^{l_r − l} o_r."""
 
     @staticmethod
     def forward(
@@ -288,7 +293,7 @@ class _DistributedAttention(torch.autograd.Function):
                 sends.start(to, q, QUERIES)
             return query, answer
 
-        start, stop = kv.stored_range(kv.place, past.chunk, begin)
+        start, stop = kv.stored_range(kv.rank, past.chunk, begin)
         turns = _exchange_in_turn(kv, ask)
         out, log = torch.ops.adjoint.past_attention(
             q, k, v, *(p.stored_tokens(start, stop) for p in pasts), scale
@@ -335,17 +340,17 @@ class _DistributedAttention(torch.autograd.Function):
 
         turns = _exchange_in_turn(kv, ask)
         dq, dk, dv = attention.own_backward(d, q, k, v, out, log, scale)
-        dq = dq.to(log.dtype)  # in which the ranks' parts are summed
+        dq = dq.to(log.dtype)  # float32 or more, to sum the ranks' parts
 
         def d_queries(chunk: int, start: int, stop: int, tensors: Sequence[Tensor], log: Tensor) -> Tensor:
-            def gather(offset: int, *d: Tensor) -> None:
+            def add_cotangents(offset: int, *d: Tensor) -> None:
                 for p, piece in zip(pasts, d, strict=True):
-                    kv.gather(p.slab, chunk, piece, start + offset, p.rows)
+                    kv.add_cotangent(p.slab, chunk, piece, start + offset, p.rows)
 
             (d, q, out), past_tokens = tensors, [p.stored_tokens(start, stop) for p in pasts]
-            return attention.past_backward(d, q, past_tokens, out, log, scale, gather)
+            return attention.past_backward(d, q, past_tokens, out, log, scale, add_cotangents)
 
-        start, stop = kv.stored_range(kv.place, past.chunk, ctx.begin)
+        start, stop = kv.stored_range(kv.rank, past.chunk, ctx.begin)
         dq += d_queries(past.chunk, start, stop, (d, q, out), log)
         for _, source, (queries, answer) in turns:
             if queries:
@@ -361,10 +366,10 @@ class _DistributedAttention(torch.autograd.Function):
 
 
 class _StoredPiece(torch.autograd.Function):
-    """A chunk's own piece of keys or values, which stays on its rank.
+    """Identity on a chunk's own keys or values that adds other chunks' cotangents in the backward.
 
-    Its cotangent is complete after the backward of the chunk's own attention: the queries of later rounds
-    have added to it before, those of this round together with it."""
+    Those are complete once the backward of the chunk's own attention has run, which autograd runs first:
+    later rounds have added theirs before, and the other ranks of this round during it."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, past: DistributedPast) -> Tensor:
@@ -377,7 +382,9 @@ class _StoredPiece(torch.autograd.Function):
 
 
 class _FetchedPast(torch.autograd.Function):
-    """A piece joined to the tokens before it that are in reach of a window; cotangents travel back."""
+    """The `reach` tokens before a chunk, fetched from their ranks, followed by the chunk's own.
+
+    The backward sends the cotangents of the fetched tokens back."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, anchor: Tensor, past: DistributedPast, reach: int) -> Tensor:
@@ -394,7 +401,7 @@ class _FetchedPast(torch.autograd.Function):
         for a in _queries_in_reach(past, reach):
             sends.start(a.rank, past.stored_tokens(a.start, a.stop).contiguous(), KEYS)
         parts = {rank: wait() for rank, wait in pending.items()}
-        parts[kv.place] = past.stored_tokens(*kv.stored_range(kv.place, past.chunk, begin))
+        parts[kv.rank] = past.stored_tokens(*kv.stored_range(kv.rank, past.chunk, begin))
         sends.wait()
         tokens_taken = dict.fromkeys(parts, 0)
         pieces = []
@@ -422,12 +429,12 @@ class _FetchedPast(torch.autograd.Function):
             at += tokens
         for rank, pieces in parts.items():
             d_part = torch.cat(pieces, dim=dim)
-            if rank == kv.place:
-                past.gather(d_part, kv.stored_range(rank, past.chunk, begin)[0])
+            if rank == kv.rank:
+                past.add_cotangent(d_part, kv.stored_range(rank, past.chunk, begin)[0])
             else:
                 sends.start(rank, d_part, KEYS)
         for a, wait in zip(queries_in_reach, pending, strict=True):
-            kv.gather(past.slab, a.chunk, wait(), a.start, past.rows)
+            kv.add_cotangent(past.slab, a.chunk, wait(), a.start, past.rows)
         sends.wait()
         return d_own + past.gathered_cotangent(d_own.shape[dim]), None, None, None
 
@@ -437,7 +444,7 @@ def _queries_in_reach(past: DistributedPast, reach: int) -> list[RemoteQuery]:
     kv, queries = past.kv, []
     for c in kv.other_chunks_of_round(past.chunk):
         tokens, begin = kv.token_range(c, None)
-        start, stop = kv.stored_range(kv.place, c, max(begin, kv.grid.cuts[c] - reach))
+        start, stop = kv.stored_range(kv.rank, c, max(begin, kv.grid.cuts[c] - reach))
         if start < stop:
             queries.append(RemoteQuery(c, kv.owner(c), tokens, start, stop))
     return queries

@@ -19,7 +19,7 @@ from torch import Tensor
 from adjoint.batch import Batch
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.stage import Layer, Stage
-from adjoint.engine.storage import Past, Slab, by_itself
+from adjoint.engine.storage import Past, Slab, compact
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.errors import UserError
 from adjoint.kernels import dispatch
@@ -123,9 +123,9 @@ def example(stage: Stage, initial: State, on: Conditions, width: int, end: str =
             d_state.append(s)
             continue
         slab = Slab(s, dim, on.start + on.tokens)
-        slab.begin(None)
+        slab.begin_backward(None)
         state.append(Past(slab, on.start, 0, 0))
-        d_state.append(slab.gathered(on.start, on.start + on.tokens))
+        d_state.append(slab.cotangent(on.start, on.start + on.tokens))
     dy = torch.ones(()) if end == "last" else torch.randn_like(y)
     stage_input = ids if end == "first" else y
     return Example(stage, stage_input, tuple(state), Batch(ids, ids, start=on.start), dy, tuple(d_state))
@@ -150,7 +150,7 @@ def count(example: Example, live: LiveBytes) -> Counted:
     del y, after  # the graph keeps them
     _, d_before = pullback(example.dy, example.d_state)
     pulled = live.peak - before
-    d_before = tuple(by_itself(d) for d in d_before)
+    d_before = tuple(compact(d) for d in d_before)
     del _, pullback
     return Counted(forward, linearized, saved, pulled, new_state, live.live - before)
 

@@ -20,6 +20,7 @@ from adjoint.cluster.training import StackInShards
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import Owners, Send
+from adjoint.layers import WINDOWED
 from adjoint.parallel import transport as transport_module
 from adjoint.parallel.transport import sum_gradients
 from adjoint.plan.schedule import grid_of, step_plan
@@ -42,7 +43,7 @@ from tests.cluster.threads import (
     train_shards,
     train_stack,
 )
-from tests.model_helpers import ALL_MIXERS, HEADS, SIZES, VARIANTS, assert_same, error, make_ids
+from tests.model_helpers import HEADS, SIZES, VARIANTS, assert_same, error, make_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,7 +212,7 @@ def test_gradients_of_several_batches_are_averaged_and_summed_once(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ALL_MIXERS)
+@pytest.mark.parametrize("variant", WINDOWED)
 def test_lower_precisions_are_as_near_as_in_one_process(variant: str, precision: str) -> None:
     """Over shards the same bits, over a sequence's workers no farther from float64."""
     config = StackConfig(**{**SIZES, **VARIANTS[variant], "tie_embeddings": False})

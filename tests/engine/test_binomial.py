@@ -134,7 +134,7 @@ class Counts:
             counts.most = max([counts.most, *stored.values()])
             for edges in self.edges:
                 rows = 0 if edges.memory is None else len(edges.memory)
-                assert edges.used - len(edges.released) <= rows
+                assert edges.rows_used - len(edges.released) <= rows
                 counts.most = max(counts.most, rows)
 
         monkeypatch.setattr(Executor, "tile", counted)

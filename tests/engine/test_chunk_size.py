@@ -14,6 +14,7 @@ from adjoint.batch import Batch
 from adjoint.engine.chunk_size import Sizes, chunk_size_for, default_chunk_size, kept_bytes
 from adjoint.engine.stage import Layer
 from adjoint.engine.tile import Gradients
+from adjoint.layers import MIXERS
 
 LARGE = adjoint.StackConfig(vocab_size=256, d_model=2048, n_layer=48)  # 1.27B parameters
 H200 = 150e9
@@ -45,20 +46,15 @@ def kept_by_autograd(config: adjoint.StackConfig, tokens: int, dtype: torch.dtyp
 @pytest.mark.parametrize(
     "options",
     [
-        {"mixer": "mamba"},
+        *({"mixer": kind} for kind in MIXERS),
         {"mixer": "mamba", "expand": 4},
         {"mixer": "mamba2", "d_state": 16},
-        {"mixer": "diagonal"},
         {"mixer": "scalar", "d_state": 40},
-        {"mixer": "dense"},
         {"mixer": ["mamba", "mamba2"], "n_layer": 2, "d_intermediate": 192},
-        {"mixer": "attention"},
         {"mixer": "attention", "num_attention_heads": 4, "num_key_value_heads": 1},
         {"mixer": "attention", "sliding_window": 100},
         {"mixer": "attention", "attention_d_conv": 4},
-        {"mixer": "gated_deltanet"},
         {"mixer": "gated_deltanet", "d_state": 16, "linear_num_key_heads": 1},
-        {"mixer": "kda"},
         {"mixer": "kda", "d_state": 16, "linear_num_key_heads": 1},
         {"mixer": "mamba3", "d_state": 16},
         {"mixer": "mamba3", "d_state": 32, "is_outproj_norm": True},

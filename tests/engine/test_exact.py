@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch
 from adjoint.engine import budget
-from adjoint.engine.weights import Casts
+from adjoint.engine.autocast import CastWeights
+from adjoint.layers import WINDOWED
 from adjoint.methods import RECOMPUTE
 from adjoint.plan.stack import StackModel
 from adjoint.plan.stage_memory import Conditions, count, counting, example
 from tests.fuzz import stacks
 from tests.fuzz.oracle import same
 from tests.model_helpers import (
-    ALL_MIXERS,
     SIZES,
     UNWINDOWED,
     VARIANTS,
@@ -310,7 +310,7 @@ def test_float32_gradients(variant: str) -> None:
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("precision", ["bfloat16", "bfloat16 weights"])
 @pytest.mark.parametrize("keep", KEEP)
-@pytest.mark.parametrize("mixer", ALL_MIXERS)
+@pytest.mark.parametrize("mixer", WINDOWED)
 def test_bfloat16_error_is_no_larger_than_backprop_s(mixer: str, keep: str, precision: str) -> None:
     """Of the same draws in pairs: the mean difference is not above zero by three standard errors."""
     case = {"config": {**SIZES, "mixer": mixer, "d_model": 32, "headdim": 16, "d_state": 8}, "batch": 2}
@@ -478,6 +478,6 @@ def test_under_autocast_weights_are_cast_once_a_step() -> None:
     linear = [m for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert len(made) == len(linear)
     with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr(Casts, "cast_weights", lambda self, module, device: {})
+        patch.setattr(CastWeights, "cast_weights", lambda self, module, device: {})
         _, expected = gradients(model, ids, ids, Exact(10))
     assert all(torch.equal(got[name], expected[name]) for name in expected)

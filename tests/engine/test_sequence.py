@@ -16,10 +16,11 @@ from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.engine.grid import make_grid
 from adjoint.engine.schedule import Owners, Send, make_schedule
 from adjoint.errors import UserError
+from adjoint.layers import WINDOWED
 from adjoint.parallel.transport import GroupTransport
 from tests.cluster.test_layouts import Spare
 from tests.model_helpers import (
-    ALL_MIXERS,
+    RECURRENT,
     SIZES,
     assert_same,
     current_gradients,
@@ -35,7 +36,6 @@ METHODS: list[Any] = [
     *(Exact(5, keep="inputs"), Exact(6, recompute="full"), Exact(), Exact(5, offload=True)),
     *(Truncated(11, 3), LayerLocal(None, 8), LayerLocal(5, 8)),
 ]
-OTHERS = ["mamba, MLP, untied", "gated_deltanet", "kda", "mamba3", "mamba3, mimo"]
 
 
 def world() -> Any:
@@ -61,9 +61,9 @@ def both(model: Stack, method: Any, group: Any, ids: Tensor, **given: Any) -> No
 
 
 def every_mixer() -> None:
-    for variant in (*ALL_MIXERS, *OTHERS):
+    for variant in (*RECURRENT, "mamba, MLP, untied", "mamba3, mimo"):
         both(make_model(variant), Exact(7), world(), make_ids(2, 31))
-        if variant in ALL_MIXERS:
+        if variant in WINDOWED:
             both(make_model(variant), Truncated(5, 8), world(), make_ids(2, 31))
     model = make_model("mixed, untied")
     for method in METHODS:
@@ -212,7 +212,7 @@ def counted(seqlen: int, chunk: int) -> None:
         model, ids = make_model("mamba2"), make_ids(2, seqlen)
         out = model(ids, ids, Exact(chunk), sequence_group=world())
         steps = out.loss.grad_fn.back.__closure__[0].cell_contents
-        rows = [edges.rows for edges in steps.executor.edges if edges.memory is not None]
+        rows = [edges.capacity for edges in steps.executor.edges if edges.memory is not None]
         out.loss.backward()
     finally:
         GroupTransport.send = send  # type: ignore[method-assign]

@@ -13,13 +13,14 @@ from adjoint.engine import distribution
 from adjoint.engine.decay import BLOCK, Decays
 from adjoint.engine.grid import Grid, Tile, make_grid
 from adjoint.engine.schedule import make_schedule
+from adjoint.layers import WINDOWED
 from tests.fuzz import stacks
 from tests.fuzz.oracle import Windowed, same
-from tests.model_helpers import ALL_MIXERS, gradients, make_ids
+from tests.model_helpers import gradients, make_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MIXERS = [*ALL_MIXERS, ["mamba", "dense"]]
+MIXERS = [*WINDOWED, ["mamba", "dense"]]
 KINDS = adjoint.Truncated, adjoint.LayerLocal
 SIZES = {"vocab_size": 31, "d_model": 16, "n_layer": 2, "headdim": 8, "ngroups": 2, "d_intermediate": 12}
 

@@ -183,7 +183,7 @@ def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytes
     adjoint.wrap(model, Exact(4))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = ids.masked_fill(positions == 0, -100)  # no token predicts another document's
-    with pytest.warns(UserWarning, match="by itself lets documents attend to earlier ones"):
+    with pytest.warns(UserWarning, match="own forward lets documents attend to earlier ones"):
         model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
     for key, parameter in model.named_parameters():
         expected = sum(share * gradients[key] for share, (_, gradients) in zip(shares, alone, strict=True))

@@ -25,8 +25,8 @@ LAYOUTS = ("transposed", "rotated", "sliced", "surrounded", "offset", "expanded"
 TOLERANCES = {torch.float64: (1e-11, 1e-13), torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 Tensors = dict[str, Tensor]
 
-# An operation's tensors by their dimensions: b(atch) and s(eqlen), the others are the operation's own. Those
-# with a "?" may be left out.
+# An operation's tensors by their dimensions: b(atch), s(eqlen), and sizes that `draw` and `make_case` of
+# tests/kernels/helpers.py know: d, g, h, n, p, w; "gd" is a product. Those with a "?" may be left out.
 SHAPES: dict[str, dict[str, str]] = {
     "selective_scan": {
         "u": "b s d", "delta": "b s d", "A": "d n", "B": "b s n", "C": "b s n", "D": "d ?", "z": "b s d ?",

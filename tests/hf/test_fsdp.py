@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -407,23 +409,28 @@ def data_parallel(rank: int) -> None:
     assert sorted(fired) == sorted([*expected, *expected])
 
 
+@case
+def read_logits(rank: int) -> None:
+    """Both return another loss than the model's; neither computes logits that nobody reads."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids = rows()[rank : rank + 1]
+    with float64_throughout():
+        expected = make(LLAMA)(input_ids=ids).logits
+        for distribute in (shard, functools.partial(DistributedDataParallel, find_unused_parameters=True)):
+            model = distribute(adjoint.wrap(make(LLAMA), METHOD))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="out.logits was read")
+                output = model(input_ids=ids, labels=ids)
+                output.loss.backward()
+            with pytest.warns(UserWarning, match="out.logits was read"):
+                torch.testing.assert_close(output.logits, expected)
+
+
 def fsdp1(model: Any) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-
-
-def tensor_parallel_and_fsdp(model: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    both = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "tensor"))
-    styles = {"up_proj": ColwiseParallel(), "gate_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-    for layer in model.model.layers:
-        parallelize_module(layer.mlp, both["tensor"], styles)
-        fully_shard(layer, mesh=both["data"])
-    return fully_shard(model, mesh=both["data"])
 
 
 @case
@@ -439,9 +446,8 @@ def refused(rank: int) -> None:
         loss.backward()
     short = ids[:, : 5 if rank else 53]
     inputs_of_batch = {"input_ids": ids, "labels": ids}
-    for message, parallelize in (("FSDP1", fsdp1), ("tensor parallelism and FSDP", tensor_parallel_and_fsdp)):
-        with pytest.raises(ValueError, match=message):
-            parallelize(adjoint.wrap(make(LLAMA, torch.float32), METHOD))(**inputs_of_batch)
+    with pytest.raises(ValueError, match="FSDP1"):
+        fsdp1(adjoint.wrap(make(LLAMA, torch.float32), METHOD))(**inputs_of_batch)
     model = make(LLAMA, torch.float32)
     fully_shard(model.model.layers[1].mlp.up_proj, mesh=mesh())
     with pytest.raises(ValueError, match=r"fully_shard for layers\.1\.mlp, not for parts of it"):

@@ -96,6 +96,15 @@ def _with_routers_loss(*arguments: Any) -> None:
     as_one_process(*arguments, output_router_logits=True)
 
 
+@pytest.mark.parametrize(
+    "name", [LLAMA, *(pytest.param(name, marks=pytest.mark.slow) for name in [*CLASSES, EXPERTS])]
+)
+def test_beside_fsdp(name: str, tmp_path: Path) -> None:
+    """FSDP2 gathers what tensor parallelism leaves each rank."""
+    make(name).save_pretrained(tmp_path / "model")
+    on_ranks(4, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2, "fsdp_size": 2}, [37, 19])
+
+
 def across_a_sequence_group(folder: str) -> None:
     """Compare with one process: layers sharded along one dimension of a mesh, chunks along the other."""
     from torch.distributed.device_mesh import init_device_mesh

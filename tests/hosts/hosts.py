@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -60,12 +61,14 @@ class Host:
     Attributes:
         name: of the host. address: of it on the switch. namespace: its network's name.
         own_folders: folders that are empty and of this host alone for every command started from now on.
+        slow_link: the process between this host and the switch, after `worsen`.
     """
 
     def __init__(self, prefix: str, number: int) -> None:
         self.name, self.address = f"host{number}", f"10.77.0.{number}"
         self.number, self.switch, self.namespace = number, f"{prefix}-switch", f"{prefix}-{number}"
         self.own_folders: list[Path] = []
+        self.slow_link: subprocess.Popen[bytes] | None = None
         ip("netns", "add", self.namespace)
         ip("-n", self.namespace, "link", "set", "lo", "up")
         ip("-n", self.namespace, "link", "add", "eth0", "type", "veth", "peer", "name", self.port)
@@ -110,13 +113,16 @@ class Host:
         ip("-n", self.namespace, "addr", "flush", "dev", "eth0")
         ip("-n", self.namespace, "addr", "add", f"{self.address}/64", "dev", "eth0", "nodad")
 
-    def worsen(self, delay: str, loss: str) -> str | None:
-        """Has packets of this host take longer, and some get lost; why not, where this kernel cannot."""
-        command = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", delay, "loss", loss]
-        done = subprocess.run(
-            ["ip", "netns", "exec", self.namespace, *command], capture_output=True, text=True
-        )
-        return f"tc netem: {done.stderr.strip()}" if done.returncode else None
+    def worsen(self, delay_s: float, share_lost: float) -> None:
+        """Has this host's frames reach the switch late, and a random share of them not at all."""
+        near, far = f"near{self.number}", f"far{self.number}"
+        ip("-n", self.switch, "link", "set", self.port, "nomaster")
+        ip("-n", self.switch, "link", "add", near, "type", "veth", "peer", "name", far)
+        ip("-n", self.switch, "link", "set", far, "up", "master", "switch")
+        ip("-n", self.switch, "link", "set", near, "up")
+        program = [sys.executable, "-m", "tests.hosts.slow_link", self.port, near]
+        command = ["ip", "netns", "exec", self.switch, *program, str(delay_s), str(share_lost)]
+        self.slow_link = subprocess.Popen(command, cwd=REPOSITORY)
 
     def join(self) -> None:
         """Puts the cable back."""
@@ -143,6 +149,9 @@ class Host:
     def remove(self) -> None:
         """Ends the host."""
         self.clear()
+        if self.slow_link is not None:
+            self.slow_link.kill()
+            self.slow_link.wait()
         ip("netns", "del", self.namespace)
         shutil.rmtree(ETC / self.namespace)
 

@@ -16,7 +16,11 @@ from tests.hosts.hosts import REPOSITORY, Host, await_text, ended
 from tests.training_helpers import same_training, tiny, train_tiny
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.slow  # half a minute of every case is Ray's start
+pytestmark = [
+    pytest.mark.slow,  # half a minute of every case is Ray's start
+    # `ray start` looks for others at its address among all processes of the machine, of every namespace
+    pytest.mark.xdist_group("ray on hosts"),
+]
 RAY = str(Path(sys.executable).with_name("ray"))
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -40,7 +44,7 @@ FLAGS: dict[str, Any] = {
 CUT: dict[str, Any] = {
     **FLAGS,
     "cluster__hang_timeout": 12,
-    "cluster__start_timeout": 120,
+    "cluster__start_timeout": 300,  # longer than a host is cut off
     "data__eval_tokens": 0,
     "training__eval_every": 0,
     "training__sample_tokens": 0,
@@ -114,7 +118,7 @@ def test_layouts_over_hosts_train_as_one_process(three_hosts: list[Host], tmp_pa
     "number, seconds, said",
     [
         (2, 5, None),
-        (2, 60, "waiting for 1 CPU: 2 of 3 shards can be placed; cluster.shards auto would go on with 2"),
+        (2, 180, "waiting for 1 CPU: 2 of 3 shards can be placed; cluster.shards auto would go on with 2"),
         (
             0,
             60,

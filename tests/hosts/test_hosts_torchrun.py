@@ -83,8 +83,7 @@ def test_hosts_train_as_one_process(
 
 
 def test_a_slow_network_that_loses_packets_will_do(three_hosts: list[Host], tmp_path: Path) -> None:
-    if (reason := three_hosts[1].worsen("50ms", "1%")) is not None:
-        pytest.skip(reason)
+    three_hosts[1].worsen(delay_s=0.05, share_lost=0.01)
     assert train_tiny(tmp_path, **FLAGS, run__dir=tmp_path / "one") == 0
     run = Run(tmp_path, three_hosts[:2], {**FLAGS, "cluster__sequence": 2})
     assert run.codes(300) == [0, 0], run.said()
@@ -107,8 +106,8 @@ def test_a_host_cut_off_is_named_and_ends_the_run_everywhere(three_hosts: list[H
     run.await_step(45)
     began = time.monotonic()
     three_hosts[2].cut()
-    silent = "rank 2 on host3 (10.77.0.3) is silent for 4 s; rank 0 on host1 is at: step "
-    await_text(run.outputs[0], silent, 10, run.is_on)
+    await_text(run.outputs[0], "rank 2 on host3 (10.77.0.3) is silent for ", 10, run.is_on)
+    assert " s; rank 0 on host1 is at: step " in run.said(0)
     assert all(code != 0 for code in run.codes(30))
     assert 8 < time.monotonic() - began < 30
     resume = f"train.py --config {run.folder}/config.yaml --run.dir {run.folder} --resume auto"
@@ -160,16 +159,19 @@ def test_a_host_whose_text_is_another_is_named(three_hosts: list[Host], tmp_path
         assert "host2 reads different text there than host1" in line and not run.lines(0, "step 1/")
 
 
-def test_a_short_cut_changes_nothing(three_hosts: list[Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds, hang_timeout", [(20, 30), (180, 300)])
+def test_a_short_cut_changes_nothing(
+    seconds: float, hang_timeout: int, three_hosts: list[Host], tmp_path: Path
+) -> None:
     """Not one bit, and a line tells of the silence, and of its end."""
-    flags = {**LONG, "training__steps": 60, "cluster__hang_timeout": 30, "cluster__sequence": 2}
+    flags = {**LONG, "training__steps": 60, "cluster__hang_timeout": hang_timeout, "cluster__sequence": 2}
     run = Run(tmp_path, three_hosts[:2], flags)
     run.await_step(20)
     three_hosts[1].cut()
-    time.sleep(20)
+    time.sleep(seconds)
     three_hosts[1].join()
-    assert run.codes() == [0, 0], run.said()
-    assert "rank 1 on host2 (10.77.0.2) is silent for 15 s" in run.said(0)
+    assert run.codes(300) == [0, 0], run.said()
+    assert "rank 1 on host2 (10.77.0.2) is silent for " in run.said(0)
     assert "rank 1 on host2 (10.77.0.2) is heard again after" in run.said(0)
     undisturbed = Run(tmp_path, three_hosts[:2], {**flags, "run__dir": tmp_path / "undisturbed"})
     assert undisturbed.codes() == [0, 0]

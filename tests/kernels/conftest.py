@@ -3,7 +3,6 @@ exact as the hardware."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,18 +17,6 @@ from tests.kernels.helpers import INTERPRETED
 
 if processor := os.environ.get("ADJOINT_EMULATE"):
     emulated.install(processor)
-
-if INTERPRETED and importlib.util.find_spec("triton") is not None:
-    from triton.runtime import interpreter
-
-    patch_lang_tensor = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor_and_index(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 makes ints of arrays of one element, which NumPy 2.4 refuses."""
-        patch_lang_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = patch_lang_tensor_and_index
 
 
 @pytest.fixture

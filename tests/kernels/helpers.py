@@ -7,6 +7,7 @@ starts the former.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from adjoint.kernels import dispatch
+from adjoint.kernels import dispatch, recurrence
+from adjoint.kernels.operation import all_operations
 from tests.fuzz.operators import SHAPES, WINDOWED, Case, by_operation, leaves
 from tests.model_helpers import relative
 
@@ -35,9 +38,21 @@ BARE: Case = {
 
 
 def mend_interpreter() -> None:
-    """Triton 3.9's gives what a comparison of scalars found the type of what was compared, and so refuses the
-    mask `block & (scalar < stop)`."""
+    """Work around two faults of Triton's interpreter.
+
+    Triton 3.6 makes ints of arrays of one element, which NumPy 2.4 refuses. Triton 3.9 gives the result of a
+    comparison of scalars the type of what was compared, and so refuses the mask `block & (scalar < stop)`.
+    """
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
+
+    patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor_and_index
 
     splat = InterpreterBuilder.create_splat
 
@@ -53,10 +68,54 @@ if INTERPRETED:
     mend_interpreter()
 
 
+def cut_sequences(monkeypatch: pytest.MonkeyPatch, pieces: str | int, split: int = 8) -> None:
+    """Cut sequences into more pieces than their lengths ask for.
+
+    Args:
+        pieces: "small" ones in every kernel, "split" as for a big device, "blocks" of channels that two
+            programs share, or the tokens of an SSD chunk.
+        split: tokens of a split, with "blocks".
+
+    Triton code that splits the sequence says how in the constants SHORTEST_SPLIT and UNIT of its module.
+    """
+    monkeypatch.setattr(recurrence, "SEGMENT", 12)
+    monkeypatch.setattr(recurrence, "STRETCH", 4)
+    if not INTERPRETED:
+        return
+    from adjoint.kernels.selective_scan.triton import launch as selective
+    from adjoint.kernels.ssd_scan.triton import launch as ssd
+    from adjoint.kernels.triton import common
+
+    if isinstance(pieces, int):
+        monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), pieces))
+        return
+    if pieces == "blocks":
+        monkeypatch.setattr(selective, "CHECKPOINT", 4)
+        monkeypatch.setattr(selective, "backward_programs", lambda *sizes: (2, split))
+        return
+    monkeypatch.setattr(common, "programs_that_fill", lambda x, per_multiprocessor: 10**6)
+    code_by_operation = (operation.backends["triton"] for operation in all_operations().values())
+    for module in {importlib.import_module(code.module) for code in code_by_operation if code is not None}:
+        if hasattr(module, "SHORTEST_SPLIT"):
+            monkeypatch.setattr(module, "SHORTEST_SPLIT", 1)
+        if pieces == "small" and hasattr(module, "UNIT"):
+            monkeypatch.setattr(module, "UNIT", 8)
+    if pieces == "small":
+        monkeypatch.setattr(selective, "CHECKPOINT", 8)
+        monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), 32))
+        monkeypatch.setattr(ssd, "TILE", dict.fromkeys((2, 4, 8), 16))
+        monkeypatch.setattr(ssd, "HEADS_EACH", 2)
+
+
 def has_kernel(operation: str, backend: str) -> bool:
     """Whether a backend has its own code for the operation, and does not leave it to the reference."""
-    name = operation.replace("dense linear", "dense").split()[-1]
+    name = registered_name(operation)
     return dispatch.implementation(name, backend, torch.device("cpu"), torch.float32) == backend
+
+
+def registered_name(operation: str) -> str:
+    """The name of the record that one of OPERATIONS belongs to."""
+    return operation.replace("dense linear", "dense").split()[-1]
 
 
 def optional(operation: str) -> list[str]:
@@ -75,6 +134,13 @@ def make_case(operation: str, seqlen: int, **more: Any) -> Case:
     case = {"operation": operation, "seqlen": seqlen, "seed": seqlen, "documents": 0.1, **sizes, **more}
     case = {"softplus": True, "silu": True, **case}
     return {**case, "absent": optional(operation)} if case.pop("bare", False) else case
+
+
+def rows(operation: str, seqlen: int, **more: Any) -> Case:
+    """A case whose tensors of tokens lie among NaN; of all others every second number is read."""
+    shapes = SHAPES[operation]
+    layouts = {name: "surrounded" if name in of_tokens(operation) else "sliced" for name in shapes}
+    return make_case(operation, seqlen, layouts=layouts, **more)
 
 
 def tensors_of(case: Case) -> dict[str, Tensor]:

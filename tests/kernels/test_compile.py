@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from adjoint import Backprop, Exact, Stack
+from adjoint.layers import WINDOWED
 from tests.fuzz.operators import SHAPES
 from tests.kernels.helpers import OPERATIONS, SCANS, make_case, run, run_interpreted, tensors_of
-from tests.model_helpers import ALL_MIXERS, assert_same, current_gradients, gradients, make_ids, make_model
+from tests.model_helpers import assert_same, current_gradients, gradients, make_ids, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forget_graphs")
 
@@ -58,7 +59,7 @@ def test_compiled_equals_eager_in_one_graph_for_every_length(name: str, options:
             torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
 
 
-@pytest.mark.parametrize("mixer", ALL_MIXERS)
+@pytest.mark.parametrize("mixer", WINDOWED)
 def test_one_graph_of_a_block_serves_every_length(mixer: str) -> None:
     model, counter = make_model(mixer, n_layer=1), CompileCounterWithBackend("aot_eager")
     block, state = model.blocks()[0], model.initial_state(2)[0]
@@ -86,7 +87,7 @@ SLOW = {"diagonal", "scalar"}  # whose blocks are compiled above
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "mixer", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in ALL_MIXERS]
+    "mixer", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in WINDOWED]
 )
 def test_whole_stack_is_one_graph(mixer: str, backend: str) -> None:
     """From ids to loss."""

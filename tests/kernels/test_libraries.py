@@ -347,43 +347,17 @@ def needs(module):
         pytest.skip(f"{module} is not installed")
 
 
+PREPARED = "from tests.kernels import interpreted_libraries; interpreted_libraries.prepare()"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", STAND_INS)
 def test_stand_ins_have_the_libraries_signatures(module):
     needs(module)
     lines = [f"print(tuple(inspect.signature(m.{f.__name__}).parameters))" for f in STAND_INS[module]]
-    code = "\n".join([INTERPRETED, f"import inspect, {module} as m", *lines])
+    code = "\n".join([PREPARED, f"import inspect, {module} as m", *lines])
     own = [str(tuple(inspect.signature(f).parameters)) for f in STAND_INS[module]]
     assert run_interpreted("-c", code).splitlines()[-len(own) :] == own
-
-
-# What the libraries want of a GPU before a kernel runs; loop variables that the interpreter makes Python's.
-INTERPRETED = """
-import builtins, contextlib, json, sys, types, warnings
-import torch
-warnings.simplefilter("ignore")
-torch.cuda.device = lambda *_: contextlib.nullcontext()
-torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(multi_processor_count=1)
-for name in ("selective_scan_cuda", "causal_conv1d_cuda"):
-    sys.modules.setdefault(name, types.ModuleType(name))
-import triton
-from triton.runtime.autotuner import Autotuner
-
-def first(self, *given, **named):
-    self.best_config = self.configs[0]
-    if self.best_config.pre_hook is not None:
-        self.best_config.pre_hook(dict(zip(self.arg_names, given)) | named)
-    return self.fn.run(*given, **named, **self.best_config.all_kwargs())
-
-Autotuner.run = first
-
-class Int(int):
-    def to(self, dtype):
-        return int(self)
-
-def counted(*given):
-    return (Int(i) for i in builtins.range(*map(int, given)))
-"""
 
 
 @pytest.mark.slow
@@ -396,14 +370,10 @@ def test_triton_kernels_of_the_libraries_under_the_interpreter(name, operation, 
     needs(library.operations[operation])
     if name == "causal-conv1d" or library.lacks(operation, torch.bfloat16, False, resets, {}):
         pytest.skip("CUDA kernels, or no documents")
-    code = f"""{INTERPRETED}
+    code = f"""{PREPARED}
+import json, torch
 from adjoint.kernels import dispatch, trial
-from adjoint.kernels.libraries import MambaSSM
-from adjoint.kernels.ssd_scan import trial as ssd
-if {name == "fla"}:
-    import fla.ops.common.chunk_delta_h as delta
-    delta.range = counted
-MambaSSM.CHUNK, trial.SEQLEN, ssd.SIZES = 32, {20 if operation == "kda" else 70}, (2, 16, 16)
+interpreted_libraries.shrink_trials({operation!r})
 for dtype in torch.float32, torch.float16:
     call = dispatch.load({operation!r}, {name!r}), {operation!r}, torch.device("cpu"), dtype
     print(json.dumps(trial.errors(*call, resets={resets})))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjoint.kernels import dispatch, recurrence
+from adjoint.kernels import dispatch
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.linear_scan import linear_scan
@@ -26,10 +26,12 @@ from tests.kernels.helpers import (
     INTERPRETED,
     OPERATIONS,
     SCANS,
+    cut_sequences,
     has_kernel,
     make_case,
     numbered,
     of_tokens,
+    rows,
     run,
     tensors_of,
 )
@@ -38,13 +40,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "poisoned")
 
 FLOAT64 = torch.float64
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
-
-
-def rows(operation: str, seqlen: int, **more: Any) -> Case:
-    """A row of a table: tensors of tokens lie among NaN, of all others every second number is read."""
-    shapes = SHAPES[operation]
-    layouts = {name: "surrounded" if name in of_tokens(operation) else "sliced" for name in shapes}
-    return make_case(operation, seqlen, layouts=layouts, **more)
 
 
 def backends_of(cases: list[Case], longest: int) -> list[Any]:
@@ -69,37 +64,10 @@ def named(case: Case, backend: str) -> str:
 
 @pytest.fixture
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences are cut into more pieces than their lengths would ask for, as the case's "pieces" says: into
-    small ones, splits as a big device would want them, two programs of several blocks, chunks of a size."""
+    """Cut sequences into the pieces that the case names, if it does (`cut_sequences`)."""
     case = request.node.callspec.params["case"]
-    asked, split = case.get("pieces"), 6 if "window" in case else 8
-    if asked is None:
-        return
-    monkeypatch.setattr(recurrence, "SEGMENT", 12)
-    monkeypatch.setattr(recurrence, "STRETCH", 4)
-    if not INTERPRETED:
-        return
-    from adjoint.kernels.linear_scan import triton as linear
-    from adjoint.kernels.selective_scan.triton import launch as selective
-    from adjoint.kernels.ssd_scan.triton import launch as ssd
-    from adjoint.kernels.triton import common
-
-    if isinstance(asked, int):
-        monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), asked))
-        return
-    if asked == "blocks":
-        monkeypatch.setattr(selective, "CHECKPOINT", 4)
-        monkeypatch.setattr(selective, "backward_programs", lambda *sizes: (2, split))
-        return
-    monkeypatch.setattr(common, "programs_that_fill", lambda x, per_multiprocessor: 10**6)
-    monkeypatch.setattr(selective, "SHORTEST_SPLIT", 1)
-    monkeypatch.setattr(linear, "SHORTEST_SPLIT", 1)
-    if asked == "small":
-        monkeypatch.setattr(selective, "CHECKPOINT", 8)
-        monkeypatch.setattr(linear, "UNIT", 8)
-        monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), 32))
-        monkeypatch.setattr(ssd, "TILE", dict.fromkeys((2, 4, 8), 16))
-        monkeypatch.setattr(ssd, "HEADS_EACH", 2)
+    if "pieces" in case:
+        cut_sequences(monkeypatch, case["pieces"], split=6 if "window" in case else 8)
 
 
 def check(case: Case, dtype: str, tolerance: float | None = None) -> None:
@@ -118,7 +86,7 @@ VALUES = [
     *(rows(name, 23, documents=None) for name in OPERATIONS),
     *(rows(name, 11, d=8, **BARE) for name in OPERATIONS),
     *(rows(name, 19, b=1, d=11, cotangents=only) for name in OPERATIONS for only in ("first", "last")),
-    *(rows(name, 19, **SMALL) for name in SCANS if name != "ssd_scan"),
+    *(rows(name, 19, **SMALL) for name in OPERATIONS if name != "ssd_scan"),
     rows("selective_scan", 131, d=19, n=5),
     rows("selective_scan", 300, b=1, d=40, n=16),
     rows("selective_scan", 9, b=1, d=9, n=40),

@@ -15,6 +15,7 @@ from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
+from adjoint.layers import MIXERS, WINDOWED
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.stack import model_of
 from adjoint.train.layout import Layout
@@ -202,7 +203,7 @@ def test_mamba3_of_steps_that_vanish_or_wipe_out_stays_finite(variant: str) -> N
 # --------------------------------------------------------------------------------------- workers and planning
 
 
-@pytest.mark.parametrize("variant", ["attention", "gated_deltanet", "kda", "mamba3"])
+@pytest.mark.parametrize("variant", [kind for kind in MIXERS if kind not in WINDOWED])
 def test_windows_are_refused(variant: str) -> None:
     model, ids = make_model(variant), make_ids(2, 20)
     message = f"windows work with .* and this stack has {variant}: use Exact"

@@ -87,23 +87,7 @@ METHODS: dict[str, Any] = {
     "checkpoints": adjoint.Backprop(checkpoint=True),
 }
 HYBRID = ["mamba2", "attention"]
-MIXERS: dict[str, Any] = {
-    **{
-        m: m
-        for m in (
-            "mamba",
-            "mamba2",
-            "mamba3",
-            "gated_deltanet",
-            "kda",
-            "attention",
-            "diagonal",
-            "scalar",
-            "dense",
-        )
-    },
-    "hybrid": HYBRID,
-}
+MIXERS: dict[str, Any] = {**{kind: kind for kind in layers.MIXERS}, "hybrid": HYBRID}
 SCANS = ("mamba", "mamba2", "mamba3", "diagonal", "scalar")
 WRAPPED = ("Mamba", "Mamba2", "Llama", "Bamba", "Qwen3Next")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adjoint.errors import UserError
+from adjoint.layers import MIXERS
 from adjoint.methods import METHODS, Exact
 from adjoint.settings import whole_number
 from adjoint.stack import Stack
@@ -136,6 +137,8 @@ def test_another_method_can_be_chosen_beside_a_file(tmp_path: Path) -> None:
 
 def test_every_key_has_a_help_text() -> None:
     assert not [name for name, key in known_keys().items() if not key.help]
+    named = set(re.findall(r"\w+", known_keys()["model.mixer"].help))
+    assert {*MIXERS} <= named, "StackConfig.mixer's text in adjoint/layers/config.py names every mixer"
     assert "    window: tokens that each" in (METHODS["truncated"].__doc__ or ""), "so has help() in Python"
 
 

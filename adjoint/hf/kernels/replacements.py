@@ -145,7 +145,9 @@ class _RMSNormRoundedLast(_Norm):
         return (self.weight * hidden_states).to(input_dtype)
 
 
-class _GatedBefore(_Norm):
+class _GatedBeforeNorm(_Norm):
+    """Mamba-2's: norm(x · silu(gate)), in groups."""
+
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
@@ -160,7 +162,9 @@ class _GatedBefore(_Norm):
         return self.weight * hidden_states.to(input_dtype)
 
 
-class _GatedBehind(_Norm):
+class _GatedAfterNorm(_Norm):
+    """Gated DeltaNet's: norm(x) · act(gate)."""
+
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
@@ -182,17 +186,17 @@ class _GatedMLP(nn.Module):
         return down_proj
 
 
-# ------------------------------------------------------------------------------------------ ours, of the same
+# -------------------------------------------------------------------------- our formulas for these forwards
 
 
 class Replacement(NamedTuple):
-    """A class's code, and the formula that replaces its forward.
+    """A class of transformers, written out so that its code can be compared, and the formula for its forward.
 
     Attributes:
-        theirs: class with the methods to be recognised.
-        inputs: number of tensors that the forward is given.
-        formula: (module, *inputs) → output.
-        fits: (module) → whether its attributes are of the kind that the formula expects.
+        theirs: class whose methods a module's class must have, instruction by instruction.
+        inputs: number of tensors with which the forward must be called.
+        formula: (module, *inputs) → output, the same as the forward's.
+        fits: (module) → whether its attributes are what the formula supports.
     """
 
     theirs: type
@@ -220,9 +224,9 @@ REPLACEMENTS = (
     # 5% of a step's memory (Mamba-2, Llama), with a gate 20% (Mamba-2) and 11% (Bamba); 0 to 5% of its time.
     Replacement(_RMSNorm, 1, _apply_norm, _fits_norm),
     Replacement(_RMSNormRoundedLast, 1, _apply_norm, _fits_norm),
-    Replacement(_GatedBefore, 2, _apply_norm, _fits_norm),
+    Replacement(_GatedBeforeNorm, 2, _apply_norm, _fits_norm),
     Replacement(
-        _GatedBehind,
+        _GatedAfterNorm,
         2,
         lambda module, x, gate: gated(gate, _apply_norm(module, x)),
         lambda module: _fits_norm(module) and module.activation in ("silu", "swish"),
@@ -263,8 +267,9 @@ def _mamba_selective_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the selective scan, with transformers' signature.
 
-    Tensors are (batch, d_inner or d_state, seqlen). The initial state is not among the arguments:
-    Mamba-1's mixers read it from the cache, so the last one read there is used."""
+    Tensors are (batch, d_inner or d_state, seqlen). The initial state is not among the arguments: a Mamba-1
+    mixer reads it from the cache and does not pass it on. So it is the state that was last read from the
+    cache (`last_read`), which the scan uses up: a scan without a read before it begins at zero."""
     state, last_read.state = last_read.state, None
     if state is not None and state.dim() == 4:  # Zamba's (batch, heads, d_inner, d_state): a call per head
         state, rest = state[:, 0], state[:, 1:]
@@ -366,7 +371,7 @@ def _attention(
     """Run attention; a chunk without a mask attends to the past and, causally, to itself.
 
     Raises:
-        NotAttended: keys are distributed over ranks, and attention is more than causal.
+        NotAttended: keys are distributed over ranks, and attention is not plainly causal.
     """
     tokens, key_length = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -423,8 +428,10 @@ def _masked_attention(
     rows = max(1, MASKED_PAIRS // key.shape[2])
 
     def rows_of(table: Tensor | None, start: int) -> Tensor | None:
-        is_by_query = table is not None and table.shape[-2] == tokens
-        return table[..., start : start + rows, :] if table is not None and is_by_query else table
+        """Return the rows of a mask or bias for these queries, or all of it if it has one row for all."""
+        if table is None or table.shape[-2] != tokens:
+            return table
+        return table[..., start : start + rows, :]
 
     if tokens <= rows or attention_mask is None:
         rows = tokens
@@ -444,9 +451,11 @@ def _masked_attention(
 
 
 def _mask(*args: object, **kwargs: object) -> Tensor | None:
-    """Return no mask where attention is plainly causal: `_attention` knows where the diagonal is."""
-    plain = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
-    if plain and kwargs.get("attention_mask") is None:
+    """Return None for a plain causal mask, else transformers' mask.
+
+    `_attention` needs no mask for it, and a mask of (tokens, past + tokens) would grow with the sequence."""
+    is_plain_causal = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
+    if is_plain_causal and kwargs.get("attention_mask") is None:
         return None
     return sdpa_mask(*args, **kwargs)
 
@@ -515,8 +524,8 @@ def rebound_functions(functions: FunctionReplacements) -> Iterator[None]:
     """Bind names to other functions in this thread, for the time of the context.
 
     Args:
-        functions: pairs of a mapping (a module's namespace or a registry) and {name: function}. A name is
-            always given the same function.
+        functions: pairs of a mapping (a module's namespace or a registry) and {name: function}. All callers
+            must give a name the same function: threads that are inside together share one dispatcher.
 
     Every thread sees these mappings, so a dispatcher in the function's place asks which thread calls;
     models that run in other threads get the original. transformers has interfaces for attention and masks,
@@ -533,9 +542,10 @@ def rebound_functions(functions: FunctionReplacements) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pytorch_references(model: PreTrainedModel) -> Iterator[None]:
-    """Run transformers' functions in PyTorch, in this thread, where they would run another library's kernels.
+    """Run PyTorch code in this thread where transformers would run kernels of another library.
 
-    They serve as a reference, which kernels that round products to TF32 could not."""
+    It is the reference that chunks are compared with. Such kernels may round products to TF32, which is too
+    coarse for that."""
     functions = []
     for names in _namespaces(model):
         originals = {name: getattr(value, "theirs", value) for name, value in names.items()}

@@ -303,8 +303,8 @@ class Past(Protocol):
         """The past, or its last `reach` tokens, with the chunk's own piece behind it."""
         ...
 
-    def gather(self, d: Tensor, start: int) -> None:
-        """Adds a cotangent of the past's tokens from `start` on."""
+    def add_cotangent(self, d: Tensor, start: int) -> None:
+        """Add a cotangent of the past's tokens from `start` on."""
         ...
 
 
@@ -363,7 +363,7 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
 
     def gather(start: int, *d: Tensor) -> None:
         for keys_or_values, of_block in zip(joined, d, strict=True):
-            keys_or_values.past.gather(of_block, begin + start)
+            keys_or_values.past.add_cotangent(of_block, begin + start)
 
     piece = joined[0].piece.to(q.dtype), joined[1].piece.to(q.dtype)
     return _PastAttention.apply(q, *piece, k_past.detach(), v_past.detach(), scale, gather)

@@ -46,7 +46,7 @@ _gated_delta_rule = operators.register(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    checkpoints=True,
+    has_intermediate=True,
 )
 
 

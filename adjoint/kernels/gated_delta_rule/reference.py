@@ -1,4 +1,25 @@
-"""The gated delta rule in plain PyTorch, chunk by chunk, with decays per head or per channel of the keys."""
+"""The gated delta rule in plain PyTorch, chunk by chunk, with decays per head or per channel of the keys.
+
+The rule is S_t = e^{g_t} S_{t-1} + k_t w_tᵀ, o_t = S_tᵀ q_t, where token t writes w_t = β_t (v_t − (e^{g_t}
+S_{t-1})ᵀ k_t). In a chunk, with S the state before it and c_i = g_1 + … + g_i,
+
+    S_i = e^{c_i} S + Σ_{j≤i} e^{c_i − c_j} k_j w_jᵀ
+
+    w_i + β_i Σ_{j<i} e^{c_i − c_j} (k_i · k_j) w_j = β_i v_i − β_i e^{c_i} Sᵀ k_i
+
+so the rows w_i solve a unit triangular system, (1 + tril(`system`, −1)) W = β V − (β e^c K) S. Its inverse is
+applied to both terms of the right side before S is known: W = `values` − `reads` S (the WY form). Then
+
+    o_i = e^{c_i} Sᵀ q_i + Σ_{j≤i} e^{c_i − c_j} (q_i · k_j) w_j        O = (Q e^c) S + `within` W
+    the next chunk's state is e^{c_n} S + Σ_j e^{c_n − c_j} k_j w_jᵀ
+
+With the decay per channel, e^{c} multiplies the channels of q and k instead. e^{c_i − c_j} is always computed
+from the difference, which is 0 or less: e^{−c_j} alone would overflow.
+
+Backward, with D the cotangent of the state after the chunk and R = β V − (β e^c K) S the right side:
+
+    dW = withinᵀ dO + (e^{c_n − c} K) D        dR = (1 + tril(system, −1))⁻ᵀ dW        d system = −dR Wᵀ
+    dS = e^{c_n} D + (Q e^c)ᵀ dO − (β e^c K)ᵀ dR"""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +31,7 @@ CHUNK = 64  # tokens whose updates are solved for together
 
 
 def gated_delta_rule_saved_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """States before each chunk: (batch, nheads, chunks, d_k, d_v)."""
+    """Return the shape of the states before each chunk: (batch, nheads, chunks, d_k, d_v)."""
     batch, seqlen, nheads, d_k = k.shape
     return batch, nheads, -(-seqlen // CHUNK), d_k, v.shape[-1]
 
@@ -23,9 +44,9 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     )
     state = k.new_zeros(*c.k.shape[:2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
     states, written = [], []
-    for i, (u, w, keys, decay) in enumerate(c.each(values, reads, c.k_last, c.chunk_decay)):
+    for i, (value, read, keys, decay) in enumerate(c.each(values, reads, c.k_last, c.chunk_decay)):
         states.append(state)
-        written.append(u - c.from_state(w @ state, i))
+        written.append(value - c.from_state(read @ state, i))
         state = c.through(state * decay, i) + keys.mT @ c.to_state(written[-1], i)
     before = torch.stack(states, dim=2)
     out = c.from_state((c.q * c.since) @ before) + c.mixed(c.within, torch.stack(written, dim=2))
@@ -33,10 +54,10 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
 
 
 def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, states):
-    """Gradients of q, k, v, g, beta and the initial state; `states` are those that forward saved."""
+    """Return the gradients of q, k, v, g, beta and the initial state, from the states that were saved."""
     c = _Chunks(q, k, v, g, beta, reset)
     do = c.chunks(do)
-    # what each token would write, were it its chunk's first
+    # R / β
     residual = c.v - c.from_state((c.k * c.since) @ states)
     written = c.solved(residual * c.beta)
     reads = c.from_state(c.solved(c.from_state(c.k * c.beta * c.since)))
@@ -44,18 +65,18 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     d_read = c.from_state(c.q * c.since).mT @ c.from_state(do)
     d = torch.zeros_like(states[:, :, 0]) if dfinal_state is None else dfinal_state
     d_states, d_written = [], []  # cotangents of the states after each chunk, and of what is written in it
-    for i, (inside, read, keys, w, decay) in reversed(
+    for i, (inside, d_through_q, keys, read, decay) in reversed(
         list(enumerate(c.each(d_inside, d_read, c.k_last, reads, c.chunk_decay)))
     ):
         d_states.append(d)
         d_written.append(inside + c.to_state(keys @ d, i))
-        d = c.through(d * decay, i) + read - w.mT @ c.from_state(d_written[-1], i)
+        d = c.through(d * decay, i) + d_through_q - read.mT @ c.from_state(d_written[-1], i)
     d_after = torch.stack(d_states[::-1], dim=2)
     dr = c.solved(torch.stack(d_written[::-1], dim=2), transposed=True)
     d_pairs, d_system = c.paired(do @ written.mT), c.paired(-(dr @ written.mT)).tril(-1)
     dv = dr * c.beta
     dbeta = (dr * residual).sum(-1) + (d_system * c.keys).sum(-1)
-    # a token with itself: nothing decays, so this is no part of the decays' gradient
+    # the pair of a token with itself does not decay: it adds to the gradients of q and k, not to that of g
     diagonal = d_pairs.diagonal(dim1=-2, dim2=-1)[..., None]
     dq, dk_wrote = c.decayed_gradients(d_pairs.tril(-1), c.q, c.k)
     dk, dk_written = c.decayed_gradients(c.paired(d_system * c.beta), c.k, c.k)
@@ -63,8 +84,8 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     dq = dq + c.from_state((do @ states.mT) * c.since)
     dk = dk + c.from_state(-(dv @ states.mT) * c.since)
     dk_wrote = dk_wrote + dk_written + dk_last
-    # of the running sums of g, one for each channel of the keys: e^{c_i} goes with what is read, e^{-c_j}
-    # with what is written, e^{c_n} with the next state
+    # dc, per channel: e^{c_i} multiplies q_i and k_i where they read, e^{-c_j} multiplies k_j where it
+    # writes, and e^{c_n} the next state. If y is a factor e^c times x, then dc = dx · x.
     dc = dq * c.q + dk * c.k - dk_wrote * c.k
     dc[..., -1, :] += c.to_state(dk_last * c.k).sum(-2)
     dc[..., -1, :] += c.through(c.chunk_decay * states * d_after).sum(-1)
@@ -76,14 +97,15 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
 
 
 class _Chunks:
-    """Tensors of the gated delta rule in chunks, (batch, nheads, chunks, CHUNK, …), and the decays inside
-    them, per head or per channel of its keys. Padding decays nothing and writes nothing.
+    """Tensors of the gated delta rule in chunks, (batch, nheads, chunks, CHUNK, …), and decays inside chunks.
+
+    The last chunk is padded with zeros: padding does not decay (g = 0) and writes nothing (β = 0).
 
     Attributes:
-        same_document, first, last: None without documents; else which pairs of a chunk's tokens are of one
-            document, which tokens are of the chunk's first document, and which of its last one. What a token
-            has of another document is set to zero after each product that has made it: a factor of zero would
-            let NaN through.
+        same_document, first, last: None without documents; else masks: pairs j <= i of one document, tokens
+            of the chunk's first document, and tokens of its last one. Terms between two documents are
+            computed and then masked. They are not multiplied by zero, because 0 · NaN is NaN: one
+            document's NaN would spread to others.
         pairs: for one decay per head, how much is left of each token at each later one; None for decays per
             channel.
         since, until: how much is left of the state before the chunk at each token, and of each token at the
@@ -120,8 +142,9 @@ class _Chunks:
         self.system = self.keys * self.beta
 
     def decayed(self, a, b):
-        """The products of a token's row of a and an earlier one's, or its inside, of b, decayed in between:
-        (…, CHUNK, CHUNK), `paired`."""
+        """Return a_i · b_j, decayed from token j to i, for pairs j <= i of one document, else 0.
+
+        The result is (…, CHUNK, CHUNK)."""
         if self.pairs is not None:
             return self.paired((a @ b.mT) * self.pairs)
         columns = [
@@ -131,7 +154,7 @@ class _Chunks:
         return self.paired(torch.cat(columns, dim=-1))
 
     def decayed_gradients(self, d, a, b):
-        """Gradients of a and b from those of `decayed(a, b)`, which are `paired`."""
+        """Return the gradients of a and b from d, the masked gradient of `decayed(a, b)`."""
         if self.pairs is not None:
             weights = d * self.pairs
             return self.mixed(weights, b), self.mixed(weights, a, transposed=True)
@@ -143,20 +166,21 @@ class _Chunks:
         return da, torch.stack(db, dim=-2)
 
     def _from_each(self):
-        """Iterate over a chunk's tokens: number, and how much each channel decays from this token to those
-        from it on; never by a quotient, whose parts would overflow."""
+        """Yield (j, e^{c_i − c_j} of the tokens i >= j, per channel) for the tokens j of a chunk.
+
+        Never as e^{c_i} e^{−c_j}, whose second factor may overflow."""
         for j in range(CHUNK):
             sums = F.pad(self.g[..., j + 1 :, :], (0, 0, 1, 0)).cumsum(-2)
             yield j, self._of_document(sums, j, -torch.inf).exp()
 
     def _of_document(self, x, j, other=0):
-        """x of a chunk's tokens from the j-th on, `other` where they are of another document than it."""
+        """Return x of the tokens from j on, with `other` for tokens of other documents than token j's."""
         return (
             x if self.same_document is None else x.masked_fill(~self.same_document[..., j:, j, None], other)
         )
 
     def chunks(self, x):
-        """(batch, seqlen, nheads, …) in chunks."""
+        """Return (batch, seqlen, nheads, …) as (batch, nheads, chunks, CHUNK, …), padded with zeros."""
         x = F.pad(x.transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -self.seqlen % CHUNK))
         return x.unflatten(2, (-1, CHUNK))
 
@@ -169,19 +193,19 @@ class _Chunks:
         return zip(*(t.unbind(2) for t in tensors), strict=True)
 
     def from_state(self, x, chunk=None):
-        """x (…, CHUNK, n) of tokens that go on from the state before their chunk, else zero."""
+        """Return x (…, CHUNK, n), zero for tokens that do not see the state before their chunk."""
         return self._masked(self.first, x, chunk)
 
     def to_state(self, x, chunk=None):
-        """x of tokens that the state after their chunk goes on from, else zero."""
+        """Return x, zero for tokens that are not in the state after their chunk."""
         return self._masked(self.last, x, chunk)
 
     def through(self, x, chunk=None):
-        """x (…, n, m) of chunks whose state goes on from the one before them, else zero."""
+        """Return x (…, n, m), zero for chunks in which a document begins: the state before does not pass."""
         return self._masked(None if self.first is None else self.first[..., -1:, :], x, chunk)
 
     def paired(self, x):
-        """x (…, CHUNK, CHUNK) of a token and itself or one before it in its document, else zero."""
+        """Return x (…, CHUNK, CHUNK), zero but for pairs j <= i of one document."""
         return x.tril() if self.same_document is None else x.masked_fill(~self.same_document, 0)
 
     def _masked(self, mask, x, chunk):
@@ -190,8 +214,9 @@ class _Chunks:
         return x.masked_fill(~(mask if chunk is None else mask[:, :, chunk]), 0)
 
     def mixed(self, weights, x, transposed=False):
-        """weights @ x, or the transpose of weights, which are `paired`: sums over each token's document, up
-        to it or from it on."""
+        """Return weights @ x, or weightsᵀ @ x, for weights that are `paired`.
+
+        A token gets a sum over its document, up to itself or, transposed, from itself on."""
         weights = weights.mT if transposed else weights
         return (
             weights @ x
@@ -200,13 +225,13 @@ class _Chunks:
         )
 
     def summed(self, x, transposed=False):
-        """Sums of x (…, CHUNK, n) over the tokens of a document up to each, or from each on."""
+        """Return sums of x (…, CHUNK, n) over each token's document, up to the token or from it on."""
         if self.same_document is None:
             return x.flip(-2).cumsum(-2).flip(-2) if transposed else x.cumsum(-2)
         return self.mixed(self.same_document.to(x.dtype), x, transposed)
 
     def solved(self, right, transposed=False):
-        """x of (1 + the strictly lower part of `system`) x = right, or of its transpose."""
+        """Return the x with (1 + tril(`system`, −1)) x = right, or with the transposed matrix."""
 
         def solve(right, system):
             system = system.mT if transposed else system
@@ -219,8 +244,10 @@ class _Chunks:
         return self._spread_nan(right, lambda right: solve(right, system), transposed, not_finite)
 
     def _spread_nan(self, x, call, transposed, not_finite=False):
-        """call(x), which is linear and adds up tokens of one document; NaN for a token that adds up one that
-        is not finite, in x or by `not_finite`."""
+        """Return call(x), which is linear and sums over each token's document; NaN stays in its document.
+
+        Tokens that are not finite are set to zero for the call, as a product with a zero weight would spread
+        their NaN to other documents. Then each token whose sum has one of them is set to NaN."""
         not_finite = not_finite | ~x.isfinite().all(-1, keepdim=True)
         assert self.same_document is not None
         shares = (self.same_document.mT if transposed else self.same_document).to(x.dtype)

@@ -40,8 +40,8 @@ _linear_scan = operators.register(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    saved="Tensor a, Tensor h, Tensor? initial_state, Tensor? reset",
-    save=lambda a, b, initial_state, reset, h: (a, h, initial_state, reset),
+    saved_schema="Tensor a, Tensor h, Tensor? initial_state, Tensor? reset",
+    select_saved=lambda a, b, initial_state, reset, h: (a, h, initial_state, reset),
 )
 
 

@@ -55,9 +55,14 @@ _rms_norm = operators.register(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    checkpoints=True,
-    saved="Tensor s, Tensor weight, Tensor? gate, Tensor rstd",
-    save=lambda x, weight, gate, residual, y, s, rstd: (x if residual is None else s, weight, gate, rstd),
+    has_intermediate=True,
+    saved_schema="Tensor s, Tensor weight, Tensor? gate, Tensor rstd",
+    select_saved=lambda x, weight, gate, residual, y, s, rstd: (
+        x if residual is None else s,
+        weight,
+        gate,
+        rstd,
+    ),
     backward_fake=_backward_fake,
     route=_route,
 )

@@ -57,7 +57,7 @@ _selective_scan = operators.register(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    checkpoints=True,
+    has_intermediate=True,
 )
 
 

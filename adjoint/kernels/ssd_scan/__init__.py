@@ -40,7 +40,7 @@ _ssd_scan = operators.register(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    checkpoints=True,
+    has_intermediate=True,
 )
 
 

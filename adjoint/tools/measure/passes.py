@@ -34,7 +34,7 @@ def measured(
     above: str = "imports",
 ) -> Point:
     """Return the bytes at the peak, above what the process held before and in all (imports included), seconds
-    of each forward + backward, and the loss.
+    of each forward + backward, the loss, and the L2 norm of all gradients.
 
     Args:
         prepare: makes the model. ids: (batch, seqlen).
@@ -64,7 +64,14 @@ def measured(
     seconds = repeat(step)
     resident = memory.rss_bytes()[1]
     peak = torch.cuda.max_memory_allocated(ids.device) if cuda else resident - baseline
-    return {"memory_bytes": peak, "resident_bytes": resident, "seconds": seconds, "loss": value}
+    result = {"memory_bytes": peak, "resident_bytes": resident, "seconds": seconds, "loss": value}
+    return result | {"gradient_norm": norm_of_gradients(model)}
+
+
+def norm_of_gradients(model: torch.nn.Module) -> float:
+    """Return the L2 norm of all gradients of a model, summed in float64."""
+    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    return math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
 
 
 def gradients_apart(ways: Iterable[tuple[str, Passes]], ids: Tensor) -> dict[str, Point]:

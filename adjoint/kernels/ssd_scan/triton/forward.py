@@ -282,8 +282,8 @@ def chunk_state_kernel(
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """A chunk's local (headdim, d_state) state. REVERSE: its local cotangent of h_in, x and B being dy and
-    C."""
+    """A chunk's local (headdim, d_state) state, N columns a program, and its decay. REVERSE: its local
+    cotangent of h_in, x and B being dy and C."""
     chunk, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     head, chunks = tl.program_id(1) % nheads, tl.num_programs(0)
     j = tl.arange(0, Q)
@@ -320,7 +320,8 @@ def chunk_state_kernel(
     ok = (p < headdim)[:, None] & (n < d_state)[None, :]
     tl.store(local + at * (headdim * d_state) + p[:, None] * d_state + n[None, :], out, mask=ok)
     total = tl.where(all_resets == 0, tl.exp(tl.sum(sums[1], axis=0)), 0.0)
-    tl.store(decay + at, total)
+    # one program writes it: that of the first columns
+    tl.store(decay + at, total, mask=tl.program_id(1) < nheads)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
