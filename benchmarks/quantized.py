@@ -1,11 +1,11 @@
 """A base quantized to 4 bits under adapters, wrapped and not: `python -m benchmarks.quantized`.
 
 Every point is a run of `adjoint train` in a fresh process: three steps on sequences of `--length` tokens, of
-the Mamba-2 of `benchmarks.wrapped` with random weights, 256 wide, in float32 on the CPU, with LoRA of rank 8.
-The same weights and batches go through `--model.quantization 4bit` and through the weights as they are, by
-`--method.name exact` and by `backprop`, which is transformers' own code. Memory is the largest of the
-process, imports included, as `metrics.jsonl` has it. bitsandbytes is fetched into build/external by
-`make test-external`; then PYTHONPATH=build/external.
+the Mamba-2 of `benchmarks.wrapped` with random weights, 256 wide, in float32 on the CPU, with LoRA of rank 8
+and `--model.quantization 4bit`. The same weights and batches go through `--method.name exact` and through
+`backprop`, which is transformers' own code. Memory is the largest of the process, imports included, as
+`metrics.jsonl` has it. bitsandbytes is fetched into build/external by `make test-external`; then
+PYTHONPATH=build/external.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.runner import Benchmark, Found
 from benchmarks.wrapped import MODELS, WIDTHS
 
 MODEL, STEPS, RANK = "Mamba-2", 3, 8
-BASES = {"4 bits": {"model.quantization": "4bit"}, "float32": {}}
+BASES = {"4 bits": {"model.quantization": "4bit"}}
 METHODS = {"transformers": "backprop", "wrapped": "exact"}
 MAX_LOSS_DIFFERENCE = 1e-4  # of a step's loss between the two methods, relative
 

@@ -127,7 +127,7 @@ def _write_pretrained(work: Path, checkpoint: Path, source: str, dtype: str | No
     return summary
 
 
-def _named_weights(settings: Mapping[str, Any], source: str, trusted: bool) -> str:
+def _named_weights(settings: Mapping[str, object], source: str, trusted: bool) -> str:
     """Say into which weights the adapters of a quantized base were merged; "" for other runs."""
     if (kind := settings.get("quantization")) is not None:
         return f", adapters merged into the weights of {source} (trained on these in {kind})"

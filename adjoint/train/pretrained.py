@@ -29,6 +29,7 @@ from adjoint.train import quantization as quantized
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
 
 
 KEY = "model.from_pretrained"
@@ -155,7 +156,7 @@ def unwrapped(
     stored = quantized.described(configuration(directory, trust_remote_code, key))
     _check_generation_config(Path(directory) / "generation_config.json", key)
     # With mismatched shapes ignored, transformers lists them; else it prints a table and names no tensor.
-    options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    options: dict[str, object] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     if quantization is not None:
         options["quantization_config"] = quantized.transformers_config(quantization)
     if quantization is not None or stored is not None:
@@ -202,7 +203,7 @@ def dequantized(model: PreTrainedModel, directory: str) -> PreTrainedModel:
     return model
 
 
-def _is_reversible(conversion: Any) -> bool:
+def _is_reversible(conversion: WeightTransform) -> bool:
     """Whether transformers can undo a conversion of tensors, of its `core_model_loading`."""
     try:
         conversion.reverse_transform()

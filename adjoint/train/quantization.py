@@ -4,7 +4,7 @@ refused before anything is loaded."""
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -39,20 +39,21 @@ def transformers_config(quantization: str) -> BitsAndBytesConfig:
     )
 
 
-def stored_settings(config: PreTrainedConfig | StackConfig) -> dict[str, Any]:
+def stored_settings(config: object) -> dict[str, object]:
     """Return the quantization_config of a config.json as plain values; empty if weights are not quantized."""
     settings = getattr(config, "quantization_config", None) or {}
     return settings if isinstance(settings, dict) else settings.to_dict()
 
 
-def described(config: PreTrainedConfig | StackConfig) -> str | None:
+def described(config: object) -> str | None:
     """Say by which method, and to how many bits if that is known, a model's weights are quantized."""
     settings = stored_settings(config)
     if not settings:
         return None
     bits = settings.get("bits") or next((b for b in (4, 8) if settings.get(f"load_in_{b}bit")), None)
     method = settings.get("quant_method", "a method it does not name")
-    return f"{method}, {bits} bits" if bits else f"{method}"
+    name = str(getattr(method, "value", method))  # transformers has an enumeration of these
+    return f"{name}, {bits} bits" if bits else name
 
 
 def check(
@@ -80,6 +81,6 @@ def check(
         _require_bitsandbytes(key)
 
 
-def _require_bitsandbytes(what: str) -> None:
+def _require_bitsandbytes(key: str) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"{what} needs bitsandbytes, which is not installed; pip install bitsandbytes")
+        raise UserError(f"{key} needs bitsandbytes, which is not installed; pip install bitsandbytes")

@@ -91,7 +91,7 @@ def test_layers_that_multiply_in_bfloat16(tmp_path: Path, recwarn: pytest.Warnin
 
 
 def test_training_goes_on_after_an_evaluation(tmp_path: Path) -> None:
-    """On a CPU with AVX-512 BF16 bitsandbytes would pack the weights in the evaluation."""
+    """Gradients stay as they are: bitsandbytes would pack weights on a CPU with AVX-512 BF16."""
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -112,8 +112,9 @@ def test_training_goes_on_after_an_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 def test_a_run(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It resumes bitwise, and its checkpoints hold adapters alone; its export has floating-point weights, and
-    the base that is saved quantized trains and exports to the same loss."""
+    """Runs resume bitwise, checkpoints hold adapters alone, exports have floating-point weights.
+
+    A base that is saved quantized trains the same way, and its export has the loss of training."""
     pytest.importorskip("bitsandbytes")
     make("BambaForCausalLM", torch.float32, vocab_size=256, **SIZES["BambaForCausalLM"]).save_pretrained(
         tmp_path / "base"

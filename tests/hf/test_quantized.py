@@ -48,7 +48,7 @@ def with_packing_layers(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def test_an_evaluation_packs_no_weights() -> None:
-    """Training goes on after it with the same gradients."""
+    """Gradients after it are those before it."""
     model, inputs = adjoint.wrap(with_packing_layers(), adjoint.Exact(chunk_size=8)), make_batch(29)
     before = loss_and_gradients(model.train(), **inputs)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_weights_that_are_packed_already_are_refused() -> None:
 
 
 def test_layers_that_multiply_in_half_precision_are_compared_in_float32() -> None:
-    """In bfloat16 the comparison on first use would see its rounding, and refuse the model."""
+    """A comparison in bfloat16 would see its rounding, and refuse the model."""
     model = adjoint.wrap(with_packing_layers(torch.bfloat16), adjoint.Exact(chunk_size=8)).train()
     assert model(**make_batch(29)).loss.isfinite()
     assert model.model.layers[0].mlp.gate_proj.compute_dtype == torch.bfloat16

@@ -410,7 +410,7 @@ def test_quantized_bases_that_are_refused(
     stored: dict[str, Any] | None,
     said: str,
 ) -> None:
-    """In one line, before anything is loaded; here as where bitsandbytes is not installed."""
+    """Each case gives one line, before anything is loaded; bitsandbytes seems not to be installed."""
     monkeypatch.setattr("adjoint.train.quantization.importlib.util.find_spec", lambda name: None)
     folder = tmp_path / "model"
     shutil.copytree(base, folder)
@@ -425,7 +425,7 @@ def test_quantized_bases_that_are_refused(
 def test_quantized_weights_whose_library_is_missing(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever the library: what transformers says, in one line with the folder."""
+    """The line names the folder and has what transformers says of the library."""
     pytest.importorskip("peft")
     folder = tmp_path / "model"
     shutil.copytree(base, folder)

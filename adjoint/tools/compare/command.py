@@ -129,13 +129,13 @@ def _quantized(request: Namespace, random: bool, dtype: str) -> str | None:
     stored = described(request.model_config)
     if kind is None and stored is None:
         return None
-    what = f"{request.folder} ({stored})" if kind is None else f"--quantization {kind}"
+    key = f"{request.folder} ({stored})" if kind is None else f"--quantization {kind}"
     if kind is not None and stored is not None:
-        raise UserError(f"{what}: the weights in {request.folder} are quantized already; leave it out")
+        raise UserError(f"{key}: the weights in {request.folder} are quantized already; leave it out")
     if random:
-        raise UserError(f"{what}: random weights are not quantized; name a folder that has weights")
+        raise UserError(f"{key}: random weights are not quantized; name a folder that has weights")
     if dtype == "float64":
-        raise UserError(f"{what}: is not for float64; give --dtype float32 or bfloat16")
+        raise UserError(f"{key}: is not for float64; give --dtype float32 or bfloat16")
     return stored or f"bitsandbytes, {kind[0]} bits"
 
 
