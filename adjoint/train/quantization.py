@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from adjoint.errors import UserError
-from adjoint.layers import StackConfig
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig
