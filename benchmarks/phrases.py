@@ -10,6 +10,7 @@ from __future__ import annotations
 PHRASES: dict[str, tuple[str, ...]] = {
     "README.md": (
         "takes {wrapped_growth.memory_bytes} times the memory for {wrapped_growth.length} times the length",
+        "{few_states.memory:.1f} times the memory, and {few_states.slower:.1f} times the time",
         "Python {versions.python:.2f} to {versions.python_newest:.2f}",
         "transformers {versions.transformers:.2f} to {versions.transformers_newest:.2f}",
         "`Exact` takes {gain.method_memory} times less memory than backpropagation",
@@ -64,6 +65,10 @@ PHRASES: dict[str, tuple[str, ...]] = {
     "docs/million_tokens.md": (
         "{sixteen_million.resident_gib:.2f} GiB of resident memory",
         "{sixteen_million.tokens_per_s} tokens per second",
+        "took {sixty_four_million.few_16m} MiB at 16,777,216 tokens and {sixty_four_million.few_64m} MiB",
+        "where `Exact()` took {sixty_four_million.all_16m} and {sixty_four_million.all_64m} MiB",
+        "The longest pass took {sixty_four_million.minutes} minutes",
+        "differ by {sixty_four_million.norms:.0e} at 16,777,216 tokens",
     ),
     "docs/models.md": (
         "transformers {versions.transformers:.2f} to {versions.transformers_newest:.2f}",
@@ -104,6 +109,7 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "adds {constants.reserved_cpu_mb} MB and a fifth",
         "{constants.reserved_cuda_gb:.2f} GB and a twentieth",
         "divided by {constants.sustained}% of its peak, and {constants.bandwidth_gb} GB/s",
+        "at {constants.sustained_least}% and at {constants.sustained_most}% of the peak",
         "the error is {shards.least_1:.1f}% for one shard, {shards.least_2} to {shards.most_2}% for two",
         "{shards.least_4} to {shards.most_4}% for four",
     ),

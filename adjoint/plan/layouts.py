@@ -48,9 +48,9 @@ class Request:
         limits = [min(self.limits[rank] for rank in layout.ranks(s)) for s in range(layout.shards)]
         return Fit(setup, limits, [limit / max(limits) for limit in limits])
 
-    def estimate(self, fit: Fit, spans: Sequence[range], **tiles: Any) -> Estimate:
-        """Estimate the time of a step of a layout."""
-        costs = self.costs(fit.setup)
+    def estimate(self, fit: Fit, spans: Sequence[range], slower: float = 1.0, **tiles: Any) -> Estimate:
+        """Estimate the time of a step of a layout, on devices that take `slower` times as long for tiles."""
+        costs = self.costs(fit.setup).slower_by(slower)
         return estimate(fit.setup, spans, costs, self.bytes_per_second, fit.speeds, **tiles)
 
 

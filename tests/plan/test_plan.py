@@ -335,6 +335,7 @@ def test_without_a_device_the_plan_is_for_this_machine(capsys: pytest.CaptureFix
         found.append(json.loads(capsys.readouterr().out))
     alone, shared = found
     assert alone["step"]["rests_on"].startswith("measured on this machine's processor")
+    assert alone["step"]["is_measured"] and alone["step"]["seconds_range"] is None
     assert alone["devices"][0]["memory_bytes"] == int(total_memory_bytes() - 400e6)
     assert shared["devices"][0]["memory_bytes"] == int(total_memory_bytes() / 8 - 400e6)
     assert shared["step"]["tokens_per_second"] < 3 * usable_cores() * alone["step"]["tokens_per_second"]
@@ -342,12 +343,20 @@ def test_without_a_device_the_plan_is_for_this_machine(capsys: pytest.CaptureFix
 
 def test_a_gpu_that_is_assumed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", *SMALL, "--training.device", "auto", "--seqlen", "4K", "--device-memory", "40GB"]
-    for more, said in (
-        ([], "(assuming an A100-40GB at 30% of its peak, 93.6 TFLOP/s: name another GPU with --device)"),
-        (["--device", "h200"], "(assuming an H200 at 30% of its peak, 297 TFLOP/s)"),
+    for more, said, bounded in (
+        ([], "(assuming an A100-40GB at 30% of its peak, 93.6 TFLOP/s: name another GPU with --device)", True),
+        (["--device", "h200"], "(assuming an H200 at 30% of its peak, 297 TFLOP/s)", True),
+        (["--device-tflops", "200"], "(200 TFLOP/s a device, as given)", False),
     ):
         assert main([*flags, *more]) == 0
-        assert said in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert said in printed and "estimated, never measured" in printed
+        assert main([*flags, *more, "--json"]) == 0
+        step = json.loads(capsys.readouterr().out)["step"]
+        assert not step["is_measured"] and (step["seconds_range"] is not None) == bounded
+        if bounded:
+            least, most = step["seconds_range"]
+            assert least < step["seconds"] < most
 
 
 @pytest.mark.parametrize("memory", ["auto", "30GB"])

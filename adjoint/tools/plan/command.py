@@ -31,6 +31,8 @@ from adjoint.train.quantization import described
 
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
 SUSTAINED = 0.3  # of the peak, what a step is assumed to keep up
+# Its bounds: what small matrix products and scans bound by memory may leave, and what large products reach.
+SUSTAINED_RANGE = 0.1, 0.5
 IMPORTED = 400e6  # bytes of a process that has imported everything, above which memory is planned
 BANDWIDTH = "10GB"  # a second from device to device: through host memory, as between MIG slices
 ALL = 1 << 30  # tiles: of what is drawn none is extrapolated
@@ -51,9 +53,14 @@ def main(argv: list[str]) -> int:
     fit = request.fit(layout)
     spans = fit.assign()
     estimate = request.estimate(fit, spans, tiles=ALL if flags.timeline else plan_time.MOST_TILES)
+    bounds = None
+    if not (flags.measure or flags.device_tflops):
+        seconds = [request.estimate(fit, spans, SUSTAINED / share).seconds for share in SUSTAINED_RANGE]
+        bounds = seconds[1], seconds[0]
     if ranked:
         ranked[0] = dataclasses.replace(ranked[0], estimate=estimate)
-    report = as_dict(fit, spans, estimate, request.costs(fit.setup).source, ranked)
+    source = request.costs(fit.setup).source
+    report = as_dict(fit, spans, estimate, source, flags.measure, bounds, ranked)
     if flags.json:
         print(json.dumps(report, indent=1))
     else:

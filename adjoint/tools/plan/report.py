@@ -20,13 +20,20 @@ SHOWN = 6  # layouts, of those that were compared
 
 
 def as_dict(
-    fit: Fit, spans: Sequence[range], estimate: Estimate, source: str, ranked: Sequence[Ranked] = ()
+    fit: Fit,
+    spans: Sequence[range],
+    estimate: Estimate,
+    source: str,
+    is_measured: bool,
+    bounds: tuple[float, float] | None = None,
+    ranked: Sequence[Ranked] = (),
 ) -> dict[str, Any]:
     """Return the plan in plain types. Sizes are bytes, times seconds.
 
     Args:
         spans: each shard's layers.
-        source: what times rest on.
+        source: what times rest on. is_measured: whether that is a measurement on this machine.
+        bounds: the least and the most seconds of a step under the assumptions; None if nothing is assumed.
         ranked: the layouts that were compared, the one planned for first.
     """
     setup, limits = fit.setup, fit.limits
@@ -65,6 +72,8 @@ def as_dict(
             "bytes_sent": estimate.bytes_sent,
             "bytes_busiest_link": estimate.per_link,
             "rests_on": source,
+            "is_measured": is_measured,
+            "seconds_range": bounds,
         },
         "layouts": [candidate.as_dict() for candidate in ranked],
     }
@@ -102,6 +111,10 @@ def show(plan: dict[str, Any]) -> None:
     _show_memory(plan)
     rate = f"{_seconds(step['seconds'])} a step, {step['tokens_per_second']:,.0f} tokens/s"
     print(f"time    {rate} ({step['rests_on']})")
+    if not step["is_measured"]:
+        least_most = step["seconds_range"]
+        between = "" if least_most is None else ": {} to {}".format(*map(_seconds, least_most))
+        print(f"        estimated, never measured{between}")
     if step["workers"] > 1:
         sent, busiest = size_text(step["bytes_sent"]), size_text(step["bytes_busiest_link"])
         idle = f"{step['idle_share']:.1%} of all devices' time"
