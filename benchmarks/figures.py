@@ -147,8 +147,10 @@ FIGURES = [
            SCANS),
     Figure("docs/method_costs.md", Checkpoints(), "", "--lengths 1K 2K",
            (*STACK, "engine/binomial.py", "engine/schedule.py")),
-    Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways 32 all --lengths 16777216 67108864 "
+    Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways 32 --lengths 16777216 67108864 "
            "--out benchmarks/results/sixty-four-million", None),
+    Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways all --lengths 16777216 "
+           "--out benchmarks/results/sixteen-million-all", None),
     Figure("docs/method_costs.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
     Figure("docs/method_costs.md", LayerWork(), "", "", ("layers/*.py",)),
     Figure("docs/convergence_tables.md", Convergence(), "",

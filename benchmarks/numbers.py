@@ -22,7 +22,7 @@ from adjoint.tools.measure.process import ROOT
 from adjoint.tools.plan import command
 from adjoint.train.config import TrainingConfig
 from adjoint.train.gpus import GPUS
-from benchmarks import report, wrapped_length
+from benchmarks import report
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.gpu.model import AS_GOOD
 from benchmarks.gpu.points import CAP_BYTES
@@ -176,30 +176,30 @@ def wrapped_growth() -> Numbers:
 
 
 def few_states() -> Numbers:
-    """Return the growth of the same model's memory with 32 stored states, and its time over `Exact()`'s at the
-    longest sequence."""
-    lengths = rows("wrapped_length", way=wrapped_length.FEW_STATES)
-    short, long = (pick(lengths, key=lambda r: r["length"]) for pick in (min, max))
-    usual = row("wrapped_length", way="wrapped", length=long["length"])
+    """Return the growth from 64K to 4M tokens of the memory that a stack takes with 32 stored states, the
+    factor between both lengths, and the time at 4M tokens over that of `Exact()`."""
+    short, long = (row("checkpoints", way="32", length=1 << n) for n in (16, 22))
+    usual = row("checkpoints", way="all", length=1 << 22)
     return {
+        "length": long["length"] / short["length"],
         "memory": long["memory_bytes"] / short["memory_bytes"],
         "slower": long["ms_per_token"] / usual["ms_per_token"],
     }
 
 
 def sixty_four_million() -> Numbers:
-    """Return MiB of a small model at 16M and 64M tokens, with 32 stored states and with all; hours of the
-    longest pass; how far the norms of both gradients at 16M tokens are apart."""
-    measured = {(r["way"], r["length"]): r for r in rows("sixty-four-million/checkpoints")}
-    numbers: Numbers = {}
-    for way, name in (("32", "few"), ("all", "all")):
-        for length, suffix in ((1 << 24, "16m"), (1 << 26, "64m")):
-            numbers[f"{name}_{suffix}"] = measured[way, length]["memory_bytes"] / 2**20
-    longest = measured["32", 1 << 26]
-    few, usual = (measured[way, 1 << 24]["gradient_norm"] for way in ("32", "all"))
-    numbers["minutes"] = longest["ms_per_token"] * longest["length"] / 6e4
-    numbers["norms"] = abs(few / usual - 1)
-    return numbers
+    """Return MiB of a small model at 16M and 64M tokens, with 32 stored states, and at 16M with all; minutes
+    of the longest pass; how far the norms of both gradients at 16M tokens are apart."""
+    few = {r["length"]: r for r in rows("sixty-four-million/checkpoints")}
+    (usual,) = rows("sixteen-million-all/checkpoints")
+    short, long = few[1 << 24], few[1 << 26]
+    return {
+        "few_16m": short["memory_bytes"] / 2**20,
+        "few_64m": long["memory_bytes"] / 2**20,
+        "all_16m": usual["memory_bytes"] / 2**20,
+        "minutes": long["ms_per_token"] * long["length"] / 6e4,
+        "norms": abs(short["gradient_norm"] / usual["gradient_norm"] - 1),
+    }
 
 
 def single_process() -> Numbers:
@@ -278,7 +278,8 @@ def constants() -> Numbers:
         "beyond": passes.BEYOND, "weight_decay": TrainingConfig().weight_decay, "coarse": COARSE,
         "reserved_cpu_mb": RESERVED["cpu"][0] / 1e6, "reserved_cuda_gb": RESERVED["cuda"][0] / 1e9,
         "sustained": 100 * command.SUSTAINED,
-        "sustained_least": 100 * command.SUSTAINED_RANGE[0], "sustained_most": 100 * command.SUSTAINED_RANGE[1],
+        "sustained_least": 100 * command.SUSTAINED_RANGE[0],
+        "sustained_most": 100 * command.SUSTAINED_RANGE[1],
         "bandwidth_gb": size_bytes(command.BANDWIDTH) / 1e9,
         "gpu_cap_gb": CAP_BYTES / 1e9, "as_good": AS_GOOD, "one_more": 4 / 3,
         "silence_s": NOTICE,
@@ -429,8 +430,8 @@ def published() -> Numbers:
 NUMBERS: dict[str, Callable[[], Numbers]] = {
     source.__name__: source
     for source in (
-        growth, wrapped_growth, few_states, single_process, gain, scan, depth_study, window_time, sixteen_million,
-        sixty_four_million,
+        growth, wrapped_growth, few_states, single_process, gain, scan, depth_study, window_time,
+        sixteen_million, sixty_four_million,
         versions, constants, recall, loss_by_position, shards, mini_sequence, edges, held, figure_1,
         figure_6, slices, instructions, whole, products, published,
     )

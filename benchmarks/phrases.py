@@ -10,7 +10,8 @@ from __future__ import annotations
 PHRASES: dict[str, tuple[str, ...]] = {
     "README.md": (
         "takes {wrapped_growth.memory_bytes} times the memory for {wrapped_growth.length} times the length",
-        "{few_states.memory:.1f} times the memory, and {few_states.slower:.1f} times the time",
+        "needs {few_states.memory:.1f} times as much memory for {few_states.length} times the length",
+        "and {few_states.slower:.1f} times the time of `Exact()`",
         "Python {versions.python:.2f} to {versions.python_newest:.2f}",
         "transformers {versions.transformers:.2f} to {versions.transformers_newest:.2f}",
         "`Exact` takes {gain.method_memory} times less memory than backpropagation",
@@ -66,9 +67,9 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "{sixteen_million.resident_gib:.2f} GiB of resident memory",
         "{sixteen_million.tokens_per_s} tokens per second",
         "took {sixty_four_million.few_16m} MiB at 16,777,216 tokens and {sixty_four_million.few_64m} MiB",
-        "where `Exact()` took {sixty_four_million.all_16m} and {sixty_four_million.all_64m} MiB",
+        "where `Exact()` took {sixty_four_million.all_16m} MiB for 16,777,216",
         "The longest pass took {sixty_four_million.minutes} minutes",
-        "differ by {sixty_four_million.norms:.0e} at 16,777,216 tokens",
+        "differ by {sixty_four_million.norms:.0e} there",
     ),
     "docs/models.md": (
         "transformers {versions.transformers:.2f} to {versions.transformers_newest:.2f}",
