@@ -93,7 +93,7 @@ class _LogitsOnAccess:
         as they are then and without gradients."""
         if not (self.has_stored_logits or self.returns_stored_only):
             compute = _find_compute(self.loss)
-            self.logits = None if compute is None else compute()
+            vars(self)["_logits"] = None if compute is None else compute()  # and no item, which others count
         return vars(self).get("_logits")
 
     @logits.setter
@@ -103,11 +103,16 @@ class _LogitsOnAccess:
     @contextlib.contextmanager
     def _as_stored(self) -> Iterator[None]:
         """Compute nothing meanwhile."""
+        before = self.returns_stored_only
         vars(self)["returns_stored_only"] = True
         try:
             yield
         finally:
-            del vars(self)["returns_stored_only"]
+            vars(self)["returns_stored_only"] = before
+
+    def __setattr__(self, name: str, value: object) -> None:
+        with self._as_stored():  # an attribute that is a field becomes an item, too
+            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         with self._as_stored():

@@ -94,7 +94,7 @@ def cut_sequences(monkeypatch: pytest.MonkeyPatch, pieces: str | int, split: int
         monkeypatch.setattr(selective, "backward_programs", lambda *sizes: (2, split))
         return
     monkeypatch.setattr(common, "programs_that_fill", lambda x, per_multiprocessor: 10**6)
-    code_by_operation = (operation.backends["triton"] for operation in all_operations().values())
+    code_by_operation = (operation.backends.get("triton") for operation in all_operations().values())
     for module in {importlib.import_module(code.module) for code in code_by_operation if code is not None}:
         if hasattr(module, "SHORTEST_SPLIT"):
             monkeypatch.setattr(module, "SHORTEST_SPLIT", 1)
