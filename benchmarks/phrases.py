@@ -45,8 +45,8 @@ PHRASES: dict[str, tuple[str, ...]] = {
     "docs/hosts.md": ("After {constants.silence_s} s of silence",),
     "docs/kernels.md": (
         "a warp executes {instructions.forward} in the forward and {instructions.backward} in the backward",
-        "of which {instructions.warps} warps fit",
-        "at {instructions.forward_pass} and {instructions.backward_pass} more",
+        "A multiprocessor holds {instructions.warps} warps of the backward kernel",
+        "adds {instructions.forward_pass} and {instructions.backward_pass} instructions",
         "{held.weights} GiB of weights and AdamW's states, {held.gradients} of gradients",
         "{held.casts} of weights cast to bfloat16, {held.chunk} for one chunk of 6,656 tokens",
         "({held.token_mib:.1f} MiB per token over 48 layers)",
@@ -61,7 +61,7 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "{edges.token_tb:.1f} TB each",
         "{edges.logits_gb} GB at a million tokens",
         "take {mini_sequence.pieces_16k:.1f} GB at 16,384 tokens by `MiniSequence`",
-        "take {mini_sequence.plain_8k:.1f} GB at 8,192 tokens by themselves",
+        "unwrapped they take {mini_sequence.plain_8k:.1f} GB at 8,192 tokens",
     ),
     "docs/million_tokens.md": (
         "{sixteen_million.resident_gib:.2f} GiB of resident memory",
