@@ -41,7 +41,7 @@ def optimizer_in_backward(
         model(input_ids=ids, labels=ids, ...).loss.backward()   # no optimizer.step(), no zero_grad()
 
     Do not use it with gradient accumulation, clipping by the total norm, or a gradient scaler: each needs all
-    gradients before the first step. It saves no memory with methods that complete all gradients at their end
+    gradients before the first step; nor under DistributedDataParallel, which averages gradients after it. It saves no memory with methods that complete all gradients at their end
     (`Exact` and the windowed ones). `.grad` is None after the backward.
 
     Args:
@@ -49,7 +49,15 @@ def optimizer_in_backward(
 
     Returns:
         A handle: set learning rates on its `optimizers`, by parameter name; `remove()` removes the hooks.
+
+    Raises:
+        ValueError: the model is a DistributedDataParallel.
     """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "optimizer_in_backward would step by each process's own gradients, before DistributedDataParallel "
+            "averages them: use fully_shard, or step after the backward"
+        )
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizers = {name: make_optimizer([parameter]) for name, parameter in named.items()}
     optimizer_by_id = {id(parameter): optimizers[name] for name, parameter in named.items()}

@@ -97,6 +97,10 @@ def test_processes_train_as_one(
         ({"data__batch": 1}, "2 replicas for a data.batch of 1"),
         ({"training__carry_state": "previous"}, "training.carry_state: works in one process"),
         ({"training__profile": 1}, "training.profile: records one process"),
+        (
+            {"training__optimizer_in_backward": "true", "training__grad_clip": 0},
+            "training.optimizer_in_backward: works in one process",
+        ),
         ({"training__device": "cuda:1"}, "training.device: each process has its own GPU"),
         ({"method__name": "truncated", "method__window": "auto"}, "method.window: auto needs all rows"),
         ({"cluster__sequence": 3}, "cluster.sequence: 2 processes cannot be divided into groups of 3"),

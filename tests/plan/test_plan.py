@@ -344,7 +344,11 @@ def test_without_a_device_the_plan_is_for_this_machine(capsys: pytest.CaptureFix
 def test_a_gpu_that_is_assumed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", *SMALL, "--training.device", "auto", "--seqlen", "4K", "--device-memory", "40GB"]
     for more, said, bounded in (
-        ([], "(assuming an A100-40GB at 30% of its peak, 93.6 TFLOP/s: name another GPU with --device)", True),
+        (
+            [],
+            "(assuming an A100-40GB at 30% of its peak, 93.6 TFLOP/s: name another GPU with --device)",
+            True,
+        ),
         (["--device", "h200"], "(assuming an H200 at 30% of its peak, 297 TFLOP/s)", True),
         (["--device-tflops", "200"], "(200 TFLOP/s a device, as given)", False),
     ):
