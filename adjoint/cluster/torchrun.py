@@ -166,8 +166,8 @@ def _check(config: Config, process: Place) -> None:
         raise UserError("training.carry_state: works in one process only; leave it out, or start one process")
     if settings.optimizer_in_backward and process.world > 1:
         raise UserError(
-            "training.optimizer_in_backward: works in one process only: it steps before the processes' gradients "
-            "are added up; leave it out, or start one process"
+            "training.optimizer_in_backward: works in one process only, as it steps before gradients are "
+            "added up over processes; leave it out, or start one process"
         )
     if settings.profile:
         raise UserError("training.profile: records one process; leave it out, or start one process")

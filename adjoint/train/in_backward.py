@@ -41,8 +41,9 @@ def optimizer_in_backward(
         model(input_ids=ids, labels=ids, ...).loss.backward()   # no optimizer.step(), no zero_grad()
 
     Do not use it with gradient accumulation, clipping by the total norm, or a gradient scaler: each needs all
-    gradients before the first step; nor under DistributedDataParallel, which averages gradients after it. It saves no memory with methods that complete all gradients at their end
-    (`Exact` and the windowed ones). `.grad` is None after the backward.
+    gradients before the first step. Nor under DistributedDataParallel, which averages gradients after it. It
+    saves no memory with methods that complete all gradients at their end (`Exact` and the windowed ones).
+    `.grad` is None after the backward.
 
     Args:
         make_optimizer: called with a list of one parameter, for each that requires a gradient.
@@ -55,8 +56,8 @@ def optimizer_in_backward(
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            "optimizer_in_backward would step by each process's own gradients, before DistributedDataParallel "
-            "averages them: use fully_shard, or step after the backward"
+            "optimizer_in_backward would step by each process's own gradients, before "
+            "DistributedDataParallel averages them: use fully_shard, or step after the backward"
         )
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizers = {name: make_optimizer([parameter]) for name, parameter in named.items()}

@@ -98,7 +98,11 @@ def test_processes_train_as_one(
         ({"training__carry_state": "previous"}, "training.carry_state: works in one process"),
         ({"training__profile": 1}, "training.profile: records one process"),
         (
-            {"training__optimizer_in_backward": "true", "training__grad_clip": 0},
+            {
+                "training__optimizer_in_backward": "true",
+                "training__grad_clip": 0,
+                "training__grad_accumulation": 1,
+            },
             "training.optimizer_in_backward: works in one process",
         ),
         ({"training__device": "cuda:1"}, "training.device: each process has its own GPU"),
