@@ -484,14 +484,15 @@ REGISTRIES: FunctionReplacements = [
 def function_replacements(model: nn.Module) -> FunctionReplacements:
     """Return the mappings in which a model's code looks up functions, with ours for each.
 
-    They are the namespaces of the Python modules that define the model's classes, and transformers'
-    registries."""
+    They are the namespaces of the Python modules that define the model's classes, transformers' registries,
+    and fla's modules that hold a function as an attribute."""
     namespaces = _namespaces(model)
     pairs = [
         (names, {name: f for name, f in _functions_for(names).items() if name in names})
         for names in namespaces
     ]
-    return [*((names, ours) for names, ours in pairs if ours), *REGISTRIES]
+    attributes = fla.activation_replacements(model)
+    return [*((names, ours) for names, ours in pairs if ours), *attributes, *REGISTRIES]
 
 
 def _functions_for(names: Mapping[str, object]) -> Functions:
@@ -546,7 +547,9 @@ def pytorch_references(model: PreTrainedModel) -> Iterator[None]:
 
     It is the reference that chunks are compared with. Such kernels may round products to TF32, which is too
     coarse for that."""
-    functions = []
+    functions: list[tuple[dict[str, Callable[..., object]], Functions]] = [
+        *fla.activation_replacements(model)
+    ]
     for names in _namespaces(model):
         originals = {name: getattr(value, "theirs", value) for name, value in names.items()}
         table = _functions_for(names)
