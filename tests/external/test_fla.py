@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 import adjoint
 from adjoint import Exact
 from adjoint.engine.verification import Refused
-from adjoint.hf.kernels import fla
+from adjoint.hf.cache import CHUNK_LAYER_CLASSES
+from adjoint.hf.kernels import fla as kernels
+from adjoint.hf.kernels.fla_mixers import MIXERS
 from tests.model_helpers import relative
 from tests.ranks import on_ranks
 
@@ -28,6 +31,7 @@ pytest.importorskip("fla.models", reason="fla is not installed (make test-extern
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 SIZES = {"hidden_size": 24, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 31, "intermediate_size": 20}
+NOT_OF_MAMBA = {"num_heads", "intermediate_size"}  # whose sizes follow from others
 MODELS: dict[str, dict[str, Any]] = {
     "KDA": {"head_dim": 8},
     "KDA, bounded": {
@@ -62,6 +66,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "HGRN2": {"expand_ratio": 8},
     "GSA": {"num_slots": 6, "use_short_conv": True},
     "RWKV6": {"proj_low_rank_dim": 4, "gate_low_rank_dim": 4},
+    "Mamba": {"state_size": 3, "residual_in_fp32": False},
+    "Mamba2": {"head_dim": 8, "state_size": 3, "chunk_size": 16, "residual_in_fp32": False},
+    "Mamba2, limited": {
+        "head_dim": 8,
+        "state_size": 3,
+        "dt_limit": (0.3, 0.9),
+        "rmsnorm": False,
+        "D_has_hdim": True,
+        "use_bias": True,
+        "residual_in_fp32": False,
+    },
     "LinearAttention": {},
     "LinearAttention, plain": {
         "feature_map": "elu",
@@ -77,7 +92,8 @@ def make(name: str, **more: Any) -> Any:
 
     torch.manual_seed(0)
     kind = name.partition(",")[0]
-    config = getattr(fla.models, f"{kind}Config")(**{**SIZES, **MODELS.get(name, {}), **more})
+    sizes = {k: v for k, v in SIZES.items() if not (kind.startswith("Mamba") and k in NOT_OF_MAMBA)}
+    config = getattr(fla.models, f"{kind}Config")(**{**sizes, **MODELS.get(name, {}), **more})
     model = getattr(fla.models, f"{kind}ForCausalLM")(config).double().train()
     with torch.no_grad():
         for p in model.parameters():
@@ -195,6 +211,12 @@ def group_norm(x: Any, weight: Any, bias: Any, num_groups: int, eps: float, **_:
     return group_norm_ref(x, weight, bias, num_groups, eps=eps)
 
 
+def norm_with_silu(x: Tensor, weight: Tensor, **has: Any) -> Tensor:
+    from fla.modules.norm.layernorm_gated import rms_norm_ref
+
+    return rms_norm_ref(x, weight, **has)
+
+
 def token_shift(x: Tensor, cu_seqlens: Any = None) -> Tensor:
     from fla.modules.token_shift import token_shift_ref
 
@@ -222,10 +244,15 @@ PLACES = {
     "modules.feature_map": {"swish": F.silu},
     "modules.rotary.ops": {"rotary_embedding": rotary},
     "modules.norm.layernorm": {"rms_norm": norm, "layer_norm": layer_norm, "group_norm": group_norm},
+    "modules.norm.layernorm_gated": {"rmsnorm_fn": norm_with_silu},
     "modules.norm.fused_norm_gate": {"rms_norm_gated": gated_norm},
     "modules.mlp": {"swiglu_linear": lambda x, y, weight, bias: F.linear(F.silu(x) * y, weight, bias)},
     "modules.causal_conv1d.ops": {"causal_conv1d": convolution},
 }
+
+
+# Those of the models above, by the attributes of fla's modules that hold them.
+ACTIVATIONS = {"act": F.silu, "gate_fn": F.silu, "act_fn": lambda x: F.relu(x).square()}
 
 
 def in_float64(patch: pytest.MonkeyPatch) -> None:
@@ -243,8 +270,9 @@ def by_references(monkeypatch: pytest.MonkeyPatch) -> Any:
         model = copy.deepcopy(model)
         model.config.fuse_cross_entropy = False
         for module in model.modules():
-            for attribute in vars(module).keys() & {"gate_fn", "act_fn"}:
-                setattr(module, attribute, F.silu if attribute == "gate_fn" else lambda x: F.relu(x).square())
+            for name, activation in ACTIVATIONS.items():
+                if name in vars(module):
+                    setattr(module, name, activation)
         with monkeypatch.context() as theirs:
             for module, functions in PLACES.items():
                 for name, function in functions.items():
@@ -303,7 +331,7 @@ def test_operations_are_those_of_fla_s_references(
     initial = (tuple(before) if len(before) > 1 else before[0]) if before else None
     more = {"normalize": True} if name == "chunk_linear_attn" else {}
     results = []
-    for function in (fla.FUNCTIONS[name], reference):
+    for function in (kernels.FUNCTIONS[name], reference):
         with monkeypatch.context() as patch:
             if function is reference:
                 in_float64(patch)
@@ -317,6 +345,61 @@ def test_operations_are_those_of_fla_s_references(
     for got, expected in zip(*results, strict=True):
         assert got.shape == expected.shape
         assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_mixers_are_those_of_fla_token_by_token(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, states and gradients: fla's mixers go on from states by single tokens, ours by all of them."""
+    import fla.layers
+
+    draw = torch.Generator().manual_seed(seed)
+    batch, tokens = (int(torch.randint(1, high, (), generator=draw)) for high in (4, 20))
+    tokens |= 1
+    config: dict[str, Any] = {"hidden_size": 8, "state_size": 3, "use_bias": seed % 3 == 0, "layer_idx": 0}
+    if name == "Mamba":
+        config |= {"intermediate_size": 12}
+    else:
+        config |= {
+            "head_dim": 4,
+            "n_groups": 1 + seed % 2,
+            "D_has_hdim": seed % 4 > 1,
+            "rmsnorm": seed % 5 > 0,
+        }
+        config |= {"dt_limit": (0.2, 0.6)} if seed % 3 == 1 else {}
+    torch.manual_seed(seed)
+    module = getattr(fla.layers, name)(**config).double()
+    module.act = F.silu
+    channels, state = module.conv1d.weight.shape[0], (batch, *((12, 3) if name == "Mamba" else (4, 4, 3)))
+    x = torch.randn(batch, tokens, 8, generator=draw, dtype=torch.float64)
+    tail = torch.randn(batch, channels, 4, generator=draw, dtype=torch.float64)
+    before = torch.randn(state, generator=draw, dtype=torch.float64)
+    leaves = [x.requires_grad_(), tail.requires_grad_(), before.requires_grad_(), *module.parameters()]
+    step = module.slow_forward if name == "Mamba" else module.torch_forward
+    with monkeypatch.context() as patch:
+        in_float64(patch)
+        patch.setattr(sys.modules["fla.modules.norm.layernorm_gated"], "rmsnorm_fn", norm_with_silu)
+        pieces, last = [], {"conv_state": tail, "recurrent_state": before}
+        for token in x.split(1, dim=1):
+            y, last["conv_state"], last["recurrent_state"] = step(token, last)
+            pieces.append(y)
+        expected = [torch.cat(pieces, dim=1), last["conv_state"][..., 1:], last["recurrent_state"]]
+    with monkeypatch.context() as patch:
+        ours = kernels.FUNCTIONS["rmsnorm_fn"]
+        patch.setattr(sys.modules["fla.modules.norm.layernorm_gated"], "rmsnorm_fn", ours)
+        cache = CHUNK_LAYER_CLASSES[LinearAttentionLayer]()
+        cache.handoffs, cache.handed_off = {}, {}
+        cache.store_state("conv", 0, tail[..., 1:])
+        cache.store_state("recurrent", 0, before)
+        got = [MIXERS[name](module, cache, x)[0], cache.conv_states[0], cache.recurrent_states[0]]
+    weights = [torch.randn(e.shape, generator=draw, dtype=e.dtype) for e in expected]
+    for outputs in (got, expected):
+        loss = sum((y * w).sum() for y, w in zip(outputs, weights, strict=True))
+        outputs += torch.autograd.grad(loss, leaves, materialize_grads=True)
+    for value, reference in zip(got, expected, strict=True):
+        assert (value - reference).abs().max() <= 1e-12 * reference.abs().max()
 
 
 @pytest.mark.parametrize("tokens", [37, 17])
@@ -348,6 +431,8 @@ def test_gradients_are_those_of_fla_s_references(
         "GLA, grouped",
         "GSA",
         "RWKV6",
+        "Mamba",
+        "Mamba2, limited",
     ],
 )
 def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +469,7 @@ def shared(name: str) -> None:
         assert relative(found[1][key], expected) <= 1e-10, key
 
 
-@pytest.mark.parametrize("name", ["KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6"])
+@pytest.mark.parametrize("name", ["KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6", "Mamba2"])
 def test_ranks_that_share_sequences(name: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, shared, name)
 

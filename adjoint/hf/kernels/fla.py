@@ -34,6 +34,8 @@ LAYERS = (
     "HGRN2Attention",
     "GatedSlotAttention",
     "RWKV6Attention",
+    "Mamba",
+    "Mamba2",
 )
 SUBMODULES = ("LerpLinear", "DDLerpLinear", "LoRA")  # of these layers, in the same Python modules
 
@@ -433,6 +435,24 @@ def _group_norm(
     return (y, total) if prenorm else y
 
 
+def _rms_norm_with_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """Normalize groups of channels of x, before or after a product with silu(z)."""
+    _refuse_arguments(bias=bias)
+    gate = x.new_ones(()) if z is None else F.silu(z)
+    x = x if norm_before_gate else x * gate
+    groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))
+    y = rms_norm(groups, x.new_ones(groups.shape[-1]), eps).flatten(-2) * weight
+    return y * gate if norm_before_gate else y
+
+
 def _rms_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -531,6 +551,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "rms_norm": _rms_norm,
     "rms_norm_gated": _rms_norm_gated,
     "rms_norm_linear": _rms_norm_linear,
+    "rmsnorm_fn": _rms_norm_with_silu,
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
     "rotary_embedding": _rotary_embedding,
