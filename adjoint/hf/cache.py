@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -87,6 +87,8 @@ class _StateLayer:
     """A cache layer whose recurrent tensors are replaced by new ones and whose keys and values grow.
 
     Attributes:
+        past_length: tokens of the document before the chunk. Needed even if another worker has the layer and
+            nothing of it is stored here.
         pasts: keys and values before the chunk, by name; empty at the start of a document.
         pieces: the chunk's own keys and values, by name.
         handoffs: recurrent tensors that are sent to another process meanwhile, by (name, index).
@@ -94,6 +96,7 @@ class _StateLayer:
     """
 
     is_croppable = False
+    past_length = 0
     pasts: dict[str, Past]
     pieces: dict[str, Tensor]
     handoffs: dict[tuple[str, int], StateHandoff]
@@ -209,9 +212,6 @@ class RecurrentLayer(_StateLayer):
 class _AttentionLayer(_StateLayer):
     """A cache layer whose keys and values are joined to those before the chunk."""
 
-    # Tokens before the chunk. Needed even if another worker has the layer and nothing of it is stored here.
-    past_length = 0
-
     @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
@@ -287,6 +287,9 @@ MODELS_CACHE_MIXINS = {"MiniMaxM3VLSparseCacheLayer": _BlockIndexedAttentionLaye
 
 # How many states a layer has, by model_type, where the configuration does not say what its cache holds.
 STATES_PER_LAYER = {"xlstm": 3}
+# flash-linear-attention's layers have up to three tails of convolutions, and up to two recurrent states,
+# which their MLP's state follows.
+FLA_STATES, FLA_RECURRENT_STATES = 3, 2
 # The cache class that a model checks for, by model_type: prefix of our subclass's name, module, class.
 REQUIRED_CACHE_CLASS = {
     "minimax": ("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")
@@ -310,7 +313,7 @@ class ChunkCache(DynamicCache):
         if self.layer_class_to_replicate is not None:
             raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
         self.original_layers: list[CacheLayerMixin] = self.layers
-        states = 3 if is_of_fla(config) else STATES_PER_LAYER.get(config.model_type)
+        states = FLA_STATES if is_of_fla(config) else STATES_PER_LAYER.get(config.model_type)
         if states is not None:
             layers = config.num_hidden_layers
             self.original_layers = [
@@ -343,8 +346,10 @@ class ChunkCache(DynamicCache):
         """
         layers = [_to_chunk_layer(layer) for layer in self.original_layers]
         for layer in layers:
+            if isinstance(layer, _StateLayer):
+                layer.past_length = past_length
             if isinstance(layer, _AttentionLayer):
-                layer.past_length, layer.is_initialized = past_length, past_length > 0
+                layer.is_initialized = past_length > 0
         for slot, value in zip(slots, state, strict=True):
             layer = layers[slot.layer]
             if slot.grows is not None:
@@ -386,7 +391,9 @@ class ChunkCache(DynamicCache):
 
 
 class _FLAInterface:
-    """flash-linear-attention's methods of a cache, for a `ChunkCache`: a dictionary per layer."""
+    """flash-linear-attention's methods of a cache, for a `ChunkCache`: a dictionary per layer.
+
+    A layer with a single recurrent state or convolution's tail has it as a tensor, others have tuples."""
 
     layers: list[RecurrentLayer]
 
@@ -395,24 +402,40 @@ class _FLAInterface:
 
     def __getitem__(self, index: int) -> dict[str, Tensor | tuple[Tensor, ...] | None] | None:
         """Return a layer's states, or None before the first token."""
-        states = self.layers[index].recurrent_states.get(0)
-        if states is None:
+        layer = self.layers[index]
+        if layer.recurrent_states.get(0) is None:
             return None
-        tails = tuple(tail for tail in self.layers[index].conv_states.values() if tail is not None)
-        return {"recurrent_state": states, "conv_state": tails or None}
+        recurrent = [layer.recurrent_states.get(i) for i in range(FLA_RECURRENT_STATES)]
+        return {
+            "recurrent_state": _single_or_tuple(recurrent),
+            "conv_state": _single_or_tuple(layer.conv_states.values()),
+            "ffn_state": layer.recurrent_states.get(FLA_RECURRENT_STATES),
+        }
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of the document's tokens before the chunk."""
+        return self.layers[layer_idx].past_length
 
     @uncompiled
     def update(
         self,
         layer_idx: int,
-        recurrent_state: Tensor | None = None,
-        conv_state: Sequence[Tensor] | None = None,
+        recurrent_state: Tensor | Sequence[Tensor] | None = None,
+        conv_state: Tensor | Sequence[Tensor] | None = None,
+        ffn_state: Tensor | None = None,
         offset: int = 1,
     ) -> None:
-        for index, tail in enumerate(conv_state or ()):
-            self.layers[layer_idx].store_state("conv", index, tail)
-        if recurrent_state is not None:
-            self.layers[layer_idx].store_state("recurrent", 0, recurrent_state)
+        for name, states in (("conv", conv_state), ("recurrent", recurrent_state)):
+            for index, value in enumerate((states,) if isinstance(states, Tensor) else states or ()):
+                self.layers[layer_idx].store_state(name, index, value)
+        if ffn_state is not None:
+            self.layers[layer_idx].store_state("recurrent", FLA_RECURRENT_STATES, ffn_state)
+
+
+def _single_or_tuple(states: Iterable[Tensor | None]) -> Tensor | tuple[Tensor, ...] | None:
+    """Return the states that there are: None, one, or a tuple."""
+    present = tuple(state for state in states if state is not None)
+    return present if len(present) > 1 else next(iter(present), None)
 
 
 def make_chunk_cache(config: PreTrainedConfig) -> ChunkCache:

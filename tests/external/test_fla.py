@@ -16,10 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 import adjoint
 from adjoint import Exact
 from adjoint.engine.verification import Refused
+from adjoint.hf.cache import CHUNK_LAYER_CLASSES
+from adjoint.hf.kernels import fla as kernels
+from adjoint.hf.kernels.fla_mixers import MIXERS
 from tests.model_helpers import relative
 from tests.ranks import on_ranks
 
@@ -27,6 +31,7 @@ pytest.importorskip("fla.models", reason="fla is not installed (make test-extern
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 SIZES = {"hidden_size": 24, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 31, "intermediate_size": 20}
+NOT_OF_MAMBA = {"num_heads", "intermediate_size"}  # whose sizes follow from others
 MODELS: dict[str, dict[str, Any]] = {
     "KDA": {"head_dim": 8},
     "KDA, bounded": {
@@ -42,6 +47,43 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeltaNet, plain": {"use_short_conv": False, "use_gate": True, "qk_norm": "sum", "qk_activation": "elu"},
     "HGRN": {},
     "HGRN, conv": {"use_short_conv": True},
+    "RetNet": {},
+    "RetNet, grouped": {
+        "use_short_conv": True,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "expand_v": 1,
+        "use_output_gate": False,
+    },
+    "GLA": {},
+    "GLA, grouped": {
+        "use_short_conv": True,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "clamp_min": -0.1,
+        "fuse_norm": False,
+    },
+    "HGRN2": {"expand_ratio": 8},
+    "GSA": {"num_slots": 6, "use_short_conv": True},
+    "RWKV6": {"proj_low_rank_dim": 4, "gate_low_rank_dim": 4},
+    "Mamba": {"state_size": 3, "residual_in_fp32": False},
+    "Mamba2": {"head_dim": 8, "state_size": 3, "chunk_size": 16, "residual_in_fp32": False},
+    "Mamba2, limited": {
+        "head_dim": 8,
+        "state_size": 3,
+        "dt_limit": (0.3, 0.9),
+        "rmsnorm": False,
+        "D_has_hdim": True,
+        "use_bias": True,
+        "residual_in_fp32": False,
+    },
+    "LinearAttention": {},
+    "LinearAttention, plain": {
+        "feature_map": "elu",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "do_feature_map_norm": True,
+    },
 }
 
 
@@ -50,11 +92,15 @@ def make(name: str, **more: Any) -> Any:
 
     torch.manual_seed(0)
     kind = name.partition(",")[0]
-    config = getattr(fla.models, f"{kind}Config")(**{**SIZES, **MODELS.get(name, {}), **more})
+    sizes = {k: v for k, v in SIZES.items() if not (kind.startswith("Mamba") and k in NOT_OF_MAMBA)}
+    config = getattr(fla.models, f"{kind}Config")(**{**sizes, **MODELS.get(name, {}), **more})
     model = getattr(fla.models, f"{kind}ForCausalLM")(config).double().train()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.2)
+    for module in model.modules():
+        if hasattr(module, "_update_cos_sin_cache"):  # tables of float32, as without the tests' float64
+            module._update_cos_sin_cache(64, torch.device("cpu"), torch.float64)
     return model
 
 
@@ -115,16 +161,105 @@ def hgrn(x: Tensor, g: Tensor, **_: Any) -> Any:
     return naive_recurrent_hgrn(x, g)[0], None
 
 
+def retention(q: Tensor, k: Tensor, v: Tensor, scale: Any = None, initial_state: Any = None, **_: Any) -> Any:
+    """fla's own calls simple GLA with these decays."""
+    from fla.ops.simple_gla.naive import naive_recurrent_simple_gla
+
+    decays = (1 - 2.0 ** (-5.0 - torch.arange(q.shape[2], dtype=torch.float64))).log()
+    return naive_recurrent_simple_gla(q, k, v, decays.expand(q.shape[:3]), scale, initial_state)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, normalize: bool, **has: Any) -> Any:
+    from fla.ops.linear_attn.naive import naive_recurrent_linear_attn
+
+    return naive_recurrent_linear_attn(q, k, v, None, has.get("initial_state"), True, normalize)
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Any = None, gk: Any = None, **has: Any) -> Any:
+    from fla.ops.gla.naive import naive_recurrent_gla
+
+    return naive_recurrent_gla(q, k, v, gk if g is None else g, has.get("initial_state"), True)
+
+
+def gsa(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, **has: Any) -> Any:
+    from fla.ops.gsa.naive import naive_recurrent_gsa
+
+    return naive_recurrent_gsa(q, k, v, s, g, has.get("scale"), has.get("initial_state"), True)
+
+
+def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **has: Any) -> Any:
+    from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
+
+    by_heads = (x.transpose(1, 2) for x in (r, k, v, w))
+    o, state = naive_recurrent_rwkv6(*by_heads, u, has.get("scale"), has.get("initial_state"), True)
+    return o.transpose(1, 2), state
+
+
+def norm_linear(x: Tensor, norm_weight: Any, norm_bias: Any, linear_weight: Tensor, linear_bias: Any) -> Any:
+    return F.linear(norm(x, norm_weight, norm_bias, eps=1e-5), linear_weight, linear_bias)
+
+
+def layer_norm(x: Any, weight: Any, bias: Any, residual: Any, eps: float, prenorm: bool, **_: Any) -> Any:
+    from fla.modules.norm.layernorm import layer_norm_ref
+
+    return layer_norm_ref(x, weight, bias, residual, eps, prenorm)
+
+
+def group_norm(x: Any, weight: Any, bias: Any, num_groups: int, eps: float, **_: Any) -> Any:
+    from fla.modules.norm.layernorm import group_norm_ref
+
+    return group_norm_ref(x, weight, bias, num_groups, eps=eps)
+
+
+def norm_with_silu(x: Tensor, weight: Tensor, **has: Any) -> Tensor:
+    from fla.modules.norm.layernorm_gated import rms_norm_ref
+
+    return rms_norm_ref(x, weight, **has)
+
+
+def token_shift(x: Tensor, cu_seqlens: Any = None) -> Tensor:
+    from fla.modules.token_shift import token_shift_ref
+
+    return token_shift_ref(x, cu_seqlens)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, **_: Any) -> Tensor:
+    from fla.modules.rotary.ops import rotary_embedding_ref
+
+    return rotary_embedding_ref(x, cos[: x.shape[1]], sin[: x.shape[1]], interleaved)
+
+
 PLACES = {
     "layers.kda": {"chunk_kda": "kda"},
     "layers.gated_deltanet": {"chunk_gated_delta_rule": "gated", "causal_conv1d": convolution},
     "layers.delta_net": {"chunk_delta_rule": "delta", "fused_recurrent_delta_rule": "delta"},
     "layers.hgrn": {"chunk_hgrn": hgrn, "swiglu": lambda x, y: F.silu(x) * y},
-    "modules.norm.layernorm": {"rms_norm": norm},
+    "layers.multiscale_retention": {"chunk_retention": retention},
+    "layers.linear_attn": {"chunk_linear_attn": linear_attention},
+    "layers.gla": {"chunk_gla": gla, "fused_recurrent_gla": gla},
+    "layers.hgrn2": {"fused_recurrent_gla": gla, "swish": F.silu, "rms_norm_linear": norm_linear},
+    "layers.gsa": {"fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear},
+    "layers.rwkv6": {"fused_recurrent_rwkv6": rwkv6, "token_shift": token_shift},
+    "models.rwkv6.modeling_rwkv6": {"token_shift": token_shift},
+    "modules.feature_map": {"swish": F.silu},
+    "modules.rotary.ops": {"rotary_embedding": rotary},
+    "modules.norm.layernorm": {"rms_norm": norm, "layer_norm": layer_norm, "group_norm": group_norm},
+    "modules.norm.layernorm_gated": {"rmsnorm_fn": norm_with_silu},
     "modules.norm.fused_norm_gate": {"rms_norm_gated": gated_norm},
     "modules.mlp": {"swiglu_linear": lambda x, y, weight, bias: F.linear(F.silu(x) * y, weight, bias)},
     "modules.causal_conv1d.ops": {"causal_conv1d": convolution},
 }
+
+
+# Those of the models above, by the attributes of fla's modules that hold them.
+ACTIVATIONS = {"act": F.silu, "gate_fn": F.silu, "act_fn": lambda x: F.relu(x).square()}
+
+
+def in_float64(patch: pytest.MonkeyPatch) -> None:
+    """Let references compute in float64 what they compute in float32."""
+    patch.setattr(torch, "float32", torch.float64)
+    patch.setattr(torch, "float", torch.float64)
+    patch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 @pytest.fixture
@@ -134,14 +269,16 @@ def by_references(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(model: Any, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         model = copy.deepcopy(model)
         model.config.fuse_cross_entropy = False
+        for module in model.modules():
+            for name, activation in ACTIVATIONS.items():
+                if name in vars(module):
+                    setattr(module, name, activation)
         with monkeypatch.context() as theirs:
             for module, functions in PLACES.items():
                 for name, function in functions.items():
                     found = delta_rule(function) if isinstance(function, str) else function
                     theirs.setattr(sys.modules[f"fla.{module}"], name, found)
-            # what references compute in float32 is computed in float64
-            theirs.setattr(torch, "float32", torch.float64)
-            theirs.setattr(torch.Tensor, "float", torch.Tensor.double)
+            in_float64(theirs)
             theirs.setattr(
                 sys.modules["fla.ops.kda.gate"].naive_kda_gate, "__defaults__", (None, torch.float64)
             )
@@ -152,6 +289,117 @@ def by_references(monkeypatch: pytest.MonkeyPatch) -> Any:
         return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
     return run
+
+
+KEYS_AND_VALUES = {"q": "bthk", "k": "bthk", "v": "bthv"}
+# By name of fla's function: its reference, the inputs' dimensions, and those of its states.
+OPERATIONS: dict[str, tuple[Any, dict[str, str], list[str]]] = {
+    "chunk_retention": (retention, KEYS_AND_VALUES, ["bhkv"]),
+    "chunk_linear_attn": (linear_attention, KEYS_AND_VALUES, ["bhkv", "b1hk"]),
+    "chunk_gla": (gla, KEYS_AND_VALUES | {"g": "bthk"}, ["bhkv"]),
+    "chunk_gsa": (gsa, KEYS_AND_VALUES | {"s": "bthm", "g": "bthm"}, ["bhkm", "bhmv"]),
+    "chunk_rwkv6": (rwkv6, {"r": "bthk", "k": "bthk", "v": "bthv", "w": "bthk", "u": "hk"}, ["bhkv"]),
+}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_are_those_of_fla_s_references(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and final states, with the gradients of both, with initial states in half of the cases."""
+    reference, inputs, states = OPERATIONS[name]
+    draw = torch.Generator().manual_seed(seed)
+    low, high = (
+        {"b": 1, "t": 1, "h": 1, "k": 2, "v": 1, "m": 2},
+        {"b": 3, "t": 150, "h": 4, "k": 9, "v": 9, "m": 9},
+    )
+    sizes = {n: int(torch.randint(low[n], high[n] + 1, (), generator=draw)) for n in low} | {"1": 1}
+    sizes["t"] |= 1  # odd
+
+    def random(dims: str) -> Tensor:
+        return torch.randn([sizes[n] for n in dims], generator=draw, dtype=torch.float64)
+
+    args = {key: random(dims) for key, dims in inputs.items()}
+    for key in args.keys() & {"g", "w"}:  # log decays, of which some leave nothing
+        args[key] = -(2 * args[key]).exp()
+    if name == "chunk_linear_attn":  # what it divides by is not near 0
+        args |= {key: args[key].abs() for key in "qk"}
+    before = [random(dims).abs() for dims in states] if seed % 2 else []
+    for leaf in (*args.values(), *before):
+        leaf.requires_grad_()
+    initial = (tuple(before) if len(before) > 1 else before[0]) if before else None
+    more = {"normalize": True} if name == "chunk_linear_attn" else {}
+    results = []
+    for function in (kernels.FUNCTIONS[name], reference):
+        with monkeypatch.context() as patch:
+            if function is reference:
+                in_float64(patch)
+            o, final = function(**args, **more, initial_state=initial, output_final_state=True)
+        outputs = [o, *(final if isinstance(final, tuple) else (final,))]
+        weights = torch.Generator().manual_seed(seed)
+        loss = sum((x * torch.randn(x.shape, generator=weights, dtype=x.dtype)).sum() for x in outputs)
+        results.append(
+            [*outputs, *torch.autograd.grad(loss, [*args.values(), *before], materialize_grads=True)]
+        )
+    for got, expected in zip(*results, strict=True):
+        assert got.shape == expected.shape
+        assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_mixers_are_those_of_fla_token_by_token(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, states and gradients: fla's mixers go on from states by single tokens, ours by all of them."""
+    import fla.layers
+
+    draw = torch.Generator().manual_seed(seed)
+    batch, tokens = (int(torch.randint(1, high, (), generator=draw)) for high in (4, 20))
+    tokens |= 1
+    config: dict[str, Any] = {"hidden_size": 8, "state_size": 3, "use_bias": seed % 3 == 0, "layer_idx": 0}
+    if name == "Mamba":
+        config |= {"intermediate_size": 12}
+    else:
+        config |= {
+            "head_dim": 4,
+            "n_groups": 1 + seed % 2,
+            "D_has_hdim": seed % 4 > 1,
+            "rmsnorm": seed % 5 > 0,
+        }
+        config |= {"dt_limit": (0.2, 0.6)} if seed % 3 == 1 else {}
+    torch.manual_seed(seed)
+    module = getattr(fla.layers, name)(**config).double()
+    module.act = F.silu
+    channels, state = module.conv1d.weight.shape[0], (batch, *((12, 3) if name == "Mamba" else (4, 4, 3)))
+    x = torch.randn(batch, tokens, 8, generator=draw, dtype=torch.float64)
+    tail = torch.randn(batch, channels, 4, generator=draw, dtype=torch.float64)
+    before = torch.randn(state, generator=draw, dtype=torch.float64)
+    leaves = [x.requires_grad_(), tail.requires_grad_(), before.requires_grad_(), *module.parameters()]
+    step = module.slow_forward if name == "Mamba" else module.torch_forward
+    with monkeypatch.context() as patch:
+        in_float64(patch)
+        patch.setattr(sys.modules["fla.modules.norm.layernorm_gated"], "rmsnorm_fn", norm_with_silu)
+        pieces, last = [], {"conv_state": tail, "recurrent_state": before}
+        for token in x.split(1, dim=1):
+            y, last["conv_state"], last["recurrent_state"] = step(token, last)
+            pieces.append(y)
+        expected = [torch.cat(pieces, dim=1), last["conv_state"][..., 1:], last["recurrent_state"]]
+    with monkeypatch.context() as patch:
+        ours = kernels.FUNCTIONS["rmsnorm_fn"]
+        patch.setattr(sys.modules["fla.modules.norm.layernorm_gated"], "rmsnorm_fn", ours)
+        cache = CHUNK_LAYER_CLASSES[LinearAttentionLayer]()
+        cache.handoffs, cache.handed_off = {}, {}
+        cache.store_state("conv", 0, tail[..., 1:])
+        cache.store_state("recurrent", 0, before)
+        got = [MIXERS[name](module, cache, x)[0], cache.conv_states[0], cache.recurrent_states[0]]
+    weights = [torch.randn(e.shape, generator=draw, dtype=e.dtype) for e in expected]
+    for outputs in (got, expected):
+        loss = sum((y * w).sum() for y, w in zip(outputs, weights, strict=True))
+        outputs += torch.autograd.grad(loss, leaves, materialize_grads=True)
+    for value, reference in zip(got, expected, strict=True):
+        assert (value - reference).abs().max() <= 1e-12 * reference.abs().max()
 
 
 @pytest.mark.parametrize("tokens", [37, 17])
@@ -172,7 +420,21 @@ def test_gradients_are_those_of_fla_s_references(
         assert relative(parameter.grad, expected[key]) <= 1e-10, key
 
 
-@pytest.mark.parametrize("name", ["KDA", "GatedDeltaNet", "HGRN, conv"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "KDA",
+        "GatedDeltaNet",
+        "HGRN, conv",
+        "RetNet",
+        "LinearAttention, plain",
+        "GLA, grouped",
+        "GSA",
+        "RWKV6",
+        "Mamba",
+        "Mamba2, limited",
+    ],
+)
 def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are as if alone, and padding at the left as if it were not there."""
     monkeypatch.setattr(torch, "float", torch.float64)
@@ -207,7 +469,7 @@ def shared(name: str) -> None:
         assert relative(found[1][key], expected) <= 1e-10, key
 
 
-@pytest.mark.parametrize("name", ["KDA", "DeltaNet"])
+@pytest.mark.parametrize("name", ["KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6", "Mamba2"])
 def test_ranks_that_share_sequences(name: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, shared, name)
 
@@ -215,7 +477,7 @@ def test_ranks_that_share_sequences(name: str, tmp_path: Path) -> None:
 def test_what_is_not_known_is_refused_by_name() -> None:
     ids = torch.randint(31, (1, 9))
     for name, more, said in (
-        ("GLA", {}, "fla's GatedLinearAttention is not supported; GatedDeltaNet"),
+        ("RWKV7", {"num_heads": None, "head_dim": 8}, "fla's RWKV7Attention is not supported; GatedDeltaNet"),
         ("KDA", {"attnres_block_size": 2, "head_dim": 8}, "set attnres_block_size to None"),
     ):
         model = adjoint.wrap(make(name, **more), Exact(4))

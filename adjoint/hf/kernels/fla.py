@@ -6,21 +6,38 @@ accept what the layers named in `LAYERS` pass, under fla's own names."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.hf.kernels.gated_linear_attention import gated_linear_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import gated
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.rms_norm import rms_norm
+from adjoint.kernels.ssd_scan import ssd_scan
 
 # Layers whose state is supported and whose functions are replaced here.
-LAYERS = ("GatedDeltaNet", "KimiDeltaAttention", "DeltaNet", "HGRNAttention")
+LAYERS = (
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "DeltaNet",
+    "HGRNAttention",
+    "MultiScaleRetention",
+    "LinearAttention",
+    "GatedLinearAttention",
+    "HGRN2Attention",
+    "GatedSlotAttention",
+    "RWKV6Attention",
+    "Mamba",
+    "Mamba2",
+)
+SUBMODULES = ("LerpLinear", "DDLerpLinear", "LoRA")  # of these layers, in the same Python modules
 
 
 def is_of_fla(thing: object) -> bool:
@@ -31,7 +48,7 @@ def is_of_fla(thing: object) -> bool:
 def why_not(module: nn.Module) -> str | None:
     """Return the reason why one of fla's modules is known not to work by chunks, or None."""
     kind = type(module)
-    if kind.__module__.startswith("fla.layers.") and kind.__name__ not in LAYERS:
+    if kind.__module__.startswith("fla.layers.") and kind.__name__ not in (*LAYERS, *SUBMODULES):
         return f"fla's {kind.__name__} is not supported; {', '.join(LAYERS)} are"
     config = getattr(module, "config", None)
     if getattr(config, "attnres_block_size", None) is not None:
@@ -39,6 +56,24 @@ def why_not(module: nn.Module) -> str | None:
     if getattr(module, "hidden_act", "swish") != "swish":
         return f"fla's MLP with hidden_act {module.hidden_act!r} is not supported; set it to 'swish'"
     return None
+
+
+def activation_replacements(
+    model: nn.Module,
+) -> list[tuple[dict[str, Callable[..., object]], dict[str, Callable[..., object]]]]:
+    """Return the attributes of fla's modules that hold one of its activations, with ours for each."""
+    table = getattr(sys.modules.get("fla.modules.activations"), "ACT2FN", {})
+    ours = {theirs: ACTIVATIONS[name] for name, theirs in table.items() if name in ACTIVATIONS}
+    replacements = []
+    for attributes in (vars(module) for module in model.modules() if is_of_fla(module)):
+        functions = {
+            name: ours[function]
+            for name, value in attributes.items()
+            if callable(function := getattr(value, "theirs", value)) and function in ours
+        }
+        if functions:
+            replacements.append((attributes, functions))
+    return replacements
 
 
 def ignores_other_tokens(inputs: Iterable[str]) -> bool:
@@ -125,6 +160,171 @@ def _hgrn(
     return h.to(x.dtype), h[:, -1] if output_final_state else None
 
 
+def _retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run retention: head h decays by 1 - 2^(-5 - h) per token (Sun et al. 2023, section 2.2)."""
+    heads = torch.arange(q.shape[2], dtype=accumulate_dtype(q.dtype), device=q.device)
+    decay = torch.log1p(-(2.0 ** (-5.0 - heads)))
+    return _decayed_per_head(q, k, v, decay, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def _linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
+    """Run linear attention without decays.
+
+    With `normalize`, o_t is divided by q_t times the sum of the keys up to t. Then the state is a pair:
+    (batch, heads, d_k, d_v), and the sum of the keys (batch, 1, heads, d_k)."""
+    sums = None
+    if isinstance(initial_state, tuple):
+        initial_state, sums = initial_state
+    wide = accumulate_dtype(q.dtype)
+    decay = torch.zeros(q.shape[2], dtype=wide, device=q.device)
+    o, final = _decayed_per_head(q, k, v, decay, scale, initial_state, output_final_state, cu_seqlens)
+    if not normalize:
+        return o, final
+    seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
+    keys = k.to(wide).flatten(2)
+    sums = None if sums is None else sums.flatten(1).to(wide)
+    key_sums = linear_scan(torch.ones_like(keys[..., :1]), keys, sums, seq_idx=seq_idx).view_as(k)
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    o = o.to(wide) / ((q.to(wide) * scale * key_sums).sum(-1, keepdim=True) + 1e-10)
+    return o.to(v.dtype), None if final is None else (final, key_sums[:, -1:])
+
+
+def _decayed_per_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run linear attention whose heads decay by e^decay per token, an SSD scan with steps of 1.
+
+    Args:
+        q, k: (batch, seqlen, heads, d_k). v: (batch, seqlen, heads, d_v). decay: (heads,).
+        initial_state: (batch, heads, d_k, d_v), as the returned one.
+    """
+    seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
+    queries = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    before = None if initial_state is None else initial_state.mT
+    o, final = ssd_scan(
+        v, torch.ones_like(v[..., 0]), decay, k, queries, initial_state=before, seq_idx=seq_idx
+    )
+    return o, final.mT if output_final_state else None
+
+
+def _gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run gated linear attention (Yang et al. 2023), with log decays g or gk like k.
+
+    States are (batch, heads, d_k, d_v), or (…, d_v, d_k) with state_v_first."""
+    seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(q.dtype)
+    queries = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    decay = gk if g is None else g
+    if initial_state is not None:
+        initial_state = (initial_state.mT if state_v_first else initial_state).to(wide)
+    o, final = gated_linear_attention(
+        queries,
+        k.to(wide),
+        v.to(wide),
+        key_decay=None if decay is None else decay.to(wide),
+        initial_state=initial_state,
+        seq_idx=seq_idx,
+    )
+    final = final.mT if state_v_first else final
+    return o.to(v.dtype), final if output_final_state else None
+
+
+def _gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Run gated slot attention (Zhang et al. 2024): queries read slots' keys, and by a softmax slots' values.
+
+    Args:
+        q, k: (batch, seqlen, heads, d_k). v: (batch, seqlen, heads, d_v).
+        s, g: how much is written to each slot, and its log decay, (batch, seqlen, heads, slots).
+        initial_state: (batch, heads, d_k, slots) and (batch, heads, slots, d_v), as the returned ones.
+    """
+    seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(q.dtype)
+    queries = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    keys, values, writes, decay = (t.to(wide) for t in (k, v, s, g))
+    before = (None, None) if initial_state is None else [state.to(wide) for state in initial_state]
+    scores, slot_keys = gated_linear_attention(
+        queries, keys, writes, value_decay=decay, initial_state=before[0], seq_idx=seq_idx
+    )
+    o, slot_values = gated_linear_attention(
+        scores.softmax(-1), writes, values, key_decay=decay, initial_state=before[1], seq_idx=seq_idx
+    )
+    return o.to(v.dtype), (slot_keys, slot_values) if output_final_state else None
+
+
+def _rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run RWKV-6's time mixing (Peng et al. 2024), with log decays w like k and the bonus u (heads, d_k)."""
+    seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(r.dtype)
+    queries = r.to(wide) * (r.shape[-1] ** -0.5 if scale is None else scale)
+    keys, values, decay, bonus = (t.to(wide) for t in (k, v, w, u))
+    initial_state = None if initial_state is None else initial_state.to(wide)
+    o, final = gated_linear_attention(
+        queries, keys, values, decay, bonus=bonus, initial_state=initial_state, seq_idx=seq_idx
+    )
+    return o.to(v.dtype), final if output_final_state else None
+
+
+def _token_shift(x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return the differences of x (batch, seqlen, d) to the token before, which is 0 before a document."""
+    shifted = F.pad(x[:, :-1], (0, 0, 1, 0))
+    if cu_seqlens is not None:
+        starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]
+        shifted = shifted.index_fill(1, starts, 0)
+    return shifted - x
+
+
 def _conv(
     x: Tensor,
     weight: Tensor,
@@ -200,7 +400,109 @@ def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = N
     return F.linear(gated(x, y), weight, bias)
 
 
-def _documents(cu_seqlens: Tensor | None, initial_state: Tensor | None, final: bool | None) -> Tensor | None:
+def _layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Normalize the sum of x and the residual to mean 0, variance 1; with `prenorm` return the sum, too."""
+    return _group_norm(x, weight, bias, residual, eps, prenorm, residual_in_fp32, is_rms_norm)
+
+
+def _group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    num_groups: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Normalize groups of channels, the last dimension."""
+    _refuse_arguments(residual_in_fp32=residual_in_fp32 or None, is_rms_norm=is_rms_norm or None)
+    total = x if residual is None else x + residual
+    groups = total.unflatten(-1, (num_groups, -1))
+    y = F.layer_norm(groups, groups.shape[-1:], eps=eps).flatten(-2)
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    return (y, total) if prenorm else y
+
+
+def _rms_norm_with_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """Normalize groups of channels of x, before or after a product with silu(z)."""
+    _refuse_arguments(bias=bias)
+    gate = x.new_ones(()) if z is None else F.silu(z)
+    x = x if norm_before_gate else x * gate
+    groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))
+    y = rms_norm(groups, x.new_ones(groups.shape[-1]), eps).flatten(-2) * weight
+    return y * gate if norm_before_gate else y
+
+
+def _rms_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    eps: float = 1e-5,
+) -> Tensor:
+    y = _rms_norm(x, norm_weight, norm_bias, eps=eps)
+    assert isinstance(y, Tensor)
+    return F.linear(y, linear_weight, linear_bias)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _rotary_embedding(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,  # a promise that the caller does not read x again
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+) -> Tensor:
+    """Rotate x (batch, seqlen, heads, d) by tables (positions, channels / 2).
+
+    Args:
+        seqlen_offsets: the first token's position, or one per row.
+        cu_seqlens: where the documents of a single row begin and end; each counts from 0.
+    """
+    _refuse_arguments(chunk_indices=chunk_indices)
+    positions = torch.arange(x.shape[1], device=x.device)[None]
+    if cu_seqlens is not None:
+        _refuse_arguments(seqlen_offsets=seqlen_offsets or None)
+        positions = positions - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    positions = positions + (
+        seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+    )
+    cos, sin = (table[positions][:, :, None] for table in (cos, sin))
+    rotated, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    dim = -1 if interleaved else -2  # of the two coordinates that are rotated together
+    first, second = rotated.unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(dim)
+    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=dim)
+    return torch.cat([turned.flatten(-2), rest], dim=-1)
+
+
+def _documents(cu_seqlens: Tensor | None, initial_state: object, final: bool | None) -> Tensor | None:
     """Return document numbers (1, seqlen) of the rows that fla's layers join without their padding.
 
     A chunk's rows are not joined, and only chunks have states: both at once are refused."""
@@ -218,8 +520,14 @@ def _refuse_arguments(**unsupported: object) -> None:
             raise ValueError(f"{name} is given to one of fla's functions, and ours in its place takes none")
 
 
+# Activations that fla's modules hold as attributes, by their names in its table.
+ACTIVATIONS: dict[str, Callable[..., object]] = {
+    "swish": F.silu,
+    "sigmoid": torch.sigmoid,
+    "sqrelu": _squared_relu,
+}
 # Our functions, by the names under which fla's modules call theirs.
-FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, Tensor | None]]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     **{
         f"{prefix}_{name}": _delta_rule
         for prefix in ("chunk", "fused_recurrent")
@@ -227,10 +535,28 @@ FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, Tensor | None]]] = {
     },
     "chunk_hgrn": _hgrn,
     "fused_recurrent_hgrn": _hgrn,
+    **{
+        f"{prefix}_{name}": function
+        for prefix in ("chunk", "fused_chunk", "fused_recurrent")
+        for name, function in (
+            ("retention", _retention),
+            ("linear_attn", _linear_attention),
+            ("gla", _gla),
+            ("gsa", _gsa),
+            ("rwkv6", _rwkv6),
+        )
+    },
     "causal_conv1d": _conv,
     "causal_conv1d_update": _conv_step,
     "rms_norm": _rms_norm,
     "rms_norm_gated": _rms_norm_gated,
+    "rms_norm_linear": _rms_norm_linear,
+    "rmsnorm_fn": _rms_norm_with_silu,
+    "layer_norm": _layer_norm,
+    "group_norm": _group_norm,
+    "rotary_embedding": _rotary_embedding,
+    "token_shift": _token_shift,
+    **ACTIVATIONS,
     "swiglu": gated,
     "swiglu_linear": _swiglu_linear,
 }

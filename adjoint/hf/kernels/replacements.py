@@ -16,7 +16,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from adjoint.engine.step import uncompiled
 from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
 from adjoint.hf.checkpointing import WithoutCheckpointing
-from adjoint.hf.kernels import fla
+from adjoint.hf.kernels import fla, fla_mixers
 from adjoint.hf.model_parts import Forward, override_attribute, replaced_forwards
 from adjoint.kernels import attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
@@ -484,14 +484,15 @@ REGISTRIES: FunctionReplacements = [
 def function_replacements(model: nn.Module) -> FunctionReplacements:
     """Return the mappings in which a model's code looks up functions, with ours for each.
 
-    They are the namespaces of the Python modules that define the model's classes, and transformers'
-    registries."""
+    They are the namespaces of the Python modules that define the model's classes, transformers' registries,
+    and fla's modules that hold a function as an attribute."""
     namespaces = _namespaces(model)
     pairs = [
         (names, {name: f for name, f in _functions_for(names).items() if name in names})
         for names in namespaces
     ]
-    return [*((names, ours) for names, ours in pairs if ours), *REGISTRIES]
+    attributes = fla.activation_replacements(model)
+    return [*((names, ours) for names, ours in pairs if ours), *attributes, *REGISTRIES]
 
 
 def _functions_for(names: Mapping[str, object]) -> Functions:
@@ -546,7 +547,9 @@ def pytorch_references(model: PreTrainedModel) -> Iterator[None]:
 
     It is the reference that chunks are compared with. Such kernels may round products to TF32, which is too
     coarse for that."""
-    functions = []
+    functions: list[tuple[dict[str, Callable[..., object]], Functions]] = [
+        *fla.activation_replacements(model)
+    ]
     for names in _namespaces(model):
         originals = {name: getattr(value, "theirs", value) for name, value in names.items()}
         table = _functions_for(names)
@@ -715,10 +718,11 @@ MIXERS: dict[str, Forward] = {
 
 
 def _mixer_forwards(model: nn.Module) -> dict[nn.Module, Forward]:
-    """Map each mixer for which `MIXERS` has one of ours to a forward that continues from a `ChunkCache`."""
+    """Map each mixer for which there is one of ours to a forward that continues from a `ChunkCache`."""
     forwards = {}
     for name, module in model.named_modules():
-        if (ours := MIXERS.get(type(module).__name__)) is not None:
+        table = fla_mixers.MIXERS if fla.is_of_fla(module) else MIXERS
+        if (ours := table.get(type(module).__name__)) is not None:
             index = next(int(component) for component in reversed(name.split(".")) if component.isdigit())
             forwards[module] = _forward_from_cache(module, ours, index)
     return forwards
@@ -731,6 +735,9 @@ def _forward_from_cache(module: nn.Module, ours: Forward, index: int) -> Forward
     def forward(*args: object, past_key_values: object = None, **kwargs: object) -> object:
         if not isinstance(past_key_values, ChunkCache):
             return original_forward(*args, past_key_values=past_key_values, **kwargs)
-        return ours(module, past_key_values.layers[index], *args, **kwargs)
+        outputs = ours(module, past_key_values.layers[index], *args, **kwargs)
+        if fla.is_of_fla(module):  # whose blocks take the cache from one mixer to the next
+            return *cast(tuple[object, ...], outputs), past_key_values
+        return outputs
 
     return forward

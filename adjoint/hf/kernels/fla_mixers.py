@@ -1,0 +1,135 @@
+"""Forwards in the places of flash-linear-attention's mixers, which go on from a cache's states.
+
+Its Mamba and Mamba-2 go on from states by single tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adjoint.hf.cache import RecurrentLayer
+from adjoint.kernels.causal_conv1d import causal_conv1d
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.selective_scan import selective_scan
+from adjoint.kernels.ssd_scan import ssd_scan
+
+
+class _Mamba(nn.Module):
+    """Attributes of fla's Mamba."""
+
+    in_proj: nn.Linear
+    conv1d: nn.Conv1d
+    x_proj: nn.Linear
+    dt_proj: nn.Linear
+    out_proj: nn.Linear
+    A_log: nn.Parameter
+    D: nn.Parameter
+    dt_rank: int
+    ssm_state_size: int
+    activation: str
+    act: Callable[[Tensor], Tensor]
+
+
+def _mamba(
+    module: _Mamba,
+    cache: RecurrentLayer,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Run Mamba's mixer (Gu & Dao 2023) on a chunk."""
+    u, gate = module.in_proj(hidden_states).chunk(2, dim=-1)
+    u = _masked(_mixer_conv(module, cache, _masked(u, attention_mask)), attention_mask)
+    sizes = [module.dt_rank, module.ssm_state_size, module.ssm_state_size]
+    step, B, C = module.x_proj(u).split(sizes, dim=-1)
+    A = -module.A_log.to(accumulate_dtype(u.dtype)).exp()
+    y, state = selective_scan(
+        u,
+        module.dt_proj(step),
+        A,
+        B,
+        C,
+        module.D,
+        delta_softplus=True,
+        initial_state=cache.recurrent_states[0],
+    )
+    cache.store_state("recurrent", 0, state)
+    return module.out_proj(y * module.act(gate)), None
+
+
+class _Mamba2(nn.Module):
+    """Attributes of fla's Mamba2."""
+
+    in_proj: nn.Linear
+    conv1d: nn.Conv1d
+    norm: nn.Module | None
+    out_proj: nn.Linear
+    A_log: nn.Parameter
+    D: nn.Parameter
+    dt_bias: nn.Parameter
+    dt_limit: tuple[float, float]
+    intermediate_size: int
+    conv_dim: int
+    n_groups: int
+    num_heads: int
+    D_has_hdim: bool
+    activation: str
+    act: Callable[[Tensor], Tensor]
+
+
+def _mamba2(
+    module: _Mamba2,
+    cache: RecurrentLayer,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Run Mamba-2's mixer (Dao & Gu 2024) on a chunk."""
+    sizes = [module.intermediate_size, module.conv_dim, module.num_heads]
+    gate, inputs, dt = module.in_proj(_masked(hidden_states, attention_mask)).split(sizes, dim=-1)
+    inputs = _masked(_mixer_conv(module, cache, _masked(inputs, attention_mask)), attention_mask)
+    state_size = (module.conv_dim - module.intermediate_size) // 2
+    x, B, C = inputs.split([module.intermediate_size, state_size, state_size], dim=-1)
+    x = x.unflatten(-1, (module.num_heads, -1))
+    B, C = (t.unflatten(-1, (module.n_groups, -1)) for t in (B, C))
+    wide = accumulate_dtype(x.dtype)
+    is_limited = tuple(module.dt_limit) != (0.0, float("inf"))
+    if is_limited:
+        dt = F.softplus(dt.to(wide) + module.dt_bias.to(wide)).clamp(*module.dt_limit)
+    y, state = ssd_scan(
+        x,
+        dt,
+        -module.A_log.to(wide).exp(),
+        B,
+        C,
+        None if module.D_has_hdim else module.D,
+        dt_bias=None if is_limited else module.dt_bias,
+        dt_softplus=not is_limited,
+        initial_state=cache.recurrent_states[0],
+    )
+    cache.store_state("recurrent", 0, state)
+    y = y.flatten(-2)
+    if module.D_has_hdim:
+        y = y + module.D * x.flatten(-2)
+    y = y * module.act(gate) if module.norm is None else module.norm(y, gate)
+    return module.out_proj(y), None
+
+
+def _mixer_conv(module: _Mamba | _Mamba2, cache: RecurrentLayer, x: Tensor) -> Tensor:
+    """Convolve x (batch, seqlen, channels) from the cache's tail on, and store the new tail."""
+    weight, bias = module.conv1d.weight[:, 0], module.conv1d.bias
+    is_silu = module.activation in ("silu", "swish")
+    y, tail = causal_conv1d(x, weight, bias, cache.conv_states[0], is_silu)
+    cache.store_state("conv", 0, tail)
+    return y if is_silu else module.act(y)
+
+
+def _masked(x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return x (batch, seqlen, channels), zero where there is padding."""
+    return x if attention_mask is None else x * attention_mask[:, -x.shape[1] :, None].to(x.dtype)
+
+
+# By the name of fla's class.
+MIXERS: dict[str, Callable[..., tuple[Tensor, None]]] = {"Mamba": _mamba, "Mamba2": _mamba2}
