@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -189,7 +190,7 @@ def few_states() -> Numbers:
 
 def sixty_four_million() -> Numbers:
     """Return MiB of a small model at 16M and 64M tokens, with 32 stored states, and at 16M with all; minutes
-    of the longest pass; how far the norms of both gradients at 16M tokens are apart."""
+    of the longest pass; to how many digits the norms of both gradients at 16M tokens agree."""
     few = {r["length"]: r for r in rows("sixty-four-million/checkpoints")}
     (usual,) = rows("sixteen-million-all/checkpoints")
     short, long = few[1 << 24], few[1 << 26]
@@ -198,7 +199,7 @@ def sixty_four_million() -> Numbers:
         "few_64m": long["memory_bytes"] / 2**20,
         "all_16m": usual["memory_bytes"] / 2**20,
         "minutes": long["ms_per_token"] * long["length"] / 6e4,
-        "norms": abs(short["gradient_norm"] / usual["gradient_norm"] - 1),
+        "digits": math.floor(-math.log10(abs(short["gradient_norm"] / usual["gradient_norm"] - 1))),
     }
 
 
