@@ -149,6 +149,8 @@ FIGURES = [
            (*STACK, "engine/binomial.py", "engine/schedule.py")),
     Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways 32 --lengths 16777216 67108864 "
            "--out benchmarks/results/sixty-four-million", None),
+    Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways 32 --lengths 67108864 "
+           "--allocators jemalloc --out benchmarks/results/sixty-four-million-jemalloc", None),
     Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways all --lengths 16777216 "
            "--out benchmarks/results/sixteen-million-all", None),
     Figure("docs/method_costs.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),

@@ -189,16 +189,18 @@ def few_states() -> Numbers:
 
 
 def sixty_four_million() -> Numbers:
-    """Return MiB of a small model at 16M and 64M tokens, with 32 stored states, and at 16M with all; minutes
-    of the longest pass; to how many digits the norms of both gradients at 16M tokens agree."""
+    """Return MiB of a small model at 16M and 64M tokens with 32 stored states, at 64M with jemalloc too, and
+    at 16M with all states; minutes of the longest pass; to how many digits norms of gradients agree."""
     few = {r["length"]: r for r in rows("sixty-four-million/checkpoints")}
     (usual,) = rows("sixteen-million-all/checkpoints")
+    (jemalloc,) = rows("sixty-four-million-jemalloc/checkpoints")
     short, long = few[1 << 24], few[1 << 26]
     return {
         "few_16m": short["memory_bytes"] / 2**20,
         "few_64m": long["memory_bytes"] / 2**20,
+        "jemalloc_64m": jemalloc["memory_bytes"] / 2**20,
         "all_16m": usual["memory_bytes"] / 2**20,
-        "minutes": long["ms_per_token"] * long["length"] / 6e4,
+        "minutes": jemalloc["ms_per_token"] * jemalloc["length"] / 6e4,
         "digits": math.floor(-math.log10(abs(short["gradient_norm"] / usual["gradient_norm"] - 1))),
     }
 

@@ -69,7 +69,9 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "took {sixty_four_million.few_16m} MiB at 16,777,216 tokens",
         "where `Exact()` took {sixty_four_million.all_16m} MiB",
         "agree to {sixty_four_million.digits} digits there",
-        "it took {sixty_four_million.few_64m} MiB and {sixty_four_million.minutes} minutes",
+        "it took {sixty_four_million.minutes} minutes",
+        "with jemalloc {sixty_four_million.jemalloc_64m} MiB",
+        "With glibc's allocator it took {sixty_four_million.few_64m} MiB",
     ),
     "docs/models.md": (
         "transformers {versions.transformers:.2f} to {versions.transformers_newest:.2f}",
