@@ -118,7 +118,7 @@ def _delta_rule(
     queries, keys = (t.to(wide) for t in (q, k))
     if use_qk_l2norm_in_kernel:
         queries, keys = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (queries, keys))
-    queries, shared = queries * (q.shape[-1] ** -0.5 if scale is None else scale), heads // q.shape[2]
+    queries, shared = _scaled(queries, scale), heads // q.shape[2]
     if shared > 1:
         queries, keys = (t.repeat_interleave(shared, dim=2) for t in (queries, keys))
     beta = beta.to(wide)
@@ -132,6 +132,11 @@ def _delta_rule(
     o, final = gated_delta_rule(queries, keys, v, g, beta, initial_state, seq_idx)
     final = final.mT if state_v_first else final
     return o.to(v.dtype), final if output_final_state else None
+
+
+def _scaled(q: Tensor, scale: float | None) -> Tensor:
+    """Return queries (…, d_k) times the scale, by default 1/√d_k."""
+    return q * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
@@ -201,8 +206,7 @@ def _linear_attention(
     keys = k.to(wide).flatten(2)
     sums = None if sums is None else sums.flatten(1).to(wide)
     key_sums = linear_scan(torch.ones_like(keys[..., :1]), keys, sums, seq_idx=seq_idx).view_as(k)
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
-    o = o.to(wide) / ((q.to(wide) * scale * key_sums).sum(-1, keepdim=True) + 1e-10)
+    o = o.to(wide) / ((_scaled(q.to(wide), scale) * key_sums).sum(-1, keepdim=True) + 1e-10)
     return o.to(v.dtype), None if final is None else (final, key_sums[:, -1:])
 
 
@@ -223,7 +227,7 @@ def _decayed_per_head(
         initial_state: (batch, heads, d_k, d_v), as the returned one.
     """
     seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
-    queries = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    queries = _scaled(q, scale)
     before = None if initial_state is None else initial_state.mT
     o, final = ssd_scan(
         v, torch.ones_like(v[..., 0]), decay, k, queries, initial_state=before, seq_idx=seq_idx
@@ -247,7 +251,7 @@ def _gla(
 
     States are (batch, heads, d_k, d_v), or (…, d_v, d_k) with state_v_first."""
     seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(q.dtype)
-    queries = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    queries = _scaled(q.to(wide), scale)
     decay = gk if g is None else g
     if initial_state is not None:
         initial_state = (initial_state.mT if state_v_first else initial_state).to(wide)
@@ -282,7 +286,7 @@ def _gsa(
         initial_state: (batch, heads, d_k, slots) and (batch, heads, slots, d_v), as the returned ones.
     """
     seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(q.dtype)
-    queries = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    queries = _scaled(q.to(wide), scale)
     keys, values, writes, decay = (t.to(wide) for t in (k, v, s, g))
     before = (None, None) if initial_state is None else [state.to(wide) for state in initial_state]
     scores, slot_keys = gated_linear_attention(
@@ -307,7 +311,7 @@ def _rwkv6(
 ) -> tuple[Tensor, Tensor | None]:
     """Run RWKV-6's time mixing (Peng et al. 2024), with log decays w like k and the bonus u (heads, d_k)."""
     seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(r.dtype)
-    queries = r.to(wide) * (r.shape[-1] ** -0.5 if scale is None else scale)
+    queries = _scaled(r.to(wide), scale)
     keys, values, decay, bonus = (t.to(wide) for t in (k, v, w, u))
     initial_state = None if initial_state is None else initial_state.to(wide)
     o, final = gated_linear_attention(

@@ -410,7 +410,7 @@ def _attention(
 
 
 # Pairs of a query and a key in one call of attention with a mask. Beyond 2**32 PyTorch's kernel on CUDA reads
-# the mask's rows from wrong addresses (its issue 187227); it may pad the rows.
+# the mask's rows from wrong addresses (github.com/pytorch/pytorch, 187227); it may pad the rows.
 MASKED_PAIRS = 2**31
 
 
