@@ -30,6 +30,7 @@ FLOORS = [
     "interrupt",
     "memory",
     "files",
+    "collectives",
     "checkpoint",
     "kernels",
     "documents",

@@ -1,0 +1,174 @@
+"""Differentiable collectives of tensor and sequence parallelism (Korthikanti et al. 2022, section 4.2).
+
+Tensors are (batch, tokens, channels). All ranks of a group must call the same functions in the same order,
+and run the same backward: each function communicates in its backward, too. Sums are in the tensor's dtype.
+
+| paper | function | forward | backward |
+| --- | --- | --- | --- |
+| f | `copy_to_ranks` | identity | all-reduce |
+| f̄ | `sum_over_ranks` | all-reduce | identity |
+| g | `gather_tokens` | all-gather | reduce-scatter |
+| ḡ | `reduce_scatter_tokens` | reduce-scatter | all-gather |
+
+Tokens are split evenly: each rank has `local_tokens(seqlen, ranks)` of them, and the last ranks' are filled
+up with zeros where the number of ranks does not divide seqlen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+# torch 2.13 has renamed both and warns of the old names
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def local_tokens(seqlen: int, ranks: int) -> int:
+    """Return the number of tokens per rank when a sequence is split, padding included."""
+    return -(-seqlen // ranks)
+
+
+def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return x, the same on every rank; its gradient is the sum of all ranks' gradients (the paper's f)."""
+    return _Copy.apply(x, group)
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of all ranks' x; each x gets the sum's gradient (the paper's f̄)."""
+    return _Sum.apply(x, group)
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup, seqlen: int) -> Tensor:
+    """Return the sequence whose tokens are split over the ranks (the paper's g).
+
+    Args:
+        x: this rank's tokens, (batch, local_tokens(seqlen, ranks), channels).
+
+    Returns:
+        (batch, seqlen, channels), the same on every rank. Its gradients are summed over ranks.
+    """
+    return _Gather.apply(x, group, seqlen)
+
+
+def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's tokens of the sum of all ranks' x (the paper's ḡ).
+
+    Args:
+        x: (batch, seqlen, channels).
+
+    Returns:
+        (batch, local_tokens(seqlen, ranks), channels), followed by zeros where there are no more tokens.
+    """
+    return _ReduceScatter.apply(x, group)
+
+
+def gathered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, seqlen: int
+) -> Tensor:
+    """Return gather_tokens(x) weightᵀ + bias, keeping only this rank's tokens for the backward.
+
+    The backward gathers the tokens a second time (Korthikanti et al., end of section 4.2.2).
+
+    Args:
+        x: this rank's tokens, (batch, local_tokens(seqlen, ranks), channels).
+        weight: this rank's rows, (outputs, channels). bias: (outputs,) or None.
+
+    Returns:
+        (batch, seqlen, outputs).
+    """
+    return _GatheredLinear.apply(x, weight, bias, group, seqlen)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Any:
+        return _all_reduce(dx, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, seqlen: int) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group, seqlen)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _reduce_scatter(dy, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.seqlen = group, x.shape[1]
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _all_gather(dy, ctx.group, ctx.seqlen), None
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, seqlen: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.seqlen = group, seqlen
+        return F.linear(_all_gather(x, group, seqlen), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dx = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            dx = _reduce_scatter(dy @ weight, ctx.group)
+        if ctx.needs_input_grad[1]:
+            tokens = _all_gather(x, ctx.group, ctx.seqlen)
+            d_weight = dy.flatten(0, 1).T @ tokens.flatten(0, 1)
+        if ctx.needs_input_grad[2]:
+            d_bias = dy.sum((0, 1))
+        return dx, d_weight, d_bias, None, None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, seqlen: int) -> Tensor:
+    """(batch, local tokens, channels) on each rank → (batch, seqlen, channels)."""
+    ranks = dist.get_world_size(group)
+    gathered = x.new_empty(ranks * len(x), *x.shape[1:])
+    _all_gather_single(gathered, x.contiguous(), group=group)
+    return gathered.unflatten(0, (ranks, len(x))).transpose(0, 1).flatten(1, 2)[:, :seqlen]
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(batch, seqlen, channels) on each rank → (batch, local tokens, channels) of the sum."""
+    ranks = dist.get_world_size(group)
+    size = local_tokens(x.shape[1], ranks)
+    padded = F.pad(x, (0, 0, 0, ranks * size - x.shape[1])) if ranks * size > x.shape[1] else x
+    by_rank = padded.unflatten(1, (ranks, size)).transpose(0, 1).flatten(0, 1)
+    local = x.new_empty(len(x), size, *x.shape[2:])
+    _reduce_scatter_single(local, by_rank, group=group)
+    return local
