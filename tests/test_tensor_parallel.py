@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,28 @@ def refusals() -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, refusals)
+
+
+def keeps_local_tokens() -> None:
+    """A tape holds a rank's own tokens of what a split module reads; the backward gathers them again."""
+    from adjoint.layers import block
+
+    _, split = make("mamba")
+    gathered: list[weakref.ref[Tensor]] = []
+    gather = block.gather_tokens
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        tokens = gather(*args, **options)
+        gathered.append(weakref.ref(tokens))
+        return tokens
+
+    block.gather_tokens = noted
+    y = torch.randn(2, 4, 16, dtype=torch.float64, requires_grad=True)
+    state = tuple(split.layers[0].mixer.initial_state(2, torch.float64, torch.device("cpu")))
+    output, _ = split.layers[0](y, state, None, 7)
+    assert len(gathered) == 2 and all(tokens() is None for tokens in gathered)
+    output.sum().backward()
+
+
+def test_a_tape_keeps_local_tokens(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, keeps_local_tokens)
