@@ -56,8 +56,14 @@ class LanguageModel(Protocol):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> LanguageModel:
-        """Return the model of a configuration, as it is before the first step."""
+        """Return the model of a configuration, as it is before the first step.
+
+        Args:
+            group: of processes that share each sequence.
+            tensor_group: of processes over which its weights are split; None leaves them whole.
+        """
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> LanguageModel:
@@ -97,6 +103,11 @@ class StackLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
+        if config.cluster.tensor > 1:
+            raise UserError(
+                "cluster.tensor: splits the weights of pretrained models alone; give model.from_pretrained, "
+                "or leave it out"
+            )
         check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
 
     @classmethod
@@ -106,6 +117,7 @@ class StackLM(LanguageModel):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> StackLM:
         module = Stack(config.model).to(device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
@@ -162,13 +174,16 @@ class PretrainedLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
-        from adjoint.train.pretrained import configuration
+        from adjoint.train.pretrained import check_tensor_parallel, configuration
 
         directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
         packed = config.data.documents == "packed"
+        described = configuration(directory, config.model.trust_remote_code)
+        if config.cluster.tensor > 1:
+            check_tensor_parallel(described, config.cluster.tensor, config.model.quantization)
         quantization.check(
             config.model.quantization,
-            configuration(directory, config.model.trust_remote_code),
+            described,
             directory,
             config.model.lora is not None,
             config.training.precision,
@@ -199,6 +214,7 @@ class PretrainedLM(LanguageModel):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> PretrainedLM:
         from adjoint.hf.quantized import set_compute_dtype
         from adjoint.hf.wrap import wrap
@@ -206,7 +222,8 @@ class PretrainedLM(LanguageModel):
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
         trusted, kind = config.model.trust_remote_code, config.model.quantization
-        module = load(directory, config.method, lora, trusted, KEY, kind, device).to(device, dtype)
+        ranks = 1 if tensor_group is None else dist.get_world_size(tensor_group)
+        module = load(directory, config.method, lora, trusted, KEY, kind, device, ranks).to(device, dtype)
         if pick_precision(config.training.precision, module.device) == "bfloat16":
             set_compute_dtype(module, torch.bfloat16)
         if config.training.carry_state != "none":

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adjoint.errors import UserError
+from adjoint.parallel.weight_parts import part_like
 from adjoint.train.config import TrainingConfig
 
 # Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection,
@@ -58,7 +59,7 @@ def make_optimizer(
     if config.optimizer == "muon":
         matrices = [p for p in decayed["params"] if p.ndim == 2]
         decayed["params"] = [p for p in decayed["params"] if p.ndim != 2]
-    groups = [group for group in (decayed, spared) if group["params"]]
+    groups = [part for group in (decayed, spared) for part in _by_class(group)]
     if config.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit
@@ -73,6 +74,14 @@ def make_optimizer(
         matrices, config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
     return Several([muon, adamw])
+
+
+def _by_class(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split a parameter group by the parameters' class: one launch takes no tensors and DTensors together."""
+    by_class: dict[type, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        by_class.setdefault(type(parameter), []).append(parameter)
+    return [{**group, "params": parameters} for parameters in by_class.values()]
 
 
 class Several(torch.optim.Optimizer):
@@ -130,7 +139,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
     stand for, "exp_avg.codes" and so on."""
     flat: dict[str, Tensor] = {}
     for key, value in state.items():
-        if is_traceable_wrapper_subclass(value):
+        if is_traceable_wrapper_subclass(value) and not hasattr(value, "placements"):
             flat |= {
                 f"{key}.{attribute}": getattr(value, attribute) for attribute in value.__tensor_flatten__()[0]
             }
@@ -140,8 +149,12 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """Rebuild a parameter's optimizer state: the reverse of `flattened`."""
-    state = {key: value for key, value in flat.items() if "." not in key}
+    """Rebuild a parameter's optimizer state, split as the parameter is: the reverse of `flattened`."""
+    state = {
+        key: part_like(value, parameter) if value.shape == parameter.shape else value
+        for key, value in flat.items()
+        if "." not in key
+    }
     for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit
 
