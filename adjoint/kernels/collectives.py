@@ -10,21 +10,27 @@ and run the same backward: each function communicates in its backward, too. Sums
 | g | `gather_tokens` | all-gather | reduce-scatter |
 | ḡ | `reduce_scatter_tokens` | reduce-scatter | all-gather |
 
+Where every rank runs the same layer on all tokens, its gradients are already complete:
+
+| function | forward | backward |
+| --- | --- | --- |
+| `gather_tokens(complete=True)` | all-gather | this rank's tokens |
+| `split_tokens` | this rank's tokens | all-gather |
+
 Tokens are split evenly: each rank has `local_tokens(seqlen, ranks)` of them, and the last ranks' are filled
 up with zeros where the number of ranks does not divide seqlen."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 # torch 2.13 has renamed both and warns of the old names
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def local_tokens(seqlen: int, ranks: int) -> int:
@@ -42,16 +48,25 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Sum.apply(x, group)
 
 
-def gather_tokens(x: Tensor, group: dist.ProcessGroup, seqlen: int) -> Tensor:
+def gather_tokens(x: Tensor, group: dist.ProcessGroup, seqlen: int, complete: bool = False) -> Tensor:
     """Return the sequence whose tokens are split over the ranks (the paper's g).
 
     Args:
         x: this rank's tokens, (batch, local_tokens(seqlen, ranks), channels).
+        complete: whether each rank's gradient of the result is that of the loss; else they are terms of it,
+            which are summed over ranks.
 
     Returns:
-        (batch, seqlen, channels), the same on every rank. Its gradients are summed over ranks.
+        (batch, seqlen, channels), the same on every rank.
     """
-    return _Gather.apply(x, group, seqlen)
+    return _Gather.apply(x, group, seqlen, complete)
+
+
+def split_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's tokens of x (batch, seqlen, channels), which is the same on every rank.
+
+    The gradient of x is complete on every rank. For the result see `reduce_scatter_tokens`."""
+    return _Split.apply(x, group)
 
 
 def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -88,66 +103,91 @@ def gathered_linear(
     return _GatheredLinear.apply(x, weight, bias, group, seqlen)
 
 
+class _Context(FunctionCtx):
+    """The attributes of autograd's context that the functions below set or read."""
+
+    group: dist.ProcessGroup
+    seqlen: int
+    complete: bool
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+
+Inputs = tuple[Tensor | None, ...]  # what a backward returns
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Any:
+    def backward(ctx: _Context, dx: Tensor) -> Inputs:
         return _all_reduce(dx, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: _Context, dy: Tensor) -> Inputs:
         return dy, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, seqlen: int) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group, seqlen)
+    def forward(ctx: _Context, x: Tensor, group: dist.ProcessGroup, seqlen: int, complete: bool) -> Tensor:
+        ctx.group, ctx.complete = group, complete
+        return all_gather_tokens(x, group, seqlen)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _reduce_scatter(dy, ctx.group), None, None
+    def backward(ctx: _Context, dy: Tensor) -> Inputs:
+        dx = _local(dy, ctx.group) if ctx.complete else _reduce_scatter(dy, ctx.group)
+        return dx, None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.seqlen = group, x.shape[1]
+        return _local(x, group)
+
+    @staticmethod
+    def backward(ctx: _Context, dy: Tensor) -> Inputs:
+        return all_gather_tokens(dy, ctx.group, ctx.seqlen), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.seqlen = group, x.shape[1]
         return _reduce_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _all_gather(dy, ctx.group, ctx.seqlen), None
+    def backward(ctx: _Context, dy: Tensor) -> Inputs:
+        return all_gather_tokens(dy, ctx.group, ctx.seqlen), None
 
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, seqlen: int
+        ctx: _Context, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, seqlen: int
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.seqlen = group, seqlen
-        return F.linear(_all_gather(x, group, seqlen), weight, bias)
+        return F.linear(all_gather_tokens(x, group, seqlen), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: _Context, dy: Tensor) -> Inputs:
         x, weight = ctx.saved_tensors
         dx = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
             dx = _reduce_scatter(dy @ weight, ctx.group)
         if ctx.needs_input_grad[1]:
-            tokens = _all_gather(x, ctx.group, ctx.seqlen)
+            tokens = all_gather_tokens(x, ctx.group, ctx.seqlen)
             d_weight = dy.flatten(0, 1).T @ tokens.flatten(0, 1)
         if ctx.needs_input_grad[2]:
             d_bias = dy.sum((0, 1))
@@ -160,20 +200,28 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup, seqlen: int) -> Tensor:
-    """(batch, local tokens, channels) on each rank → (batch, seqlen, channels)."""
+def all_gather_tokens(x: Tensor, group: dist.ProcessGroup, seqlen: int) -> Tensor:
+    """Return the tensor of `gather_tokens`, not differentiable."""
     ranks = dist.get_world_size(group)
     gathered = x.new_empty(ranks * len(x), *x.shape[1:])
-    _all_gather_single(gathered, x.contiguous(), group=group)
+    all_gather_single(gathered, x.contiguous(), group=group)
     return gathered.unflatten(0, (ranks, len(x))).transpose(0, 1).flatten(1, 2)[:, :seqlen]
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """Return x (batch, seqlen, channels) as (ranks, batch, local tokens, channels), filled up with zeros."""
+    size = local_tokens(x.shape[1], ranks)
+    padded = F.pad(x, (0, 0, 0, ranks * size - x.shape[1])) if ranks * size > x.shape[1] else x
+    return padded.unflatten(1, (ranks, size)).transpose(0, 1)
+
+
+def _local(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _by_rank(x, dist.get_world_size(group))[dist.get_rank(group)].clone()
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(batch, seqlen, channels) on each rank → (batch, local tokens, channels) of the sum."""
-    ranks = dist.get_world_size(group)
-    size = local_tokens(x.shape[1], ranks)
-    padded = F.pad(x, (0, 0, 0, ranks * size - x.shape[1])) if ranks * size > x.shape[1] else x
-    by_rank = padded.unflatten(1, (ranks, size)).transpose(0, 1).flatten(0, 1)
-    local = x.new_empty(len(x), size, *x.shape[2:])
-    _reduce_scatter_single(local, by_rank, group=group)
+    by_rank = _by_rank(x, dist.get_world_size(group))
+    local = x.new_empty(by_rank.shape[1:])
+    reduce_scatter_single(local, by_rank.flatten(0, 1), group=group)
     return local
