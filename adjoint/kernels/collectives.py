@@ -135,7 +135,8 @@ def gathered_linear(
 ) -> Tensor:
     """Return gather_tokens(x) weightᵀ + bias, keeping only this rank's tokens for the backward.
 
-    The backward gathers the tokens a second time (Korthikanti et al., end of section 4.2.2).
+    The backward gathers the tokens a second time (Korthikanti et al., end of section 4.2.2). Under autocast
+    the product is in autocast's dtype, as that of `torch.nn.functional.linear`.
 
     Args:
         x: this rank's tokens, (batch, local_tokens(seqlen, ranks), channels).
@@ -144,6 +145,10 @@ def gathered_linear(
     Returns:
         (batch, seqlen, outputs).
     """
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return _GatheredLinear.apply(x, weight, bias, group, seqlen)
 
 
