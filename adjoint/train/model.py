@@ -218,12 +218,13 @@ class PretrainedLM(LanguageModel):
     ) -> PretrainedLM:
         from adjoint.hf.quantized import set_compute_dtype
         from adjoint.hf.wrap import wrap
-        from adjoint.train.pretrained import KEY, load
+        from adjoint.train.pretrained import KEY, prepared, unwrapped
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
         trusted, kind = config.model.trust_remote_code, config.model.quantization
         ranks = 1 if tensor_group is None else dist.get_world_size(tensor_group)
-        module = load(directory, config.method, lora, trusted, KEY, kind, device, ranks).to(device, dtype)
+        model = unwrapped(directory, torch.float32, trusted, KEY, kind, device, ranks)
+        module = prepared(model, directory, config.method, lora).to(device, dtype)
         if pick_precision(config.training.precision, module.device) == "bfloat16":
             set_compute_dtype(module, torch.bfloat16)
         if config.training.carry_state != "none":

@@ -117,19 +117,25 @@ def load(
     key: str = KEY,
     quantization: str | None = None,
     device: torch.device | str | None = None,
-    tensor: int = 1,
 ) -> PreTrainedModel:
     """Return the model of a folder, in float32 where it is not quantized, wrapped.
 
     Args:
         lora: settings of `model.lora`, for a model with adapters.
-        trust_remote_code, quantization, device, tensor: as in `unwrapped`.
+        trust_remote_code, quantization, device: as in `unwrapped`.
         key: what the folder was given as, for an error.
 
     Raises:
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
-    model = unwrapped(directory, torch.float32, trust_remote_code, key, quantization, device, tensor)
+    model = unwrapped(directory, torch.float32, trust_remote_code, key, quantization, device)
+    return prepared(model, directory, method, lora, key)
+
+
+def prepared(
+    model: PreTrainedModel, directory: str, method: Method, lora: Mapping[str, Any] | None, key: str = KEY
+) -> PreTrainedModel:
+    """Return a folder's model wrapped, and with adapters where there are settings of them: see `load`."""
     with _naming(directory, key):
         wrapped = wrap(model, method)
     return wrapped if lora is None else adapted(wrapped, lora)
