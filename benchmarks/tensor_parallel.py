@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adjoint.collectives import local_tokens
+from adjoint.kernels.collectives import local_tokens
 from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.gpt_layer import RECOMPUTE, GPTLayer, formula

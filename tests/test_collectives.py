@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.collectives import (
+from adjoint.kernels.collectives import (
     copy_to_ranks,
     gather_tokens,
     gathered_linear,

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import adjoint
 from adjoint.errors import UserError
-from adjoint.parallel.tensor import parallelize_stack
 from tests.model_helpers import assert_same
 from tests.ranks import on_ranks
 
@@ -90,7 +89,7 @@ def make(case: str) -> tuple[adjoint.Stack, adjoint.Stack]:
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
             if dist.get_rank() == 0:
                 other.copy_(parameter)
-    parallelize_stack(split, dist.group.WORLD)
+    split.parallelize(dist.group.WORLD)
     return plain, split
 
 
@@ -189,7 +188,7 @@ def across_a_sequence_group(case: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "tensor"))
     plain = adjoint.Stack(CASES[case], seed=1).double()
     split = adjoint.Stack(CASES[case], seed=1).double()
-    parallelize_stack(split, mesh["tensor"])
+    split.parallelize(mesh["tensor"])
     for seqlen in (37, 19):
         expected = results(plain, None, seqlen, lambda _, g: g)
         got = results(split, EXACT, seqlen, split.tensor_parallel.gather, sequence_group=mesh["sequence"])
@@ -249,12 +248,12 @@ def refusals() -> None:
     three = dataclasses.replace(MAMBA2, d_model=12)  # 3 heads
     refused(
         r"layer 0 \(mamba2\): 2 ranks must divide the number of heads, 3",
-        lambda: parallelize_stack(adjoint.Stack(three), group),
+        lambda: adjoint.Stack(three).parallelize(group),
     )
-    refused("tensor_group must be a process group", lambda: parallelize_stack(adjoint.Stack(MAMBA2), 2))
+    refused("tensor_group must be a process group", lambda: adjoint.Stack(MAMBA2).parallelize(2))
     split = adjoint.Stack(MAMBA2)
-    parallelize_stack(split, group)
-    refused("split already", lambda: parallelize_stack(split, group))
+    split.parallelize(group)
+    refused("split already", lambda: split.parallelize(group))
     ids = torch.zeros(1, 16 + dist.get_rank(), dtype=torch.int64)
     refused("different numbers of tokens", lambda: split(ids, labels=ids, method=EXACT))
     ids = ids[:, :16]
