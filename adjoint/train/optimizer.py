@@ -19,12 +19,13 @@ from adjoint.train.config import TrainingConfig
 # Mamba-3's B_bias and C_bias are biases of three dimensions.
 _UNDECAYED = {"A_log", "D", "dt_bias", "B_bias", "C_bias"}
 BLOCK, SMALLEST = 256, 4096  # of 8-bit moments: values that share a scale; weights of a tensor that has them
+ParameterGroup = dict[str, Any]  # what torch's optimizers take: "params", "weight_decay", …
 _uncompiled = threading.Lock()
 
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()
-) -> list[dict[str, Any]]:
+) -> list[ParameterGroup]:
     """Return the two groups of AdamW: what decays (the matrices of projections and convolutions) and what
     does not.
 
@@ -76,7 +77,7 @@ def make_optimizer(
     return Several([muon, adamw])
 
 
-def _by_class(group: dict[str, Any]) -> list[dict[str, Any]]:
+def _by_class(group: ParameterGroup) -> list[ParameterGroup]:
     """Split a parameter group by the parameters' class: one launch takes no tensors and DTensors together."""
     by_class: dict[type, list[nn.Parameter]] = {}
     for parameter in group["params"]:
@@ -91,7 +92,7 @@ class Several(torch.optim.Optimizer):
         self.parts = list(parts)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[ParameterGroup]:  # type: ignore[override]
         """The parameter groups of all optimizers, to be read and written."""
         return [group for optimizer in self.parts for group in optimizer.param_groups]
 
