@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adjoint.errors import UserError
-from adjoint.parallel.weight_parts import part_like
+from adjoint.parallel.split_tensors import split_like
 from adjoint.train.config import TrainingConfig
 
 # Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection,
@@ -60,7 +60,7 @@ def make_optimizer(
     if config.optimizer == "muon":
         matrices = [p for p in decayed["params"] if p.ndim == 2]
         decayed["params"] = [p for p in decayed["params"] if p.ndim != 2]
-    groups = [part for group in (decayed, spared) for part in _by_class(group)]
+    groups = [same_class for group in (decayed, spared) for same_class in _by_class(group)]
     if config.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit
@@ -152,7 +152,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
     """Rebuild a parameter's optimizer state, split as the parameter is: the reverse of `flattened`."""
     state = {
-        key: part_like(value, parameter) if value.shape == parameter.shape else value
+        key: split_like(value, parameter) if value.shape == parameter.shape else value
         for key, value in flat.items()
         if "." not in key
     }

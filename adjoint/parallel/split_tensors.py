@@ -1,6 +1,6 @@
-"""Tensors of which each rank has a part, such as the weights of tensor parallelism: DTensors.
+"""Tensors that are split over ranks, as weights are by tensor parallelism: DTensors.
 
-A tensor that is none is whole on every rank; these functions return it as it is."""
+Other tensors are whole on every rank; these functions return them as they are."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather(tensor: Tensor) -> Tensor:
     """Return a tensor put together from its ranks' parts; all of them must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def part_like(tensor: Tensor, like: Tensor) -> Tensor:
+def split_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a whole tensor, split as another tensor of its shape is; every rank has the whole tensor."""
     if not hasattr(like, "placements"):
         return tensor
