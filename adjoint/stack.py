@@ -44,6 +44,7 @@ from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, units, uses_fsdp
+from adjoint.parallel.split_tensors import parts
 from adjoint.parallel.tensor import (
     SPLIT_AND_SHARDED,
     SplitEmbeddingStage,
@@ -52,7 +53,6 @@ from adjoint.parallel.tensor import (
     summed_over_ranks,
     unsplit,
 )
-from adjoint.parallel.weight_parts import parts
 
 CHECKED_AT_ONCE = 1 << 16  # tokens of each row whose ids are checked at a time
 

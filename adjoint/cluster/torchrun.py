@@ -30,8 +30,8 @@ from adjoint.data.batches import Data
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
 from adjoint.parallel.network import Endpoint, exchange
+from adjoint.parallel.split_tensors import local, squared_norm
 from adjoint.parallel.transport import sum_gradients
-from adjoint.parallel.weight_parts import local, squared_norm
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device
@@ -96,7 +96,7 @@ def train(config: Config, process: Place) -> Outcome:
         raise
     timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
     layout = layout_of(config, process)
-    groups = [*_distinct(layout, layout.with_other_rows), *_distinct(layout, layout.with_other_parts)]
+    groups = [*_distinct(layout, layout.data_ranks), *_distinct(layout, layout.tensor_ranks)]
     groups = [list(range(process.world)), *groups]
     store, endpoints = meet("env://", process.rank, process.world, config.cluster.start_timeout)
     try:
@@ -293,10 +293,10 @@ class Replica(Trainer):
         self.here, self.transport, self.everyone = process, transport, list(range(process.world))
         self.heartbeat, self.launcher = heartbeat, launcher()
         layout, timeout = layout_of(config, process), config.cluster.progress_timeout
-        self.layout, self.peers = layout, layout.with_other_rows(process.rank)
-        self.tensor_ranks = layout.with_other_parts(process.rank)
-        self.sequence_group = group_among(process, _distinct(layout, layout.with_other_chunks), timeout)
-        self.tensor_group = group_among(process, _distinct(layout, layout.with_other_parts), timeout)
+        self.layout, self.peers = layout, layout.data_ranks(process.rank)
+        self.tensor_ranks = layout.tensor_ranks(process.rank)
+        self.sequence_group = group_among(process, _distinct(layout, layout.sequence_ranks), timeout)
+        self.tensor_group = group_among(process, _distinct(layout, layout.tensor_ranks), timeout)
         self.writes = process.rank == 0
         if process.rank:
             silent = dataclasses.replace(config.training, report_to="none")

@@ -32,7 +32,7 @@ from adjoint.checkpoint import (
 from adjoint.errors import UserError
 from adjoint.files import flush
 from adjoint.methods import Method
-from adjoint.parallel.weight_parts import is_split, part_like, whole
+from adjoint.parallel.split_tensors import gather, is_split, split_like
 from adjoint.train.carried_state import STEM
 from adjoint.train.dependencies import ConfigDict, check_model, records_model
 from adjoint.train.optimizer import flattened, parts_of, restored
@@ -127,7 +127,7 @@ def model_files(
         file = files[f"{stem}.safetensors"] = {}
         for name, tensor in tensors.items():
             parameter = parameters.get(name.partition("|")[0], tensor)
-            complete = whole(tensor.detach(), parameter)
+            complete = gather(tensor.detach(), parameter)
             if writes:
                 in_memory = copied or is_split(parameter)  # put together on a GPU, it must not stay there
                 file[name] = complete.to("cpu", copy=copied) if in_memory else complete
@@ -322,7 +322,7 @@ def _load_weights(path: Path, model: nn.Module) -> None:
     try:
         if differing:
             raise RuntimeError(f"differing: {', '.join(differing[:3])}")
-        parts = {name: part_like(stored[name], tensors[name]) for name in stored.files_by_name}
+        parts = {name: split_like(stored[name], tensors[name]) for name in stored.files_by_name}
         model.load_state_dict(parts, strict=False)
     except RuntimeError as error:
         reason = " ".join(str(error).split())

@@ -105,18 +105,18 @@ class Layout:
         first = self.workers * self.replica(rank) + self.owning
         return [first + i for i, shard in enumerate(self.helped) if shard == self.shard(rank)]
 
-    def with_other_parts(self, rank: int) -> list[int]:
+    def tensor_ranks(self, rank: int) -> list[int]:
         """Return the workers that share each weight with a worker: tensor parallelism's group."""
         first = rank - self.worker(rank) % self.tensor
         return list(range(first, first + self.tensor))
 
-    def with_other_chunks(self, rank: int) -> list[int]:
+    def sequence_ranks(self, rank: int) -> list[int]:
         """Return the workers that share each sequence with a worker, and have the same parts of weights."""
         per_shard = self.sequence * self.tensor
         first = rank - self.worker(rank) % per_shard + self.worker(rank) % self.tensor
         return list(range(first, first + per_shard, self.tensor))
 
-    def with_other_rows(self, rank: int) -> list[int]:
+    def data_ranks(self, rank: int) -> list[int]:
         """Return the workers with a worker's place in the other replicas, with whom it sums gradients."""
         return list(range(self.worker(rank), self.world, self.workers))
 

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adjoint.errors import UserError
-from adjoint.parallel.weight_parts import part_like
+from adjoint.parallel.split_tensors import split_like
 from adjoint.train.config import TrainingConfig
 
 # Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection,
 # Mamba-3's B_bias and C_bias are biases of three dimensions.
 _UNDECAYED = {"A_log", "D", "dt_bias", "B_bias", "C_bias"}
 BLOCK, SMALLEST = 256, 4096  # of 8-bit moments: values that share a scale; weights of a tensor that has them
+ParameterGroup = dict[str, Any]  # what torch's optimizers take: "params", "weight_decay", …
 _uncompiled = threading.Lock()
 
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()
-) -> list[dict[str, Any]]:
+) -> list[ParameterGroup]:
     """Return the two groups of AdamW: what decays (the matrices of projections and convolutions) and what
     does not.
 
@@ -59,7 +60,7 @@ def make_optimizer(
     if config.optimizer == "muon":
         matrices = [p for p in decayed["params"] if p.ndim == 2]
         decayed["params"] = [p for p in decayed["params"] if p.ndim != 2]
-    groups = [part for group in (decayed, spared) for part in _by_class(group)]
+    groups = [same_class for group in (decayed, spared) for same_class in _by_class(group)]
     if config.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit
@@ -76,7 +77,7 @@ def make_optimizer(
     return Several([muon, adamw])
 
 
-def _by_class(group: dict[str, Any]) -> list[dict[str, Any]]:
+def _by_class(group: ParameterGroup) -> list[ParameterGroup]:
     """Split a parameter group by the parameters' class: one launch takes no tensors and DTensors together."""
     by_class: dict[type, list[nn.Parameter]] = {}
     for parameter in group["params"]:
@@ -91,7 +92,7 @@ class Several(torch.optim.Optimizer):
         self.parts = list(parts)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[ParameterGroup]:  # type: ignore[override]
         """The parameter groups of all optimizers, to be read and written."""
         return [group for optimizer in self.parts for group in optimizer.param_groups]
 
@@ -150,7 +151,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
     """Rebuild a parameter's optimizer state, split as the parameter is: the reverse of `flattened`."""
-    state = {key: part_like(value, parameter) for key, value in flat.items() if "." not in key}
+    state = {key: split_like(value, parameter) for key, value in flat.items() if "." not in key}
     for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit
 

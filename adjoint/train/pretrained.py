@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 KEY = "model.from_pretrained"
+LoraSettings = Mapping[str, Any]  # `train.config.LoraConfig` as plain values
 # Modules without an adapter where none are named: transformers or a fused kernel reads their weight past it.
 _UNADAPTED = {"out_proj", "dt_proj"}
 _NEEDS_NEWER = "needs a newer transformers; pip install -U transformers"
@@ -112,7 +113,7 @@ def sizes(directory: str, trust_remote_code: bool = False) -> dict[str, int]:
 def load(
     directory: str,
     method: Method,
-    lora: Mapping[str, Any] | None = None,
+    lora: LoraSettings | None = None,
     trust_remote_code: bool = False,
     key: str = KEY,
     quantization: str | None = None,
@@ -133,7 +134,7 @@ def load(
 
 
 def prepared(
-    model: PreTrainedModel, directory: str, method: Method, lora: Mapping[str, Any] | None, key: str = KEY
+    model: PreTrainedModel, directory: str, method: Method, lora: LoraSettings | None, key: str = KEY
 ) -> PreTrainedModel:
     """Return a folder's model wrapped, and with adapters where there are settings of them: see `load`."""
     with _naming(directory, key):
@@ -284,7 +285,7 @@ def _check_generation_config(file: Path, key: str) -> None:
         raise UserError(f"{key}: {file.parent}: {file.name} is damaged; download it again")
 
 
-def adapted(model: PreTrainedModel, lora: Mapping[str, Any]) -> PeftModel:
+def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
     """Return a model with adapters, the rest of it frozen."""
     try:
         import peft

@@ -26,7 +26,7 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
-from adjoint.parallel.weight_parts import local
+from adjoint.parallel.split_tensors import local
 from adjoint.stack import StackOutput
 from adjoint.train import dependencies, machine
 from adjoint.train.carried_state import STEM, Carried

@@ -37,12 +37,12 @@ def options(name: str, folder: Path, **more: Any) -> dict[str, Any]:
     return {**sizes, **FLAGS, "model__from_pretrained": folder / "model", **more}
 
 
-def test_the_processes_of_a_layout_and_what_they_share() -> None:
+def test_which_ranks_share_weights_sequences_and_gradients() -> None:
     layout = Layout(1, sequence=2, replicas=2, tensor=3)
     assert layout.world == 12
-    assert layout.with_other_parts(4) == [3, 4, 5] and layout.with_other_parts(11) == [9, 10, 11]
-    assert layout.with_other_chunks(4) == [1, 4] and layout.with_other_chunks(8) == [8, 11]
-    assert layout.with_other_rows(4) == [4, 10] and layout.with_other_rows(9) == [3, 9]
+    assert layout.tensor_ranks(4) == [3, 4, 5] and layout.tensor_ranks(11) == [9, 10, 11]
+    assert layout.sequence_ranks(4) == [1, 4] and layout.sequence_ranks(8) == [8, 11]
+    assert layout.data_ranks(4) == [4, 10] and layout.data_ranks(9) == [3, 9]
     assert [layout.replica(rank) for rank in range(12)] == [0] * 6 + [1] * 6
 
 

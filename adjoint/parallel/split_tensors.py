@@ -48,7 +48,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def whole(tensor: Tensor, parameter: Tensor) -> Tensor:
+def gather(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor put together from its ranks' parts; all of them must call this."""
     part = parts.get(parameter)
     if part is not None and tensor.shape == parameter.shape:
@@ -56,7 +56,7 @@ def whole(tensor: Tensor, parameter: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def part_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+def split_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a whole tensor, split as a parameter of its shape is; every rank has the whole tensor."""
     part = parts.get(parameter)
     if part is not None:
