@@ -273,7 +273,7 @@ class Stack(nn.Module):
         logits, split = self.lm_head(self.norm_f(y)), self.tensor_parallel
         return logits if split is None else split.all_ids(logits)
 
-    def _all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
+    def all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
         """Return y_K of all tokens; it is already, unless the stack is split."""
         return y if self.tensor_parallel is None else gather_tokens(y, self.tensor_parallel.group, seqlen)
 
@@ -360,14 +360,14 @@ class Stack(nn.Module):
                     batch = Batch.from_labels(input_ids, labels, seq_idx)
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
                 if labels is None or return_logits:
-                    output.logits = self.logits(self._all_tokens(y, input_ids.shape[1]))
+                    output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         else:
             batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
             output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
             if return_logits:
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
-                    output.logits = self.logits(self._all_tokens(y, input_ids.shape[1]))
+                    output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         if return_state:
             output.state = final
         return output
@@ -497,7 +497,7 @@ class Stack(nn.Module):
         for _ in range(max_new_tokens):
             for chunk in tokens[-1].split(chunk_size, dim=1):
                 y, states = self._hidden(chunk, states)
-            logits = self.logits(self._all_tokens(y, chunk.shape[1])[:, -1]).float()
+            logits = self.logits(self.all_tokens(y, chunk.shape[1])[:, -1]).float()
             if temperature == 0:
                 tokens.append(logits.argmax(-1, keepdim=True))
                 continue

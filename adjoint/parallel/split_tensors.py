@@ -36,11 +36,11 @@ class Part(Protocol):
 parts: MutableMapping[Tensor, Part] = WeakTensorKeyDictionary()  # by parameter
 
 
-def is_split(parameter: Tensor) -> bool:
-    """Whether ranks have different parts of a parameter."""
+def is_split(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether ranks have different parts of a tensor of a parameter's shape."""
     if parameter in parts:
         return True
-    return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+    return any(not placement.is_replicate() for placement in getattr(tensor, "placements", ()))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -78,6 +78,6 @@ def squared_norm(tensor: Tensor, parameter: Tensor, is_first: bool) -> Tensor:
     part, counted = parts.get(parameter), local(tensor)
     if part is not None:
         counted = part.owned(counted)
-    elif not is_split(parameter) and not is_first:
+    elif not is_split(tensor, parameter) and not is_first:
         counted = counted.flatten()[:0]
     return torch.linalg.vector_norm(counted).double() ** 2

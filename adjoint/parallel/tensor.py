@@ -404,7 +404,12 @@ class TensorParallelAccess(ParameterAccess):
         model: the split stack. split: its placements.
     """
 
-    def __init__(self, model: nn.Module, split: TensorParallel, backward_context: ContextFactory) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        split: TensorParallel,
+        backward_context: ContextFactory = contextlib.nullcontext,
+    ) -> None:
         super().__init__(backward_context)
         self.split = split
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}

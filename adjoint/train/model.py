@@ -178,6 +178,11 @@ class PretrainedLM(LanguageModel):
         from adjoint.train.pretrained import check_tensor_parallel, configuration
 
         directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
+        if shards and config.cluster.tensor > 1:
+            raise UserError(
+                "cluster.tensor: Ray's shards do not split a pretrained model's weights; set cluster.shards "
+                "to 0 and start the processes with torchrun"
+            )
         packed = config.data.documents == "packed"
         described = configuration(directory, config.model.trust_remote_code)
         if config.cluster.tensor > 1:
