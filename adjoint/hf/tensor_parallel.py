@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import MutableMapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import nn
 
 from adjoint.collectives import copy_to_ranks
 
+T = TypeVar("T")
 # transformers' style of norms that see this rank's heads alone, such as Qwen3's q_norm
 _PARTIAL_GRADIENTS = "ReplicatedWithGradAllReduce."
 
@@ -30,33 +31,31 @@ def sum_partial_gradients(model: nn.Module) -> None:
 
 def _remove_hooks(module: nn.Module) -> dist.ProcessGroup | None:
     """Undo transformers' style on a module; return the ranks to sum over, None if it is not of this style."""
-    forward, hooks = vars(module).get("forward"), module._backward_hooks
-    if _is_of_style(forward):  # it registers a hook of the parameter in the first forward
+    forward = vars(module).get("forward")
+    if forward is not None and _is_of_style(forward):  # its first call registers a hook of the parameter
         variables = inspect.getclosurevars(forward).nonlocals
-        hook, module.__dict__["forward"] = variables["_all_reduce_grad"], variables["original_forward"]
+        module.__dict__["forward"] = variables["original_forward"]
         for parameter in module.parameters(recurse=False):
-            _discard(parameter._post_accumulate_grad_hooks, hook)
-    elif found := [hook for hook in hooks.values() if _is_of_style(hook)]:  # before transformers 5.22
-        (hook,) = found
-        _discard(hooks, hook)
+            _take_hooks(parameter._post_accumulate_grad_hooks or {})
+        hooks = [variables["_all_reduce_grad"]]
     else:
-        return None
-    return inspect.getclosurevars(hook).nonlocals["mesh"].get_group()
+        hooks = _take_hooks(module._backward_hooks)  # before transformers 5.22
+    return inspect.getclosurevars(hooks[0]).nonlocals["mesh"].get_group() if hooks else None
 
 
-def _is_of_style(function: Any) -> bool:
+def _is_of_style(function: object) -> bool:
     return getattr(function, "__qualname__", "").startswith(_PARTIAL_GRADIENTS)
 
 
-def _discard(hooks: Any, hook: Callable[..., Any]) -> None:
-    for key in [key for key, value in (hooks or {}).items() if value is hook]:
-        del hooks[key]
+def _take_hooks(hooks: MutableMapping[int, T]) -> list[T]:
+    """Remove the hooks of transformers' style, and return them."""
+    return [hooks.pop(key) for key in [key for key, hook in hooks.items() if _is_of_style(hook)]]
 
 
 def _install(module: nn.Module, group: dist.ProcessGroup) -> None:
     original_forward = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         parameters = dict(module._parameters)  # in a chunk these are leaves of its own
         if torch.is_grad_enabled():
             for name, parameter in parameters.items():
@@ -70,7 +69,7 @@ def _install(module: nn.Module, group: dist.ProcessGroup) -> None:
     module.__dict__["forward"] = forward
 
 
-def use_copies(copied: nn.Module, memo: dict[int, Any]) -> None:
+def use_copies(copied: nn.Module, memo: dict[int, object]) -> None:
     """Let the forwards that modules of a copy hold themselves call the copy's modules.
 
     `copy.deepcopy` shares functions, and those of transformers' parallel styles close over the module.
@@ -84,7 +83,7 @@ def use_copies(copied: nn.Module, memo: dict[int, Any]) -> None:
             module.__dict__["forward"] = _on_copies(forward, memo)
 
 
-def _on_copies(value: Any, memo: dict[int, Any]) -> Any:
+def _on_copies(value: object, memo: dict[int, object]) -> object:
     """Return the copy of a module, of its method, or of a function that closes over these; else the value."""
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
