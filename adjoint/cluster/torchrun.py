@@ -30,7 +30,7 @@ from adjoint.data.batches import Data
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
 from adjoint.parallel.network import Endpoint, exchange
-from adjoint.parallel.split_tensors import is_split, local
+from adjoint.parallel.split_tensors import local, squared_norm
 from adjoint.parallel.transport import sum_gradients
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
@@ -345,18 +345,15 @@ class Replica(Trainer):
         if self.tensor_group is None:
             return super()._clip_gradients(limit)
         self._now("norm of gradients")
-        gradients = [p.grad for p in self.model.module.parameters() if p.grad is not None]
+        gradients = {p: p.grad for p in self.model.module.parameters() if p.grad is not None}
+        is_first = self.here.rank == self.tensor_ranks[0]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for gradient in gradients:
-            if is_split(gradient):
-                square += torch.linalg.vector_norm(local(gradient)).double() ** 2
+        for parameter, gradient in gradients.items():
+            square += squared_norm(gradient, parameter, is_first)
         self.transport.all_reduce(square, self.tensor_ranks)
-        for gradient in gradients:
-            if not is_split(gradient):
-                square += torch.linalg.vector_norm(local(gradient)).double() ** 2
         norm = square.sqrt().item()
         if (scale := limit / (norm + 1e-6)) < 1:
-            torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
+            torch._foreach_mul_([local(gradient) for gradient in gradients.values()], scale)
         return norm
 
     def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:

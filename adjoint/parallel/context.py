@@ -54,26 +54,27 @@ SINGLE_RANK = SingleRank()
 _compared: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
 
-def group_of(group: object) -> dist.ProcessGroup:
-    """Return the process group of a `sequence_group`.
+def group_of(group: object, setting: str = "sequence_group") -> dist.ProcessGroup:
+    """Return the process group of a `sequence_group`, or of another setting.
 
     Args:
         group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
+        setting: its name in error messages.
 
     Raises:
         UserError: it is neither, this process is not in it, or torch.distributed is not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
-            "sequence_group: torch.distributed is not initialised: call "
+            f"{setting}: torch.distributed is not initialised: call "
             "torch.distributed.init_process_group() in every process first, under torchrun"
         )
     mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", ())
     if isinstance(group, mesh):
         if group.ndim != 1:
             raise UserError(
-                f"sequence_group: a DeviceMesh of {group.ndim} dimensions; give the one of the sequence, "
-                'such as mesh["sequence"]'
+                f"{setting}: a DeviceMesh of {group.ndim} dimensions; give one of them, such as "
+                f'mesh["{setting.removesuffix("_group")}"]'
             )
         inside = group.get_coordinate() is not None
         group = group.get_group() if inside else None
@@ -83,12 +84,12 @@ def group_of(group: object) -> dist.ProcessGroup:
         inside = False
     else:
         raise UserError(
-            "sequence_group must be a process group of torch.distributed or a DeviceMesh of one dimension; "
+            f"{setting} must be a process group of torch.distributed or a DeviceMesh of one dimension; "
             f"got {group!r}"
         )
     if not inside or not isinstance(group, dist.ProcessGroup):
         raise UserError(
-            f"sequence_group: rank {dist.get_rank()} is not in the group; only its members may call with it"
+            f"{setting}: rank {dist.get_rank()} is not in the group; only its members may call with it"
         )
     return group
 

@@ -117,17 +117,19 @@ def model_files(
         name: tensor for name, tensor in tensors_by_name.items() if not _is_the_folders(model, tensor)
     }
     first_names = {id(tensor): name for name, tensor in reversed(tensors_by_name.items())}
+    parameters = dict(model.named_parameters())
     contents: dict[str, Mapping[str, torch.Tensor]] = {
         "model": {name: tensors_by_name[name] for name in first_names.values()},
-        "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters())),
+        "optimizer": optimizer_tensors(optimizer, parameters),
     } | ({STEM: states} if states else {})
     files: dict[str, dict[str, torch.Tensor]] = {}
     for stem, tensors in contents.items():
         file = files[f"{stem}.safetensors"] = {}
         for name, tensor in tensors.items():
-            complete = gather(tensor.detach())
+            parameter = parameters.get(name.partition("|")[0], tensor)
+            complete = gather(tensor.detach(), parameter)
             if writes:
-                in_memory = copied or is_split(tensor)  # put together on a GPU, it must not stay there
+                in_memory = copied or is_split(parameter)  # put together on a GPU, it must not stay there
                 file[name] = complete.to("cpu", copy=copied) if in_memory else complete
     return lambda folder: {
         name: write_file(folder / name, tensors) for name, tensors in files.items() if writes

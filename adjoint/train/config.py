@@ -221,8 +221,9 @@ class ClusterConfig:
     )
     tensor: Positive = option(
         1,
-        "tensor-parallel processes that split each weight of a model.from_pretrained, by transformers' plan "
-        "for its class, and work on the same rows: torchrun --nproc-per-node N train.py --cluster.tensor N.",
+        "tensor-parallel processes that split each weight and work on the same rows: torchrun "
+        "--nproc-per-node N train.py --cluster.tensor N. A model.from_pretrained is split by transformers' "
+        "plan for its class.",
     )
     helpers: NotNegative = option(
         0, "extra processes per replica that take tasks from the shards; layer-local only."

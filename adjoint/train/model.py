@@ -16,6 +16,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.methods import Exact, Method
+from adjoint.parallel.tensor import refuse_windows
 from adjoint.stack import Stack, StackOutput
 from adjoint.train import quantization
 from adjoint.train.checkpoint import trained_model
@@ -103,12 +104,10 @@ class StackLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
+        spec = config.method.engine_spec(config.data.seqlen, config.data.seqlen)
+        check_windows(config.model, spec)
         if config.cluster.tensor > 1:
-            raise UserError(
-                "cluster.tensor: splits the weights of pretrained models alone; give model.from_pretrained, "
-                "or leave it out"
-            )
-        check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
+            refuse_windows(spec)
 
     @classmethod
     def from_config(
@@ -125,6 +124,8 @@ class StackLM(LanguageModel):
             raise UserError(
                 "training.carry_state: attention's keys and values would grow without limit; leave it out"
             )
+        if tensor_group is not None:
+            module.parallelize(tensor_group, "cluster.tensor")
         return cls(module, config.method, group)
 
     @classmethod

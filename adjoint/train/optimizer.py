@@ -151,11 +151,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
     """Rebuild a parameter's optimizer state, split as the parameter is: the reverse of `flattened`."""
-    state = {
-        key: split_like(value, parameter) if value.shape == parameter.shape else value
-        for key, value in flat.items()
-        if "." not in key
-    }
+    state = {key: split_like(value, parameter) for key, value in flat.items() if "." not in key}
     for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit
 
