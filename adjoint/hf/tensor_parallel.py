@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from adjoint.collectives import copy_to_ranks
+from adjoint.kernels.collectives import copy_to_ranks
 
 T = TypeVar("T")
 # transformers' style of norms that see this rank's heads alone, such as Qwen3's q_norm
