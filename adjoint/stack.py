@@ -44,7 +44,7 @@ from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, units, uses_fsdp
-from adjoint.parallel.split_tensors import parts
+from adjoint.parallel.split_tensors import splits
 from adjoint.parallel.tensor import (
     SPLIT_AND_SHARDED,
     SplitEmbeddingStage,
@@ -172,7 +172,7 @@ class Stack(nn.Module):
         if self.is_last:
             tied = self.embedding if is_tied and self.is_first else None
             self.lm_head = split.head(self.norm_f, self.lm_head, tied)
-        parts.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
+        splits.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
         self.tensor_parallel = split
 
     @torch.no_grad()

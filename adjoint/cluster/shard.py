@@ -317,20 +317,20 @@ class PipelineWorker:
         if self.transport is None:
             return
         self.at = "sum of gradients", True
-        layout, part = self.spec.layout, self.spec.layout.part(self.spec.rank)
+        layout, tensor_rank = self.spec.layout, self.spec.layout.tensor_rank(self.spec.rank)
         if layout.tensor > 1:
             named = self.part.named_parameters()
             self.part.tensor_parallel.sum_shared((name, p.grad) for name, p in named)
         table = (self.table if self.is_first else self.tied_head) if self.shards > 1 else None
         if table is not None:
-            sum_gradients([table], self.transport, layout.tied(part))
-        peers = layout.with_same_weights(self.spec.shard, part)
+            sum_gradients([table], self.transport, layout.tied(tensor_rank))
+        peers = layout.with_same_weights(self.spec.shard, tensor_rank)
         if len(peers) > 1:
             parameters = [p for p in self.part.parameters() if p is not table and p.requires_grad]
             sum_gradients(parameters, self.transport, peers)
 
     def _loss(self, executor: Executor, batches: float = 1) -> float | None:
-        if not self.is_last or self.spec.layout.part(
+        if not self.is_last or self.spec.layout.tensor_rank(
             self.spec.rank
         ):  # ranks that split weights have the same
             return None
@@ -344,7 +344,7 @@ class PipelineWorker:
             return {}
         if self.spec.layout.tensor > 1:
             assert self.transport is not None
-            is_first = self.spec.layout.part(self.spec.rank) == 0
+            is_first = self.spec.layout.tensor_rank(self.spec.rank) == 0
             squares = [squared_norm(gradient, weights[name], is_first) for name, gradient in named.items()]
             values = self.transport.all_reduce(torch.stack(squares), self.tensor_ranks).sqrt()
         else:
@@ -390,7 +390,7 @@ class PipelineWorker:
             contents.append((f"{STEM}-{number}", states))
         if self.spec.layout.tensor > 1:
             contents = [(name, self._gathered(tensors)) for name, tensors in contents]
-            if self.spec.layout.part(self.spec.rank):
+            if self.spec.layout.tensor_rank(self.spec.rank):
                 return {}
         return {name: write_file(Path(folder) / name, tensors) for name, tensors in contents}
 

@@ -100,12 +100,12 @@ class Layout:
         """Return the workers that own a shard's layers, in all replicas."""
         return [rank for rank in range(self.world) if not self.helps(rank) and self.shard(rank) == shard]
 
-    def with_same_weights(self, shard: int, part: int) -> list[int]:
-        """Return the workers of a shard that have part `part` of each of its weights, in all replicas."""
-        return [rank for rank in self.ranks(shard) if self.worker(rank) % self.tensor == part]
+    def with_same_weights(self, shard: int, tensor_rank: int) -> list[int]:
+        """Return the workers of a shard that have the same part of its weights, in all replicas."""
+        return [rank for rank in self.ranks(shard) if self.tensor_rank(rank) == tensor_rank]
 
-    def part(self, rank: int) -> int:
-        """Return the number of the part of each weight that a worker has."""
+    def tensor_rank(self, rank: int) -> int:
+        """Return a worker's rank among those that share each weight with it."""
         return self.worker(rank) % self.tensor
 
     @property
@@ -139,18 +139,18 @@ class Layout:
         """Ranks of the workers that are not helpers."""
         return [rank for rank in range(self.world) if not self.helps(rank)]
 
-    def tied(self, part: int) -> list[int]:
-        """Return the workers that have a tied table, or this part of it: in the first and the last shard."""
-        first, last = (self.with_same_weights(shard, part) for shard in (0, self.shards - 1))
+    def tied(self, tensor_rank: int) -> list[int]:
+        """Return the workers with the same part of a tied table, which the first and the last shard have."""
+        first, last = (self.with_same_weights(shard, tensor_rank) for shard in (0, self.shards - 1))
         return sorted({*first, *last})
 
     @property
     def groups(self) -> list[list[int]]:
         """The ranks between which there are collectives."""
-        parts = range(self.tensor)
-        alike = [self.with_same_weights(shard, part) for shard in range(self.shards) for part in parts]
-        split = [self.tensor_ranks(rank) for rank in self.everyone if self.part(rank) == 0]
-        return [*alike, *map(self.tied, parts), *split, self.everyone]
+        tensor_ranks, shards = range(self.tensor), range(self.shards)
+        alike = [self.with_same_weights(shard, number) for shard in shards for number in tensor_ranks]
+        split = [self.tensor_ranks(rank) for rank in self.everyone if self.tensor_rank(rank) == 0]
+        return [*alike, *map(self.tied, tensor_ranks), *split, self.everyone]
 
     # --------------------------------------------------------------------------------------------- batches
 
