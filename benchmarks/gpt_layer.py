@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adjoint.collectives import copy_to_ranks, gathered_linear, reduce_scatter_tokens, sum_over_ranks
+from adjoint.kernels.collectives import copy_to_ranks, gathered_linear, reduce_scatter_tokens, sum_over_ranks
 
 RECOMPUTE = ("none", "selective", "full")
 

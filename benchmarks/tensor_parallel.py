@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adjoint.collectives import local_tokens
+from adjoint.kernels.collectives import local_tokens
 from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.gpt_layer import RECOMPUTE, GPTLayer, formula
@@ -151,9 +151,10 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.current and func.namespace == "c10d":
             kind = COLLECTIVES[func._opname]
-            tensor_bytes = max(t.nbytes for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor))
+            tensors = (t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor))
+            largest = max(tensor.nbytes for tensor in tensors)
             self.collectives[self.current][kind] += 1
-            self.ring_bytes[self.current] += RING_PASSES[kind] * tensor_bytes * (self.ranks - 1) / self.ranks
+            self.ring_bytes[self.current] += RING_PASSES[kind] * largest * (self.ranks - 1) / self.ranks
         return func(*args, **(kwargs or {}))
 
 

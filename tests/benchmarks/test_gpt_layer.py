@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.collectives import local_tokens, sum_over_ranks
+from adjoint.kernels.collectives import local_tokens, sum_over_ranks
 from benchmarks import tensor_parallel
 from benchmarks.gpt_layer import RECOMPUTE, GPTLayer, formula
 from tests.model_helpers import assert_same, relative

@@ -11,12 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.collectives import (
+from adjoint.kernels.collectives import (
     copy_to_ranks,
     gather_tokens,
     gathered_linear,
     local_tokens,
     reduce_scatter_tokens,
+    split_tokens,
     sum_over_ranks,
 )
 from tests.model_helpers import relative
@@ -75,10 +76,12 @@ def each_function(batch: int, seqlen: int) -> None:
     xs = [[draw(batch, seqlen, CHANNELS)] for _ in range(ranks)]
     total = torch.stack([x for (x,) in xs]).sum(0)
     compare(lambda x: sum_over_ranks(x, group), xs, [total])
+    compare(lambda x: split_tokens(x, group), [[x]] * ranks, split(x))
     compare(lambda x: reduce_scatter_tokens(x, group), xs, split(total))
     xs = [[draw(batch, local_tokens(seqlen, ranks), CHANNELS)] for _ in range(ranks)]
     sequence = torch.cat([x for (x,) in xs], dim=1)[:, :seqlen]
     compare(lambda x: gather_tokens(x, group, seqlen), xs, [sequence.clone() for _ in range(ranks)])
+    compare(lambda x: gather_tokens(x, group, seqlen, complete=True), xs, [sequence])
     linears = [[x, draw(OUTPUTS, CHANNELS), draw(OUTPUTS)] for (x,) in xs]
     compare(
         lambda x, weight, bias: gathered_linear(x, weight, bias, group, seqlen),
