@@ -24,6 +24,7 @@ from adjoint.engine.verification import Refused
 from adjoint.hf.cache import CHUNK_LAYER_CLASSES
 from adjoint.hf.kernels import fla as kernels
 from adjoint.hf.kernels.fla_mixers import MIXERS
+from tests.external.references import in_float64
 from tests.model_helpers import relative
 from tests.ranks import on_ranks
 
@@ -253,13 +254,6 @@ PLACES = {
 
 # Those of the models above, by the attributes of fla's modules that hold them.
 ACTIVATIONS = {"act": F.silu, "gate_fn": F.silu, "act_fn": lambda x: F.relu(x).square()}
-
-
-def in_float64(patch: pytest.MonkeyPatch) -> None:
-    """Let references compute in float64 what they compute in float32."""
-    patch.setattr(torch, "float32", torch.float64)
-    patch.setattr(torch, "float", torch.float64)
-    patch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 @pytest.fixture
