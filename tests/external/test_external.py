@@ -56,58 +56,58 @@ def selective_scan(
     theirs: Any, groups: int | None, has: tuple[str, ...] = OPTIONAL, softplus: bool = True
 ) -> Case:
     of_group = (SEQLEN, 3) if groups is None else (SEQLEN, groups, 3)
-    given = {"u": random(SEQLEN, 8), "delta": random(SEQLEN, 8), "A": -vector(8, 3).exp()}
-    given |= {"B": random(*of_group), "C": random(*of_group)}
+    tensors = {"u": random(SEQLEN, 8), "delta": random(SEQLEN, 8), "A": -vector(8, 3).exp()}
+    tensors |= {"B": random(*of_group), "C": random(*of_group)}
     optional = {"D": vector(8), "z": random(SEQLEN, 8), "delta_bias": vector(8)}
-    given |= {name: optional[name] for name in has}
+    tensors |= {name: optional[name] for name in has}
     if not softplus:
-        given["delta"] = given["delta"].abs()
+        tensors["delta"] = tensors["delta"].abs()
 
     def channels_first(**inputs: Tensor) -> Any:
         turned = {name: x.movedim(1, -1) if x.dim() > 2 else x for name, x in inputs.items()}
         y, state = theirs(**turned, delta_softplus=softplus, return_last_state=True)
         return y.mT, state
 
-    return given, channels_first, lambda **x: adjoint.selective_scan(**x, delta_softplus=softplus)
+    return tensors, channels_first, lambda **x: adjoint.selective_scan(**x, delta_softplus=softplus)
 
 
 def ssd_inputs(groups: int) -> dict[str, Tensor]:
-    given = {"x": random(SEQLEN, HEADS, D_V), "dt": random(SEQLEN, HEADS), "A": -vector(HEADS).exp()}
-    return given | {"B": random(SEQLEN, groups, D_K), "C": random(SEQLEN, groups, D_K)}
+    tensors = {"x": random(SEQLEN, HEADS, D_V), "dt": random(SEQLEN, HEADS), "A": -vector(HEADS).exp()}
+    return tensors | {"B": random(SEQLEN, groups, D_K), "C": random(SEQLEN, groups, D_K)}
 
 
 def ssd_combined(theirs: Any, groups: int = 2) -> Case:
-    given = ssd_inputs(groups) | {
+    tensors = ssd_inputs(groups) | {
         "D": vector(HEADS),
         "z": random(SEQLEN, HEADS, D_V),
         "dt_bias": vector(HEADS),
     }
     return (
-        given,
+        tensors,
         lambda **x: theirs(**x, chunk_size=math.gcd(BLOCK, x["x"].shape[1]), dt_softplus=True),
         lambda **x: adjoint.ssd_scan(**x, dt_softplus=True)[0],
     )
 
 
 def ssd_minimal(theirs: Any) -> Case:
-    given = ssd_inputs(HEADS) | {"initial_state": random(HEADS, D_V, D_K)}
+    tensors = ssd_inputs(HEADS) | {"initial_state": random(HEADS, D_V, D_K)}
 
     def discrete(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor) -> Any:
         dt = F.softplus(dt)
         block = math.gcd(BLOCK, x.shape[1])
         return theirs(x * dt.unsqueeze(-1), dt * A, B, C, block, initial_state[:, None])
 
-    return given, discrete, lambda **x: adjoint.ssd_scan(**x, dt_softplus=True)
+    return tensors, discrete, lambda **x: adjoint.ssd_scan(**x, dt_softplus=True)
 
 
 def gated_delta(theirs: Any, decays: tuple[int, ...] = (), **more: Any) -> Case:
     keys = F.normalize(random(SEQLEN, HEADS, D_K), dim=-1)
-    given = {"q": random(SEQLEN, HEADS, D_K), "k": keys, "v": random(SEQLEN, HEADS, D_V)}
-    given |= {"g": -random(SEQLEN, HEADS, *decays).exp(), "beta": random(SEQLEN, HEADS).sigmoid()}
-    given["initial_state"] = random(HEADS, D_K, D_V)
+    tensors = {"q": random(SEQLEN, HEADS, D_K), "k": keys, "v": random(SEQLEN, HEADS, D_V)}
+    tensors |= {"g": -random(SEQLEN, HEADS, *decays).exp(), "beta": random(SEQLEN, HEADS).sigmoid()}
+    tensors["initial_state"] = random(HEADS, D_K, D_V)
 
     return (
-        given,
+        tensors,
         lambda q, k, v, **x: theirs(q, k, v, **x, output_final_state=True, **more),
         lambda q, **x: gated_delta_rule(q * D_K**-0.5, **x),
     )
@@ -115,42 +115,42 @@ def gated_delta(theirs: Any, decays: tuple[int, ...] = (), **more: Any) -> Case:
 
 def delta_rule(theirs: Any) -> Case:
     """The delta rule without decays; theirs has heads before tokens."""
-    given, _, ours = gated_delta(theirs)
-    no_decays = torch.zeros_like(given.pop("g"))
+    tensors, _, ours = gated_delta(theirs)
+    no_decays = torch.zeros_like(tensors.pop("g"))
 
     def heads_first(initial_state: Tensor, **sequences: Tensor) -> Any:
         o, state = theirs(**{name: x.transpose(1, 2) for name, x in sequences.items()},
                           initial_state=initial_state)  # fmt: skip
         return o.transpose(1, 2), state
 
-    return given, heads_first, lambda **x: ours(**x, g=no_decays)
+    return tensors, heads_first, lambda **x: ours(**x, g=no_decays)
 
 
 def simple_gla(theirs: Any) -> Case:
     """SSD with one step size of 1 and decays of their own."""
-    given = {
+    tensors = {
         "q": random(SEQLEN, HEADS, D_K),
         "k": random(SEQLEN, HEADS, D_K),
         "v": random(SEQLEN, HEADS, D_V),
     }
-    given |= {"g": -random(SEQLEN, HEADS).exp(), "initial_state": random(HEADS, D_K, D_V)}
+    tensors |= {"g": -random(SEQLEN, HEADS).exp(), "initial_state": random(HEADS, D_K, D_V)}
 
     def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> Any:
         inputs = v / -g.unsqueeze(-1), -g, -torch.ones(HEADS, dtype=torch.float64), k, q * D_K**-0.5
         y, state = adjoint.ssd_scan(*inputs, initial_state=initial_state.mT)
         return y, state.mT
 
-    return given, lambda **x: theirs(**x, output_final_state=True), ours
+    return tensors, lambda **x: theirs(**x, output_final_state=True), ours
 
 
 def retention(theirs: Any) -> Case:
-    given = {
+    tensors = {
         "q": random(SEQLEN, HEADS, D_K),
         "k": random(SEQLEN, HEADS, D_K),
         "v": random(SEQLEN, HEADS, D_V),
     }
     return (
-        given,
+        tensors,
         lambda **x: theirs(**{name: t.transpose(1, 2) for name, t in x.items()}).transpose(1, 2),
         lambda **x: FUNCTIONS["chunk_retention"](**x)[0],
     )
@@ -171,53 +171,58 @@ def drawn_kda(theirs: Any, seed: int) -> Case:
     batch, tokens, heads, d_k, d_v = size(3), size(200), size(3), size(40), size(40)
     rand = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)  # noqa: E731
     rows = batch, tokens, heads
-    given = {"q": rand(*rows, d_k), "k": F.normalize(rand(*rows, d_k), dim=-1), "v": rand(*rows, d_v)}
-    given |= {"g": -(4 * rand(*rows, d_k) - 2).exp(), "beta": rand(*rows).sigmoid()}
-    given["initial_state"] = rand(batch, heads, d_k, d_v)
+    tensors = {"q": rand(*rows, d_k), "k": F.normalize(rand(*rows, d_k), dim=-1), "v": rand(*rows, d_v)}
+    tensors |= {"g": -(4 * rand(*rows, d_k) - 2).exp(), "beta": rand(*rows).sigmoid()}
+    tensors["initial_state"] = rand(batch, heads, d_k, d_v)
     return (
-        given,
+        tensors,
         lambda **x: theirs(**x, output_final_state=True),
         lambda q, **x: gated_delta_rule(q * d_k**-0.5, **x),
     )
 
 
 def hgrn(theirs: Any) -> Case:
-    given = {"x": random(SEQLEN, D_K), "g": -random(SEQLEN, D_K).exp(), "initial_state": random(D_K)}
+    tensors = {"x": random(SEQLEN, D_K), "g": -random(SEQLEN, D_K).exp(), "initial_state": random(D_K)}
     return (
-        given,
+        tensors,
         lambda **x: theirs(**x)[0],
         lambda x, g, initial_state: adjoint.linear_scan(g.exp(), x, initial_state),
     )
 
 
 def attention(theirs: Any, window: int | None) -> Case:
-    given = {"q": random(300, HEADS, D_K), "k": random(300, 2, D_K), "v": random(300, 2, D_V)}
+    tensors = {"q": random(300, HEADS, D_K), "k": random(300, 2, D_K), "v": random(300, 2, D_V)}
 
     def ours(**x: Tensor) -> Tensor:
         return causal_attention(*(t.transpose(1, 2) for t in x.values()), window).transpose(1, 2)
 
-    return given, lambda **x: theirs(**x, window_size=window)[0], ours
+    return tensors, lambda **x: theirs(**x, window_size=window)[0], ours
 
 
 def gated_norm(theirs: Any, group_size: int | None) -> Case:
-    given = {"x": random(SEQLEN, 12), "weight": vector(12), "z": random(SEQLEN, 12)}
+    tensors = {"x": random(SEQLEN, 12), "weight": vector(12), "z": random(SEQLEN, 12)}
     more: dict[str, Any] = {"eps": 1e-5, "group_size": group_size}
     return (
-        given,
+        tensors,
         lambda x, weight, z: theirs(x, weight, None, z, **more, norm_before_gate=False),
         lambda x, weight, z: rms_norm(x, weight, gate=z, **more),
     )
 
 
 def short_conv(theirs: Any) -> Case:
-    given = {"x": random(SEQLEN, 8), "weight": vector(8, 4), "bias": vector(8), "initial_state": random(8, 3)}
+    tensors = {
+        "x": random(SEQLEN, 8),
+        "weight": vector(8, 4),
+        "bias": vector(8),
+        "initial_state": random(8, 3),
+    }
 
     def channels_first(x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor) -> Any:
         more = {"return_final_states": True, "activation": "silu"}
         y, state = theirs(x.mT, weight, bias, initial_states=initial_state, **more)
         return y.mT, state
 
-    return given, channels_first, lambda **x: causal_conv1d(**x, silu=True)
+    return tensors, channels_first, lambda **x: causal_conv1d(**x, silu=True)
 
 
 # ------------------------------------- the same where documents are packed: theirs is called with each alone
@@ -229,8 +234,8 @@ def packed(theirs: Any, case: Callable[..., Case], *more: Any) -> Case:
     """Return a case of packed documents, which expects outputs and final states of each document alone.
 
     An initial state is the first document's."""
-    given, reference, ours = case(theirs, *more)
-    sequences = {name for name, x in given.items() if x.dim() > 1 and x.shape[1] == SEQLEN}
+    tensors, reference, ours = case(theirs, *more)
+    sequences = {name for name, x in tensors.items() if x.dim() > 1 and x.shape[1] == SEQLEN}
     seq_idx = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).expand(BATCH, -1)
 
     def one_by_one(**inputs: Tensor) -> Any:
@@ -258,7 +263,7 @@ def packed(theirs: Any, case: Callable[..., Case], *more: Any) -> Case:
             states.append(ours(**beginning, seq_idx=seq_idx[:, :end])[1])
         return result[0], torch.stack(states)
 
-    return given, one_by_one, in_one_row
+    return tensors, one_by_one, in_one_row
 
 
 # What a package compiles for CUDA, and imports at once; its references do not call it.
@@ -326,21 +331,21 @@ def test_equals_their_reference(
 ) -> None:
     theirs = function_of(module, name, monkeypatch)
     torch.manual_seed(0)
-    given, reference, ours = case(theirs, *more)
-    for tensor in given.values():
+    tensors, reference, ours = case(theirs, *more)
+    for tensor in tensors.values():
         tensor.requires_grad_()
     with monkeypatch.context() as lifted:  # what they compute in float32 they compute in float64
         in_float64(lifted)
-        expected = reference(**given)
-    got = ours(**given)
+        expected = reference(**tensors)
+    got = ours(**tensors)
     pairs = [(got, expected)] if isinstance(got, Tensor) else list(zip(got, expected, strict=True))
     cotangents = [torch.randn_like(one) for one, _ in pairs]
     for one, other in pairs:
         assert one.dtype == torch.float64 and relative(one, other) <= 1e-12
     gradients = [
-        torch.autograd.grad(side, list(given.values()), cotangents) for side in zip(*pairs, strict=True)
+        torch.autograd.grad(side, list(tensors.values()), cotangents) for side in zip(*pairs, strict=True)
     ]
-    for key, one, other in zip(given, *gradients, strict=True):
+    for key, one, other in zip(tensors, *gradients, strict=True):
         assert relative(one, other) <= 1e-12, key
 
 
@@ -354,29 +359,29 @@ ALLOWED = {torch.float32: (6e-4, 2e-3), torch.float16: (3e-3, 5e-3), torch.bfloa
 def test_selective_scan_as_mamba_ssm_tests_its_kernel(
     dtype: torch.dtype, groups: int, seqlen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sizes, numbers, dtypes and tolerances: sequences in 16 bits, A, D and the bias in float32."""
+    """Sizes, numbers and tolerances are its own: sequences in 16 bits, A, D and the bias in float32."""
     theirs = function_of(*SCAN, monkeypatch)
     torch.manual_seed(0)
     of_group = (2, groups, 8, seqlen)
-    given = {"u": torch.randn(2, 4, seqlen), "delta": 0.5 * torch.rand(2, 4, seqlen)}
-    given |= {"B": torch.randn(of_group), "C": torch.randn(of_group), "z": torch.randn(2, 4, seqlen)}
-    given = {name: x.to(dtype) for name, x in given.items()}
-    given |= {"A": -0.5 * torch.rand(4, 8), "D": torch.randn(4), "delta_bias": 0.5 * torch.rand(4)}
-    for tensor in given.values():
+    tensors = {"u": torch.randn(2, 4, seqlen), "delta": 0.5 * torch.rand(2, 4, seqlen)}
+    tensors |= {"B": torch.randn(of_group), "C": torch.randn(of_group), "z": torch.randn(2, 4, seqlen)}
+    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+    tensors |= {"A": -0.5 * torch.rand(4, 8), "D": torch.randn(4), "delta_bias": 0.5 * torch.rand(4)}
+    for tensor in tensors.values():
         tensor.requires_grad_()
-    expected, state = theirs(**given, delta_softplus=True, return_last_state=True)
-    turned = {name: x.movedim(-1, 1) if x.dim() > 2 else x for name, x in given.items()}
+    expected, state = theirs(**tensors, delta_softplus=True, return_last_state=True)
+    turned = {name: x.movedim(-1, 1) if x.dim() > 2 else x for name, x in tensors.items()}
     y, final = adjoint.selective_scan(**turned, delta_softplus=True)
     relative_error, absolute = ALLOWED[dtype]
     torch.testing.assert_close(y.mT, expected, rtol=relative_error, atol=absolute)
     torch.testing.assert_close(final, state, rtol=relative_error, atol=absolute, check_dtype=False)
     dy = torch.randn_like(expected)
     pairs = zip(
-        torch.autograd.grad(y.mT, list(given.values()), dy),
-        torch.autograd.grad(expected, list(given.values()), dy),
+        torch.autograd.grad(y.mT, list(tensors.values()), dy),
+        torch.autograd.grad(expected, list(tensors.values()), dy),
         strict=True,
     )
-    for name, (got, reference) in zip(given, pairs, strict=True):
+    for name, (got, reference) in zip(tensors, pairs, strict=True):
         assert relative(got.double(), reference.double()) <= absolute, name
 
 
