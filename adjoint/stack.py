@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -42,6 +44,7 @@ from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, units, uses_fsdp
+from adjoint.parallel.split_tensors import parts
 from adjoint.parallel.tensor import (
     SPLIT_AND_SHARDED,
     SplitEmbeddingStage,
@@ -83,7 +86,7 @@ class Stack(nn.Module):
 
     Attributes:
         span: the numbers of the layers that are here: all, except in a part made by `split`.
-        tensor_parallel: where each weight is, if ranks split the stack (`parallel.tensor.parallelize_stack`).
+        tensor_parallel: where each weight is, if ranks split the stack (`parallelize`).
     """
 
     tensor_parallel: TensorParallel | None = None
@@ -131,6 +134,48 @@ class Stack(nn.Module):
         return partial_stack
 
     @torch.no_grad()
+    def parallelize(self, group: object, setting: str = "tensor_group") -> None:
+        """Split the stack over the ranks of a group by tensor and sequence parallelism, in place.
+
+        All ranks call this, with stacks of the same sizes; the weights that count are those of the group's
+        first rank. Afterwards they call the stack with the same rows. Each has the whole's loss; gradients,
+        states and `named_parameters` are its own parts (`tensor_parallel.gather` makes them whole). Make the
+        optimizer afterwards, too.
+
+        A layer that cannot be split is run by every rank whole: a user's own class, a dense A.
+
+        Args:
+            group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
+            setting: the group's name in error messages.
+
+        Raises:
+            UserError: the number of ranks does not divide the heads or channels of a layer; or `fully_shard`
+                has sharded the stack.
+        """
+        ranks = group_of(group, setting)
+        if self.tensor_parallel is not None:
+            raise UserError(f"{setting}: the stack is split already")
+        if units(self):
+            raise UserError(SPLIT_AND_SHARDED)
+        if ranks_of(ranks) == 1:
+            return
+        for tensor in (*self.parameters(), *self.buffers()):
+            dist.broadcast(tensor, group=ranks, group_src=0)
+        split, is_tied = TensorParallel(ranks), self.config.tie_embeddings
+        for k, block in zip(self.span, self.blocks(), strict=True):
+            try:
+                split.block(block, f"layers.{k}.")
+            except ValueError as error:
+                raise UserError(f"{setting}: layer {k} ({self.config.mixers[k]}): {error}") from None
+        if self.is_first:
+            self.embedding = split.embedding(self.embedding)
+        if self.is_last:
+            tied = self.embedding if is_tied and self.is_first else None
+            self.lm_head = split.head(self.norm_f, self.lm_head, tied)
+        parts.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
+        self.tensor_parallel = split
+
+    @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights again, from the distributions that mamba-ssm uses."""
         seed = draw_seed() if seed is None else seed
@@ -149,9 +194,17 @@ class Stack(nn.Module):
                     self.lm_head.reset_parameters()
 
     def num_parameters(self, embeddings: bool = True) -> int:
-        """Return the number of parameters, tied ones once; embeddings=False leaves out the embedding."""
-        total = sum(p.numel() for p in self.parameters())
-        return total if embeddings else total - self.embedding.weight.numel()
+        """Return the number of parameters of the whole model, tied ones once.
+
+        Args:
+            embeddings: False leaves out the embedding.
+        """
+        split = self.tensor_parallel
+        sizes = {
+            name: p.numel() if split is None else math.prod(split.placements[name].shape)
+            for name, p in self.named_parameters()
+        }
+        return sum(sizes.values()) - (0 if embeddings else sizes["embedding.weight"])
 
     # ------------------------------------------------------------------------- pieces that the engine runs
 

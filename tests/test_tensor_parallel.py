@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor
 
 import adjoint
 from adjoint.errors import UserError
-from adjoint.parallel.tensor import parallelize_stack
 from tests.model_helpers import assert_same
 from tests.ranks import on_ranks
 
@@ -89,7 +89,7 @@ def make(case: str) -> tuple[adjoint.Stack, adjoint.Stack]:
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
             if dist.get_rank() == 0:
                 other.copy_(parameter)
-    parallelize_stack(split, dist.group.WORLD)
+    split.parallelize(dist.group.WORLD)
     return plain, split
 
 
@@ -188,7 +188,7 @@ def across_a_sequence_group(case: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "tensor"))
     plain = adjoint.Stack(CASES[case], seed=1).double()
     split = adjoint.Stack(CASES[case], seed=1).double()
-    parallelize_stack(split, mesh["tensor"])
+    split.parallelize(mesh["tensor"])
     for seqlen in (37, 19):
         expected = results(plain, None, seqlen, lambda _, g: g)
         got = results(split, EXACT, seqlen, split.tensor_parallel.gather, sequence_group=mesh["sequence"])
@@ -248,12 +248,12 @@ def refusals() -> None:
     three = dataclasses.replace(MAMBA2, d_model=12)  # 3 heads
     refused(
         r"layer 0 \(mamba2\): 2 ranks must divide the number of heads, 3",
-        lambda: parallelize_stack(adjoint.Stack(three), group),
+        lambda: adjoint.Stack(three).parallelize(group),
     )
-    refused("tensor_group must be a process group", lambda: parallelize_stack(adjoint.Stack(MAMBA2), 2))
+    refused("tensor_group must be a process group", lambda: adjoint.Stack(MAMBA2).parallelize(2))
     split = adjoint.Stack(MAMBA2)
-    parallelize_stack(split, group)
-    refused("split already", lambda: parallelize_stack(split, group))
+    split.parallelize(group)
+    refused("split already", lambda: split.parallelize(group))
     ids = torch.zeros(1, 16 + dist.get_rank(), dtype=torch.int64)
     refused("different numbers of tokens", lambda: split(ids, labels=ids, method=EXACT))
     ids = ids[:, :16]
@@ -264,3 +264,28 @@ def refusals() -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, refusals)
+
+
+def keeps_local_tokens() -> None:
+    """A tape holds a rank's own tokens of what a split module reads; the backward gathers them again."""
+    from adjoint.layers import block
+
+    _, split = make("mamba")
+    gathered: list[weakref.ref[Tensor]] = []
+    gather = block.gather_tokens
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        tokens = gather(*args, **options)
+        gathered.append(weakref.ref(tokens))
+        return tokens
+
+    block.gather_tokens = noted
+    y = torch.randn(2, 4, 16, dtype=torch.float64, requires_grad=True)
+    state = tuple(split.layers[0].mixer.initial_state(2, torch.float64, torch.device("cpu")))
+    output, _ = split.layers[0](y, state, None, 7)
+    assert len(gathered) == 2 and all(tokens() is None for tokens in gathered)
+    output.sum().backward()
+
+
+def test_a_tape_keeps_local_tokens(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, keeps_local_tokens)

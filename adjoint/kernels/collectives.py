@@ -22,6 +22,11 @@ up with zeros where the number of ranks does not divide seqlen."""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -79,6 +84,50 @@ def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         (batch, local_tokens(seqlen, ranks), channels), followed by zeros where there are no more tokens.
     """
     return _ReduceScatter.apply(x, group)
+
+
+@contextlib.contextmanager
+def keeping_local_tokens(x: Tensor, gathered: Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+    """Let autograd keep x in the place of `gathered`, which the backward gathers again.
+
+    So layers that run inside keep a share of their input (Korthikanti et al., end of section 4.2.2). Under
+    other hooks on saved tensors, such as those of torch.utils.checkpoint, nothing is changed: they keep less.
+
+    Args:
+        x, gathered: the input and the result of `gather_tokens`.
+    """
+    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        yield
+        return
+    storage, seqlen, local = gathered.untyped_storage(), gathered.shape[1], x.detach()
+    address, latest = storage.data_ptr(), weakref.ref(gathered)
+
+    def pack(t: Tensor) -> Tensor | _View:
+        if t.untyped_storage().data_ptr() != address or t.dtype != local.dtype:
+            return t
+        return _View(t.shape, t.stride(), int(t.storage_offset()))
+
+    def unpack(saved: Tensor | _View) -> Tensor:
+        nonlocal latest
+        if isinstance(saved, Tensor):
+            return saved
+        again = latest()
+        if again is None:
+            again = all_gather_tokens(local, group, seqlen)
+            latest = weakref.ref(again)
+        return again.as_strided(*saved)
+
+    del storage, gathered
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _View(NamedTuple):
+    """Place of a saved tensor in the memory of the gathered one."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 def gathered_linear(
@@ -205,7 +254,7 @@ def all_gather_tokens(x: Tensor, group: dist.ProcessGroup, seqlen: int) -> Tenso
     ranks = dist.get_world_size(group)
     gathered = x.new_empty(ranks * len(x), *x.shape[1:])
     all_gather_single(gathered, x.contiguous(), group=group)
-    return gathered.unflatten(0, (ranks, len(x))).transpose(0, 1).flatten(1, 2)[:, :seqlen]
+    return gathered.unflatten(0, (ranks, len(x))).transpose(0, 1).flatten(1, 2)[:, :seqlen].contiguous()
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:

@@ -1,19 +1,27 @@
 """`Block`, a residual layer: norm and mixer, then norm and MLP if there is one."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.batch import State
-from adjoint.kernels.collectives import gather_tokens, reduce_scatter_tokens, split_tokens
+from adjoint.kernels.collectives import (
+    gather_tokens,
+    keeping_local_tokens,
+    reduce_scatter_tokens,
+    split_tokens,
+)
 from adjoint.layers.config import MIXERS, StackConfig
 from adjoint.layers.mixer import Mixer, make_mixer
 from adjoint.layers.mlp import GatedMLP
 from adjoint.layers.norm import RMSNorm
 from adjoint.layers.tensor_parallel import RowParallelLinear
+
+T = TypeVar("T")
 
 
 class Block(nn.Module):
@@ -64,8 +72,9 @@ class Block(nn.Module):
         """
         documents = () if seq_idx is None else (seq_idx,)
         is_split = getattr(self.mixer, "tensor_group", None) is not None
-        x = self._all_tokens(self.norm(y), seqlen, is_split)
-        mixed, state = self.mixer(x, state, *documents)
+        mixed, state = self._on_all_tokens(
+            lambda x: self.mixer(x, state, *documents), self.norm(y), seqlen, is_split
+        )
         return self.feed_forward(self._own_tokens(mixed, self.mixer, is_split), y, seqlen), state
 
     def feed_forward(self, y: Tensor, residual: Tensor | None = None, seqlen: int | None = None) -> Tensor:
@@ -79,14 +88,17 @@ class Block(nn.Module):
             normalised = self.norm2(y)
         else:
             normalised, y = self.norm2(y, residual=residual)
-        return y + self._own_tokens(self.mlp(self._all_tokens(normalised, seqlen, True)), self.mlp, True)
+        added = self._on_all_tokens(self.mlp, normalised, seqlen, is_split=True)
+        return y + self._own_tokens(added, self.mlp, True)
 
-    def _all_tokens(self, x: Tensor, seqlen: int | None, is_split: bool) -> Tensor:
-        """Return all ranks' tokens, as input of a split layer, or of one that every rank runs whole."""
+    def _on_all_tokens(self, call: Callable[[Tensor], T], x: Tensor, seqlen: int | None, is_split: bool) -> T:
+        """Return `call` of all ranks' tokens of x; it runs a split module, or one that every rank has."""
         if self.tensor_group is None:
-            return x
+            return call(x)
         assert seqlen is not None, "a split block does not know how many tokens there are"
-        return gather_tokens(x, self.tensor_group, seqlen, complete=not is_split)
+        gathered = gather_tokens(x, self.tensor_group, seqlen, complete=not is_split)
+        with keeping_local_tokens(x, gathered, self.tensor_group):
+            return call(gathered)
 
     def _own_tokens(self, x: Tensor, module: nn.Module, is_split: bool) -> Tensor:
         """Return this rank's tokens of the output of such a module."""

@@ -120,7 +120,8 @@ class RankConfig(StackConfig):
 
 def rank_config(config: StackConfig, ranks: int, **sizes: int) -> RankConfig:
     """Return the configuration of a rank's part; `sizes` replace those of the whole."""
-    return RankConfig(**{**vars(config), **sizes}, ranks=ranks)
+    names = (field.name for field in dataclasses.fields(StackConfig))
+    return RankConfig(**{**{name: getattr(config, name) for name in names}, **sizes}, ranks=ranks)
 
 
 def rank_config_by_groups(config: StackConfig, ranks: int) -> RankConfig:

@@ -36,6 +36,7 @@ from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
+from adjoint.parallel.split_tensors import local
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
@@ -544,19 +545,7 @@ class SequenceGroup(Distribution):
     def summed(
         self, terms: Sequence[Tensor | None], zeros: Callable[[int], Tensor]
     ) -> Sequence[Tensor | None]:
-        tensors = list(terms)  # a DTensor's shards are summed, and it stays what it is
-
-        def local_zeros(i: int) -> Tensor:
-            tensors[i] = tensor = zeros(i)
-            return local(tensor)
-
-        shards = [None if term is None else local(term) for term in terms]
-        totals = list(summed(shards, local_zeros, self.transport, self.transport.ranks))
-        for i, (tensor, total) in enumerate(zip(tensors, totals, strict=True)):
-            if tensor is not None and total is not None and local(tensor) is not tensor:
-                local(tensor).copy_(total)
-                totals[i] = tensor
-        return totals
+        return summed(terms, zeros, self.transport, self.transport.ranks)
 
     def check_same_scale(self, d_loss: Tensor | None) -> None:
         own_scale = torch.tensor([0.0 if d_loss is None else float(d_loss)], dtype=torch.float64)
@@ -567,11 +556,6 @@ class SequenceGroup(Distribution):
                     f"sequence_group: the loss is multiplied by {scales[0]:g} on rank 0 and by {scale:g} on "
                     f"rank {rank} of the group: multiply it by the same number on every rank"
                 )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the tensor, or this process's shard of a DTensor, in the same memory."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _digest(tensors: Sequence[Tensor | None]) -> int:

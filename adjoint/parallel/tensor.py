@@ -17,7 +17,6 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,13 +34,11 @@ from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.kernels.collectives import all_gather_tokens, reduce_scatter_tokens, sum_over_ranks
-from adjoint.layers import MIXERS, Block, StackConfig, State
+from adjoint.layers import MIXERS, Block, State
 from adjoint.layers.mixer import Mixer
 from adjoint.layers.mlp import GatedMLP
 from adjoint.layers.tensor_parallel import RowParallelLinear, Split, Splits, share_of
 from adjoint.loss import VocabularyShard
-from adjoint.parallel.context import group_of
-from adjoint.parallel.fsdp import units
 
 SPLIT_AND_SHARDED = (
     "a stack is split by tensor parallelism or sharded by fully_shard, not both: leave fully_shard out, or "
@@ -55,13 +52,14 @@ class Placement:
     """Rows of a parameter that this rank and others have; "rows" stands for indices along `dim`.
 
     Attributes:
-        dim: the dimension that is split. shape: of the whole parameter.
+        group: the ranks. dim: the dimension that is split. shape: of the whole parameter.
         rows: those of this rank, ascending.
         first_owned: (rows,) bool, those that no rank before this one has.
         is_shared: (rows,) bool, those whose gradient is a sum over several ranks.
         shared_places: their numbers among all rows that several ranks have, of which there are `shared_rows`.
     """
 
+    group: dist.ProcessGroup
     dim: int
     shape: tuple[int, ...]
     rows: Tensor
@@ -71,19 +69,22 @@ class Placement:
     shared_rows: int
 
     @staticmethod
-    def of_rank(rows: Sequence[Tensor], rank: int, dim: int, shape: Sequence[int], sums: bool) -> Placement:
-        """Return the placement of rank `rank`.
+    def of_rank(
+        group: dist.ProcessGroup, rows: Sequence[Tensor], dim: int, shape: Sequence[int], sums: bool
+    ) -> Placement:
+        """Return this rank's placement.
 
         Args:
             rows: those of each rank.
             sums: whether the gradient of rows that several ranks have is a sum over these; else each of them
                 computes all of it.
         """
-        size = shape[dim] if shape else 1
+        size, rank = shape[dim] if shape else 1, dist.get_rank(group)
         held_by = torch.stack([torch.zeros(size, dtype=torch.int64).index_fill_(0, r, 1) for r in rows])
         before, is_shared = held_by[:rank].sum(0), (held_by.sum(0) > 1) & sums
         places, local = is_shared.cumsum(0) - 1, rows[rank]
         return Placement(
+            group,
             dim,
             tuple(shape),
             local,
@@ -93,9 +94,21 @@ class Placement:
             int(is_shared.sum()),
         )
 
-    def local(self, full: Tensor) -> Tensor:
+    def part(self, full: Tensor) -> Tensor:
         """Return this rank's rows of the whole tensor, copied."""
         return full.index_select(self.dim, self.rows.to(full.device))
+
+    def owned(self, local: Tensor) -> Tensor:
+        """Return the rows of a local tensor that no rank before this one has."""
+        return local.index_select(self.dim, self.first_owned.nonzero().squeeze(1).to(local.device))
+
+    @torch.no_grad()
+    def whole(self, local: Tensor) -> Tensor:
+        """Return the whole tensor on every rank; all must call this."""
+        full = local.new_zeros(self.shape)
+        full.index_copy_(self.dim, self.rows[self.first_owned].to(local.device), self.owned(local))
+        dist.all_reduce(full, group=self.group)
+        return full
 
     def shared(self, local: Tensor) -> Tensor:
         """Return the rows of all ranks that several have, (shared rows, …); zero where they are not here."""
@@ -107,26 +120,6 @@ class Placement:
     def put_shared(self, local: Tensor, shared: Tensor) -> None:
         """Write the result of `shared`, summed over ranks, back to a local tensor."""
         local.movedim(self.dim, 0)[self.is_shared] = shared[self.shared_places]
-
-
-class StackLike(Protocol):
-    """The members of a `Stack` that are read or replaced; its module imports this one."""
-
-    config: StackConfig
-    embedding: nn.Embedding
-    lm_head: nn.Linear
-    norm_f: nn.Module
-    span: range
-    tensor_parallel: TensorParallel | None
-
-    @property
-    def is_first(self) -> bool: ...
-    @property
-    def is_last(self) -> bool: ...
-    def blocks(self) -> list[Block]: ...
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-    def buffers(self) -> Iterator[Tensor]: ...
-    def modules(self) -> Iterator[nn.Module]: ...
 
 
 class TensorParallel:
@@ -223,32 +216,35 @@ class TensorParallel:
             self._fill(local_mlp, block.mlp, f"{prefix}mlp.", splits)
             block.mlp = local_mlp
 
-    def vocabulary(self, stack: StackLike) -> None:
-        """Split a stack's embedding and head by token ids, as evenly as possible; norm_f stays as it is."""
-        size, table, lm_head = stack.config.vocab_size, stack.embedding, stack.lm_head
-        edges = [size * r // self.ranks for r in range(self.ranks + 1)]
-        rows = [torch.arange(a, b) for a, b in itertools.pairwise(edges)]
-        self.vocabulary_shard = VocabularyShard(self.group, edges[self.rank], size)
-        if stack.is_first:
-            local_table = self._rows_of("embedding.weight", table.weight, rows)
-            stack.embedding = SplitEmbedding(local_table, self.vocabulary_shard)
-        if stack.is_last:
-            self._place(stack.norm_f, "norm_f.", {})
-            stack.lm_head = nn.Linear(stack.config.d_model, len(rows[self.rank]), bias=False, device="meta")
-            if stack.is_first and lm_head.weight is table.weight:
-                stack.lm_head.weight = stack.embedding.weight
-            else:
-                stack.lm_head.weight = self._rows_of("lm_head.weight", lm_head.weight, rows)
+    def embedding(self, table: nn.Embedding) -> SplitEmbedding:
+        """Return a stack's embedding with the rows of this rank's token ids."""
+        weight = self._rows_of("embedding.weight", table.weight)
+        return SplitEmbedding(weight, self.vocabulary_shard)
 
-    def _rows_of(self, name: str, table: Tensor, rows: Sequence[Tensor]) -> nn.Parameter:
-        """Return this rank's rows of a table of all token ids; note its placement."""
-        self._add(name, rows, 0, table.shape)
-        return nn.Parameter(self.local(name, table), table.requires_grad)
+    def head(self, norm_f: nn.Module, lm_head: nn.Linear, tied: nn.Embedding | None) -> nn.Linear:
+        """Return a stack's head with the rows of this rank's token ids.
+
+        Args:
+            norm_f: the norm before it, which stays whole.
+            tied: the local embedding, if its weight is the head's, too; None if the head has its own.
+        """
+        self._place(norm_f, "norm_f.", {})
+        weight = self._rows_of("lm_head.weight", lm_head.weight) if tied is None else tied.weight
+        local_head = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
+        local_head.weight = weight
+        return local_head
+
+    def _rows_of(self, name: str, table: Tensor) -> nn.Parameter:
+        """Return this rank's rows of a table of all token ids, which ranks share out evenly."""
+        edges = [len(table) * r // self.ranks for r in range(self.ranks + 1)]
+        self._add(name, [torch.arange(a, b) for a, b in itertools.pairwise(edges)], 0, table.shape)
+        self.vocabulary_shard = VocabularyShard(self.group, edges[self.rank], len(table))
+        return nn.Parameter(self.placements[name].part(table), table.requires_grad)
 
     def _add(
         self, name: str, rows: Sequence[Tensor], dim: int, shape: Sequence[int], sums: bool = True
     ) -> None:
-        self.placements[name] = Placement.of_rank(rows, self.rank, dim, shape, sums)
+        self.placements[name] = Placement.of_rank(self.group, rows, dim, shape, sums)
 
     def _place(self, module: nn.Module | None, prefix: str, splits: Splits, sums: bool = True) -> None:
         """Note where the parameters of a whole module are placed; `sums` as in `Placement.of_rank`."""
@@ -269,7 +265,7 @@ class TensorParallel:
             with torch.device("meta"):
                 local_module.out_proj = RowParallelLinear(out_proj.in_features, out_proj.out_features)
         for name, parameter in module.named_parameters():
-            local = self.local(prefix + name, parameter)
+            local = self.placements[prefix + name].part(parameter)
             owner, _, key = name.rpartition(".")
             parameters = local_module.get_submodule(owner)._parameters
             before = parameters[key]
@@ -277,40 +273,9 @@ class TensorParallel:
             parameters[key] = nn.Parameter(local, parameter.requires_grad)
         local_module.train(module.training)
 
-    @torch.no_grad()
     def gather(self, name: str, local: Tensor) -> Tensor:
         """Return the whole of a tensor placed like parameter `name`, on every rank; all must call."""
-        placement = self.placements[name]
-        full = local.new_zeros(placement.shape)
-        owned = placement.first_owned
-        rows = placement.rows[owned].to(local.device)
-        full.index_copy_(placement.dim, rows, local.index_select(placement.dim, _indices(owned, local)))
-        dist.all_reduce(full, group=self.group)
-        return full
-
-    def local(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that is placed like parameter `name`."""
-        return self.placements[name].local(full)
-
-    @torch.no_grad()
-    def squared_norm(self, named: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Return the sum of the squares of all elements, each counted once, in float64; all must call.
-
-        Args:
-            named: this rank's tensors, such as gradients, by their parameters' names.
-        """
-        squares = []
-        for name, local in named:
-            placement = self.placements[name]
-            owned = local.index_select(placement.dim, _indices(placement.first_owned, local))
-            squares.append(owned.double().square().sum())
-        total = torch.stack(squares).sum()
-        dist.all_reduce(total, group=self.group)
-        return total
-
-
-def _indices(mask: Tensor, like: Tensor) -> Tensor:
-    return mask.nonzero().squeeze(1).to(like.device)
+        return self.placements[name].whole(local)
 
 
 def split_of(name: str, splits: Splits) -> Split | None:
@@ -423,6 +388,15 @@ def summed_over_ranks(split: TensorParallel, model: nn.Module) -> dict[Tensor, T
     return dict(zip(parameters, _SummedOverRanks.apply(split, names, *parameters), strict=True))
 
 
+def refuse_windows(spec: EngineSpec) -> None:
+    """Raise a UserError for a spec with windows, which read tokens that other ranks have."""
+    if spec.backward.window is not None or spec.backward.drop_probability:
+        raise UserError(
+            "windows and unbiased=True do not run on a stack that is split by tensor parallelism: use "
+            "Exact(), or LayerLocal() without a window"
+        )
+
+
 class TensorParallelAccess(ParameterAccess):
     """Weights of which this rank has a part; gradients of rows that ranks share are summed over these.
 
@@ -441,11 +415,7 @@ class TensorParallelAccess(ParameterAccess):
         Raises:
             UserError: windows, a memory budget, or ranks that call with other rows.
         """
-        if spec.backward.window is not None or spec.backward.drop_probability:
-            raise UserError(
-                "windows and unbiased=True do not run on a stack that is split by tensor parallelism: use "
-                "Exact(), or LayerLocal() without a window"
-            )
+        refuse_windows(spec)
         if spec.storage.memory is not None:
             raise UserError(
                 "memory= fits chunks to what one process has left, but ranks that split a stack must run the "
@@ -461,43 +431,3 @@ class TensorParallelAccess(ParameterAccess):
         listed = [p for p in step.parameters if p.requires_grad]
         self.split.sum_shared((self.names[p], gradients.sums.get(p)) for p in listed)
         return gradients, d_initial
-
-
-# ---------------------------------------------------------------------------------------------- splitting it
-
-
-def parallelize_stack(stack: StackLike, group: object) -> None:
-    """Split a `Stack` over the ranks of a group, in place; all its ranks call it with the same stack.
-
-    The weights that count are those of the group's first rank. Afterwards all ranks call the stack with the
-    same rows; each has the whole's loss, and gradients, states and `named_parameters` are its own parts
-    (`stack.tensor_parallel.gather` makes them whole). Make the optimizer afterwards, too.
-
-    A layer that cannot be split, such as one of a user's own class or a dense A, is run by every rank whole.
-
-    Args:
-        group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
-
-    Raises:
-        UserError: the number of ranks does not divide the heads or channels of a layer; or `fully_shard` has
-            sharded the stack.
-    """
-    ranks_group = group_of(group, "tensor_group")
-    if stack.tensor_parallel is not None:
-        raise UserError("tensor_group: the stack is split already")
-    assert isinstance(stack, nn.Module)
-    if units(stack):
-        raise UserError(SPLIT_AND_SHARDED)
-    split = TensorParallel(ranks_group)
-    if split.ranks == 1:
-        return
-    with torch.no_grad():
-        for tensor in (*stack.parameters(), *stack.buffers()):
-            dist.broadcast(tensor, group=ranks_group, group_src=0)
-        for k, block in zip(stack.span, stack.blocks(), strict=True):
-            try:
-                split.block(block, f"layers.{k}.")
-            except ValueError as error:
-                raise UserError(f"layer {k} ({stack.config.mixers[k]}): {error}") from None
-        split.vocabulary(stack)
-    stack.tensor_parallel = split

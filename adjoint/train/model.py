@@ -16,6 +16,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.methods import Exact, Method
+from adjoint.parallel.tensor import refuse_windows
 from adjoint.stack import Stack, StackOutput
 from adjoint.train import quantization
 from adjoint.train.checkpoint import trained_model
@@ -56,8 +57,14 @@ class LanguageModel(Protocol):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> LanguageModel:
-        """Return the model of a configuration, as it is before the first step."""
+        """Return the model of a configuration, as it is before the first step.
+
+        Args:
+            group: of processes that share each sequence.
+            tensor_group: of processes over which its weights are split; None leaves them whole.
+        """
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> LanguageModel:
@@ -97,7 +104,10 @@ class StackLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
-        check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
+        spec = config.method.engine_spec(config.data.seqlen, config.data.seqlen)
+        check_windows(config.model, spec)
+        if config.cluster.tensor > 1:
+            refuse_windows(spec)
 
     @classmethod
     def from_config(
@@ -106,6 +116,7 @@ class StackLM(LanguageModel):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> StackLM:
         module = Stack(config.model).to(device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
@@ -113,6 +124,8 @@ class StackLM(LanguageModel):
             raise UserError(
                 "training.carry_state: attention's keys and values would grow without limit; leave it out"
             )
+        if tensor_group is not None:
+            module.parallelize(tensor_group, "cluster.tensor")
         return cls(module, config.method, group)
 
     @classmethod
@@ -162,13 +175,16 @@ class PretrainedLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
-        from adjoint.train.pretrained import configuration
+        from adjoint.train.pretrained import check_tensor_parallel, configuration
 
         directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
         packed = config.data.documents == "packed"
+        described = configuration(directory, config.model.trust_remote_code)
+        if config.cluster.tensor > 1:
+            check_tensor_parallel(described, config.cluster.tensor, config.model.quantization)
         quantization.check(
             config.model.quantization,
-            configuration(directory, config.model.trust_remote_code),
+            described,
             directory,
             config.model.lora is not None,
             config.training.precision,
@@ -199,14 +215,17 @@ class PretrainedLM(LanguageModel):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> PretrainedLM:
         from adjoint.hf.quantized import set_compute_dtype
         from adjoint.hf.wrap import wrap
-        from adjoint.train.pretrained import KEY, load
+        from adjoint.train.pretrained import KEY, prepared, unwrapped
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
         trusted, kind = config.model.trust_remote_code, config.model.quantization
-        module = load(directory, config.method, lora, trusted, KEY, kind, device).to(device, dtype)
+        ranks = 1 if tensor_group is None else dist.get_world_size(tensor_group)
+        model = unwrapped(directory, torch.float32, trusted, KEY, kind, device, ranks)
+        module = prepared(model, directory, config.method, lora).to(device, dtype)
         if pick_precision(config.training.precision, module.device) == "bfloat16":
             set_compute_dtype(module, torch.bfloat16)
         if config.training.carry_state != "none":
