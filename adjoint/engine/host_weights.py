@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -123,6 +123,18 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
             parameters[name] = parameter
         for unit, cls in classes:
             unit.__class__ = cls
+
+
+def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
+    """Return a forward that is called in the place of a module's own; if that is a unit, with its weights."""
+    if not _is_unit(unit):
+        return forward
+
+    def fetching_forward(*args: object, **kwargs: object) -> object:
+        with fetched(unit):
+            return forward(*args, **kwargs)
+
+    return fetching_forward
 
 
 class Transfers:
