@@ -152,7 +152,8 @@ class Transfers:
         self.places = {id(layer): place for place, layer in enumerate(layers)}
         self.last_place = 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.prefetched: dict[Tensor, tuple[int, Tensor, Any]] = {}  # version of the source, copy, event
+        # the copy and the event of its end, by what is copied: a tile's leaf shares a parameter's memory
+        self.prefetched: dict[tuple[int, int, int], tuple[Tensor, Any]] = {}
 
     def fetch(self, parameter: Tensor) -> Tensor:
         """Return a copy of a parameter on the device, differentiable if gradients are on."""
@@ -160,8 +161,8 @@ class Transfers:
 
     def copied(self, source: Tensor) -> Tensor:
         """Return a tensor of the host on the device: copied ahead, or now."""
-        version, copy, event = self.prefetched.pop(source, (-1, None, None))
-        if copy is None or version != source._version:
+        copy, event = self.prefetched.pop(_contents(source), (None, None))
+        if copy is None:
             return _on_device(source, self.device)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)
@@ -186,7 +187,7 @@ class Transfers:
         with torch.cuda.stream(self.stream), torch.no_grad():
             for parameter in layer.parameters():
                 copy = _on_device(parameter, self.device)
-                self.prefetched[parameter] = parameter._version, copy, self.stream.record_event()
+                self.prefetched[_contents(parameter)] = copy, self.stream.record_event()
 
     def unit_class(self, cls: type) -> type:
         """Return a unit's class: its forward has the weights on the device, or is an embedding's on the host.
@@ -235,6 +236,11 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _on_host(gradient, pinned=gradient.is_cuda), None
+
+
+def _contents(source: Tensor) -> tuple[int, int, int]:
+    """Return what stands for a tensor's values: its memory, and the version counter of its writes."""
+    return source.untyped_storage()._cdata, source.storage_offset(), source._version
 
 
 def _on_device(source: Tensor, device: torch.device) -> Tensor:
