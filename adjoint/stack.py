@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
@@ -32,6 +34,7 @@ from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
 from adjoint.formats.transformers import from_model
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
+from adjoint.kernels.collectives import gather_tokens
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.init import draw_seed, drawn_from
@@ -40,7 +43,16 @@ from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
-from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, uses_fsdp
+from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, units, uses_fsdp
+from adjoint.parallel.split_tensors import parts
+from adjoint.parallel.tensor import (
+    SPLIT_AND_SHARDED,
+    SplitEmbeddingStage,
+    TensorParallel,
+    TensorParallelAccess,
+    summed_over_ranks,
+    unsplit,
+)
 
 CHECKED_AT_ONCE = 1 << 16  # tokens of each row whose ids are checked at a time
 
@@ -74,7 +86,10 @@ class Stack(nn.Module):
 
     Attributes:
         span: the numbers of the layers that are here: all, except in a part made by `split`.
+        tensor_parallel: where each weight is, if ranks split the stack (`parallelize`).
     """
+
+    tensor_parallel: TensorParallel | None = None
 
     def __init__(self, config: StackConfig, seed: int | None = None) -> None:
         super().__init__()
@@ -119,6 +134,48 @@ class Stack(nn.Module):
         return partial_stack
 
     @torch.no_grad()
+    def parallelize(self, group: object, setting: str = "tensor_group") -> None:
+        """Split the stack over the ranks of a group by tensor and sequence parallelism, in place.
+
+        All ranks call this, with stacks of the same sizes; the weights that count are those of the group's
+        first rank. Afterwards they call the stack with the same rows. Each has the whole's loss; gradients,
+        states and `named_parameters` are its own parts (`tensor_parallel.gather` makes them whole). Make the
+        optimizer afterwards, too.
+
+        A layer that cannot be split is run by every rank whole: a user's own class, a dense A.
+
+        Args:
+            group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
+            setting: the group's name in error messages.
+
+        Raises:
+            UserError: the number of ranks does not divide the heads or channels of a layer; or `fully_shard`
+                has sharded the stack.
+        """
+        ranks = group_of(group, setting)
+        if self.tensor_parallel is not None:
+            raise UserError(f"{setting}: the stack is split already")
+        if units(self):
+            raise UserError(SPLIT_AND_SHARDED)
+        if ranks_of(ranks) == 1:
+            return
+        for tensor in (*self.parameters(), *self.buffers()):
+            dist.broadcast(tensor, group=ranks, group_src=0)
+        split, is_tied = TensorParallel(ranks), self.config.tie_embeddings
+        for k, block in zip(self.span, self.blocks(), strict=True):
+            try:
+                split.block(block, f"layers.{k}.")
+            except ValueError as error:
+                raise UserError(f"{setting}: layer {k} ({self.config.mixers[k]}): {error}") from None
+        if self.is_first:
+            self.embedding = split.embedding(self.embedding)
+        if self.is_last:
+            tied = self.embedding if is_tied and self.is_first else None
+            self.lm_head = split.head(self.norm_f, self.lm_head, tied)
+        parts.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
+        self.tensor_parallel = split
+
+    @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights again, from the distributions that mamba-ssm uses."""
         seed = draw_seed() if seed is None else seed
@@ -137,9 +194,17 @@ class Stack(nn.Module):
                     self.lm_head.reset_parameters()
 
     def num_parameters(self, embeddings: bool = True) -> int:
-        """Return the number of parameters, tied ones once; embeddings=False leaves out the embedding."""
-        total = sum(p.numel() for p in self.parameters())
-        return total if embeddings else total - self.embedding.weight.numel()
+        """Return the number of parameters of the whole model, tied ones once.
+
+        Args:
+            embeddings: False leaves out the embedding.
+        """
+        split = self.tensor_parallel
+        sizes = {
+            name: p.numel() if split is None else math.prod(split.placements[name].shape)
+            for name, p in self.named_parameters()
+        }
+        return sum(sizes.values()) - (0 if embeddings else sizes["embedding.weight"])
 
     # ------------------------------------------------------------------------- pieces that the engine runs
 
@@ -160,7 +225,8 @@ class Stack(nn.Module):
             block: Any = self.layers[k]
             stages[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute, casts_weights)
         if self.is_first:
-            stages[0] = Embedding(self.embedding)
+            is_split = self.tensor_parallel is not None
+            stages[0] = (SplitEmbeddingStage if is_split else Embedding)(self.embedding)
         if self.is_last:
             stages[-1] = Head(self)
         return stages
@@ -171,11 +237,13 @@ class Stack(nn.Module):
         return [(), *(states_by_layer.get(k, ()) for k in range(self.config.n_layer)), ()]
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model)."""
+        """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model); of a split stack, this rank's tokens."""
         return self.embedding(input_ids)
 
     def head_loss(self, y: Tensor, targets: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
         """Return the summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen).
+
+        Of a split stack y_K has this rank's tokens, and targets all of them.
 
         Args:
             parameters: used in the place of `head_parameters`.
@@ -201,15 +269,24 @@ class Stack(nn.Module):
             )
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
-        return linear_cross_entropy(self.norm_f(y), self.lm_head.weight, targets)
+        normalised, head, split = self.norm_f(y), self.lm_head.weight, self.tensor_parallel
+        if split is None:
+            return linear_cross_entropy(normalised, head, targets)
+        normalised = gather_tokens(normalised, split.group, targets.shape[1])
+        return linear_cross_entropy(normalised, head, targets, shard=split.vocabulary_shard)
 
     def head_parameters(self) -> list[Tensor]:
         """Return the parameters that `head_loss` reads."""
         return [self.norm_f.weight, self.lm_head.weight]
 
     def logits(self, y: Tensor) -> Tensor:
-        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size)."""
-        return self.lm_head(self.norm_f(y))
+        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size), also of a split stack."""
+        logits, split = self.lm_head(self.norm_f(y)), self.tensor_parallel
+        return logits if split is None else split.all_ids(logits)
+
+    def _all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
+        """Return y_K of all tokens; it is already, unless the stack is split."""
+        return y if self.tensor_parallel is None else gather_tokens(y, self.tensor_parallel.group, seqlen)
 
     def initial_state(self, batch: int) -> list[State]:
         """Return zero states for `batch` rows: one tuple per layer that is here.
@@ -281,22 +358,27 @@ class Stack(nn.Module):
             group = group_of(sequence_group)
         if plain and torch.is_grad_enabled() and uses_fsdp(self):
             reduce_at_once(self)
+        split = self.tensor_parallel
+        if split is not None and units(self):
+            raise UserError(SPLIT_AND_SHARDED)
         if plain or labels is None:
-            y, final = self._hidden(
-                input_ids, states, seq_idx, isinstance(method, Backprop) and method.checkpoint
-            )
-            if labels is not None:
-                batch = Batch.from_labels(input_ids, labels, seq_idx)
-                output.loss = self.head_loss(y, batch.targets) / batch.divisor
+            weights = {} if split is None else summed_over_ranks(split, self)
+            with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
+                y, final = self._hidden(
+                    input_ids, states, seq_idx, isinstance(method, Backprop) and method.checkpoint
+                )
+                if labels is not None:
+                    batch = Batch.from_labels(input_ids, labels, seq_idx)
+                    output.loss = self.head_loss(y, batch.targets) / batch.divisor
+                if labels is None or return_logits:
+                    output.logits = self.logits(self._all_tokens(y, input_ids.shape[1]))
         else:
             batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
             output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
             if return_logits:
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
-        if labels is None or return_logits:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and plain):
-                output.logits = self.logits(y)
+                    output.logits = self.logits(self._all_tokens(y, input_ids.shape[1]))
         if return_state:
             output.state = final
         return output
@@ -326,13 +408,19 @@ class Stack(nn.Module):
         group = None if group is None or ranks_of(group) == 1 else group
         if uses_fsdp(self):
             return joined_steps(self, stages, batch, spec, group)
-        access = ParameterAccess(ModuleTensors(self).restored)
+        restored = ModuleTensors(self).restored
+        access = (
+            ParameterAccess(restored)
+            if self.tensor_parallel is None
+            else TensorParallelAccess(self, self.tensor_parallel, restored)
+        )
         distribution = distribution_of(group)
         steps = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
         if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
             states = [tuple(s.detach() for s in state) for state in batch.states]
-            verify_custom_layers(stages, states, width, dtype, batch.ids.device)
+            with unsplit(self.blocks()):
+                verify_custom_layers(stages, states, width, dtype, batch.ids.device)
         return steps
 
     def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:
@@ -355,12 +443,13 @@ class Stack(nn.Module):
         checkpoint: bool = False,
     ) -> tuple[Tensor, list[State]]:
         y, final = self.embed(input_ids), []
+        inputs = (seq_idx,) if self.tensor_parallel is None else (seq_idx, input_ids.shape[1])
         for layer, state in zip(self.layers, states, strict=True):
             if checkpoint and torch.is_grad_enabled():
                 recomputed_layer = products_kept()(layer.__call__)
-                y, state = checkpointed(recomputed_layer, y, state, seq_idx, use_reentrant=False)
+                y, state = checkpointed(recomputed_layer, y, state, *inputs, use_reentrant=False)
             else:
-                y, state = layer(y, state, seq_idx)
+                y, state = layer(y, state, *inputs)
             final.append(state)
         return y, final
 
@@ -421,7 +510,7 @@ class Stack(nn.Module):
         for _ in range(max_new_tokens):
             for chunk in tokens[-1].split(chunk_size, dim=1):
                 y, states = self._hidden(chunk, states)
-            logits = self.logits(y[:, -1]).float()
+            logits = self.logits(self._all_tokens(y, chunk.shape[1])[:, -1]).float()
             if temperature == 0:
                 tokens.append(logits.argmax(-1, keepdim=True))
                 continue
@@ -429,7 +518,8 @@ class Stack(nn.Module):
                 cut = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < cut, -torch.inf)
             probabilities = F.softmax(logits / temperature, dim=-1)
-            tokens.append(torch.multinomial(probabilities, 1, generator=generator))
+            sampled = torch.multinomial(probabilities, 1, generator=generator)
+            tokens.append(sampled if self.tensor_parallel is None else self.tensor_parallel.of_first(sampled))
         return torch.cat(tokens, dim=1)
 
     @staticmethod

@@ -190,8 +190,7 @@ class Transfers:
                 self.prefetched[_contents(parameter)] = copy, self.stream.record_event()
 
     def unit_class(self, cls: type) -> type:
-        """Return a unit's class: its forward has the weights on the device, or is an embedding's on the host.
-        """
+        """Return a unit's class: its forward has the weights on the device, or is an embedding's on the host."""
         if cls not in self.classes:
             device, is_table = self.device, issubclass(cls, nn.Embedding)
 
@@ -265,7 +264,9 @@ def _units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     units: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_nested = any(name.startswith(f"{outer}.") for outer in units)
-        if not is_nested and (isinstance(module, kinds) or any(p is not None for p in module._parameters.values())):
+        if not is_nested and (
+            isinstance(module, kinds) or any(p is not None for p in module._parameters.values())
+        ):
             units[name] = module
             if not isinstance(module, kinds) and any(isinstance(inner, kinds) for inner in module.modules()):
                 raise UserError(
@@ -285,6 +286,8 @@ def _refuse_others(model: nn.Module) -> None:
     """Raise a UserError for a model whose weights are not plain tensors, or offloaded already."""
     if is_offloaded(model):
         raise UserError("offload_weights: the model is offloaded already; call it once")
+    if getattr(model, "tensor_parallel", None) is not None:
+        raise UserError("offload_weights: the stack is split over ranks by tensor parallelism; leave one out")
     for name, parameter in model.named_parameters():
         if is_traceable_wrapper_subclass(parameter):  # a DTensor, or torchao's
             raise UserError(
@@ -292,4 +295,6 @@ def _refuse_others(model: nn.Module) -> None:
                 "fully_shard give it offload_policy=CPUOffloadPolicy() instead"
             )
         if not parameter.is_floating_point():
-            raise UserError(f"offload_weights: {name} is quantized ({parameter.dtype}); leave such a model on its device")
+            raise UserError(
+                f"offload_weights: {name} is quantized ({parameter.dtype}); leave such a model on its device"
+            )

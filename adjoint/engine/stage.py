@@ -223,9 +223,12 @@ class Layer(Stage):
         state = tile.reset_rows(state, chunk.starts_document)
         inputs = (x, state) if chunk.seq_idx is None else (x, state, chunk.seq_idx)
 
+        is_split = isinstance(self.block, Block) and self.block.tensor_group is not None
+        all_tokens = {"seqlen": chunk.seqlen} if is_split else {}
+
         def run(*inputs: Any) -> Any:
             with context, self.tensors.replaced(weights) if weights else contextlib.nullcontext():
-                return self.block(*inputs)
+                return self.block(*inputs, **all_tokens)
 
         if self.recompute == "none" or not torch.is_grad_enabled():
             return run(*inputs)

@@ -36,6 +36,7 @@ from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
+from adjoint.parallel.split_tensors import local
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
@@ -53,26 +54,27 @@ SINGLE_RANK = SingleRank()
 _compared: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
 
-def group_of(group: object) -> dist.ProcessGroup:
-    """Return the process group of a `sequence_group`.
+def group_of(group: object, setting: str = "sequence_group") -> dist.ProcessGroup:
+    """Return the process group of a `sequence_group`, or of another setting.
 
     Args:
         group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
+        setting: its name in error messages.
 
     Raises:
         UserError: it is neither, this process is not in it, or torch.distributed is not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
-            "sequence_group: torch.distributed is not initialised: call "
+            f"{setting}: torch.distributed is not initialised: call "
             "torch.distributed.init_process_group() in every process first, under torchrun"
         )
     mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", ())
     if isinstance(group, mesh):
         if group.ndim != 1:
             raise UserError(
-                f"sequence_group: a DeviceMesh of {group.ndim} dimensions; give the one of the sequence, "
-                'such as mesh["sequence"]'
+                f"{setting}: a DeviceMesh of {group.ndim} dimensions; give one of them, such as "
+                f'mesh["{setting.removesuffix("_group")}"]'
             )
         inside = group.get_coordinate() is not None
         group = group.get_group() if inside else None
@@ -82,12 +84,12 @@ def group_of(group: object) -> dist.ProcessGroup:
         inside = False
     else:
         raise UserError(
-            "sequence_group must be a process group of torch.distributed or a DeviceMesh of one dimension; "
+            f"{setting} must be a process group of torch.distributed or a DeviceMesh of one dimension; "
             f"got {group!r}"
         )
     if not inside or not isinstance(group, dist.ProcessGroup):
         raise UserError(
-            f"sequence_group: rank {dist.get_rank()} is not in the group; only its members may call with it"
+            f"{setting}: rank {dist.get_rank()} is not in the group; only its members may call with it"
         )
     return group
 
@@ -543,19 +545,7 @@ class SequenceGroup(Distribution):
     def summed(
         self, terms: Sequence[Tensor | None], zeros: Callable[[int], Tensor]
     ) -> Sequence[Tensor | None]:
-        tensors = list(terms)  # a DTensor's shards are summed, and it stays what it is
-
-        def local_zeros(i: int) -> Tensor:
-            tensors[i] = tensor = zeros(i)
-            return local(tensor)
-
-        shards = [None if term is None else local(term) for term in terms]
-        totals = list(summed(shards, local_zeros, self.transport, self.transport.ranks))
-        for i, (tensor, total) in enumerate(zip(tensors, totals, strict=True)):
-            if tensor is not None and total is not None and local(tensor) is not tensor:
-                local(tensor).copy_(total)
-                totals[i] = tensor
-        return totals
+        return summed(terms, zeros, self.transport, self.transport.ranks)
 
     def check_same_scale(self, d_loss: Tensor | None) -> None:
         own_scale = torch.tensor([0.0 if d_loss is None else float(d_loss)], dtype=torch.float64)
@@ -566,11 +556,6 @@ class SequenceGroup(Distribution):
                     f"sequence_group: the loss is multiplied by {scales[0]:g} on rank 0 and by {scale:g} on "
                     f"rank {rank} of the group: multiply it by the same number on every rank"
                 )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the tensor, or this process's shard of a DTensor, in the same memory."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _digest(tensors: Sequence[Tensor | None]) -> int:

@@ -20,6 +20,7 @@ from adjoint.engine.executor import Pending
 from adjoint.engine.schedule import CAPACITY
 from adjoint.errors import UserError
 from adjoint.parallel.network import bind, named_store
+from adjoint.parallel.split_tensors import local
 
 Channel = tuple[int, int]  # sender, receiver
 BUCKET = 1 << 20  # elements: small gradients travel together
@@ -304,6 +305,8 @@ def summed(
 ) -> list[Tensor | None]:
     """Sum several tensors over `ranks`, in place; return None for those that no rank has.
 
+    Of a tensor that is split over other ranks, this rank's part is summed, and it stays split.
+
     Args:
         terms: as many on every rank, in the same order; None for those that this rank does not have.
         zeros: makes zeros for term i, which this rank adds if it has none but another rank does.
@@ -316,10 +319,13 @@ def summed(
             continue
         term = sums[i] = zeros(i) if terms[i] is None else terms[i]
         assert term is not None
-        if term.numel() >= BUCKET:  # in place: a copy would be as large
+        shard = local(term)
+        if shard.numel() < BUCKET:
+            small[shard.dtype].append(shard)
+        elif shard is term:  # in place: a copy would be as large
             sums[i] = transport.all_reduce(term.contiguous(), ranks)
         else:
-            small[term.dtype].append(term)
+            shard.copy_(transport.all_reduce(shard.contiguous(), ranks))
     for tensors in small.values():
         ends = itertools.accumulate(term.numel() for term in tensors)
         for _, pairs in itertools.groupby(zip(ends, tensors, strict=True), lambda pair: pair[0] // BUCKET):

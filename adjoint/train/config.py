@@ -219,6 +219,12 @@ class ClusterConfig:
         "context-parallel workers that share each sequence: they get its chunks in turn, and each holds the "
         "whole model (or its shard's layers).",
     )
+    tensor: Positive = option(
+        1,
+        "tensor-parallel processes that split each weight and work on the same rows: torchrun "
+        "--nproc-per-node N train.py --cluster.tensor N. A model.from_pretrained is split by transformers' "
+        "plan for its class.",
+    )
     helpers: NotNegative = option(
         0, "extra processes per replica that take tasks from the shards; layer-local only."
     )
@@ -247,18 +253,20 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
-        # Layout refuses invalid combinations; with torchrun, sequence workers need no shards
-        _ = (
-            dataclasses.replace(self, sequence=1).layout
-            if self.shards == 0 < self.sequence - 1
-            else self.layout
-        )
+        if self.tensor > 1 and self.shards != 0:
+            raise UserError(
+                "cluster.tensor: Ray's shards do not split weights; set cluster.shards to 0 and start the "
+                "processes with torchrun"
+            )
+        # Layout refuses invalid combinations; with torchrun, sequence and tensor workers need no shards
+        by_torchrun = self.shards == 0 and (self.sequence > 1 or self.tensor > 1)
+        _ = (dataclasses.replace(self, sequence=1, tensor=1) if by_torchrun else self).layout
 
     @property
     def layout(self) -> Layout:
         """The distribution of the run over workers; one shard while "auto" is not resolved yet."""
         shards = 1 if self.shards == "auto" else self.shards
-        return Layout(shards, self.sequence, self.replicas, self.helpers)
+        return Layout(shards, self.sequence, self.replicas, self.helpers, self.tensor)
 
 
 @documented

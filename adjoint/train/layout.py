@@ -25,7 +25,8 @@ class CutModel(Protocol):
 class Layout:
     """The distribution of a run over workers.
 
-    Workers have ranks: replica by replica, in each of them shard by shard, the helpers last.
+    Workers have ranks: replica by replica, in each of them shard by shard, the helpers last. In a shard the
+    workers of a sequence come one after the other, in each of them those that share its weights.
 
     Args:
         shards: into which the layers are cut.
@@ -33,30 +34,34 @@ class Layout:
         replicas: each with all shards; they share the rows of every batch out.
         helpers: of each replica; they own no layers, and share the layer-local tasks of the shards, to which
             they are dealt out in turn.
+        tensor: workers that share each weight and compute each token together, in place of one worker.
     """
 
     shards: NotNegative = 1
     sequence: Positive = 1
     replicas: Positive = 1
     helpers: NotNegative = 0
+    tensor: Positive = 1
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
-        for key, alone in (("replicas", 1), ("sequence", 1), ("helpers", 0)):
+        ray, torchrun = "set --cluster.shards to 1 or more", "start them with torchrun"
+        for key, alone, remedy in (
+            ("replicas", 1, ray),
+            ("sequence", 1, f"{ray}, or {torchrun}"),
+            ("helpers", 0, ray),
+            ("tensor", 1, torchrun),
+        ):
             number = getattr(self, key)
             if self.shards == 0 and number > alone:
-                others = ", or start them with torchrun" if key == "sequence" else ""
-                raise UserError(
-                    f"cluster.{key}: {number} needs worker processes; set --cluster.shards to 1 or "
-                    f"more{others}"
-                )
+                raise UserError(f"cluster.{key}: {number} needs worker processes; {remedy}")
 
     # ------------------------------------------------------------------------------------ workers and ranks
 
     @property
     def owning(self) -> int:
         """Workers of a replica that own layers: all but its helpers."""
-        return self.shards * self.sequence
+        return self.shards * self.sequence * self.tensor
 
     @property
     def workers(self) -> int:
@@ -88,7 +93,8 @@ class Layout:
     def shard(self, rank: int) -> int:
         """Return the shard whose layers a worker has, or helps with."""
         worker = self.worker(rank)
-        return self.helped[worker - self.owning] if self.helps(rank) else worker // self.sequence
+        per_shard = self.sequence * self.tensor
+        return self.helped[worker - self.owning] if self.helps(rank) else worker // per_shard
 
     def ranks(self, shard: int) -> list[int]:
         """Return the workers that own a shard's layers, in all replicas."""
@@ -98,6 +104,21 @@ class Layout:
         """Return the helpers that share a worker's tasks."""
         first = self.workers * self.replica(rank) + self.owning
         return [first + i for i, shard in enumerate(self.helped) if shard == self.shard(rank)]
+
+    def tensor_ranks(self, rank: int) -> list[int]:
+        """Return the workers that share each weight with a worker: tensor parallelism's group."""
+        first = rank - self.worker(rank) % self.tensor
+        return list(range(first, first + self.tensor))
+
+    def sequence_ranks(self, rank: int) -> list[int]:
+        """Return the workers that share each sequence with a worker, and have the same parts of weights."""
+        per_shard = self.sequence * self.tensor
+        first = rank - self.worker(rank) % per_shard + self.worker(rank) % self.tensor
+        return list(range(first, first + per_shard, self.tensor))
+
+    def data_ranks(self, rank: int) -> list[int]:
+        """Return the workers with a worker's place in the other replicas, with whom it sums gradients."""
+        return list(range(self.worker(rank), self.world, self.workers))
 
     @property
     def everyone(self) -> list[int]:
@@ -166,6 +187,21 @@ class Layout:
             raise UserError(
                 "cluster.sequence: method.checkpoints computes states again from chunks before them, which "
                 "other workers have; leave it out: each worker stores the states before its own chunks alone"
+            )
+
+    def check_tensor(self, method: Method, optimizer: str) -> None:
+        """Raise a UserError for what needs whole weights, or ranks that decide by themselves."""
+        if self.tensor == 1:
+            return
+        if method.memory is not None:
+            raise UserError(
+                "method.memory: ranks that split weights must keep the same chunks, and each measures its "
+                "own memory; leave it out"
+            )
+        if optimizer != "adamw":
+            raise UserError(
+                f"cluster.tensor: training.optimizer {optimizer} needs whole matrices; use adamw, or leave "
+                "cluster.tensor out"
             )
 
     def check_rows(self, batch: int) -> None:

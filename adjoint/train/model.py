@@ -17,6 +17,7 @@ from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.methods import Exact, Method
+from adjoint.parallel.tensor import refuse_windows
 from adjoint.stack import Stack, StackOutput
 from adjoint.train import quantization
 from adjoint.train.checkpoint import trained_model
@@ -58,8 +59,14 @@ class LanguageModel(Protocol):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> LanguageModel:
-        """Return the model of a configuration, as it is before the first step."""
+        """Return the model of a configuration, as it is before the first step.
+
+        Args:
+            group: of processes that share each sequence.
+            tensor_group: of processes over which its weights are split; None leaves them whole.
+        """
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> LanguageModel:
@@ -100,7 +107,10 @@ class StackLM(LanguageModel):
     @staticmethod
     def check(config: Config) -> None:
         _check_offload(config)
-        check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
+        spec = config.method.engine_spec(config.data.seqlen, config.data.seqlen)
+        check_windows(config.model, spec)
+        if config.cluster.tensor > 1:
+            refuse_windows(spec)
 
     @classmethod
     def from_config(
@@ -109,6 +119,7 @@ class StackLM(LanguageModel):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> StackLM:
         module = _placed(Stack(config.model), config, device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
@@ -116,6 +127,8 @@ class StackLM(LanguageModel):
             raise UserError(
                 "training.carry_state: attention's keys and values would grow without limit; leave it out"
             )
+        if tensor_group is not None:
+            module.parallelize(tensor_group, "cluster.tensor")
         return cls(module, config.method, group)
 
     @classmethod
@@ -165,15 +178,17 @@ class PretrainedLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
-        from adjoint.train.pretrained import configuration
+        from adjoint.train.pretrained import check_tensor_parallel, configuration
 
         directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
         packed = config.data.documents == "packed"
-        source = configuration(directory, config.model.trust_remote_code)
-        _check_offload(config, quantization.described(source))
+        described = configuration(directory, config.model.trust_remote_code)
+        if config.cluster.tensor > 1:
+            check_tensor_parallel(described, config.cluster.tensor, config.model.quantization)
+        _check_offload(config, quantization.described(described))
         quantization.check(
             config.model.quantization,
-            source,
+            described,
             directory,
             config.model.lora is not None,
             config.training.precision,
@@ -204,15 +219,17 @@ class PretrainedLM(LanguageModel):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> PretrainedLM:
         from adjoint.hf.quantized import set_compute_dtype
         from adjoint.hf.wrap import wrap
-        from adjoint.train.pretrained import KEY, load
+        from adjoint.train.pretrained import KEY, prepared, unwrapped
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
         trusted, kind = config.model.trust_remote_code, config.model.quantization
-        module = load(directory, config.method, lora, trusted, KEY, kind, device)
-        module = _placed(module, config, device, dtype)
+        ranks = 1 if tensor_group is None else dist.get_world_size(tensor_group)
+        model = unwrapped(directory, torch.float32, trusted, KEY, kind, device, ranks)
+        module = _placed(prepared(model, directory, config.method, lora), config, device, dtype)
         if pick_precision(config.training.precision, device_of(module)) == "bfloat16":
             set_compute_dtype(module, torch.bfloat16)
         if config.training.carry_state != "none":
@@ -305,7 +322,11 @@ def _check_offload(config: Config, stored: str | None = None) -> None:
         return
     key = f"model.offload: {config.model.offload}"
     if stored is not None:
-        raise UserError(f"{key}: the folder's weights are quantized ({stored}) and stay on the GPU; leave it out")
+        raise UserError(
+            f"{key}: the folder's weights are quantized ({stored}) and stay on the GPU; leave it out"
+        )
+    if config.cluster.tensor > 1:
+        raise UserError(f"{key}: weights are split over processes already; leave cluster.tensor out")
     if config.cluster.shards != 0:
         raise UserError(f"{key}: layer shards keep their weights on their devices; set cluster.shards to 0")
     if not config.method.has_chunks:

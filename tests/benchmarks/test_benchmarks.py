@@ -31,6 +31,7 @@ from benchmarks import (
     sequence,
     sources,
     steps,
+    tensor_parallel,
     window_time,
     wrapped,
 )
@@ -64,6 +65,8 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      14, "context method devices days"),
     (sources.Sources(), "--tables table-1", 6, "table structure network formula_bytes bytes operations"),
     (claims.Claims(), "--groups korthikanti-layer", 6, "source where what theirs ours how"),
+    (tensor_parallel.TensorParallel(), "--ranks 1 2 --tokens 32 --width 32",
+     9, "ranks sequence_parallel recompute stored_bytes collectives ring_bytes written_bytes"),
     (fleet.Fleet(), "--devices 8 --models Nemotron-H-8B-like",
      2, "model tokens devices gpu seconds idle_share memory_bytes why"),
     (Convergence(),
@@ -78,7 +81,7 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      3, "method shards sequence predicted_seconds measured_seconds error memory_bytes"),
 ]  # fmt: skip
 LONG = ("shards", "depth")  # their dry runs take more than some seconds
-UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources", "claims")
+UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources", "claims", "tensor_parallel")
 
 
 @pytest.mark.usefixtures("one_thread")

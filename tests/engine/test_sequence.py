@@ -289,7 +289,7 @@ def wrong() -> None:
         ("world", "a process group of torch.distributed or a DeviceMesh of one dimension; got 'world'"),
         (2, "got 2"),
         (alone[1 - rank], f"rank {rank} is not in the group"),
-        (mesh, 'a DeviceMesh of 2 dimensions; give the one of the sequence, such as mesh["sequence"]'),
+        (mesh, 'a DeviceMesh of 2 dimensions; give one of them, such as mesh["sequence"]'),
     ]:
         with refused(words):
             model(ids, ids, Exact(5), sequence_group=group)

@@ -108,7 +108,9 @@ def test_adapters_and_generation() -> None:
     for offload in (False, True):
         torch.manual_seed(0)
         settings = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM")
-        model: Any = peft.get_peft_model(adjoint.wrap(make("LlamaForCausalLM", torch.float32), METHOD), settings)
+        model: Any = peft.get_peft_model(
+            adjoint.wrap(make("LlamaForCausalLM", torch.float32), METHOD), settings
+        )
         model = adjoint.offload_weights(model, "cpu") if offload else model
         loss, gradients = loss_and_gradients(model, input_ids=ids, labels=ids)
         results.append((loss, gradients))

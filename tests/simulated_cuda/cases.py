@@ -202,7 +202,9 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
                 "to_host": record.to_host - before[1],
                 "mixed": record.mixed,
                 "wrong": record.wrong,
-                "gradients": sorted({"none" if p.grad is None else p.grad.device.type for p in model.parameters()}),
+                "gradients": sorted(
+                    {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
+                ),
             }
     return counted | {"chunks": chunks}
 
