@@ -1,4 +1,4 @@
-"""Weights in host memory, copied to the device for one layer at a time: a model larger than the device trains.
+"""Weights in host memory, copied to the device one layer at a time: for models larger than the device.
 
 A unit is a module whose weights are copied together: a layer, the final norm, the head. Its class is swapped
 for a subclass of the same name whose forward copies the weights to the device first and drops the copies at
@@ -40,10 +40,11 @@ def offload_weights(model: ModelT, device: torch.device | str) -> ModelT:
         model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
 
     Parameters stay ordinary parameters of the CPU: gradients, clipping, optimizers and checkpoints need no
-    change, and the optimizer's step runs on the CPU. The device holds two layers' weights, the head's and its
-    gradient, and a chunk's activations. Loss and gradients are those without it. Layers are recomputed in the
-    backward, as with `recompute="full"`. On a CPU as the device it saves nothing, and the copies take time. Do
-    not use it if the weights fit the device with room for a chunk. `generate` copies all weights per token.
+    change, and the optimizer's step runs on the CPU. The device holds two layers' weights, the head's and
+    its gradient, and a chunk's activations. Loss and gradients are those without it. Layers are recomputed
+    in the backward, as with `recompute="full"`. On a CPU as the device it saves nothing, and the copies take
+    time. Do not use it if the weights fit the device with room for a chunk. `generate` copies all weights
+    for every token.
 
     Args:
         model: a model of transformers, wrapped or not, a PEFT model around one, or a `Stack`. In place.
@@ -147,7 +148,7 @@ class Transfers:
     """
 
     def __init__(self, device: torch.device, layers: Sequence[nn.Module]) -> None:
-        self.device, self.classes = device, dict[type, type]()
+        self.device, self.classes = device, dict[type[nn.Module], type[nn.Module]]()
         self.layers = [ref(layer) for layer in layers]
         self.places = {id(layer): place for place, layer in enumerate(layers)}
         self.last_place = 0
@@ -161,9 +162,10 @@ class Transfers:
 
     def copied(self, source: Tensor) -> Tensor:
         """Return a tensor of the host on the device: copied ahead, or now."""
-        copy, event = self.prefetched.pop(_contents(source), (None, None))
-        if copy is None:
+        prefetched = self.prefetched.pop(_contents(source), None)
+        if prefetched is None:
             return _on_device(source, self.device)
+        copy, event = prefetched
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)
         copy.record_stream(current)  # its memory is the other stream's
@@ -189,8 +191,8 @@ class Transfers:
                 copy = _on_device(parameter, self.device)
                 self.prefetched[_contents(parameter)] = copy, self.stream.record_event()
 
-    def unit_class(self, cls: type) -> type:
-        """Return a unit's class: its forward has the weights on the device, or is an embedding's on the host."""
+    def unit_class(self, cls: type[nn.Module]) -> type[nn.Module]:
+        """Return a unit's class: its forward copies the weights; an embedding's runs on the host."""
         if cls not in self.classes:
             device, is_table = self.device, issubclass(cls, nn.Embedding)
 
@@ -206,7 +208,7 @@ class Transfers:
             self.classes[cls] = _subclass(cls, own)
         return self.classes[cls]
 
-    def model_class(self, cls: type) -> type:
+    def model_class(self, cls: type[nn.Module]) -> type[nn.Module]:
         """Return the class of a model whose property `device` is where it computes, not where weights are."""
         return _subclass(cls, {"device": property(lambda _: self.device)})
 
@@ -219,7 +221,7 @@ def _is_unit(module: nn.Module) -> bool:
     return _TRANSFERS in vars(type(module))
 
 
-def _subclass(cls: type, own: dict[str, Any]) -> type:
+def _subclass(cls: type[nn.Module], own: dict[str, Any]) -> type[nn.Module]:
     """Return a subclass of the same name."""
     identity = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**own, **identity})
@@ -239,7 +241,7 @@ class _Fetch(torch.autograd.Function):
 
 def _contents(source: Tensor) -> tuple[int, int, int]:
     """Return what stands for a tensor's values: its memory, and the version counter of its writes."""
-    return source.untyped_storage()._cdata, source.storage_offset(), source._version
+    return source.untyped_storage()._cdata, int(source.storage_offset()), source._version
 
 
 def _on_device(source: Tensor, device: torch.device) -> Tensor:
@@ -270,8 +272,8 @@ def _units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
             units[name] = module
             if not isinstance(module, kinds) and any(isinstance(inner, kinds) for inner in module.modules()):
                 raise UserError(
-                    f"offload_weights: {name or type(module).__name__} contains layers and has weights of its "
-                    "own, which are read while layers run: this model cannot be offloaded"
+                    f"offload_weights: {name or type(module).__name__} contains layers and has weights of "
+                    "its own, which are read while layers run: this model cannot be offloaded"
                 )
     layers = [unit for unit in units.values() if isinstance(unit, kinds)]
     if not layers:

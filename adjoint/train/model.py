@@ -106,7 +106,7 @@ class StackLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
-        _check_offload(config)
+        check_offload(config)
         spec = config.method.engine_spec(config.data.seqlen, config.data.seqlen)
         check_windows(config.model, spec)
         if config.cluster.tensor > 1:
@@ -185,7 +185,7 @@ class PretrainedLM(LanguageModel):
         described = configuration(directory, config.model.trust_remote_code)
         if config.cluster.tensor > 1:
             check_tensor_parallel(described, config.cluster.tensor, config.model.quantization)
-        _check_offload(config, quantization.described(described))
+        check_offload(config, quantization.described(described))
         quantization.check(
             config.model.quantization,
             described,
@@ -312,7 +312,7 @@ def _placed(module: ModuleT, config: Config, device: Device, dtype: torch.dtype 
     return offload_weights(module.to(dtype=dtype), device or "cpu")
 
 
-def _check_offload(config: Config, stored: str | None = None) -> None:
+def check_offload(config: Config, stored: str | None = None) -> None:
     """Raise a UserError for a run whose weights cannot be in host memory.
 
     Args:

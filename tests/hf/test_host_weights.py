@@ -1,5 +1,5 @@
-"""Weights in host memory (`offload_weights`): gradients, copies, refusals. On a CPU the device is the host, and
-copies are made all the same; `tests/simulated_cuda` counts a GPU's memory."""
+"""Weights in host memory (`offload_weights`): gradients, copies, refusals. On a CPU the device is the host,
+and copies are made all the same; `tests/simulated_cuda` counts a GPU's memory."""
 
 from __future__ import annotations
 
@@ -132,5 +132,5 @@ def test_what_is_refused() -> None:
         adjoint.offload_weights(outer, "cpu")
     quantized = make("LlamaForCausalLM", torch.float32)
     quantized.model.layers[0].mlp.down_proj.weight = nn.Parameter(torch.ones(2, dtype=torch.int8), False)
-    with pytest.raises(UserError, match="down_proj.weight is quantized"):
+    with pytest.raises(UserError, match=r"down_proj\.weight is quantized"):
         adjoint.offload_weights(quantized, "cpu")
