@@ -71,6 +71,7 @@ def test_backprop_recomputes_nothing_and_exact_all_but_a_chunk() -> None:
     assert seconds(Backprop()) == pytest.approx(3 * forward)
     assert seconds(Backprop(checkpoint=True)) == pytest.approx(4 * forward)
     assert seconds(Exact(256)) == pytest.approx(3.75 * forward)
+    assert seconds(Exact(256, recompute="full")) == pytest.approx(4.75 * forward)
     assert seconds(Truncated(128, 256)) > 4 * forward  # tasks look ahead of themselves
     assert seconds(Truncated("auto", 256)) == pytest.approx(seconds(Truncated(256, 256)))
 

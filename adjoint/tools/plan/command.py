@@ -217,9 +217,9 @@ def _parser() -> Flags:
     measure = "time one layer of each kind on this machine; the default if no other machine is described"
     add("--measure", measure, action="store_true")
     add("--bandwidth", "bytes per second between devices", size_bytes, default=BANDWIDTH)
-    link = f"bytes per second between a GPU and host memory, for model.offload weights; default: {SUSTAINED_LINK:.0%} "
-    link += f"of the peak of the GPU's {', '.join(LINKS)}"
-    add("--host-bandwidth", link.replace("%", "%%"), size_bytes)
+    link = f"{SUSTAINED_LINK:.0%} of the peak of the GPU's link ({', '.join(LINKS)})".replace("%", "%%")
+    link = f"bytes per second between a GPU and host memory, for model.offload weights; default: {link}"
+    add("--host-bandwidth", link, size_bytes)
     add("--timeline", "draw the pipeline to a .png, .svg or .pdf", _picture)
     add("--json", "print everything as JSON", action="store_true")
     return parser
