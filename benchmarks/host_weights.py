@@ -104,10 +104,10 @@ class HostWeights(Benchmark):
 
     def markdown(self, result: Row) -> str:
         gpu = GPUS[GPU]
+        memory, link = f"{gpu.memory / 1e9:.1f} GB", f"{gpu.link} at {SUSTAINED_LINK:.0%}"
         head = (
-            f"Planned, nothing measured: an {GPU.upper()} of {gpu.memory / 1e9:.1f} GB at {SUSTAINED:.0%} "
-            f"of its peak in bfloat16, {gpu.link} at {SUSTAINED_LINK:.0%}, chunks of {CHUNK:,} tokens. The last "
-            "columns: tokens of a chunk from which copies of weights hide."
+            f"Planned, nothing measured: an {GPU.upper()} of {memory} at {SUSTAINED:.0%} of its peak in bfloat16, "
+            f"{link}, chunks of {CHUNK:,} tokens. The last columns: tokens of a chunk from which copies hide."
         )
         heads = ["model", "tokens", "GB on the GPU", "if it held the weights", "GB on the host",
                  "TB over the link", "a step", "if it held the weights", *LINKS]  # fmt: skip

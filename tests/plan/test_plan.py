@@ -473,6 +473,14 @@ def test_weights_gradients_and_moments_are_the_model_s(kind: str, folders: dict[
     assert 0.7 * 1024 < halves[1].parts["kept"] / 4 / 32 <= 1024 and halves[0].parts["kept"] == 0
 
 
+def test_a_token_takes_the_time_of_its_own_experts(folders: dict[str, str]) -> None:
+    mixture, dense = (model_of(outlined(folders[kind])) for kind in ("experts", "attention"))
+    router, mlp = 4 * 32, 3 * 32 * 64
+    layers = zip(mixture.layers, dense.layers, strict=True)
+    assert all(m.flops - d.flops == 2 * (router + mlp) for m, d in layers)  # two of four experts
+    assert all(m.weights > d.weights + 2 * mlp for m, d in zip(mixture.layers, dense.layers, strict=True))
+
+
 def test_attention_s_time_grows_with_the_square(folders: dict[str, str]) -> None:
     found = outlined(folders["attention"])
     model = model_of(found)
