@@ -44,7 +44,7 @@ from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, units, uses_fsdp
-from adjoint.parallel.split_tensors import parts
+from adjoint.parallel.split_tensors import splits
 from adjoint.parallel.tensor import (
     SPLIT_AND_SHARDED,
     SplitEmbeddingStage,
@@ -172,7 +172,7 @@ class Stack(nn.Module):
         if self.is_last:
             tied = self.embedding if is_tied and self.is_first else None
             self.lm_head = split.head(self.norm_f, self.lm_head, tied)
-        parts.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
+        splits.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
         self.tensor_parallel = split
 
     @torch.no_grad()
@@ -284,7 +284,7 @@ class Stack(nn.Module):
         logits, split = self.lm_head(self.norm_f(y)), self.tensor_parallel
         return logits if split is None else split.all_ids(logits)
 
-    def _all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
+    def all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
         """Return y_K of all tokens; it is already, unless the stack is split."""
         return y if self.tensor_parallel is None else gather_tokens(y, self.tensor_parallel.group, seqlen)
 
@@ -371,14 +371,14 @@ class Stack(nn.Module):
                     batch = Batch.from_labels(input_ids, labels, seq_idx)
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
                 if labels is None or return_logits:
-                    output.logits = self.logits(self._all_tokens(y, input_ids.shape[1]))
+                    output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         else:
             batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
             output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
             if return_logits:
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
-                    output.logits = self.logits(self._all_tokens(y, input_ids.shape[1]))
+                    output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         if return_state:
             output.state = final
         return output
@@ -510,7 +510,7 @@ class Stack(nn.Module):
         for _ in range(max_new_tokens):
             for chunk in tokens[-1].split(chunk_size, dim=1):
                 y, states = self._hidden(chunk, states)
-            logits = self.logits(self._all_tokens(y, chunk.shape[1])[:, -1]).float()
+            logits = self.logits(self.all_tokens(y, chunk.shape[1])[:, -1]).float()
             if temperature == 0:
                 tokens.append(logits.argmax(-1, keepdim=True))
                 continue

@@ -151,7 +151,9 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.current and func.namespace == "c10d":
             kind = COLLECTIVES[func._opname]
-            tensor_bytes = max(t.nbytes for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor))
+            tensor_bytes = max(
+                t.nbytes for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)
+            )
             self.collectives[self.current][kind] += 1
             self.ring_bytes[self.current] += RING_PASSES[kind] * tensor_bytes * (self.ranks - 1) / self.ranks
         return func(*args, **(kwargs or {}))

@@ -247,7 +247,7 @@ def refusals() -> None:
     group = dist.group.WORLD
     three = dataclasses.replace(MAMBA2, d_model=12)  # 3 heads
     refused(
-        r"layer 0 \(mamba2\): 2 ranks must divide the number of heads, 3",
+        r"layer 0 \(mamba2\): 2 ranks must divide the number of heads, which is 3",
         lambda: adjoint.Stack(three).parallelize(group),
     )
     refused("tensor_group must be a process group", lambda: adjoint.Stack(MAMBA2).parallelize(2))

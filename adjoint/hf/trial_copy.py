@@ -22,6 +22,7 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.quantized import set_compute_dtype, shared_memory
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
+from adjoint.hf.tensor_parallel import use_copies
 from adjoint.memory import memory_left
 
 TRIAL_CHUNK_SIZE = 5  # cuts TOKENS into chunks of different lengths
@@ -67,6 +68,7 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
         copied = copy.deepcopy(model, memo)
     except (*MODEL_ERRORS, copy.Error, RecursionError):
         return None
+    use_copies(copied, memo)
     set_compute_dtype(copied, torch.float32)
     for holder in settings_holders(copied).values():
         for name, value in vars(holder).items():

@@ -61,6 +61,7 @@ from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
+from adjoint.hf.tensor_parallel import sum_partial_gradients
 from adjoint.hf.verification import (
     Verification,
     refuse_documents_that_mix,
@@ -142,6 +143,7 @@ def wrap(
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
     keep_trainable(model)
+    sum_partial_gradients(model)
     wrap_state = WrapState(method, None if model in entries else weakref.ref(model), group)
     for module, forward in entries.items():
         module.__dict__["_adjoint"] = wrap_state

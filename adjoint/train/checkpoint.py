@@ -129,7 +129,9 @@ def model_files(
             parameter = parameters.get(name.partition("|")[0], tensor)
             complete = gather(tensor.detach(), parameter)
             if writes:
-                in_memory = copied or is_split(parameter)  # put together on a GPU, it must not stay there
+                in_memory = copied or is_split(
+                    tensor, parameter
+                )  # put together on a GPU, it must not stay there
                 file[name] = complete.to("cpu", copy=copied) if in_memory else complete
     return lambda folder: {
         name: write_file(folder / name, tensors) for name, tensors in files.items() if writes

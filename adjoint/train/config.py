@@ -253,11 +253,6 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
-        if self.tensor > 1 and self.shards != 0:
-            raise UserError(
-                "cluster.tensor: Ray's shards do not split weights; set cluster.shards to 0 and start the "
-                "processes with torchrun"
-            )
         # Layout refuses invalid combinations; with torchrun, sequence and tensor workers need no shards
         by_torchrun = self.shards == 0 and (self.sequence > 1 or self.tensor > 1)
         _ = (dataclasses.replace(self, sequence=1, tensor=1) if by_torchrun else self).layout

@@ -181,9 +181,19 @@ class PretrainedLM(LanguageModel):
         from adjoint.train.pretrained import check_tensor_parallel, configuration
 
         directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
+        if shards and config.cluster.tensor > 1:
+            raise UserError(
+                "cluster.tensor: Ray's shards do not split a pretrained model's weights; set cluster.shards "
+                "to 0 and start the processes with torchrun"
+            )
         packed = config.data.documents == "packed"
         described = configuration(directory, config.model.trust_remote_code)
         if config.cluster.tensor > 1:
+            if config.model.lora is not None:
+                raise UserError(
+                    "cluster.tensor: PEFT gives each rank adapters of its own, which are not those of one "
+                    "process; leave out model.lora or cluster.tensor"
+                )
             check_tensor_parallel(described, config.cluster.tensor, config.model.quantization)
         check_offload(config, quantization.described(described))
         quantization.check(
