@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, Batch
@@ -25,6 +24,7 @@ from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import device_of, fetched, is_offloaded, recompute_of
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
@@ -219,7 +219,8 @@ class Stack(nn.Module):
             recompute: as in `Exact`.
         """
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
-        casts_weights = not uses_fsdp(self)  # else they are not gathered yet when they would be cast
+        # weights that are not on the device yet cannot be cast there
+        casts_weights, recompute = not (uses_fsdp(self) or is_offloaded(self)), recompute_of(self, recompute)
         for k in self.span:
             block: Any = self.layers[k]
             stages[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute, casts_weights)
@@ -250,6 +251,17 @@ class Stack(nn.Module):
         Raises:
             ValueError: lm_head or norm_f is more than its weight.
         """
+        modules = self.norm_f, self.lm_head
+        if parameters is not None:
+            replacements = dict(zip(self.head_parameters(), parameters, strict=True))
+            with contextlib.ExitStack() as in_place:
+                for module in modules:
+                    in_place.enter_context(ModuleTensors(module).replaced(replacements))
+                return self.head_loss(y, targets)
+        with fetched(*modules):
+            return self._head_loss(y, targets)
+
+    def _head_loss(self, y: Tensor, targets: Tensor) -> Tensor:
         if not is_untouched(self.lm_head, nn.Linear) or self.lm_head.bias is not None:
             raise ValueError(
                 "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
@@ -257,8 +269,7 @@ class Stack(nn.Module):
             )
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
-        norm, head = self.head_parameters() if parameters is None else parameters
-        normalised, split = functional_call(self.norm_f, {"weight": norm}, (y,)), self.tensor_parallel
+        normalised, head, split = self.norm_f(y), self.lm_head.weight, self.tensor_parallel
         if split is None:
             return linear_cross_entropy(normalised, head, targets)
         normalised = gather_tokens(normalised, split.group, targets.shape[1])
@@ -283,7 +294,7 @@ class Stack(nn.Module):
         They are float32, in a float64 model float64."""
         weight = next(self.parameters())
         dtype = accumulate_dtype(weight.dtype)
-        return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.blocks()]
+        return [block.mixer.initial_state(batch, dtype, device_of(self)) for block in self.blocks()]
 
     # -------------------------------------------------------------------------------------------------------
     # use
@@ -391,6 +402,8 @@ class Stack(nn.Module):
             group: the process group whose ranks share the batch.
         """
         check_windows(self.config, spec)
+        if spec.backward.window is not None and is_offloaded(self):
+            raise UserError("offload_weights: windows read single weights of a layer; use Exact()")
         stages, width = self.stages(spec.storage.recompute), self.config.d_model
         group = None if group is None or ranks_of(group) == 1 else group
         if uses_fsdp(self):

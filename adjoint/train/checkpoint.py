@@ -232,7 +232,7 @@ def check_config(path: Path, config: ConfigDict) -> None:
     """Raise UserError, naming the first differing key, where the checkpoint is of another model, or of an
     optimizer with another state, or where the pretrained model's folder changed since."""
     stored = read_trainer(path).get("config", {})
-    ignored = {"trust_remote_code"}  # a permission
+    ignored = {"trust_remote_code", "offload"}  # a permission, and where weights are
     if records_model(path) and config["model"].get("from_pretrained") is not None:
         ignored |= {"from_pretrained"}  # which may have moved: its content is compared
     saved, current = (

@@ -306,6 +306,12 @@ class ModelConfig(StackConfig):
         'scales, as in QLoRA) or "8bit" (LLM.int8), by bitsandbytes. A folder that is saved quantized needs '
         "no setting.",
     )
+    offload: Literal["none", "weights"] = option(
+        "none",
+        '"weights" keeps weights, gradients and optimizer in host memory and copies one layer at a time to '
+        "the GPU, for a model larger than the GPU (docs/host_weights.md). Recomputes layers, as "
+        'method.recompute "full" does.',
+    )
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
@@ -316,6 +322,8 @@ class ModelConfig(StackConfig):
             raise UserError("model.lora: adapters need a pretrained model, model.from_pretrained")
         if self.quantization is not None and self.from_pretrained is None:
             raise UserError("model.quantization: is for a pretrained model, model.from_pretrained")
+        if self.offload != "none" and self.quantization is not None:
+            raise UserError("model.offload: quantized weights stay on the GPU; leave model.quantization out")
 
 
 @dataclass(frozen=True)
@@ -540,7 +548,7 @@ def _pretrained(default: ModelConfig, settings: dict[str, Any]) -> ModelConfig:
     """Return the sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.train.pretrained import sizes
 
-    keys = ("from_pretrained", "lora", "quantization", "trust_remote_code")
+    keys = ("from_pretrained", "lora", "offload", "quantization", "trust_remote_code")
     ours = {key: settings.pop(key) for key in keys if key in settings}
     model_sizes: dict[str, Any] = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
     for key, value in settings.items():
