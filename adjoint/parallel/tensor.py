@@ -39,6 +39,7 @@ from adjoint.layers.mixer import Mixer
 from adjoint.layers.mlp import GatedMLP
 from adjoint.layers.tensor_parallel import RowParallelLinear, Split, Splits, share_of
 from adjoint.loss import VocabularyShard
+from adjoint.parallel.context import digest
 
 SPLIT_AND_SHARDED = (
     "a stack is split by tensor parallelism or sharded by fully_shard, not both: leave fully_shard out, or "
@@ -159,8 +160,7 @@ class TensorParallel:
             UserError: they differ; without the check collectives would not meet, or mix tokens.
         """
         ids = batch.ids
-        place_weights = torch.arange(1, ids.shape[1] + 1, device=ids.device) * 2654435761 % 65521
-        numbers = *ids.shape, zlib.crc32(repr(spec).encode()), int((ids * place_weights).sum())
+        numbers = *ids.shape, zlib.crc32(repr(spec).encode()), digest([ids, batch.labels, batch.seq_idx])
         low = torch.tensor(numbers, device=ids.device)
         high = low.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=self.group)

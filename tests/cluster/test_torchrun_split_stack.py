@@ -81,6 +81,7 @@ def test_a_killed_process_stops_all_and_the_run_goes_on(
     assert weights(tmp_path / "run", 12) == weights(tmp_path / "undisturbed", 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [
