@@ -134,19 +134,22 @@ class Stack(nn.Module):
         return partial_stack
 
     @torch.no_grad()
-    def parallelize(self, group: object, setting: str = "tensor_group") -> None:
+    def parallelize(
+        self, group: object, setting: str = "tensor_group", *, same_weights: bool = False
+    ) -> None:
         """Split the stack over the ranks of a group by tensor and sequence parallelism, in place.
 
-        All ranks call this, with stacks of the same sizes; the weights that count are those of the group's
-        first rank. Afterwards they call the stack with the same rows. Each has the whole's loss; gradients,
-        states and `named_parameters` are its own parts (`tensor_parallel.gather` makes them whole). Make the
-        optimizer afterwards, too.
+        All ranks call this, with stacks of the same sizes. Afterwards they call the stack with the same rows.
+        Each has the whole's loss; gradients, states and `named_parameters` are its own parts
+        (`tensor_parallel.gather` makes them whole). Make the optimizer afterwards, too.
 
         A layer that cannot be split is run by every rank whole: a user's own class, a dense A.
 
         Args:
             group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
             setting: the group's name in error messages.
+            same_weights: whether the ranks' weights are the same already; else the first rank's are sent to
+                the others.
 
         Raises:
             UserError: the number of ranks does not divide the heads or channels of a layer; or `fully_shard`
@@ -159,7 +162,7 @@ class Stack(nn.Module):
             raise UserError(SPLIT_AND_SHARDED)
         if ranks_of(ranks) == 1:
             return
-        for tensor in (*self.parameters(), *self.buffers()):
+        for tensor in () if same_weights else (*self.parameters(), *self.buffers()):
             dist.broadcast(tensor, group=ranks, group_src=0)
         split, is_tied = TensorParallel(ranks), self.config.tie_embeddings
         for k, block in zip(self.span, self.blocks(), strict=True):

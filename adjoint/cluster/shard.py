@@ -119,9 +119,6 @@ class PipelineWorker:
             transport.first, transport.stride = spec.rank - spec.worker * layout.tensor, layout.tensor
         self.device = torch.device(spec.device)
         self.part = self._make_part(drawn)
-        if layout.tensor > 1:
-            assert transport is not None
-            self.part.parallelize(transport.among[tuple(self.tensor_ranks)], "cluster.tensor")
         if self.tied_head is not None:
             self.tied_head._no_weight_decay = True  # type: ignore[attr-defined] # it is an embedding
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
@@ -152,6 +149,9 @@ class PipelineWorker:
                 torch.manual_seed(spec.training.seed)
                 seed = draw_seed()
             span_module.reset_parameters(seed)
+        if self.transport is not None and spec.layout.tensor > 1:
+            group = self.transport.among[tuple(self.tensor_ranks)]
+            span_module.parallelize(group, "cluster.tensor", same_weights=True)
         return span_module.to(self.device, spec.dtype)
 
     def _stages(self) -> list[Stage | None]:

@@ -121,14 +121,15 @@ class StackLM(LanguageModel):
         group: dist.ProcessGroup | None = None,
         tensor_group: dist.ProcessGroup | None = None,
     ) -> StackLM:
-        module = _placed(Stack(config.model), config, device, dtype)
+        module = Stack(config.model)
+        if tensor_group is not None:  # before it goes to a device that may not have room for all of it
+            module.parallelize(tensor_group, "cluster.tensor", same_weights=True)
+        module = _placed(module, config, device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
         if grows and config.training.carry_state != "none":
             raise UserError(
                 "training.carry_state: attention's keys and values would grow without limit; leave it out"
             )
-        if tensor_group is not None:
-            module.parallelize(tensor_group, "cluster.tensor")
         return cls(module, config.method, group)
 
     @classmethod
