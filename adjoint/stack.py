@@ -34,7 +34,7 @@ from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
 from adjoint.formats.transformers import from_model
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
-from adjoint.kernels.collectives import gather_tokens
+from adjoint.kernels.collectives import copy_to_ranks, gather_tokens
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.init import draw_seed, drawn_from
@@ -47,9 +47,11 @@ from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_o
 from adjoint.parallel.split_tensors import splits
 from adjoint.parallel.tensor import (
     SPLIT_AND_SHARDED,
+    SplitEmbedding,
     SplitEmbeddingStage,
     TensorParallel,
     TensorParallelAccess,
+    reads_windows,
     summed_over_ranks,
     unsplit,
 )
@@ -215,23 +217,29 @@ class Stack(nn.Module):
         """Return the layers that are here."""
         return [self.layers[k] for k in self.span]  # type: ignore[misc]
 
-    def stages(self, recompute: str = "none") -> list[Stage | None]:
+    def stages(self, recompute: str = "none", whole_tokens: bool = False) -> list[Stage | None]:
         """Return the engine's stages: embedding, one per layer, head; None for those that are not here.
 
         Args:
             recompute: as in `Exact`.
+            whole_tokens: whether, of a split stack, every rank has all tokens of the residual stream, as
+                windows need them; else each has its own.
         """
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
         # weights that are not on the device yet cannot be cast there
         casts_weights, recompute = not (uses_fsdp(self) or is_offloaded(self)), recompute_of(self, recompute)
         for k in self.span:
             block: Any = self.layers[k]
-            stages[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute, casts_weights)
+            reach, grows = reach_of(self.config), block.mixer.grows
+            stages[1 + k] = Layer(block, reach, grows, recompute, casts_weights, whole_tokens)
         if self.is_first:
-            is_split = self.tensor_parallel is not None
-            stages[0] = (SplitEmbeddingStage if is_split else Embedding)(self.embedding)
+            table = self.embedding
+            if isinstance(table, SplitEmbedding):
+                stages[0] = SplitEmbeddingStage(table, whole_tokens)
+            else:
+                stages[0] = Embedding(table)
         if self.is_last:
-            stages[-1] = Head(self)
+            stages[-1] = Head(self, whole_tokens=whole_tokens)
         return stages
 
     def stage_states(self, states: Sequence[State]) -> list[State]:
@@ -243,13 +251,18 @@ class Stack(nn.Module):
         """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model); of a split stack, this rank's tokens."""
         return self.embedding(input_ids)
 
-    def head_loss(self, y: Tensor, targets: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
+    def head_loss(
+        self,
+        y: Tensor,
+        targets: Tensor,
+        parameters: Sequence[Tensor] | None = None,
+        whole_tokens: bool = False,
+    ) -> Tensor:
         """Return the summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen).
-
-        Of a split stack y_K has this rank's tokens, and targets all of them.
 
         Args:
             parameters: used in the place of `head_parameters`.
+            whole_tokens: as in `stages`; y_K of a split stack has this rank's tokens without it.
 
         Raises:
             ValueError: lm_head or norm_f is more than its weight.
@@ -260,11 +273,11 @@ class Stack(nn.Module):
             with contextlib.ExitStack() as in_place:
                 for module in modules:
                     in_place.enter_context(ModuleTensors(module).replaced(replacements))
-                return self.head_loss(y, targets)
+                return self.head_loss(y, targets, whole_tokens=whole_tokens)
         with fetched(*modules):
-            return self._head_loss(y, targets)
+            return self._head_loss(y, targets, whole_tokens)
 
-    def _head_loss(self, y: Tensor, targets: Tensor) -> Tensor:
+    def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool) -> Tensor:
         if not is_untouched(self.lm_head, nn.Linear) or self.lm_head.bias is not None:
             raise ValueError(
                 "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
@@ -272,10 +285,13 @@ class Stack(nn.Module):
             )
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
-        normalised, head, split = self.norm_f(y), self.lm_head.weight, self.tensor_parallel
+        head, split = self.lm_head.weight, self.tensor_parallel
         if split is None:
-            return linear_cross_entropy(normalised, head, targets)
-        normalised = gather_tokens(normalised, split.group, targets.shape[1])
+            return linear_cross_entropy(self.norm_f(y), head, targets)
+        if whole_tokens:
+            normalised = self.norm_f(copy_to_ranks(y, split.group))
+        else:
+            normalised = gather_tokens(self.norm_f(y), split.group, targets.shape[1])
         return linear_cross_entropy(normalised, head, targets, shard=split.vocabulary_shard)
 
     def head_parameters(self) -> list[Tensor]:
@@ -407,7 +423,7 @@ class Stack(nn.Module):
         check_windows(self.config, spec)
         if spec.backward.window is not None and is_offloaded(self):
             raise UserError("offload_weights: windows read single weights of a layer; use Exact()")
-        stages, width = self.stages(spec.storage.recompute), self.config.d_model
+        stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
         group = None if group is None or ranks_of(group) == 1 else group
         if uses_fsdp(self):
             return joined_steps(self, stages, batch, spec, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import weakref
 from collections.abc import Callable
@@ -136,13 +137,32 @@ def test_on_four_ranks(case: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_methods(method: Any, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, same_as_whole_method, method)
+    on_ranks(2, tmp_path, by_method, "mamba", method)
 
 
-def same_as_whole_method(method: Any) -> None:
-    plain, split = make("mamba")
-    expected = results(plain, method, 37, lambda _, g: g)
-    assert_same(results(split, method, 37, split.tensor_parallel.gather), expected, 1e-10)
+WINDOWS = [
+    adjoint.Truncated(5, 8),
+    adjoint.Truncated("auto", 8),
+    adjoint.LayerLocal(5, chunk_size=8),
+    adjoint.Truncated(16, 8, unbiased=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mamba", "mamba2-groups", "diagonal", "dense"])
+@pytest.mark.parametrize("method", WINDOWS, ids=str)
+def test_windows(case: str, method: Any, tmp_path: Path) -> None:
+    """Every rank has all tokens of the residual stream."""
+    on_ranks(2, tmp_path, by_method, case, method)
+
+
+def by_method(case: str, method: Any) -> None:
+    plain, split = make(case)
+    for seqlen in (37, 8):
+        torch.manual_seed(3)
+        expected = results(plain, method, seqlen, lambda _, g: g)
+        torch.manual_seed(3)
+        assert_same(results(split, method, seqlen, split.tensor_parallel.gather), expected, 1e-10)
 
 
 def states_and_logits() -> None:
@@ -259,8 +279,9 @@ def refusals() -> None:
     ids = torch.zeros(1, 16 + dist.get_rank(), dtype=torch.int64)
     refused("different numbers of tokens", lambda: split(ids, labels=ids, method=EXACT))
     ids = ids[:, :16]
-    refused("windows", lambda: split(ids, labels=ids, method=adjoint.Truncated(4, 8)))
-    refused("windows", lambda: split(ids, labels=ids, method=adjoint.LayerLocal(4, chunk_size=8)))
+    torch.manual_seed(dist.get_rank())
+    drops = adjoint.Truncated(8, 4, unbiased=True)
+    refused("random number generator", lambda: split(ids, labels=ids, method=drops))
     refused("memory=", lambda: split(ids, labels=ids, method=adjoint.Exact(memory="1GB")))
 
 
@@ -292,3 +313,45 @@ def keeps_local_tokens() -> None:
 @pytest.mark.slow
 def test_a_tape_keeps_local_tokens(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, keeps_local_tokens)
+
+
+def collectives_counted() -> None:
+    """A layer's collectives, per chunk, are as many as the plan counts; one more sums what ranks share."""
+    from adjoint.kernels import collectives
+    from adjoint.plan.tensor import collectives_of
+
+    counts: collections.Counter[str] = collections.Counter()
+
+    def counted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return collective(*args, **options)
+
+        return call
+
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        setattr(collectives, name, counted(name, getattr(collectives, name)))
+    dist.all_reduce = counted("all_reduce", dist.all_reduce)
+
+    def messages(chunks: int, layers: int) -> dict[str, int]:
+        config = dataclasses.replace(MAMBA2, n_layer=layers, d_intermediate=8, ngroups=2)
+        split = adjoint.Stack(config, seed=1)
+        split.parallelize(dist.group.WORLD)
+        ids = torch.arange(8 * chunks)[None] % 19
+        counts.clear()
+        split(ids, labels=ids, method=EXACT).loss.backward()
+        return dict(counts)
+
+    config = dataclasses.replace(MAMBA2, d_intermediate=8)
+    forward, backward = collectives_of(config)
+    for chunks in (1, 4):
+        one, two = messages(chunks, 1), messages(chunks, 2)
+        moved = sum(two[name] - one[name] for name in ("all_gather_single", "reduce_scatter_single"))
+        recomputed = chunks - 1  # the last chunk's tape is kept
+        assert moved == chunks * (forward + backward) + recomputed * forward
+        assert one["all_reduce"] == two["all_reduce"] == 3  # two compare the batch
+
+
+@pytest.mark.slow
+def test_collectives_are_those_of_the_plan(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, collectives_counted)

@@ -40,7 +40,7 @@ from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
-from adjoint.parallel.tensor import TensorParallelAccess, unsplit
+from adjoint.parallel.tensor import TensorParallelAccess, reads_windows, unsplit
 from adjoint.parallel.transport import sum_gradients
 from adjoint.plan.schedule import forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
@@ -154,9 +154,9 @@ class PipelineWorker:
             span_module.parallelize(group, "cluster.tensor", same_weights=True)
         return span_module.to(self.device, spec.dtype)
 
-    def _stages(self) -> list[Stage | None]:
+    def _stages(self, engine_spec: EngineSpec) -> list[Stage | None]:
         """Return the model's stages, None for those of other shards."""
-        return self.part.stages(self.spec.method.recompute)
+        return self.part.stages(self.spec.method.recompute, reads_windows(engine_spec))
 
     def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
         """Return each stage's state before a sequence, from this shard's; None means zeros."""
@@ -289,7 +289,7 @@ class PipelineWorker:
         """Return a batch's step; without a microbatch it is evaluated, and draws nothing anew."""
         split = self.part.tensor_parallel if self.spec.layout.tensor > 1 else None
         return ChunkedStep(
-            self._stages(),
+            self._stages(engine_spec),
             batch,
             engine_spec,
             self.spec.model.d_model,
@@ -484,6 +484,7 @@ class PipelineRank(Distribution):
 
     def begin(self, stages: Sequence[Stage | None], spec: EngineSpec, device: torch.device) -> None:
         self.pipeline.trace = []
+        self.token_ranks = 1 if reads_windows(spec) else self.spec.layout.tensor
 
     def grid(
         self,
@@ -509,8 +510,9 @@ class PipelineRank(Distribution):
         worker = self.pipeline
         exchange = exchange_of(grid, self.owners(grid), self.worker, self.transport)
         shared = functools.partial(share, helpers=worker.helpers, known=worker.known)
-        tensor = self.spec.layout.tensor
-        return Connections(self.transport, exchange, worker.traced, shared, tensor, worker.warmed_up)
+        return Connections(
+            self.transport, exchange, worker.traced, shared, self.token_ranks, worker.warmed_up
+        )
 
     def adjoint_scale(self, spec: EngineSpec, grid: Grid) -> tuple[tuple[float, ...], ...]:
         assert self.microbatch is not None

@@ -53,6 +53,13 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Sum.apply(x, group)
 
 
+def split_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return x, the same on every rank; its gradient is an even share of the result's.
+
+    Where every rank computes the same gradient, the shares add up to it."""
+    return _Share.apply(x, group)
+
+
 def gather_tokens(x: Tensor, group: dist.ProcessGroup, seqlen: int, complete: bool = False) -> Tensor:
     """Return the sequence whose tokens are split over the ranks (the paper's g).
 
@@ -184,6 +191,17 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, dy: Tensor) -> Inputs:
         return dy, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: _Context, dy: Tensor) -> Inputs:
+        return dy / dist.get_world_size(ctx.group), None
 
 
 class _Gather(torch.autograd.Function):

@@ -45,7 +45,13 @@ SPLIT_AND_SHARDED = (
     "a stack is split by tensor parallelism or sharded by fully_shard, not both: leave fully_shard out, or "
     "take DistributedDataParallel for further ranks"
 )
-CHECKED = ("numbers of rows", "numbers of tokens", "methods or chunk sizes", "tokens")
+CHECKED = (
+    "numbers of rows",
+    "numbers of tokens",
+    "methods or chunk sizes",
+    "tokens",
+    "states of torch's random number generator",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +166,9 @@ class TensorParallel:
             UserError: they differ; without the check collectives would not meet, or mix tokens.
         """
         ids = batch.ids
-        numbers = *ids.shape, zlib.crc32(repr(spec).encode()), digest([ids, batch.labels, batch.seq_idx])
+        drawn = torch.get_rng_state() if spec.backward.drop_probability else None
+        tokens = digest([ids, batch.labels, batch.seq_idx])
+        numbers = *ids.shape, zlib.crc32(repr(spec).encode()), tokens, digest([drawn])
         low = torch.tensor(numbers, device=ids.device)
         high = low.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=self.group)
@@ -169,7 +177,7 @@ class TensorParallel:
             if differs:
                 raise UserError(
                     f"ranks that split a stack call it with different {checked}: all of a tensor-parallel "
-                    "group must read the same rows"
+                    "group must read the same rows, by one method and seed"
                 )
 
     def sum_shared(self, named: Iterable[tuple[str, Tensor | None]]) -> None:
@@ -325,16 +333,23 @@ class SplitEmbedding(nn.Embedding):
         is_here = (rows >= 0) & (rows < self.num_embeddings)
         return torch.where(is_here, rows, 0), is_here
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, whole_tokens: bool = False) -> Tensor:
         rows, is_here = self.rows_of(ids)
         terms = F.embedding(rows, self.weight).masked_fill(~is_here.unsqueeze(-1), 0)
-        return reduce_scatter_tokens(terms, self.shard.group)
+        return (sum_over_ranks if whole_tokens else reduce_scatter_tokens)(terms, self.shard.group)
 
 
 class SplitEmbeddingStage(Embedding):
-    """`SplitEmbedding` as a stage: ids → this rank's tokens of y_0."""
+    """`SplitEmbedding` as a stage: ids → this rank's tokens of y_0, or all with `whole_tokens`."""
 
     table: SplitEmbedding
+
+    def __init__(self, table: SplitEmbedding, whole_tokens: bool) -> None:
+        super().__init__(table)
+        self.whole_tokens = whole_tokens
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self.table(x, self.whole_tokens), ()
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
@@ -343,13 +358,13 @@ class SplitEmbeddingStage(Embedding):
 
         def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[None, Cotangents]:
             if dy is not None and table.weight.requires_grad:
-                d_tokens = all_gather_tokens(dy, table.shard.group, seqlen)
+                d_tokens = dy if self.whole_tokens else all_gather_tokens(dy, table.shard.group, seqlen)
                 rows, is_here = table.rows_of(x)
                 gradients.add_rows(table.weight, rows[is_here], d_tokens[is_here])
             return None, ()
 
         with torch.no_grad():
-            return table(x), (), pullback
+            return table(x, self.whole_tokens), (), pullback
 
 
 class _Context(FunctionCtx):
@@ -388,13 +403,9 @@ def summed_over_ranks(split: TensorParallel, model: nn.Module) -> dict[Tensor, T
     return dict(zip(parameters, _SummedOverRanks.apply(split, names, *parameters), strict=True))
 
 
-def refuse_windows(spec: EngineSpec) -> None:
-    """Raise a UserError for a spec with windows, which read tokens that other ranks have."""
-    if spec.backward.window is not None or spec.backward.drop_probability:
-        raise UserError(
-            "windows and unbiased=True do not run on a stack that is split by tensor parallelism: use "
-            "Exact(), or LayerLocal() without a window"
-        )
+def reads_windows(spec: EngineSpec) -> bool:
+    """Whether tiles read windows of tokens, for which every rank needs all tokens of the residual stream."""
+    return spec.backward.window is not None
 
 
 class TensorParallelAccess(ParameterAccess):
@@ -418,9 +429,8 @@ class TensorParallelAccess(ParameterAccess):
         """Refuse what split layers cannot do.
 
         Raises:
-            UserError: windows, a memory budget, or ranks that call with other rows.
+            UserError: a memory budget, or ranks that call with other rows or draw other numbers.
         """
-        refuse_windows(spec)
         if spec.storage.memory is not None:
             raise UserError(
                 "memory= fits chunks to what one process has left, but ranks that split a stack must run the "
@@ -428,6 +438,12 @@ class TensorParallelAccess(ParameterAccess):
             )
         self.split.check_same(batch, spec)
         return spec
+
+    def windows(self, widths: list[int]) -> list[int]:
+        """Return the widest windows of the ranks, each of which knows the decays of its own heads."""
+        widest = torch.tensor(widths, device=next(iter(self.names)).device)
+        dist.all_reduce(widest, dist.ReduceOp.MAX, group=self.split.group)
+        return widest.tolist()
 
     def backward(
         self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]

@@ -17,7 +17,6 @@ from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.methods import Exact, Method
-from adjoint.parallel.tensor import refuse_windows
 from adjoint.stack import Stack, StackOutput
 from adjoint.train import quantization
 from adjoint.train.checkpoint import trained_model
@@ -107,10 +106,7 @@ class StackLM(LanguageModel):
     @staticmethod
     def check(config: Config) -> None:
         check_offload(config)
-        spec = config.method.engine_spec(config.data.seqlen, config.data.seqlen)
-        check_windows(config.model, spec)
-        if config.cluster.tensor > 1:
-            refuse_windows(spec)
+        check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
 
     @classmethod
     def from_config(

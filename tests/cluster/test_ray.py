@@ -183,6 +183,7 @@ def over(**numbers: Any) -> dict[str, Any]:
         (over(tensor=2), "layers 0-1, on cpu, each weight over 2 workers"),
         (over(shards=2, tensor=2) | SPLIT_HYBRID, "layers 0-0, 1-1, on cpu, each weight over 2 workers"),
         (over(tensor=2, replicas=2), "each weight over 2 workers, replicas of all this: 2"),
+        (over(shards=2, tensor=2) | LOCAL, "layers 0-0, 1-1, on cpu, each weight over 2 workers"),
         (over(sequence=2, tensor=2) | SPLIT_HYBRID, "over 2 workers in turn, each weight over 2 workers"),
     ],
     ids=str,

@@ -86,7 +86,6 @@ def test_a_killed_process_stops_all_and_the_run_goes_on(
     "flags, message",
     [
         ({"model__headdim": 32}, "cluster.tensor: layer 0 (mamba2): 2 ranks must divide the number of heads"),
-        ({"method__name": "truncated", "method__window": 4, "model__mixer": "mamba"}, "windows and unbiased"),
         ({"training__optimizer": "muon"}, "cluster.tensor: training.optimizer muon needs whole matrices"),
         ({"method__memory": "1GB", "method__chunk_size": "null"}, "method.memory: ranks that split weights"),
     ],
