@@ -151,9 +151,10 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.current and func.namespace == "c10d":
             kind = COLLECTIVES[func._opname]
-            tensor_bytes = max(t.nbytes for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor))
+            tensors = (t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor))
+            largest = max(tensor.nbytes for tensor in tensors)
             self.collectives[self.current][kind] += 1
-            self.ring_bytes[self.current] += RING_PASSES[kind] * tensor_bytes * (self.ranks - 1) / self.ranks
+            self.ring_bytes[self.current] += RING_PASSES[kind] * largest * (self.ranks - 1) / self.ranks
         return func(*args, **(kwargs or {}))
 
 
@@ -200,17 +201,15 @@ def _per_sbh(row: Row, bytes_: float) -> float:
 
 
 def _stored_table(rows: list[Row]) -> str:
-    """A line per variant: bytes that a rank stores for the backward over sbh, by formula and measured."""
-    lines = []
+    """A line per way to split the layer: bytes over sbh that a rank stores, by formula and measured."""
+    lines: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         scores = 5 * row["heads"] * row["tokens"] / row["width"]
         place, theirs = formula(scores, row["ranks"], row["sequence_parallel"], row["recompute"])
-        ours = _per_sbh(row, row["stored_bytes"])
-        lines.append([
-            str(row["ranks"]), _tokens(row), row["recompute"], place, f"{theirs:.2f}", f"{ours:.2f}"
-        ])  # fmt: skip
-    heads = ("ranks", "tokens", "recomputation", "their formula", "theirs", "measured")
-    return report.markdown_table(heads, lines, left=(1, 2, 3))
+        cell = f"{theirs:.2f} · {_per_sbh(row, row['stored_bytes']):.2f} ({place.split(', ')[-1]})"
+        lines.setdefault((str(row["ranks"]), _tokens(row)), []).append(cell)
+    heads = ("ranks", "tokens", *(f"recomputation: {recompute}" for recompute in RECOMPUTE))
+    return report.markdown_table(heads, ([*key, *cells] for key, cells in lines.items()), left=(1,))
 
 
 def _messages_table(rows: list[Row]) -> str:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.verification import TOKENS
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     PassThrough,
     backbone_of,
-    device_of,
     layers_of,
     override_attribute,
 )

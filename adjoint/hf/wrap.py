@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.step import uncompiled
@@ -539,9 +540,9 @@ def _announce(verification: Verification, describe: Callable[[], str]) -> None:
 
 def _describe_kernels(model: nn.Module) -> str:
     """Name the functions of transformers that ours replace, and the backend of the scans."""
-    weight = next(p for p in model.parameters() if p.is_floating_point())
-    dtype = accumulate_dtype(weight.dtype) if weight.device.type == "cpu" else weight.dtype
-    backend = implementation("selective_scan", None, weight.device, dtype)
+    weight, device = next(p for p in model.parameters() if p.is_floating_point()), device_of(model)
+    dtype = accumulate_dtype(weight.dtype) if device.type == "cpu" else weight.dtype
+    backend = implementation("selective_scan", None, device, dtype)
     registries = [id(names) for names, _ in REGISTRIES]
     names = {n for names, ours in function_replacements(model) if id(names) not in registries for n in ours}
     return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +17,10 @@ from adjoint.kernels.collectives import (
     copy_to_ranks,
     gather_tokens,
     gathered_linear,
+    keeping_local_tokens,
     local_tokens,
     reduce_scatter_tokens,
+    split_tokens,
     sum_over_ranks,
 )
 from tests.model_helpers import relative
@@ -75,21 +79,33 @@ def each_function(batch: int, seqlen: int) -> None:
     xs = [[draw(batch, seqlen, CHANNELS)] for _ in range(ranks)]
     total = torch.stack([x for (x,) in xs]).sum(0)
     compare(lambda x: sum_over_ranks(x, group), xs, [total])
+    compare(lambda x: split_tokens(x, group), [[x]] * ranks, split(x))
     compare(lambda x: reduce_scatter_tokens(x, group), xs, split(total))
     xs = [[draw(batch, local_tokens(seqlen, ranks), CHANNELS)] for _ in range(ranks)]
     sequence = torch.cat([x for (x,) in xs], dim=1)[:, :seqlen]
     compare(lambda x: gather_tokens(x, group, seqlen), xs, [sequence.clone() for _ in range(ranks)])
+    compare(lambda x: gather_tokens(x, group, seqlen, complete=True), xs, [sequence])
     linears = [[x, draw(OUTPUTS, CHANNELS), draw(OUTPUTS)] for (x,) in xs]
     compare(
         lambda x, weight, bias: gathered_linear(x, weight, bias, group, seqlen),
         linears,
         [F.linear(sequence, weight, bias) for _, weight, bias in linears],
     )
-    compare(
+    for ours in (
         lambda x, weight: gathered_linear(x, weight, None, group, seqlen),
-        [linear[:2] for linear in linears],
-        [F.linear(sequence, weight) for _, weight, _ in linears],
-    )
+        lambda x, weight: linear_of_local_tokens(x, weight, seqlen),
+    ):
+        compare(
+            ours,
+            [linear[:2] for linear in linears],
+            [F.linear(sequence, weight) for _, weight, _ in linears],
+        )
+
+
+def linear_of_local_tokens(x: Tensor, weight: Tensor, seqlen: int) -> Tensor:
+    gathered = gather_tokens(x, dist.group.WORLD, seqlen)
+    with keeping_local_tokens(x, gathered, dist.group.WORLD):
+        return F.linear(gathered, weight)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -104,9 +120,16 @@ def what_a_linear_stores(seqlen: int) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
         gathered_linear(x, weight, None, group, seqlen)
     assert [t.data_ptr() for t in stored] == [x.data_ptr(), weight.data_ptr()]
+    for keeping, stays in ((contextlib.nullcontext(), True), (None, False)):
+        gathered = gather_tokens(x, group, seqlen)
+        with keeping or keeping_local_tokens(x, gathered, group):
+            y = F.linear(gathered, weight)
+        reference = weakref.ref(gathered)
+        del gathered
+        assert (reference() is not None) == stays and y.requires_grad
 
 
-def test_a_gathered_linear_stores_this_rank_s_tokens_alone(tmp_path: Path) -> None:
+def test_linears_of_gathered_tokens_store_this_rank_s_tokens_alone(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, what_a_linear_stores, 7)
 
 
