@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import types
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import TypeVar
 
 import torch
@@ -14,6 +16,8 @@ from torch import nn
 from adjoint.kernels.collectives import copy_to_ranks
 
 T = TypeVar("T")
+# modules whose objects are styles, by which layers are split
+_STYLES = ("torch.distributed.tensor.parallel.style", "transformers.distributed.tensor_parallel")
 # transformers' style of norms that see this rank's heads alone, such as Qwen3's q_norm
 _PARTIAL_GRADIENTS = "ReplicatedWithGradAllReduce."
 
@@ -35,7 +39,8 @@ def _remove_hooks(module: nn.Module) -> dist.ProcessGroup | None:
     if forward is not None and _is_of_style(forward):  # its first call registers a hook of the parameter
         variables = inspect.getclosurevars(forward).nonlocals
         module.__dict__["forward"] = variables["original_forward"]
-        for parameter in module.parameters(recurse=False):
+        # FSDP's gathered parameters are not the module's, but the dictionary has them
+        for parameter in (*module.parameters(recurse=False), *variables["is_already_hooked"].values()):
             _take_hooks(parameter._post_accumulate_grad_hooks or {})
         hooks = [variables["_all_reduce_grad"]]
     else:
@@ -69,6 +74,54 @@ def _install(module: nn.Module, group: dist.ProcessGroup) -> None:
     module.__dict__["forward"] = forward
 
 
+def splits_tokens(module: nn.Module) -> bool:
+    """Whether a parallel style of torch or transformers splits a module's input or output by tokens.
+
+    A style is in the closure of a hook or of the module's own forward."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    values: list[object] = [*hooks, vars(module).get("forward")]
+    visited = {id(value) for value in values}
+    for value in values:  # breadth first: the list grows while the loop runs
+        if _shards_tokens(value):
+            return True
+        for inner in _contents(value):
+            if id(inner) not in visited:
+                visited.add(id(inner))
+                values.append(inner)
+    return False
+
+
+def _shards_tokens(value: object) -> bool:
+    """Whether a value is a placement, or a style, that splits tensors (batch, tokens, channels) by tokens."""
+    if type(value).__name__ == "Shard":
+        return getattr(value, "dim", None) == 1
+    return type(value).__module__ in _STYLES and getattr(value, "sequence_dim", None) == 1
+
+
+def _contents(value: object) -> Iterable[object]:
+    """Return what a function closes over, what a style holds, and the items of collections of these."""
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, types.FunctionType):
+        return _closed_over(value).values()
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    return vars(value).values() if type(value).__module__ in _STYLES else ()
+
+
+def _closed_over(function: types.FunctionType) -> dict[int, object]:
+    """Return the contents of a function's cells by their position; a cell may be empty."""
+    contents = {}
+    for i, cell in enumerate(function.__closure__ or ()):
+        with contextlib.suppress(ValueError):
+            contents[i] = cell.cell_contents
+    return contents
+
+
 def use_copies(copied: nn.Module, memo: dict[int, object]) -> None:
     """Let the forwards that modules of a copy hold themselves call the copy's modules.
 
@@ -98,6 +151,6 @@ def _on_copies(value: object, memo: dict[int, object]) -> object:
         )
         function.__kwdefaults__, function.__qualname__ = value.__kwdefaults__, value.__qualname__
         memo[id(value)] = function
-        for cell, original in zip(cells, value.__closure__, strict=True):
-            cell.cell_contents = _on_copies(original.cell_contents, memo)
+        for i, content in _closed_over(value).items():
+            cells[i].cell_contents = _on_copies(content, memo)
     return memo[id(value)]

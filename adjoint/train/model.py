@@ -186,11 +186,6 @@ class PretrainedLM(LanguageModel):
         packed = config.data.documents == "packed"
         described = configuration(directory, config.model.trust_remote_code)
         if config.cluster.tensor > 1:
-            if config.model.lora is not None:
-                raise UserError(
-                    "cluster.tensor: PEFT gives each rank adapters of its own, which are not those of one "
-                    "process; leave out model.lora or cluster.tensor"
-                )
             check_tensor_parallel(described, config.cluster.tensor, config.model.quantization)
         check_offload(config, quantization.described(described))
         quantization.check(

@@ -8,6 +8,7 @@ import logging
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
 from adjoint.methods import Method
+from adjoint.parallel.split_tensors import is_split
 from adjoint.train import quantization as quantized
 
 if TYPE_CHECKING:
@@ -295,12 +297,46 @@ def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
     settings = {"r": rank, "lora_alpha": lora["alpha"] or 2 * rank, "lora_dropout": lora["dropout"]}
     settings["target_modules"] = _linear_maps(model) if targets is None else targets
     try:
-        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+        with _whole_sizes(model):
+            adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
         if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
             raise ValueError("PEFT changes the weights of experts in the forward; name other modules")
     except ValueError as error:
         raise UserError(f"model.lora.target_modules: {' '.join(str(error).split())}") from None
     return adapted
+
+
+@contextlib.contextmanager
+def _whole_sizes(model: PreTrainedModel) -> Iterator[None]:
+    """Let PEFT make adapters of the whole size of a split weight: the same on every rank as in one process.
+
+    Of the size of a rank's part, each rank would draw its own, and those before a row-wise weight fail.
+
+    Raises:
+        UserError: PEFT takes sizes from somewhere else.
+    """
+    if not any(map(is_split, model.parameters())):
+        yield
+        return
+    from peft.tuners.lora import layer
+
+    name = "_get_in_out_features"
+    if not hasattr(layer, name):
+        raise UserError("model.lora: with cluster.tensor it needs another PEFT; pip install peft==0.21.2")
+    sizes = getattr(layer, name)
+
+    def whole_sizes(module: nn.Module) -> tuple[int | None, int | None]:
+        if isinstance(module, nn.Linear):
+            return module.in_features, module.out_features
+        return sizes(module)
+
+    setattr(layer, name, whole_sizes)
+    try:
+        with warnings.catch_warnings():  # where transformers gathers outputs, whole adapters need no hooks
+            warnings.filterwarnings("ignore", message="TP plan .* is not supported for LoRA")
+            yield
+    finally:
+        setattr(layer, name, sizes)
 
 
 def _linear_maps(model: PreTrainedModel) -> list[str]:

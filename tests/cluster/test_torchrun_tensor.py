@@ -36,6 +36,7 @@ FLAGS: dict[str, Any] = {
     "training__sample_tokens": 3,
 }
 SHORT = {"data__batch": 1, "training__grad_accumulation": 1, "method__chunk_size": 6}
+LORA = {"model__lora__rank": 3, "training__lr": 1e-2, "training__steps": 3}
 BACKPROP = {"method__name": "backprop", "method__chunk_size": "null"}
 
 
@@ -65,6 +66,8 @@ def test_which_ranks_share_weights_sequences_and_gradients() -> None:
         # weights of norms, whose gradients each rank has a part of
         pytest.param("Qwen3ForCausalLM", 2, {}, marks=pytest.mark.slow, id="Qwen3"),
         pytest.param("Qwen3_5ForCausalLM", 2, {}, marks=pytest.mark.slow, id="Qwen3.5"),
+        pytest.param(LLAMA, 2, LORA, marks=pytest.mark.slow, id="adapters"),
+        pytest.param("Phi3ForCausalLM", 2, LORA, marks=pytest.mark.slow, id="adapters on gathered outputs"),
         pytest.param("Phi3ForCausalLM", 2, BACKPROP, marks=pytest.mark.slow, id="Phi3, backprop"),
     ],
 )
@@ -137,7 +140,6 @@ def test_a_killed_run_goes_on_and_one_process_reads_it(
             "method.memory: ranks that split weights must keep",
         ),
         (LLAMA, {"training__optimizer": "muon"}, "cluster.tensor: training.optimizer muon needs whole matri"),
-        (LLAMA, {"model__lora__rank": 2}, "cluster.tensor: PEFT gives each rank adapters of its own"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(
