@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, Batch
@@ -25,6 +24,7 @@ from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import device_of, fetched, is_offloaded, recompute_of
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
@@ -44,7 +44,7 @@ from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, units, uses_fsdp
-from adjoint.parallel.split_tensors import parts
+from adjoint.parallel.split_tensors import splits
 from adjoint.parallel.tensor import (
     SPLIT_AND_SHARDED,
     SplitEmbeddingStage,
@@ -134,19 +134,22 @@ class Stack(nn.Module):
         return partial_stack
 
     @torch.no_grad()
-    def parallelize(self, group: object, setting: str = "tensor_group") -> None:
+    def parallelize(
+        self, group: object, setting: str = "tensor_group", *, same_weights: bool = False
+    ) -> None:
         """Split the stack over the ranks of a group by tensor and sequence parallelism, in place.
 
-        All ranks call this, with stacks of the same sizes; the weights that count are those of the group's
-        first rank. Afterwards they call the stack with the same rows. Each has the whole's loss; gradients,
-        states and `named_parameters` are its own parts (`tensor_parallel.gather` makes them whole). Make the
-        optimizer afterwards, too.
+        All ranks call this, with stacks of the same sizes. Afterwards they call the stack with the same rows.
+        Each has the whole's loss; gradients, states and `named_parameters` are its own parts
+        (`tensor_parallel.gather` makes them whole). Make the optimizer afterwards, too.
 
         A layer that cannot be split is run by every rank whole: a user's own class, a dense A.
 
         Args:
             group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
             setting: the group's name in error messages.
+            same_weights: whether the ranks' weights are the same already; else the first rank's are sent to
+                the others.
 
         Raises:
             UserError: the number of ranks does not divide the heads or channels of a layer; or `fully_shard`
@@ -159,7 +162,7 @@ class Stack(nn.Module):
             raise UserError(SPLIT_AND_SHARDED)
         if ranks_of(ranks) == 1:
             return
-        for tensor in (*self.parameters(), *self.buffers()):
+        for tensor in () if same_weights else (*self.parameters(), *self.buffers()):
             dist.broadcast(tensor, group=ranks, group_src=0)
         split, is_tied = TensorParallel(ranks), self.config.tie_embeddings
         for k, block in zip(self.span, self.blocks(), strict=True):
@@ -172,7 +175,7 @@ class Stack(nn.Module):
         if self.is_last:
             tied = self.embedding if is_tied and self.is_first else None
             self.lm_head = split.head(self.norm_f, self.lm_head, tied)
-        parts.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
+        splits.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
         self.tensor_parallel = split
 
     @torch.no_grad()
@@ -219,7 +222,8 @@ class Stack(nn.Module):
             recompute: as in `Exact`.
         """
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
-        casts_weights = not uses_fsdp(self)  # else they are not gathered yet when they would be cast
+        # weights that are not on the device yet cannot be cast there
+        casts_weights, recompute = not (uses_fsdp(self) or is_offloaded(self)), recompute_of(self, recompute)
         for k in self.span:
             block: Any = self.layers[k]
             stages[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute, casts_weights)
@@ -250,6 +254,17 @@ class Stack(nn.Module):
         Raises:
             ValueError: lm_head or norm_f is more than its weight.
         """
+        modules = self.norm_f, self.lm_head
+        if parameters is not None:
+            replacements = dict(zip(self.head_parameters(), parameters, strict=True))
+            with contextlib.ExitStack() as in_place:
+                for module in modules:
+                    in_place.enter_context(ModuleTensors(module).replaced(replacements))
+                return self.head_loss(y, targets)
+        with fetched(*modules):
+            return self._head_loss(y, targets)
+
+    def _head_loss(self, y: Tensor, targets: Tensor) -> Tensor:
         if not is_untouched(self.lm_head, nn.Linear) or self.lm_head.bias is not None:
             raise ValueError(
                 "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
@@ -257,8 +272,7 @@ class Stack(nn.Module):
             )
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
-        norm, head = self.head_parameters() if parameters is None else parameters
-        normalised, split = functional_call(self.norm_f, {"weight": norm}, (y,)), self.tensor_parallel
+        normalised, head, split = self.norm_f(y), self.lm_head.weight, self.tensor_parallel
         if split is None:
             return linear_cross_entropy(normalised, head, targets)
         normalised = gather_tokens(normalised, split.group, targets.shape[1])
@@ -273,7 +287,7 @@ class Stack(nn.Module):
         logits, split = self.lm_head(self.norm_f(y)), self.tensor_parallel
         return logits if split is None else split.all_ids(logits)
 
-    def _all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
+    def all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
         """Return y_K of all tokens; it is already, unless the stack is split."""
         return y if self.tensor_parallel is None else gather_tokens(y, self.tensor_parallel.group, seqlen)
 
@@ -283,7 +297,7 @@ class Stack(nn.Module):
         They are float32, in a float64 model float64."""
         weight = next(self.parameters())
         dtype = accumulate_dtype(weight.dtype)
-        return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.blocks()]
+        return [block.mixer.initial_state(batch, dtype, device_of(self)) for block in self.blocks()]
 
     # -------------------------------------------------------------------------------------------------------
     # use
@@ -360,14 +374,14 @@ class Stack(nn.Module):
                     batch = Batch.from_labels(input_ids, labels, seq_idx)
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
                 if labels is None or return_logits:
-                    output.logits = self.logits(self._all_tokens(y, input_ids.shape[1]))
+                    output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         else:
             batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
             output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
             if return_logits:
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
-                    output.logits = self.logits(self._all_tokens(y, input_ids.shape[1]))
+                    output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         if return_state:
             output.state = final
         return output
@@ -391,6 +405,8 @@ class Stack(nn.Module):
             group: the process group whose ranks share the batch.
         """
         check_windows(self.config, spec)
+        if spec.backward.window is not None and is_offloaded(self):
+            raise UserError("offload_weights: windows read single weights of a layer; use Exact()")
         stages, width = self.stages(spec.storage.recompute), self.config.d_model
         group = None if group is None or ranks_of(group) == 1 else group
         if uses_fsdp(self):
@@ -497,7 +513,7 @@ class Stack(nn.Module):
         for _ in range(max_new_tokens):
             for chunk in tokens[-1].split(chunk_size, dim=1):
                 y, states = self._hidden(chunk, states)
-            logits = self.logits(self._all_tokens(y, chunk.shape[1])[:, -1]).float()
+            logits = self.logits(self.all_tokens(y, chunk.shape[1])[:, -1]).float()
             if temperature == 0:
                 tokens.append(logits.argmax(-1, keepdim=True))
                 continue

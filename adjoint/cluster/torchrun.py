@@ -336,23 +336,9 @@ class Replica(Trainer):
         self._now("forward and backward")
         local_ids, share = self._own(ids)
         loss_divisor = loss_divisor / share if share else math.inf
-        replicated, before = self._summed_in_place(), list[Tensor | None]()
-        for parameter in replicated:
-            before.append(parameter.grad)
-            parameter.grad = None
         with drawn_from(self.settings.seed, number, self.here.rank // self.layout.tensor):
             loss, _ = super()._gradients(local_ids, start, number, loss_divisor)
-        for parameter, gradient in zip(replicated, before, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return sum(self._gathered(loss, self.peers, "the loss")), None
-
-    def _summed_in_place(self) -> list[Tensor]:
-        """Return the parameters whose `.grad` a hook of transformers sums over tensor ranks after a backward:
-        once more in each backward of an accumulation, unless these begin without it."""
-        if self.tensor_group is None:
-            return []
-        return [p for p in self.model.module.parameters() if p._post_accumulate_grad_hooks]
 
     @torch.no_grad()
     def _clip_gradients(self, limit: float) -> float:

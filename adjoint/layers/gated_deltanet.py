@@ -96,13 +96,16 @@ class GatedDeltaNetMixer(Mixer):
 
     def splits(self) -> Splits:
         c = self.config
-        heads, values = Section("heads", c.nheads), Section("heads", c.nheads, c.headdim)
-        keys = Section("key heads", self.key_heads, self.d_state, shared=True)
+        heads, values = (
+            Section("the number of heads", c.nheads),
+            Section("the number of heads", c.nheads, c.headdim),
+        )
+        keys = Section("the number of key heads", self.key_heads, self.d_state, shared=True)
         convolved = [keys, keys, values]
         rows = by_rows(
             in_proj=[*convolved, *self._gate_sections()],
             conv1d=convolved,
-            dt_bias=[Section("heads", c.nheads, self.count_decays(c))],
+            dt_bias=[Section("the number of heads", c.nheads, self.count_decays(c))],
             A_log=[heads],
         )
         return {**rows, **by_columns(out_proj=[values])}
@@ -110,10 +113,12 @@ class GatedDeltaNetMixer(Mixer):
     def _gate_sections(self) -> list[Section]:
         """Return the sections of in_proj's outputs for the output gate, beta and the decay."""
         nheads = self.config.nheads
-        return [Section("heads", nheads, size // nheads) for size in self.gate_sizes(self.config)]
+        return [
+            Section("the number of heads", nheads, size // nheads) for size in self.gate_sizes(self.config)
+        ]
 
     def rank_config(self, ranks: int) -> RankConfig:
-        key_heads = local_units("key heads", self.key_heads, ranks, shared=True)
+        key_heads = local_units("the number of key heads", self.key_heads, ranks, shared=True)
         return rank_config(self.config, ranks, linear_num_key_heads=key_heads)
 
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
@@ -168,15 +173,15 @@ class KDAMixer(GatedDeltaNetMixer):
 
     def splits(self) -> Splits:
         c = self.config
-        decays = Section("heads", c.nheads, self.count_decays(c))
+        decays = Section("the number of heads", c.nheads, self.count_decays(c))
         return {
             **super().splits(),
-            **by_rows(f_b_proj=[decays], g_b_proj=[Section("heads", c.nheads, c.headdim)]),
+            **by_rows(f_b_proj=[decays], g_b_proj=[Section("the number of heads", c.nheads, c.headdim)]),
         }
 
     def _gate_sections(self) -> list[Section]:
         gate, beta, decay = self.gate_sizes(self.config)
-        return [every_rank_has(gate), Section("heads", beta), every_rank_has(decay)]
+        return [every_rank_has(gate), Section("the number of heads", beta), every_rank_has(decay)]
 
     @classmethod
     def gate_sizes(cls, config: StackConfig) -> tuple[int, int, int]:

@@ -72,7 +72,7 @@ class MambaMixer(ScanMixer):
         return rows * element + d_inner * n * max(element, 4) // 64
 
     def splits(self) -> Splits:
-        channels = [Section("channels, d_inner", self.config.d_inner)]
+        channels = [Section("d_inner", self.config.d_inner)]
         rows = by_rows(in_proj=2 * channels, conv1d=channels, dt_proj=channels, A_log=channels, D=channels)
         return {**rows, **by_columns(x_proj=channels, out_proj=channels)}
 

@@ -78,7 +78,10 @@ class Mamba2Mixer(ScanMixer):
 
     def splits(self) -> Splits:
         c = self.config
-        heads, channels = Section("heads", c.nheads), Section("heads", c.nheads, c.headdim)
+        heads, channels = (
+            Section("the number of heads", c.nheads),
+            Section("the number of heads", c.nheads, c.headdim),
+        )
         groups = Section("ngroups", c.ngroups, self.d_state, shared=True)
         rows = by_rows(
             in_proj=[channels, channels, groups, groups, heads],

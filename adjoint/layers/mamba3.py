@@ -118,7 +118,10 @@ class Mamba3Mixer(Mixer):
 
     def splits(self) -> Splits:
         c = self.config
-        heads, channels = Section("heads", c.nheads), Section("heads", c.nheads, c.headdim)
+        heads, channels = (
+            Section("the number of heads", c.nheads),
+            Section("the number of heads", c.nheads, c.headdim),
+        )
         keys = self.rank * [Section("ngroups", c.ngroups, self.d_state, shared=True)]
         rows = by_rows(
             in_proj=[channels, channels, *keys, *keys, heads, heads, heads, every_rank_has(self.angles)],

@@ -72,12 +72,12 @@ class SelectiveMixer(ScanMixer):
         if self.structure == "dense":
             return None
         n, d_model = self.d_state, self.config.d_model
-        channels = Section("channels of the state, d_state", n)
+        channels = Section("d_state", n)
         rows = by_rows(B_proj=[channels._replace(width=d_model)], C_proj=d_model * [channels])
         return rows if self.structure == "scalar" else {**rows, **by_rows(A_proj=[channels])}
 
     def rank_config(self, ranks: int) -> RankConfig:
-        channels = local_units("channels of the state, d_state", self.d_state, ranks)
+        channels = local_units("d_state", self.d_state, ranks)
         return rank_config(self.config, ranks, d_state=channels)
 
     def transition(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class Section(NamedTuple):
     """Consecutive rows of a weight: `units` units of `width` rows.
 
     Attributes:
-        unit: what the units are, for error messages.
+        unit: the setting or words for their number, for error messages.
         shared: whether ranks may have the same unit, if there are fewer units than ranks.
     """
 
@@ -73,7 +73,7 @@ def share_of(section: Section, rank: int, ranks: int) -> tuple[int, int]:
     if section.shared and ranks % section.units == 0:
         return rank * section.units // ranks, 1
     fits = "divide" if not section.shared or section.units > ranks else "be a multiple of"
-    raise ValueError(f"{ranks} ranks must {fits} the number of {section.unit}, {section.units}")
+    raise ValueError(f"{ranks} ranks must {fits} {section.unit}, which is {section.units}")
 
 
 def local_units(unit: str, units: int, ranks: int, shared: bool = False) -> int:

@@ -40,6 +40,7 @@ from adjoint.parallel.split_tensors import local
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
+DIGESTED_AT_ONCE = 1 << 20  # elements of a tensor, so that no copy is as long as the sequence
 WEIGHTS_NAME = "the model's weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -483,7 +484,7 @@ class SequenceGroup(Distribution):
             "further inputs": list(batch.inputs.values()),
             "the initial state": [s for state in batch.states for s in state],
         }
-        fingerprint = settings | {name: _digest(values) for name, values in tensors.items()}
+        fingerprint = settings | {name: digest(values) for name, values in tensors.items()}
         compared_groups, group = (
             _compared.setdefault(parameters[0], set()),
             self.transport.group.group_name,
@@ -491,7 +492,7 @@ class SequenceGroup(Distribution):
         local_parameters = (local(p.detach()) for p in parameters)
         weights = () if group in compared_groups else [p.reshape(-1)[:WEIGHTS] for p in local_parameters]
         compared_groups.add(group)
-        return fingerprint | {WEIGHTS_NAME: _digest(weights)}
+        return fingerprint | {WEIGHTS_NAME: digest(weights)}
 
     # -------------------------------------------------------------------------------------------- results
 
@@ -558,14 +559,15 @@ class SequenceGroup(Distribution):
                 )
 
 
-def _digest(tensors: Sequence[Tensor | None]) -> int:
+def digest(tensors: Sequence[Tensor | None]) -> int:
     """Return a number that depends on every bit and on its position."""
     total = 0
     for t in tensors:
         if t is None:
             continue
         flat = (torch.view_as_real(t) if t.is_complex() else t).detach().reshape(-1)
-        bits = flat.view(INTEGERS[flat.element_size()]).long()
-        places = torch.arange(1, len(bits) + 1, device=bits.device) * 0x5851F42D4C957F2D
-        total = (total * 31 + int((bits * (places ^ (places >> 29))).sum()) + len(bits)) % (1 << 62)
+        for bits in flat.view(INTEGERS[flat.element_size()]).split(DIGESTED_AT_ONCE):
+            places = torch.arange(1, len(bits) + 1, device=bits.device) * 0x5851F42D4C957F2D
+            weighted = bits.long() * (places ^ (places >> 29))
+            total = (total * 31 + int(weighted.sum()) + len(bits)) % (1 << 62)
     return total

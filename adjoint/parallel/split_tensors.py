@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class Part(Protocol):
-    """A rank's part of a parameter, of a kind that DTensors do not have.
+class WeightSplit(Protocol):
+    """The split of a parameter over ranks, of a kind that DTensors do not have.
 
     Attributes:
         shape: of the whole.
@@ -23,24 +23,24 @@ class Part(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def whole(self, local: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         """Return the whole tensor on every rank; all must call this."""
 
-    def part(self, full: Tensor) -> Tensor:
+    def split(self, full: Tensor) -> Tensor:
         """Return this rank's part of the whole, copied."""
 
     def owned(self, local: Tensor) -> Tensor:
         """Return the elements of this rank's part that no rank before it has."""
 
 
-parts: MutableMapping[Tensor, Part] = WeakTensorKeyDictionary()  # by parameter
+splits: MutableMapping[Tensor, WeightSplit] = WeakTensorKeyDictionary()  # by parameter
 
 
-def is_split(parameter: Tensor) -> bool:
-    """Whether ranks have different parts of a parameter."""
-    if parameter in parts:
+def is_split(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether ranks have different parts of a tensor of a parameter's shape."""
+    if parameter in splits:
         return True
-    return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+    return any(not placement.is_replicate() for placement in getattr(tensor, "placements", ()))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -50,17 +50,17 @@ def local(tensor: Tensor) -> Tensor:
 
 def gather(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor put together from its ranks' parts; all of them must call this."""
-    part = parts.get(parameter)
-    if part is not None and tensor.shape == parameter.shape:
-        return part.whole(tensor)
+    weight_split = splits.get(parameter)
+    if weight_split is not None and tensor.shape == parameter.shape:
+        return weight_split.gather(tensor)
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def split_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a whole tensor, split as a parameter of its shape is; every rank has the whole tensor."""
-    part = parts.get(parameter)
-    if part is not None:
-        return part.part(tensor) if tensor.shape == part.shape else tensor
+    weight_split = splits.get(parameter)
+    if weight_split is not None:
+        return weight_split.split(tensor) if tensor.shape == weight_split.shape else tensor
     if not hasattr(parameter, "placements") or tensor.shape != parameter.shape:
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -75,9 +75,9 @@ def squared_norm(tensor: Tensor, parameter: Tensor, is_first: bool) -> Tensor:
     Args:
         is_first: whether this is the first of the ranks, which counts what all have.
     """
-    part, counted = parts.get(parameter), local(tensor)
-    if part is not None:
-        counted = part.owned(counted)
-    elif not is_split(parameter) and not is_first:
+    weight_split, counted = splits.get(parameter), local(tensor)
+    if weight_split is not None:
+        counted = weight_split.owned(counted)
+    elif not is_split(tensor, parameter) and not is_first:
         counted = counted.flatten()[:0]
     return torch.linalg.vector_norm(counted).double() ** 2

@@ -39,6 +39,7 @@ from adjoint.layers.mixer import Mixer
 from adjoint.layers.mlp import GatedMLP
 from adjoint.layers.tensor_parallel import RowParallelLinear, Split, Splits, share_of
 from adjoint.loss import VocabularyShard
+from adjoint.parallel.context import digest
 
 SPLIT_AND_SHARDED = (
     "a stack is split by tensor parallelism or sharded by fully_shard, not both: leave fully_shard out, or "
@@ -94,7 +95,7 @@ class Placement:
             int(is_shared.sum()),
         )
 
-    def part(self, full: Tensor) -> Tensor:
+    def split(self, full: Tensor) -> Tensor:
         """Return this rank's rows of the whole tensor, copied."""
         return full.index_select(self.dim, self.rows.to(full.device))
 
@@ -103,7 +104,7 @@ class Placement:
         return local.index_select(self.dim, self.first_owned.nonzero().squeeze(1).to(local.device))
 
     @torch.no_grad()
-    def whole(self, local: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         """Return the whole tensor on every rank; all must call this."""
         full = local.new_zeros(self.shape)
         full.index_copy_(self.dim, self.rows[self.first_owned].to(local.device), self.owned(local))
@@ -159,8 +160,7 @@ class TensorParallel:
             UserError: they differ; without the check collectives would not meet, or mix tokens.
         """
         ids = batch.ids
-        place_weights = torch.arange(1, ids.shape[1] + 1, device=ids.device) * 2654435761 % 65521
-        numbers = *ids.shape, zlib.crc32(repr(spec).encode()), int((ids * place_weights).sum())
+        numbers = *ids.shape, zlib.crc32(repr(spec).encode()), digest([ids, batch.labels, batch.seq_idx])
         low = torch.tensor(numbers, device=ids.device)
         high = low.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=self.group)
@@ -239,7 +239,7 @@ class TensorParallel:
         edges = [len(table) * r // self.ranks for r in range(self.ranks + 1)]
         self._add(name, [torch.arange(a, b) for a, b in itertools.pairwise(edges)], 0, table.shape)
         self.vocabulary_shard = VocabularyShard(self.group, edges[self.rank], len(table))
-        return nn.Parameter(self.placements[name].part(table), table.requires_grad)
+        return nn.Parameter(self.placements[name].split(table), table.requires_grad)
 
     def _add(
         self, name: str, rows: Sequence[Tensor], dim: int, shape: Sequence[int], sums: bool = True
@@ -265,7 +265,7 @@ class TensorParallel:
             with torch.device("meta"):
                 local_module.out_proj = RowParallelLinear(out_proj.in_features, out_proj.out_features)
         for name, parameter in module.named_parameters():
-            local = self.placements[prefix + name].part(parameter)
+            local = self.placements[prefix + name].split(parameter)
             owner, _, key = name.rpartition(".")
             parameters = local_module.get_submodule(owner)._parameters
             before = parameters[key]
@@ -275,7 +275,7 @@ class TensorParallel:
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         """Return the whole of a tensor placed like parameter `name`, on every rank; all must call."""
-        return self.placements[name].whole(local)
+        return self.placements[name].gather(local)
 
 
 def split_of(name: str, splits: Splits) -> Split | None:
@@ -404,7 +404,12 @@ class TensorParallelAccess(ParameterAccess):
         model: the split stack. split: its placements.
     """
 
-    def __init__(self, model: nn.Module, split: TensorParallel, backward_context: ContextFactory) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        split: TensorParallel,
+        backward_context: ContextFactory = contextlib.nullcontext,
+    ) -> None:
         super().__init__(backward_context)
         self.split = split
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}

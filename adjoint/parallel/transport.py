@@ -41,7 +41,8 @@ class Messages:
     with tensors of the same shape and dtype.
 
     Attributes:
-        first: the rank of the first worker: programs number workers from 0.
+        first, stride: the rank of the first worker, and from one worker to the next: programs number workers
+            from 0.
         buffers: messages of a channel that may be under way.
         on_device: see `executor.Transport`.
 
@@ -62,7 +63,7 @@ class Messages:
         among: Mapping[tuple[int, ...], dist.ProcessGroup],
         reduces_on_gpu: bool | None = None,
     ) -> None:
-        self.dist, self.nccl, self.rank, self.first = dist, nccl, rank, 0
+        self.dist, self.nccl, self.rank, self.first, self.stride = dist, nccl, rank, 0, 1
         self.on_device, self.buffers = nccl, CAPACITY
         self.up, self.down, self.among = up, down, among
         self.reduces_on_gpu = nccl if reduces_on_gpu is None else reduces_on_gpu
@@ -73,7 +74,7 @@ class Messages:
 
     def _rank_of(self, worker: int) -> int:
         """Return a worker's rank among all processes."""
-        return self.first + worker
+        return self.first + worker * self.stride
 
     def _group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         return self.up if sender < receiver else self.down

@@ -129,7 +129,9 @@ def model_files(
             parameter = parameters.get(name.partition("|")[0], tensor)
             complete = gather(tensor.detach(), parameter)
             if writes:
-                in_memory = copied or is_split(parameter)  # put together on a GPU, it must not stay there
+                in_memory = copied or is_split(
+                    tensor, parameter
+                )  # put together on a GPU, it must not stay there
                 file[name] = complete.to("cpu", copy=copied) if in_memory else complete
     return lambda folder: {
         name: write_file(folder / name, tensors) for name, tensors in files.items() if writes
@@ -230,7 +232,7 @@ def check_config(path: Path, config: ConfigDict) -> None:
     """Raise UserError, naming the first differing key, where the checkpoint is of another model, or of an
     optimizer with another state, or where the pretrained model's folder changed since."""
     stored = read_trainer(path).get("config", {})
-    ignored = {"trust_remote_code"}  # a permission
+    ignored = {"trust_remote_code", "offload"}  # a permission, and where weights are
     if records_model(path) and config["model"].get("from_pretrained") is not None:
         ignored |= {"from_pretrained"}  # which may have moved: its content is compared
     saved, current = (

@@ -253,11 +253,6 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
-        if self.tensor > 1 and self.shards != 0:
-            raise UserError(
-                "cluster.tensor: Ray's shards do not split weights; set cluster.shards to 0 and start the "
-                "processes with torchrun"
-            )
         # Layout refuses invalid combinations; with torchrun, sequence and tensor workers need no shards
         by_torchrun = self.shards == 0 and (self.sequence > 1 or self.tensor > 1)
         _ = (dataclasses.replace(self, sequence=1, tensor=1) if by_torchrun else self).layout
@@ -311,6 +306,12 @@ class ModelConfig(StackConfig):
         'scales, as in QLoRA) or "8bit" (LLM.int8), by bitsandbytes. A folder that is saved quantized needs '
         "no setting.",
     )
+    offload: Literal["none", "weights"] = option(
+        "none",
+        '"weights" keeps weights, gradients and optimizer in host memory and copies one layer at a time to '
+        "the GPU, for a model larger than the GPU (docs/host_weights.md). Recomputes layers, as "
+        'method.recompute "full" does.',
+    )
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
@@ -321,6 +322,8 @@ class ModelConfig(StackConfig):
             raise UserError("model.lora: adapters need a pretrained model, model.from_pretrained")
         if self.quantization is not None and self.from_pretrained is None:
             raise UserError("model.quantization: is for a pretrained model, model.from_pretrained")
+        if self.offload != "none" and self.quantization is not None:
+            raise UserError("model.offload: quantized weights stay on the GPU; leave model.quantization out")
 
 
 @dataclass(frozen=True)
@@ -545,7 +548,7 @@ def _pretrained(default: ModelConfig, settings: dict[str, Any]) -> ModelConfig:
     """Return the sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.train.pretrained import sizes
 
-    keys = ("from_pretrained", "lora", "quantization", "trust_remote_code")
+    keys = ("from_pretrained", "lora", "offload", "quantization", "trust_remote_code")
     ours = {key: settings.pop(key) for key in keys if key in settings}
     model_sizes: dict[str, Any] = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
     for key, value in settings.items():

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 
 MIB = 1 << 20
+# Links between a GPU and host memory: peak bytes per second in each direction, of 16 lanes.
+LINKS = {"PCIe Gen4": 31.5e9, "PCIe Gen5": 63e9, "NVLink-C2C": 450e9}
 
 
 @dataclass(frozen=True)
@@ -16,27 +18,29 @@ class Gpu:
         name: as in `adjoint plan --device`; its parts, between hyphens, are words of the driver's name.
         memory: bytes, as reported by NVML; for an A100 with 40 GB, those that the driver leaves to programs.
         bfloat16, float32: peak TFLOP/s, dense; bfloat16 on tensor cores, float32 without them.
+        link: to host memory, one of `LINKS`.
     """
 
     name: str
     memory: int
     bfloat16: float
     float32: float
+    link: str
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a10g", 23028 * MIB, 70, 31.2),
-        Gpu("l4", 23034 * MIB, 121, 30.3),
-        Gpu("l40s", 46068 * MIB, 362, 91.6),
-        Gpu("a100-40gb", 42_400_000_000, 312, 19.5),
-        Gpu("a100-80gb", 81920 * MIB, 312, 19.5),
-        Gpu("h100", 81559 * MIB, 989.5, 67),
-        Gpu("h100-pcie", 81559 * MIB, 756, 51),
-        Gpu("h100-nvl", 95830 * MIB, 835, 60),
-        Gpu("h200", 143771 * MIB, 989.5, 67),
-        Gpu("gh200", 97871 * MIB, 989.5, 67),
+        Gpu("a10g", 23028 * MIB, 70, 31.2, "PCIe Gen4"),
+        Gpu("l4", 23034 * MIB, 121, 30.3, "PCIe Gen4"),
+        Gpu("l40s", 46068 * MIB, 362, 91.6, "PCIe Gen4"),
+        Gpu("a100-40gb", 42_400_000_000, 312, 19.5, "PCIe Gen4"),
+        Gpu("a100-80gb", 81920 * MIB, 312, 19.5, "PCIe Gen4"),
+        Gpu("h100", 81559 * MIB, 989.5, 67, "PCIe Gen5"),
+        Gpu("h100-pcie", 81559 * MIB, 756, 51, "PCIe Gen5"),
+        Gpu("h100-nvl", 95830 * MIB, 835, 60, "PCIe Gen5"),
+        Gpu("h200", 143771 * MIB, 989.5, 67, "PCIe Gen5"),
+        Gpu("gh200", 97871 * MIB, 989.5, 67, "NVLink-C2C"),
     )
 }
 

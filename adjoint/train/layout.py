@@ -100,6 +100,20 @@ class Layout:
         """Return the workers that own a shard's layers, in all replicas."""
         return [rank for rank in range(self.world) if not self.helps(rank) and self.shard(rank) == shard]
 
+    def with_same_weights(self, shard: int, tensor_rank: int) -> list[int]:
+        """Return the workers of a shard that have the same part of its weights, in all replicas."""
+        return [rank for rank in self.ranks(shard) if self.tensor_rank(rank) == tensor_rank]
+
+    def tensor_rank(self, rank: int) -> int:
+        """Return a worker's rank among those that share each weight with it."""
+        return self.worker(rank) % self.tensor
+
+    @property
+    def of_each_shard(self) -> list[list[int]]:
+        """The first replica's first workers of each shard, which together have its weights once."""
+        per_shard = self.sequence * self.tensor
+        return [self.tensor_ranks(shard * per_shard) for shard in range(self.shards)]
+
     def helpers_of(self, rank: int) -> list[int]:
         """Return the helpers that share a worker's tasks."""
         first = self.workers * self.replica(rank) + self.owning
@@ -125,15 +139,18 @@ class Layout:
         """Ranks of the workers that are not helpers."""
         return [rank for rank in range(self.world) if not self.helps(rank)]
 
-    @property
-    def tied(self) -> list[int]:
-        """The workers that have a tied table: those of the first and of the last shard."""
-        return sorted({*self.ranks(0), *self.ranks(self.shards - 1)})
+    def tied(self, tensor_rank: int) -> list[int]:
+        """Return the workers with the same part of a tied table, which the first and the last shard have."""
+        first, last = (self.with_same_weights(shard, tensor_rank) for shard in (0, self.shards - 1))
+        return sorted({*first, *last})
 
     @property
     def groups(self) -> list[list[int]]:
         """The ranks between which there are collectives."""
-        return [*map(self.ranks, range(self.shards)), self.tied, self.everyone]
+        tensor_ranks, shards = range(self.tensor), range(self.shards)
+        alike = [self.with_same_weights(shard, number) for shard in shards for number in tensor_ranks]
+        split = [self.tensor_ranks(rank) for rank in self.everyone if self.tensor_rank(rank) == 0]
+        return [*alike, *map(self.tied, tensor_ranks), *split, self.everyone]
 
     # --------------------------------------------------------------------------------------------- batches
 
@@ -193,6 +210,8 @@ class Layout:
         """Raise a UserError for what needs whole weights, or ranks that decide by themselves."""
         if self.tensor == 1:
             return
+        if self.helpers:
+            raise UserError("cluster.helpers: do not work with cluster.tensor; leave one of them out")
         if method.memory is not None:
             raise UserError(
                 "method.memory: ranks that split weights must keep the same chunks, and each measures its "

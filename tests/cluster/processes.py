@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping
 
 import pytest
 
 from tests.training_helpers import exit_code, forked, run
+
+SECONDS = 240  # that a run may take: beside other work on few cores, each message waits for a core
 
 
 def torchrun(rank: int, world: int) -> dict[str, str]:
@@ -37,4 +40,12 @@ def started(
                 patch.setenv(name, value)
             children.append(forked(lambda: run(argv)))
     during(children)
-    return [exit_code(child) for child in children]
+    return [exit_code(child, SECONDS) for child in children]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until a condition holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it does not come true"
+        time.sleep(0.01)

@@ -65,8 +65,8 @@ def test_a_killed_process_stops_all_and_the_run_goes_on(
     """The resumed run ends with the bits of one that nobody killed."""
     flags = {**FLAGS, "cluster__tensor": 2, "training__steps": 12, "training__save_every": 2}
     environments = [torchrun(rank, 2) for rank in range(2)]
-    whole = tiny(tmp_path, **flags, run__dir=tmp_path / "whole")
-    assert started(environments, whole, monkeypatch) == [0, 0]
+    undisturbed = tiny(tmp_path, **flags, run__dir=tmp_path / "undisturbed")
+    assert started(environments, undisturbed, monkeypatch) == [0, 0]
 
     def kill(children: list[int]) -> None:
         folder = tmp_path / "run" / "checkpoints"
@@ -78,9 +78,10 @@ def test_a_killed_process_stops_all_and_the_run_goes_on(
     assert codes[1] == -signal.SIGKILL and codes[0] not in (0, 70)
     resumed = tiny(tmp_path, **flags, run__resume="auto")
     assert started(environments, resumed, monkeypatch) == [0, 0]
-    assert weights(tmp_path / "run", 12) == weights(tmp_path / "whole", 12)
+    assert weights(tmp_path / "run", 12) == weights(tmp_path / "undisturbed", 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [
