@@ -41,6 +41,8 @@ class Request:
         request_setup = self.setup
         layout.check(request_setup.model.source, request_setup.method)
         layout.check_rows(request_setup.batch)
+        if layout.tensor > 1:
+            raise UserError("cluster.tensor: a plan does not count split weights yet; leave it out")
         if request_setup.host_link is not None and layout.workers > 1:
             raise UserError(
                 "model.offload: weights in host memory are planned for whole models and sequences; set "

@@ -311,6 +311,7 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
         ),
         ("--cluster.shards 1 --cluster.helpers 2", "has no tasks to share"),
         ("--model.d_modle 3", "did you mean model.d_model"),
+        ("--cluster.shards 1 --cluster.tensor 2", "cluster.tensor: a plan does not count split weights yet"),
         ("--measure --device-tflops 3", "does not work with --device-tflops"),
     ],
 )
