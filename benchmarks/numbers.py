@@ -280,9 +280,9 @@ def constants() -> Numbers:
     return {
         "beyond": passes.BEYOND, "weight_decay": TrainingConfig().weight_decay, "coarse": COARSE,
         "reserved_cpu_mb": RESERVED["cpu"][0] / 1e6, "reserved_cuda_gb": RESERVED["cuda"][0] / 1e9,
-        "sustained": 100 * command.SUSTAINED,
-        "sustained_least": 100 * command.SUSTAINED_RANGE[0],
-        "sustained_most": 100 * command.SUSTAINED_RANGE[1],
+        "reached": 100 * command.REACHED,
+        "reached_least": 100 * command.REACHED_RANGE[0],
+        "reached_most": 100 * command.REACHED_RANGE[1],
         "bandwidth_gb": size_bytes(command.BANDWIDTH) / 1e9,
         "gpu_cap_gb": CAP_BYTES / 1e9, "as_good": AS_GOOD, "one_more": 4 / 3,
         "silence_s": NOTICE,
