@@ -27,6 +27,7 @@ from benchmarks import report
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.gpu.model import AS_GOOD
 from benchmarks.gpu.points import CAP_BYTES
+from benchmarks.gpu.report import comparison
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS
 
@@ -150,6 +151,12 @@ def method_and_kernels() -> str:
     return report.markdown_table(["", "kernels", *map("{:,} tokens".format, lengths)], table, left=(0, 1))
 
 
+def dry_run(name: str) -> str:
+    """Return the comparison of a stored dry run of `benchmarks.gpu`, and its conditions."""
+    table = comparison(rows(name, stage="h"))
+    return f"{table}\n*Dry run. {report.footer(_stored(name)['environment'])}*\n"
+
+
 # Tables of several results or of the planner, which no benchmark writes: document, mark, what makes it.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "method and kernels", method_and_kernels),
@@ -158,6 +165,7 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/long_memory.md", "positions", positions),
     ("docs/method_costs.md", "recompute", recomputed),
     ("docs/method_costs.md", "reversible", reversible),
+    ("docs/gpu.md", "dry run on a CPU", lambda: dry_run("gpu-dry-run")),
 ]
 
 # ----------------------------------------------------------------------------------------- numbers by name

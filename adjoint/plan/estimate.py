@@ -121,7 +121,7 @@ def roofline(setup: Setup, gpu: Gpu, source: str) -> Costs:
     forward, backward, serial = [], [], []
     for k, layer in enumerate(model.layers):
         work, scan_flops = model.work(k, on), layer.serial * tokens
-        scans = [one for one in work.forward if one.scan]
+        scans = [operator for operator in work.forward if operator.scan]
         per_token = setup.batch / tokens
         forward.append(per_token * least_seconds(work.forward, gpu, scan_flops))
         backward.append(per_token * least_seconds(work.backward, gpu, scan_flops))

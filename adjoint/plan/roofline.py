@@ -11,12 +11,12 @@ its blocks, are not seen, nor is the time to launch it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -29,7 +29,7 @@ ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_s
 
 @dataclass(frozen=True)
 class Work:
-    """What one operator has to do.
+    """Work of an operator.
 
     Attributes:
         flops: floating-point operations; for a scan, the passes over its states (1, or 2 in the backward).
@@ -75,7 +75,13 @@ class OperatorCounter(TorchDispatchMode):
         operators, self.operators = tuple(self.operators), []
         return operators
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         results = func(*args, **(kwargs or {}))
         inputs, outputs = _tensors((args, kwargs)), _tensors(results)
         name, storages = func.overloadpacket.__name__, {_storage(t) for t in inputs}
@@ -86,16 +92,18 @@ class OperatorCounter(TorchDispatchMode):
         flops = 0.0
         if scan:
             flops = 2.0 if name.endswith("_backward") else 1.0
+        elif name == "add_product":  # of adjoint: total += a @ b
+            flops = 2.0 * inputs[0].numel() * inputs[1].shape[1]
         elif "attention" not in name and func.overloadpacket in flop_registry:
             flops = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=results)
         floats = [t.dtype for t in inputs if t.is_floating_point()]
-        dtype = min(floats, key=lambda one: one.itemsize, default=torch.float32)
+        dtype = min(floats, key=lambda dtype: dtype.itemsize, default=torch.float32)
         moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
         self.operators.append(Work(flops, moved, dtype, scan))
         return results
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 

@@ -46,11 +46,22 @@ def test_with_fast_memory_times_are_those_of_the_operations(mixer: str) -> None:
     """Counted on the tensors they are those that the layer's weights and states say: in float32, where all
     units have one rate; a backward has twice as many products."""
     setup = setup_of(mixer, precision="float32")
-    found, said = roofline(setup, WITHOUT_MEMORY, ""), counted(setup, 1e12 * H100.float32, "")
-    assert found.forward == pytest.approx(said.forward, rel=0.02)
-    assert found.backward == pytest.approx(said.backward, rel=0.05)
-    assert (found.head, found.head_backward) == pytest.approx((said.head, said.head_backward), rel=0.02)
-    assert found.pairs == said.pairs and (found.serial == said.serial or mixer == "attention")
+    costs, expected = roofline(setup, WITHOUT_MEMORY, ""), counted(setup, 1e12 * H100.float32, "")
+    assert costs.forward == pytest.approx(expected.forward, rel=0.02)
+    assert costs.backward == pytest.approx(expected.backward, rel=0.05)
+    assert (costs.head, costs.head_backward) == pytest.approx(
+        (expected.head, expected.head_backward), rel=0.02
+    )
+    assert costs.pairs == expected.pairs and (costs.serial == expected.serial or mixer == "attention")
+
+
+def test_products_in_half_precision_run_on_tensor_cores() -> None:
+    """Those of the head and of an MLP, forward and back; norms and gates have no counted operations."""
+    setup = setup_of("attention")
+    costs, expected = roofline(setup, WITHOUT_MEMORY, ""), counted(setup, 1e12 * H100.bfloat16, "")
+    assert (costs.head, costs.head_backward) == pytest.approx((expected.head, expected.head_backward))
+    assert costs.forward == pytest.approx(expected.forward) and costs.pairs == expected.pairs
+    assert costs.backward == pytest.approx(expected.backward)
 
 
 def test_memory_bounds_what_is_not_a_product() -> None:
@@ -74,6 +85,6 @@ def test_a_pretrained_layer_has_the_operations_of_its_weights(tmp_path: Path) ->
     transformers.LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     machine = Machine("cuda", "float32", reserve=False)
     setup = Setup(model_of(outlined(str(tmp_path))), Exact(256), 1, 2048, machine=machine)
-    found, said = roofline(setup, WITHOUT_MEMORY, ""), counted(setup, 1e12 * H100.float32, "")
-    assert found.forward == pytest.approx(said.forward, rel=0.02)
-    assert sum(roofline(setup, H100, "").forward) > sum(found.forward)
+    costs, expected = roofline(setup, WITHOUT_MEMORY, ""), counted(setup, 1e12 * H100.float32, "")
+    assert costs.forward == pytest.approx(expected.forward, rel=0.02)
+    assert sum(roofline(setup, H100, "").forward) > sum(costs.forward)

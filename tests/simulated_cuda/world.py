@@ -21,8 +21,11 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
+
+if TYPE_CHECKING:
+    from adjoint.engine.budget import LiveBytes
 
 LIMITS = (1 << 31) - 1, 65535, 65535  # of a grid's three dimensions
 SMALL = 1 << 31  # elements that 32-bit offsets reach
@@ -116,6 +119,7 @@ class WrapState:
     mixed: list[str] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
     launch: Callable[..., None] | None = None
+    memory: LiveBytes | None = None  # is told of the device's tensors
 
     def counts(self) -> dict[str, Any]:
         return {
@@ -153,6 +157,8 @@ class Recorder:
         from torch.utils._python_dispatch import TorchDispatchMode
 
         class Mode(TorchDispatchMode):
+            record: ClassVar[WrapState]
+
             @classmethod
             def _should_skip_dynamo(cls) -> bool:
                 return False
@@ -179,6 +185,11 @@ class Recorder:
                     record.mixed.append(f"{func}: {where()}")
                 out = func(*args, **(kwargs or {}))
                 made = _tensors(out)
+                if record.memory is not None:
+                    for tensor in made:
+                        if tensor.device.type == "cuda":
+                            record.memory._note(tensor.untyped_storage())
+                    record.memory.peak = max(record.memory.peak, record.memory.live)
                 if copies and given and made:
                     self._copied(name, given, made, args, kwargs or {})
                 launches = name not in WITHOUT_LAUNCH and func.namespace != "adjoint"
@@ -200,6 +211,7 @@ class Recorder:
                     record.waits[f"{name}: {where()}"] += 1
 
         mode = Mode()
+        Mode.record = record
         Recorder.current = mode
         return mode
 
