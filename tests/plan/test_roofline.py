@@ -56,7 +56,7 @@ def test_with_fast_memory_times_are_those_of_the_operations(mixer: str) -> None:
 
 
 def test_products_in_half_precision_run_on_tensor_cores() -> None:
-    """Those of the head and of an MLP, forward and back; norms and gates have no counted operations."""
+    """Products of the head and of an MLP, forward and back; norms and gates have no counted operations."""
     setup = setup_of("attention")
     costs, expected = roofline(setup, WITHOUT_MEMORY, ""), counted(setup, 1e12 * H100.bfloat16, "")
     assert (costs.head, costs.head_backward) == pytest.approx((expected.head, expected.head_backward))
