@@ -4,9 +4,9 @@ One sequence of 1M or 16M tokens a step, of the 1.27B Mamba and of two hybrids w
 1,024 GPUs, by `Exact`. For each the fastest layout that fits is looked for as `adjoint plan --devices N` does
 it, of shards × workers of the sequence, and memory is counted on fake tensors. The Mamba's programs are
 simulated tile by tile and message by message; where workers share a hybrid's sequence, they go through it in
-rounds (`adjoint.plan.rounds`). What the times rest on is assumed: 30% of a GPU's peak in bfloat16 for every
-tile, whatever its size; one rate for all messages, a GPU's share of its instance's network (NVLink is left
-out); 50 µs a message. The optimizer's step is left out.
+rounds (`adjoint.plan.rounds`). What the times rest on is assumed: tiles take as long as their counted
+operations and bytes at half of a GPU's rates; one rate for all messages, a GPU's share of its instance's
+network (NVLink is left out); 50 µs a message. The optimizer's step is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adjoint.plan.estimate import LATENCY
 from adjoint.plan.layouts import rank
 from adjoint.tools.measure import show
 from adjoint.tools.measure.process import Point
-from adjoint.tools.plan.command import SUSTAINED, read_arguments, request_of
+from adjoint.tools.plan.command import REACHED, read_arguments, request_of
 from adjoint.train.gpus import GPUS
 from benchmarks import report, runner
 from benchmarks.report import Row
@@ -109,11 +109,11 @@ class Fleet(Benchmark):
 
     def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         gpus = {
-            name: {"bytes_per_second": BANDWIDTHS[name], "flops": SUSTAINED * 1e12 * GPUS[name].bfloat16,
-                   "memory_bytes": GPUS[name].memory}
+            name: {"bytes_per_second": BANDWIDTHS[name], "flops": 1e12 * GPUS[name].bfloat16,
+                   "memory_bandwidth": GPUS[name].bandwidth, "memory_bytes": GPUS[name].memory}
             for name in options.gpus
         }  # fmt: skip
-        return {"assumptions": {"share_of_peak": SUSTAINED, "latency_seconds": LATENCY, "gpus": gpus}}
+        return {"assumptions": {"share_of_rates": REACHED, "latency_seconds": LATENCY, "gpus": gpus}}
 
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         return [{**p, **r} for p, r in measurements]
@@ -122,8 +122,9 @@ class Fleet(Benchmark):
         """Each model's rows under what they rest on."""
         a = result["assumptions"]
         assumptions = (
-            f"{name} {gpu['memory_bytes'] / 1e9:.1f} GB, {gpu['flops'] / 1e12:.0f} TFLOP/s "
-            f"({a['share_of_peak']:.0%} of its peak), {gpu['bytes_per_second'] / 1e9:g} GB/s"
+            f"{name} {gpu['memory_bytes'] / 1e9:.1f} GB, {a['share_of_rates']:.0%} of "
+            f"{gpu['flops'] / 1e12:.0f} TFLOP/s and {gpu['memory_bandwidth'] / 1e12:g} TB/s, "
+            f"{gpu['bytes_per_second'] / 1e9:g} GB/s of network"
             for name, gpu in a["gpus"].items()
         )
         head = f"Planned and simulated, nothing measured. Assumed: {'; '.join(assumptions)}; "

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.methods import Exact
-from adjoint.plan.estimate import counted, estimate
+from adjoint.plan.estimate import estimate, roofline
 from adjoint.plan.host_weights import SUSTAINED_LINK, hiding_chunk, in_host_memory, link_bytes
 from adjoint.plan.machine import Machine
 from adjoint.plan.memory import Setup, needs
 from adjoint.plan.stack import model_of
 from adjoint.tools.measure import show
 from adjoint.tools.measure.process import Point
-from adjoint.tools.plan.command import SUSTAINED
+from adjoint.tools.plan.command import REACHED
 from adjoint.train.gpus import GPUS, LINKS
 from benchmarks import report, runner
 from benchmarks.report import Row
@@ -68,7 +68,7 @@ def measure(point: Point) -> Point:
     machine = Machine("cuda", "bfloat16", gpu.memory)
     on_gpu = Setup(model, Exact(CHUNK, recompute="full"), 1, point["tokens"], machine=machine)
     setup, spans = in_host_memory(on_gpu, SUSTAINED_LINK * LINKS[gpu.link]), [range(model.n_layer)]
-    costs = counted(setup, SUSTAINED * 1e12 * gpu.bfloat16, "assumed")
+    costs = roofline(setup, gpu, "assumed").slower_by(1 / REACHED)
     (need,), (whole,) = needs(setup, spans), needs(on_gpu, spans)
     moved = link_bytes(setup)
     return {
@@ -106,8 +106,9 @@ class HostWeights(Benchmark):
         gpu = GPUS[GPU]
         memory, link = f"{gpu.memory / 1e9:.1f} GB", f"{gpu.link} at {SUSTAINED_LINK:.0%}"
         head = (
-            f"Planned, nothing measured: an {GPU.upper()} of {memory} at {SUSTAINED:.0%} of its peak in "
-            f"bfloat16, {link}, chunks of {CHUNK:,} tokens. The last columns: tokens of a chunk from which copies hide."
+            f"Planned, nothing measured: an {GPU.upper()} of {memory} at {REACHED:.0%} of its rates in "
+            f"bfloat16, {link}, chunks of {CHUNK:,} tokens. The last columns: tokens of a chunk from which "
+            "copies of weights hide."
         )
         heads = ["model", "tokens", "GB on the GPU", "if it held the weights", "GB on the host",
                  "TB over the link", "a step", "if it held the weights", *LINKS]  # fmt: skip

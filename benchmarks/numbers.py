@@ -27,6 +27,7 @@ from benchmarks import report
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.gpu.model import AS_GOOD
 from benchmarks.gpu.points import CAP_BYTES
+from benchmarks.gpu.report import comparison
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS
 
@@ -150,6 +151,12 @@ def method_and_kernels() -> str:
     return report.markdown_table(["", "kernels", *map("{:,} tokens".format, lengths)], table, left=(0, 1))
 
 
+def dry_run(name: str) -> str:
+    """Return the comparison of a stored dry run of `benchmarks.gpu`, and its conditions."""
+    table = comparison(rows(name, stage="h"))
+    return f"{table}\n*Dry run. {report.footer(_stored(name)['environment'])}*\n"
+
+
 # Tables of several results or of the planner, which no benchmark writes: document, mark, what makes it.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "method and kernels", method_and_kernels),
@@ -158,6 +165,7 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/long_memory.md", "positions", positions),
     ("docs/method_costs.md", "recompute", recomputed),
     ("docs/method_costs.md", "reversible", reversible),
+    ("docs/gpu.md", "dry run on a CPU", lambda: dry_run("gpu-dry-run")),
 ]
 
 # ----------------------------------------------------------------------------------------- numbers by name
@@ -280,9 +288,9 @@ def constants() -> Numbers:
     return {
         "beyond": passes.BEYOND, "weight_decay": TrainingConfig().weight_decay, "coarse": COARSE,
         "reserved_cpu_mb": RESERVED["cpu"][0] / 1e6, "reserved_cuda_gb": RESERVED["cuda"][0] / 1e9,
-        "sustained": 100 * command.SUSTAINED,
-        "sustained_least": 100 * command.SUSTAINED_RANGE[0],
-        "sustained_most": 100 * command.SUSTAINED_RANGE[1],
+        "reached": 100 * command.REACHED,
+        "reached_least": 100 * command.REACHED_RANGE[0],
+        "reached_most": 100 * command.REACHED_RANGE[1],
         "bandwidth_gb": size_bytes(command.BANDWIDTH) / 1e9,
         "gpu_cap_gb": CAP_BYTES / 1e9, "as_good": AS_GOOD, "one_more": 4 / 3,
         "silence_s": NOTICE,

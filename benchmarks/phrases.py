@@ -111,8 +111,8 @@ PHRASES: dict[str, tuple[str, ...]] = {
     "docs/plan.md": (
         "adds {constants.reserved_cpu_mb} MB and a fifth",
         "{constants.reserved_cuda_gb:.2f} GB and a twentieth",
-        "divided by {constants.sustained}% of its peak, and {constants.bandwidth_gb} GB/s",
-        "at {constants.sustained_least}% and at {constants.sustained_most}% of the peak",
+        "at {constants.reached}% of the data sheet's rates, and with {constants.bandwidth_gb} GB/s",
+        "at {constants.reached_least}% and at {constants.reached_most}% of these rates",
         "the error is {shards.least_1:.1f}% for one shard, {shards.least_2} to {shards.most_2}% for two",
         "{shards.least_4} to {shards.most_4}% for four",
     ),

@@ -2,7 +2,8 @@
 
 Models are data. {"mixer": …} and other options of `StackConfig` are a `Stack`, whose ways are methods:
 {"method": "Exact", "memory": "600MiB"}. {"class": "LlamaForCausalLM", …} is a random-weight model of
-transformers; its ways are {} as it is, {"checkpointing": True}, and {"method": "Exact"}, which wraps it.
+transformers; its ways are {} as it is, {"checkpointing": True}, and {"method": "Exact"}, which wraps it. With
+{"sliced_head": True} its logits exist for a slice of the tokens at a time, as a wrapped model's do.
 {"segments": 1408} recomputes either by hand, segment by segment.
 
 Before a way is timed its gradients are compared with plain backpropagation's, on the same weights.
@@ -21,10 +22,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
+from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.verification import tolerance
+from adjoint.loss import linear_cross_entropy
 from adjoint.memory import total_memory_bytes
 from adjoint.tools.measure.journal import Journal
 from adjoint.tools.measure.passes import (
@@ -52,6 +56,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     "jemalloc": {"LD_PRELOAD": "libjemalloc.so.2"},
 }
 
+SWITCHES = ("checkpointing", "sliced_head")  # of a way, besides its method's arguments
 # Gradients are compared in float64: in float32 some are rounding alone, as those of a delta rule's decays at
 # transformers' initial steps.
 COMPARED = "float64"
@@ -90,7 +95,7 @@ def builder(model: Point) -> Callable[[], Any]:
 
 def loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
     """The model's loss of ids by a way. A model of transformers is changed for it."""
-    arguments = {name: value for name, value in way.items() if name not in ("method", "checkpointing")}
+    arguments = {name: value for name, value in way.items() if name not in ("method", *SWITCHES)}
     method: Any = getattr(adjoint, way["method"])(**arguments) if "method" in way else None
     if "segments" in way:
         run = segments.run_of(model)
@@ -101,7 +106,17 @@ def loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if method is not None:
         adjoint.wrap(model, method)
+    if way.get("sliced_head"):
+        return lambda ids: sliced_loss(model, ids)
     return lambda ids: model(input_ids=ids, labels=ids).loss
+
+
+def sliced_loss(model: Any, ids: Tensor) -> Tensor:
+    """Return the mean loss of a model of transformers, by the function that wrapped models use for theirs."""
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+    total = linear_cross_entropy(hidden, model.get_output_embeddings().weight, targets)
+    return total / (targets != IGNORE_INDEX).sum()
 
 
 @contextlib.contextmanager
@@ -129,7 +144,7 @@ def measure(point: Point) -> Point:
 
     point: model, way, length; device; dtype of the weights, float32 if none is said; above: what memory is
     counted above, "imports" or a first "step" of `first` tokens, which loads libraries and starts threads;
-    repeat_s: how long passes are repeated.
+    repeat_s: how long passes are repeated; least: how many at least, one if it is not said.
     """
     build = builder(point["model"])
     torch.manual_seed(0)
@@ -147,7 +162,7 @@ def measure(point: Point) -> Point:
             return {"gradients": gradients_apart(each, ids)}
 
     def repeat(step: Callable[[], object]) -> list[float]:
-        return repeated(step, point["device"], point["repeat_s"], least=1, most=20)
+        return repeated(step, point["device"], point["repeat_s"], least=point.get("least", 1), most=20)
 
     return measured(lambda: prepare(point["way"]), ids, point["first"], repeat, above=point["above"])
 

@@ -104,7 +104,7 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
     units = [unit for module in modules for unit in module.modules() if _is_unit(unit)]
     classes = [(unit, type(unit)) for unit in units]
     copies: dict[Tensor, Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     try:
         for unit, cls in classes:
             transfers = transfers_of(unit)

@@ -25,15 +25,20 @@ from adjoint.engine.tile import Gradients
 from adjoint.plan.host_weights import copy_seconds
 from adjoint.plan.memory import Setup, owned_weights
 from adjoint.plan.model import EMBEDDING, HEAD
+from adjoint.plan.roofline import least_seconds
 from adjoint.plan.rounds import RoundSimulator, seen_pairs, step_bytes
 from adjoint.plan.simulate import Timeline, simulate
 from adjoint.plan.stage_memory import Conditions, example
 from adjoint.stack import Stack
+from adjoint.train.gpus import Gpu
 from adjoint.train.machine import autocast
 
 NAMES = {"cpu": "processor", "cuda": "GPU"}
 LATENCY = 50e-6  # seconds of a message, besides its bytes
 ENOUGH_S = 1.0  # seconds of calls after which no more are timed
+COUNTED_TOKENS = (
+    1 << 14
+)  # of a chunk, on which a GPU's times are counted: per token longer ones take the same
 MOST_TILES = 12_000  # simulated at most, which takes seconds; longer sequences are extrapolated
 
 
@@ -101,6 +106,34 @@ def counted(setup: Setup, flops: float, source: str) -> Costs:
     pairs = tuple(layer.pairs / rate for layer in layers) if any(layer.pairs for layer in layers) else ()
     serial = tuple(layer.serial / rate for layer in layers)
     return Costs(forward, tuple(2 * f for f in forward), head, 3 * head, source, pairs, serial)
+
+
+def roofline(setup: Setup, gpu: Gpu, source: str) -> Costs:
+    """Return the least costs on a GPU, from counted operations and bytes (`plan.roofline`).
+
+    All rows of a chunk count as one longer row: weights are read once per chunk.
+    """
+    model, machine, spec = setup.model, setup.machine, setup.spec
+    rows = min(setup.batch, max(1, COUNTED_TOKENS // spec.chunk_size))
+    tokens = min(rows * spec.chunk_size, rows * setup.seqlen, COUNTED_TOKENS)
+    on = Conditions(
+        1, tokens, 0, machine.precision, machine.kind, spec.storage.recompute, setup.plain_autograd
+    )
+    forward, backward, serial = [], [], []
+    for k, layer in enumerate(model.layers):
+        work, scan_flops = model.work(k, on), layer.serial * tokens
+        scans = [operator for operator in work.forward if operator.scan]
+        per_token = setup.batch / tokens
+        forward.append(per_token * least_seconds(work.forward, gpu, scan_flops))
+        backward.append(per_token * least_seconds(work.backward, gpu, scan_flops))
+        serial.append(per_token * least_seconds(scans, gpu, scan_flops))
+    head = model.work(HEAD, on)
+    head_forward = setup.batch / tokens * least_seconds(head.forward, gpu)
+    head_backward = setup.batch / tokens * least_seconds((*head.linearized, *head.backward), gpu)
+    rate = 1e12 * gpu.peak(machine.precision) / setup.batch
+    pairs = tuple(layer.pairs / rate for layer in model.layers)
+    times = tuple(forward), tuple(backward), head_forward, head_backward
+    return Costs(*times, source, pairs if any(pairs) else (), tuple(serial))
 
 
 def measured(

@@ -15,6 +15,7 @@ from adjoint.layers import StackConfig, State
 from adjoint.methods import Method
 from adjoint.plan import stage_memory
 from adjoint.plan.machine import Machine
+from adjoint.plan.roofline import StageWork
 from adjoint.plan.stage_memory import Conditions, Counted
 from adjoint.train.layout import Layout
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 EMBEDDING, HEAD = -2, -1  # pieces of a model besides its layers, whose pieces are their numbers
+ENDS = {EMBEDDING: "first", HEAD: "last"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Model:
         # Modules of fake tensors, with their mode.
         self.fakes: dict[Hashable, tuple[FakeTensorMode, nn.Module]] = {}
         self.counted: dict[Hashable, Counted] = {}
+        self.work_counted: dict[Hashable, StageWork] = {}
         self.tasks: dict[Hashable, int] = {}
 
     @property
@@ -147,11 +150,27 @@ class Model:
 
         return at(on.start) if on.start in (0, on.tokens) else stage_memory.after_past(at, on.start)
 
+    def work(self, piece: int, on: Conditions) -> StageWork:
+        """Return the operators of a piece on a chunk; pieces that are alike are counted once."""
+        kinds = [layer.kind for layer in self.layers]
+        key = kinds.index(kinds[piece]) if piece >= 0 else piece, on
+        if key not in self.work_counted:
+            self.work_counted[key] = self._count_work(*key)
+        return self.work_counted[key]
+
     def _count(self, piece: int, on: Conditions) -> Counted:
         mode, stage, initial = self.stage(piece, on)
-        end = {EMBEDDING: "first", HEAD: "last"}.get(piece, "")
         with stage_memory.counting(on, mode) as live:
-            return stage_memory.count(stage_memory.example(stage, initial, on, self.d_model, end), live)
+            return stage_memory.count(
+                stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, "")), live
+            )
+
+    def _count_work(self, piece: int, on: Conditions) -> StageWork:
+        mode, stage, initial = self.stage(piece, on)
+        with stage_memory.as_planned(on, mode):
+            return stage_memory.count_work(
+                stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, ""))
+            )
 
     def task(self, k: int, on: Conditions, tokens: int, halo: int, window: int) -> int:
         """Return the peak of a windowed vjp of layer k on `tokens`, with a halo, in chunks of `on.tokens`."""

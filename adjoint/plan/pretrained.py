@@ -31,6 +31,7 @@ from adjoint.layers import StackConfig, State
 from adjoint.methods import Method
 from adjoint.plan.machine import Machine
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
+from adjoint.plan.roofline import StageWork
 from adjoint.plan.stage_memory import Conditions, Counted, Uncountable, fake_tensors
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import share_in_8bit
@@ -189,6 +190,10 @@ class PretrainedModel(Model):
     def _count(self, piece: int, on: Conditions) -> Counted:
         with _countable(self.source.kind):
             return super()._count(piece, on)
+
+    def _count_work(self, piece: int, on: Conditions) -> StageWork:
+        with _countable(self.source.kind):
+            return super()._count_work(piece, on)
 
     def engine_spec(
         self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine

@@ -24,6 +24,7 @@ from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.errors import UserError
 from adjoint.kernels import dispatch
 from adjoint.layers import State
+from adjoint.plan.roofline import OperatorCounter, StageWork
 from adjoint.train.machine import autocast
 
 if TYPE_CHECKING:
@@ -156,6 +157,21 @@ def count(example: Example, live: LiveBytes) -> Counted:
     return Counted(forward, linearized, saved, pulled, new_state, live.live - before)
 
 
+def count_work(example: Example) -> StageWork:
+    """Count the operators of a stage on a chunk; call it inside of `as_planned`."""
+    gradients = Gradients()
+    for weight in example.stage.parameters():  # the sums of gradients exist already
+        gradients.add(weight, torch.zeros_like(weight))
+    example.forward()  # makes the casts of a step
+    with OperatorCounter() as counter:
+        example.forward()
+        forward = counter.take()
+        _, _, pullback = example.stage.linearize(example.x, example.state, example.chunk, gradients)
+        linearized = counter.take()
+        pullback(example.dy, example.d_state)
+        return StageWork(example.chunk.seqlen, forward, linearized, counter.take())
+
+
 def count_task(example: Example, span: tuple[int, int, int, int], window: int, live: LiveBytes) -> int:
     """Return the peak of a windowed vjp, besides the chunks that it joins; call it inside of `counting`.
 
@@ -221,6 +237,13 @@ def fake_tensors(dtype: torch.dtype) -> Iterator[FakeTensorMode]:
 
 @contextlib.contextmanager
 def counting(on: Conditions, fake: FakeTensorMode) -> Iterator[LiveBytes]:
+    """Enter `as_planned` with a counter of memory."""
+    with as_planned(on, fake), LiveBytes() as live:
+        yield live
+
+
+@contextlib.contextmanager
+def as_planned(on: Conditions, fake: FakeTensorMode) -> Iterator[None]:
     """Enter fake tensors with the precision and kernels of a device, which this machine need not have.
 
     CPU tensors stand for a GPU's: their shapes and dtypes are the same. Differences, the states that its
@@ -232,6 +255,6 @@ def counting(on: Conditions, fake: FakeTensorMode) -> Iterator[LiveBytes]:
     """
     kernels = dispatch.as_on_cuda() if on.device == "cuda" else contextlib.nullcontext()
     uncached = torch.autocast("cpu", enabled=False, cache_enabled=False)
-    with kernels, fake, LiveBytes() as live, uncached, autocast(on.precision, torch.device("cpu")):
+    with kernels, fake, uncached, autocast(on.precision, torch.device("cpu")):
         torch.set_autocast_cache_enabled(False)  # as the engine has it
-        yield live
+        yield

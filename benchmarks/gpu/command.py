@@ -9,11 +9,14 @@ In stages that can be run one by one, each with a budget of seconds:
     e  a training step of mamba-1.27b at 1,048,576 tokens under 40 GB
     f  pytest -m gpu
     g  whole steps at many lengths by several methods, as far as they fit; only where asked for
-    h  wrapped models of transformers beside checkpointing, as far as they fit; only where asked for
+    h  wrapped hybrids of transformers beside gradient checkpointing, at 32K to 1M tokens
+
+The last stage ends in one table. With `--simulated` it runs at full size on a GPU that is simulated: that
+counts memory and launches, and measures no time.
 
 Every point is written to the results at once, and kept in a journal: a run that was cut off goes on where it
 was. An operation that falls back to plain PyTorch is an error here. The checkout, PyTorch, Triton and NumPy
-are enough; `--dry-run` goes through all of it on a CPU, with tiny sizes, in a minute.
+are enough; `--dry-run` goes through all of it on a CPU, with tiny sizes, in two minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from adjoint.tools.measure.journal import Journal
 from adjoint.tools.measure.process import Point
 from adjoint.train.machine import peak_flops
 from benchmarks import report, runner
-from benchmarks.gpu.points import METHODS, STAGES, groups, sizes_of
+from benchmarks.gpu.points import METHODS, OPPONENT, SIMULATED, STAGES, WAYS, WRAPPED, groups, sizes_of
+from benchmarks.gpu.report import compared, comparison
 from benchmarks.kernels import roof
 from benchmarks.kernels.operations import OPS
 from benchmarks.report import Row
@@ -46,7 +50,6 @@ DRIVER = "driver_version,power.limit,clocks.max.sm,clocks.max.memory --format=cs
 STATES = ("error", "out_of_memory", "stopped", "missing", "under_way", "skipped")
 ENDED = ("measured", "wrong")  # what a later call does not try again
 FINE = ("measured", "missing", "out of memory")
-APART = ("g", "h")  # stages whose points are processes of their own
 AFTER_S = 5  # seconds of a budget below which no further point is begun
 
 
@@ -60,27 +63,41 @@ class Gpu(Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("--stages", nargs="+", choices=STAGES, default=list("abcdef"), metavar="STAGE", help="a to h")
+        add("--stages", nargs="+", choices=STAGES, default=list("abcdefh"), metavar="STAGE", help="a to h")
         add("--budget-s", type=runner.count, metavar="S", help="seconds for each stage, if not its own")
         add("--dry-run", action="store_true", help="tiny sizes on the CPU")
+        add("--simulated", action="store_true", help="stage h at full size on a simulated GPU: no times")
         add("--lengths", type=runner.count, nargs="+", help="of stages g and h, if not 32K to 1M")
         add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME", help="of stage g")
+        hybrids, ways = [name for name in WRAPPED if name != "Llama"], [OPPONENT, "adjoint"]
+        add("--models", nargs="+", choices=WRAPPED, default=hybrids, metavar="NAME", help="of stage h")
+        add("--ways", nargs="+", choices=WAYS, default=ways, metavar="NAME", help="of stage h")
 
     def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        if not options.dry_run and not torch.cuda.is_available():
+        if options.simulated and options.dry_run:
+            parser.error("--simulated: does not work with --dry-run; leave one of them out")
+        without_gpu = options.simulated or options.dry_run
+        if not without_gpu and not torch.cuda.is_available():
             parser.error("torch sees no CUDA device here; --dry-run tries the command on the CPU")
         options.budgets = {name: options.budget_s or seconds for name, (_, seconds) in STAGES.items()}
         options.sizes = sizes_of(dry=options.dry_run)
-        options.sizes.curve = sorted(set(options.lengths or options.sizes.curve))
+        if options.simulated:  # takes minutes of a core, whatever the GPU would take
+            options.stages, options.sizes.device = ["h"], SIMULATED
+            options.budgets["h"] = options.budget_s or 10 * STAGES["h"][1]
+        for curve in ("curve", "wrapped_curve"):
+            setattr(options.sizes, curve, sorted(set(options.lengths or getattr(options.sizes, curve))))
         options.deadlines, query = {}, f"nvidia-smi --query-gpu={DRIVER} --id=0"
-        options.driver = None if options.dry_run else subprocess.getoutput(query)
+        options.driver = None if without_gpu else subprocess.getoutput(query)
 
     def stem(self, options: argparse.Namespace) -> str:
+        if options.simulated:
+            return "gpu-simulated"
         name = "dry run" if options.dry_run else torch.cuda.get_device_name().lower()
         return f"gpu-{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}"
 
     def environment(self, options: argparse.Namespace) -> Row:
-        return report.environment("flash-linear-attention", "fla-core", "liger-kernel", "pytest")
+        packages = ("mamba-ssm", "causal-conv1d", "flash-linear-attention", "fla-core", "transformers")
+        return report.environment(*packages, "liger-kernel", "pytest")
 
     def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         return {"cuda": torch.version.cuda, "driver": options.driver, "hardware": cuda_devices(),
@@ -96,10 +113,10 @@ class Gpu(Benchmark):
         return f"{point['stage']}: {point['name']}"
 
     def skip(self, point: Point, measurements: Found, options: argparse.Namespace) -> str | None:
-        """Only what is asked for runs; of a group only the first one that comes to its end; of stages g and h
-        what is longer than what did not fit is left out; and what there is no time for."""
+        """Return why a point does not run: it is not requested, another of its group came to its end, a
+        shorter one of stage g did not fit, or its stage's time is over."""
         stage, states_by_key = point["stage"], {Journal.key(p): status(r) for p, r in measurements}
-        if stage not in options.stages or (stage == "g" and point["method"] not in options.methods):
+        if not is_requested(point, options):
             return ""
         group = options.groups[Journal.key(point)]
         states = [states_by_key.get(Journal.key(other)) for other in group]
@@ -108,7 +125,7 @@ class Gpu(Benchmark):
             s not in ("out of memory", "stopped") for s in before
         ):
             return ""
-        for other, result in measurements if stage in APART else ():
+        for other, result in measurements if stage == "g" else ():
             free = {"length": point["length"], "name": point["name"]}
             if {**other, **free} == point and other["length"] < point["length"] and "out_of_memory" in result:
                 return f"out of memory at {other['length']:,} tokens"
@@ -123,38 +140,39 @@ class Gpu(Benchmark):
 
     def limit_s(self, point: Point, options: argparse.Namespace) -> float:
         left = self._left(point, options)
-        return min(left, point.get("limit_s", left))
+        return left if point["device"] == SIMULATED else min(left, point.get("limit_s", left))
 
     def shared(self, point: Point) -> str | None:
-        """A process a stage, with a GPU's memory as it was; of stages g and h a process a point."""
-        if point["device"] == "cpu":
-            return "dry"
-        return None if point["stage"] in APART else point["stage"]
+        """Return a process per stage, with a GPU's memory as it was; stages g and h have one per point, stage
+        h also on a CPU, where resident memory counts."""
+        stage = point["stage"]
+        if stage == "h" or (stage == "g" and point["device"] != "cpu"):
+            return None
+        return "dry" if point["device"] == "cpu" else stage
 
     def settled(self, result: Point) -> bool:
-        return status(result) in (*ENDED, "out of memory")
+        return status(result) in (*ENDED, "out of memory") and "lacking" not in result
 
     def noted(self, result: Point, seconds: float) -> Point:
         return result | {"took_s": round(seconds, 2)}
 
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         rates = next((r for p, r in measurements if p["kind"] == "roof" and "bytes" in r), None)
-        return [
-            {
-                "stage": p["stage"],
-                "name": p["name"],
-                "status": status(r),
-                **shares(p, r, rates),
-                **r,
-                "point": p,
-            }
-            for p, r in measurements
-        ]
+        rows = []
+        for point, result in measurements:
+            complete = result | compared(point, result, measurements)
+            derived = shares(point, result, rates)
+            head = {"stage": point["stage"], "name": point["name"], "status": status(complete)}
+            rows.append({**head, **derived, **complete, "point": point})
+        return rows
 
     def broken(self, options: argparse.Namespace, measurements: Found) -> bool:
         """Whether of a group that was asked for the last one tried is not fine."""
-        last = {Journal.key(options.groups[Journal.key(p)][0]): (p, status(r)) for p, r in measurements}
-        return any(p["stage"] in options.stages and state not in FINE for p, state in last.values())
+        last: dict[str, tuple[Point, str]] = {}
+        for row in self.rows(options, measurements):
+            first = options.groups[Journal.key(row["point"])][0]
+            last[Journal.key(first)] = row["point"], row["status"]
+        return any(is_requested(point, options) and state not in FINE for point, state in last.values())
 
     def markdown(self, result: Row) -> str:
         """Return the conditions; for each stage a table per kind of point, and why points have no numbers."""
@@ -163,12 +181,25 @@ class Gpu(Benchmark):
         for stage, (title, _) in STAGES.items():
             rows = [row for row in result["rows"] if row["stage"] == stage]
             parts += [f"## {stage}: {title}\n"] if rows else []
+            if stage == "h" and rows:
+                parts += [comparison(rows)]
+                continue
             for kind in dict.fromkeys(row["point"]["kind"] for row in rows):
                 done = [r for r in rows if r["point"]["kind"] == kind and r["status"] in ENDED]
                 parts += [table(done)] if done else []
             notes = dict.fromkeys(why(row) for row in rows if row["status"] not in ENDED)
             parts += ["".join(notes)] if notes else []
         return "\n".join(parts)
+
+
+def is_requested(point: Point, options: argparse.Namespace) -> bool:
+    """Whether the command's options ask for a point; others of its results are only shown."""
+    stage = point["stage"]
+    if stage == "g":
+        return stage in options.stages and point["method"] in options.methods
+    if stage == "h":
+        return stage in options.stages and point["hybrid"] in options.models and point["by"] in options.ways
+    return stage in options.stages
 
 
 def status(result: Point) -> str:

@@ -15,9 +15,9 @@ import torch
 
 from adjoint.tools.measure import process
 from adjoint.tools.measure.process import ROOT, Point
-from benchmarks import steps
 from benchmarks.gpu import kernels, model
 from benchmarks.gpu.step import MARGIN_S, step
+from benchmarks.gpu.wrapped import wrapped
 from benchmarks.kernels import roof
 
 MOST_S = 3600  # for the tests, where there is no limit
@@ -37,14 +37,6 @@ def measure(point: Point) -> Point:
         "tests": gpu_tests,
     }
     return kinds[point["kind"]](point)
-
-
-def wrapped(point: Point) -> Point:
-    """Bytes at the peak, seconds of each pass, and the loss of a model of transformers."""
-    if importlib.util.find_spec("transformers") is None:
-        return {"missing": "transformers is not installed"}
-    measurement = steps.measure({**point, "above": "imports", "first": 64, "repeat_s": 0.0})
-    return measurement | {"tokens_per_second": point["length"] / min(measurement["seconds"])}
 
 
 def gpu_tests(point: Point) -> Point:

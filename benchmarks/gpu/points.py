@@ -41,26 +41,29 @@ STAGES = {
     "e": ("a step at 1,048,576 tokens under 40 GB", 420),
     "f": ("pytest -m gpu", 170),
     "g": ("whole steps by length and method", 3600),
-    "h": ("wrapped models of transformers", 1500),
+    "h": ("wrapped hybrids beside gradient checkpointing", 900),
 }
-# Of stage h, with random weights: 1.2 to 1.7 billion parameters.
-_WIDTHS = {"hidden_size": 2048, "vocab_size": 65536, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 1 << 21}
-_SSD = {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
-_DELTA = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 16) | {"head_dim": 64}
+# Of stage h, with random weights: 0.6 billion parameters. One layer in twelve of Bamba-like is attention,
+# about as in Bamba-9B, and one in four of Qwen3.5-like.
+_WIDTHS = {"hidden_size": 1536, "vocab_size": 65536, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_WIDTHS |= {"num_hidden_layers": 12, "intermediate_size": 4096, "max_position_embeddings": 1 << 21}
+_ATTENTION = {"num_attention_heads": 12, "num_key_value_heads": 4}
+_SSD = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
+_DELTA = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+_DELTA |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 16)
+_DELTA |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128)
 WRAPPED: dict[str, Point] = {
-    "Bamba-like": {"class": "BambaForCausalLM", **_WIDTHS, **_ATTENTION, **_SSD, "num_hidden_layers": 24,
-                   "intermediate_size": 5632, "attn_layer_indices": [5, 11, 17, 23]},
-    "Qwen3.5-like": {"class": "Qwen3_5ForCausalLM", **_WIDTHS, **_ATTENTION, **_DELTA,
-                     "num_hidden_layers": 24, "intermediate_size": 5632,
-                     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6},
-    "Llama": {"class": "LlamaForCausalLM", **_WIDTHS, **_ATTENTION, "num_hidden_layers": 16,
-              "intermediate_size": 8192},
+    "Bamba-like": {"class": "BambaForCausalLM", **_WIDTHS, **_ATTENTION, **_SSD, "attn_layer_indices": [6]},
+    "Qwen3.5-like": {"class": "Qwen3_5ForCausalLM", **_WIDTHS, **_DELTA,
+                     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3},
+    "Llama": {"class": "LlamaForCausalLM", **_WIDTHS, **_ATTENTION},
 }  # fmt: skip
+SIMULATED = "simulated"  # a device
+OPPONENT = "checkpointing"
 WAYS: dict[str, Point] = {
-    "checkpointing": {"checkpointing": True},
-    "wrapped": {"method": "Exact"},
-    "wrapped, offload": {"method": "Exact", "offload": True},
+    OPPONENT: {"checkpointing": True, "sliced_head": True},
+    "adjoint": {"method": "Exact"},
+    "adjoint, offload": {"method": "Exact", "offload": True},
 }
 
 # What is run, on a GPU and dry, in tokens where nothing else is said.
@@ -78,7 +81,9 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "checked": (2048, 64),
     "lengths": ((2**20, 2**19, 2**18, 2**17), (512, 256)),  # each if the one before did not come to its end
     "chunks_check": (2**20, 128),
-    "curve": (tuple(2**k for k in range(15, 21)), (64, 128)),  # of stages g and h
+    "curve": (tuple(2**k for k in range(15, 21)), (64, 128)),  # of stage g
+    "wrapped_curve": (tuple(2**k for k in (15, 17, 19, 20)), (64, 128)),  # of stage h
+    "warm_up": (16384, 64),  # tokens of the pass before, which compiles and tunes kernels
 }
 
 
@@ -143,12 +148,30 @@ def groups(stage: str, s: SimpleNamespace) -> Iterator[list[Point]]:
     elif stage == "f":
         yield [{"name": "pytest -m gpu", "kind": "tests", **shared}]
     elif stage == "h":
-        for length, (name, config), way in itertools.product(s.curve, s.wrapped.items(), WAYS):
-            yield [{"name": f"{name}, {way}, {length:,} tokens", "kind": "wrapped", **shared, "model": config,
-                    "way": WAYS[way], "length": length, "dtype": s.precision, "limit_s": 300}]  # fmt: skip
+        yield from ([point] for point in wrapped(s, shared))
     else:
         for length, method in itertools.product(s.curve, METHODS):
             yield [step(model, method, length, None, None)]
+
+
+def wrapped(s: SimpleNamespace, shared: Point) -> Iterator[Point]:
+    """Yield the points of stage h, whose ways take turns at being first."""
+    pairs = itertools.product(s.wrapped_curve, s.wrapped.items())
+    for number, (length, (name, config)) in enumerate(pairs):
+        for way in reversed(WAYS) if number % 2 else WAYS:
+            yield {
+                **shared,
+                "name": f"{name}, {way}, {length:,} tokens",
+                "kind": "wrapped",
+                "hybrid": name,
+                "by": way,
+                "model": config,
+                "way": WAYS[way],
+                "length": length,
+                "first": min(length, s.warm_up),
+                "dtype": s.precision,
+                "limit_s": 240,
+            }
 
 
 def step(model: Point, method: str, length: int, chunk_size: int | None, cap_bytes: int | None) -> Point:

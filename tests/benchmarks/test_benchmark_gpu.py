@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +26,7 @@ from adjoint.kernels import dispatch
 from adjoint.tools.measure import process
 from adjoint.tools.measure.process import ROOT
 from benchmarks import timing
-from benchmarks.gpu import command, kernels, model, points, step
+from benchmarks.gpu import command, kernels, model, points, report, simulated, step, wrapped
 from benchmarks.kernels import operations, roof
 from benchmarks.kernels.contenders import CONTENDERS
 
@@ -34,6 +37,7 @@ ENOUGH = {
     *("networkx", "jinja2", "markupsafe", "fsspec", "filelock", "setuptools", "pkg_resources"),
     "_distutils_hack",
 }
+WAYS = ("checkpointing", "adjoint")
 RATES = dict.fromkeys(("bytes", "flops", "exps", "matmul_flops"), 1e12)
 
 
@@ -46,7 +50,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(points, "PEERS", ("adjoint", "torch", "mamba-ssm"))
     monkeypatch.setattr(points, "MIXERS", ("mamba",))
     monkeypatch.setattr(points.dispatch, "operations", lambda: ["causal_conv1d", "linear_scan"])
-    monkeypatch.setitem(points.SIZES, "wrapped", ({}, {"Llama": points.SIZES["wrapped"][1]["Llama"]}))
+    monkeypatch.setattr(wrapped, "REPEAT_S", 0.0)
+    monkeypatch.setattr(wrapped, "LEAST", 1)
+    monkeypatch.setitem(
+        points.SIZES, "wrapped", ({}, {"Bamba-like": points.SIZES["wrapped"][1]["Bamba-like"]})
+    )
 
 
 def run(out: Path, *arguments: str) -> tuple[int, dict[str, list[Any]]]:
@@ -99,7 +107,11 @@ def test_a_dry_run(here: list[Any], tmp_path: Path, capsys: Any) -> None:
     assert checks["exact, float32"]["limit"] == 1.5 * checks["backprop, float32"]["distance"] < 1e-5
     assert 0 < chunks["by other chunks"]["distance"] <= 1e-4
     assert kinds["compared"][-1]["point"]["runs"]["by other chunks"]["chunk_size"] == 21
-    assert len(kinds["wrapped"]) == 6 and all(r["tokens_per_second"] > 0 for r in kinds["wrapped"])
+    assert [row["point"]["by"] for row in kinds["wrapped"]] == [*WAYS, *reversed(WAYS)]
+    assert all(row["tokens_per_second"] > 0 for row in kinds["wrapped"])
+    for row in kinds["wrapped"][1:3]:
+        assert row["time_ratio"] > 0
+        assert row["loss_difference"] <= 1e-5 and row["norm_difference"] <= row["agreement_limit"] == 1e-4
     long, *others = kinds["step"]
     assert (long["chunks"], long["chunks_forward"], long["chunks_backward"]) == (16, 16, 15)
     assert long["step_s"] == pytest.approx(long["forward_s"] + long["backward_s"] + long["optimizer_s"])
@@ -147,9 +159,9 @@ def test_whole_steps_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(points.SIZES, "model", (points.TINY, points.TINY))
     assert command.Gpu().main(["--stages", "g", "--lengths", "512", "4K", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("gpu-*.json")
-    found = stages_of(path)["g"]
-    assert len(found) == 6
-    assert all(0 < r["held_bytes"] < r["memory_bytes"] <= r["reserved_bytes"] for r in found)
+    rows = stages_of(path)["g"]
+    assert len(rows) == 6
+    assert all(0 < r["held_bytes"] < r["memory_bytes"] <= r["reserved_bytes"] for r in rows)
 
 
 # ------------------------------------------------------------------------------------------ errors and limits
@@ -216,6 +228,116 @@ def test_what_does_not_fit_is_tried_smaller(
     ]
 
 
+# --------------------------------------------------------------------------------------------- the comparison
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_failed_point_says_why_and_is_the_only_one_to_run_again(
+    here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def measured(p: dict[str, Any]) -> dict[str, Any]:
+        if (p["by"], p["length"]) == ("adjoint", 64):
+            raise ValueError("enough of it")
+        if p["by"] == "checkpointing" and p["length"] == 128:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 1 GiB.")
+        return {"memory_bytes": 1 << 30, "seconds": [2.0], "loss": 5.0, "gradient_norm": 3.0}
+
+    monkeypatch.setattr(wrapped.steps, "measure", measured)
+    monkeypatch.setattr(wrapped, "lacking", lambda model: {})
+    code, rows = run(tmp_path, "--stages", "h")
+    states = {(row["point"]["by"], row["point"]["length"]): row["status"] for row in rows["h"]}
+    assert code == 1 and states == {
+        ("checkpointing", 64): "measured", ("adjoint", 64): "error",
+        ("adjoint", 128): "measured", ("checkpointing", 128): "out of memory",
+    }  # fmt: skip
+    said = capsys.readouterr().out
+    for words in ("- Bamba-like, adjoint, 64 tokens: error: ValueError: enough of it",
+                  "128 tokens: out of memory: CUDA out of memory Tried to allocate 9 GiB"):  # fmt: skip
+        assert words in said
+    del here[:]
+    monkeypatch.setattr(wrapped.steps, "measure", lambda p: measured({**p, "by": "mended"}) | {"loss": 5.5})
+    assert run(tmp_path, "--stages", "h", "--ways", "checkpointing")[0] == 0 and not here
+    code, rows = run(tmp_path, "--stages", "h")
+    assert [(p["by"], p["length"]) for p in here] == [("adjoint", 64)]
+    (row,) = (row for row in rows["h"] if "loss_difference" in row)
+    assert code == 1 and row["status"] == "wrong" and row["loss_difference"] == pytest.approx(0.1)
+    assert "does not agree" in capsys.readouterr().out
+
+
+def test_lines_of_a_gpus_table_by_hand() -> None:
+    both = [point("h", "wrapped", device="cuda:0", by=way, dtype="bfloat16") for way in WAYS]
+    results = [
+        {"kernels": kernels, "step_s": s, "steps": 5, "memory_bytes": gib << 30, "reserved_bytes": 8 << 30,
+         "loss": loss, "gradient_norm": norm}
+        for kernels, s, gib, loss, norm in (("mamba-ssm", 2.0, 4, 11.0, 2.0), ("triton", 3.0, 1, 11.01, 2.01))
+    ]  # fmt: skip
+    measurements = [*zip(both, results, strict=True)]
+    rows = [
+        {"name": p["name"], "status": "measured", "point": p, **r, **report.compared(p, r, measurements)}
+        for p, r in measurements
+    ]
+    table = report.comparison(rows)
+    assert "| 64 | checkpointing | mamba-ssm | 2 | 5 | – | 4.00 | – | 8.00 | 11 | 2 |" in table
+    assert "| 64 | adjoint | triton | 3 | 5 | 1.50 | 1.00 | 0.25 | 8.00 | 11.01 | 2.01 |" in table
+    assert "by 5.0e-03 at most (relative; the limit is 7.8e-03)" in table and rows[1]["passed"]
+
+
+def test_what_a_model_lacks_is_named_and_no_long_sequence_runs_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("mamba_ssm.ops.triton.ssd_combined", "fla.ops.gated_delta_rule", "causal_conv1d"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(wrapped.steps, "measure", lambda p: {"seconds": [1.0]})
+    for hybrid, package in (("Bamba-like", "mamba-ssm"), ("Qwen3.5-like", "flash-linear-attention")):
+        short = point("h", "wrapped", length=wrapped.LONGEST_PLAIN, model=points.WRAPPED[hybrid])
+        result = wrapped.wrapped(short)
+        assert result["kernels"] == "PyTorch" and result["lacking"].startswith(package), result
+        assert not command.Gpu().settled(result), "measured again once the package is there"
+        missing = wrapped.wrapped(short | {"length": wrapped.LONGEST_PLAIN + 1})["missing"]
+        assert missing.startswith(result["lacking"]) and missing.endswith("runs to 32,768 tokens only")
+
+
+def test_a_library_that_transformers_does_not_call_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapped, "lacking", lambda model: {})
+    said = "`f` is falling back to its reference PyTorch implementation because `mamba_ssm` is not installed"
+
+    def measured(p: dict[str, Any]) -> dict[str, Any]:
+        logging.getLogger(wrapped.HUB).warning(said)
+        return {"seconds": [1.0]}
+
+    monkeypatch.setattr(wrapped.steps, "measure", measured)
+    with pytest.raises(RuntimeError, match="mamba-ssm imports, but transformers does not call its kernels"):
+        wrapped.wrapped(point("h", "wrapped"))
+
+
+def test_transformers_still_says_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip(wrapped.HUB)
+    complaints = wrapped.Complaints()
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    function = hub.use_kernel_func_from_hub_with_fallback("f", "mamba_ssm")(lambda x: x)
+    logging.getLogger(wrapped.HUB).addHandler(complaints)
+    try:
+        assert function(3) == 3
+    finally:
+        logging.getLogger(wrapped.HUB).removeHandler(complaints)
+    assert any("`mamba-ssm`" in message for message in complaints.messages)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ for the device guard's stand-in")
+def test_a_comparison_on_a_simulated_gpu() -> None:
+    """Twice the tokens take nearly twice the memory with checkpointing, and little more by chunks."""
+    memory = {}
+    for way, length in itertools.product(WAYS, (1 << 14, 1 << 15)):
+        options = dict(points.WAYS[way]) | ({"chunk_size": 2048} if way == "adjoint" else {})
+        case = point("h", "wrapped", device="simulated", way=options, by=way, length=length, dtype="bfloat16")
+        result = simulated.measure(case)
+        assert result["operators"] > 100 and (result["launches"] > 100) == (way == "adjoint"), result
+        memory[way, length] = result["memory_bytes"]
+    growth = {way: memory[way, 1 << 15] / memory[way, 1 << 14] for way in WAYS}
+    assert 1 < growth["adjoint"] < 1.5 < growth["checkpointing"] < 2.1
+
+
 # ---------------------------------------------------------------------------------------------- the long step
 
 
@@ -225,9 +347,9 @@ def test_a_step_that_would_not_end_in_time_is_stopped(monkeypatch: pytest.Monkey
     monkeypatch.setattr(step, "SPEAK_S", 0.0)
     monkeypatch.setattr(process, "report", told.append)
     monkeypatch.setattr(process, "deadline", lambda: time.monotonic() - 1)
-    found = step.step(point("e", "step"))
-    assert found["stopped"].startswith("it would take") and "memory_bytes" in found
-    assert (found["chunks"], found["chunks_forward"]) == (16, 4)
+    result = step.step(point("e", "step"))
+    assert result["stopped"].startswith("it would take") and "memory_bytes" in result
+    assert (result["chunks"], result["chunks_forward"]) == (16, 4)
     assert [t["chunks_forward"] for t in told] == [1, 2, 3, 4] and told[0]["projected_s"] > 0
 
 
@@ -284,6 +406,10 @@ def test_the_real_thing_is_the_size_it_says() -> None:
     assert tried == {*dispatch.operations()}
     assert all(p["device"] == "cuda:0" for of in found.values() for p in of)
     half_hour = [points.STAGES[stage][1] for stage in "abcdef"]
-    assert sum(half_hour) <= 25 * 60 and max(half_hour) <= 8 * 60
+    assert sum(half_hour) <= 25 * 60 and max(half_hour) <= 8 * 60 and points.STAGES["h"][1] <= 15 * 60
+    for name in ("Bamba-like", "Qwen3.5-like"):
+        with torch.device("meta"):
+            hybrid = wrapped.steps.builder(points.WRAPPED[name])()
+        assert 3e8 < sum(p.numel() for p in hybrid.parameters()) < 1e9
     assert all(p["contender"] in CONTENDERS[p["op"]] for p in found["b"])
     assert all(len({p["name"] for p in of}) == len(of) for of in found.values()), "a line each in the tables"

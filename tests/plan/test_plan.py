@@ -22,6 +22,7 @@ from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.simulate import Span, Timeline
 from adjoint.plan.stack import model_of
 from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
+from adjoint.tools.plan.command import REACHED, REACHED_RANGE
 from adjoint.tools.plan.plot import joined_spans, shares_of
 from adjoint.train.layout import Layout
 
@@ -348,10 +349,10 @@ def test_a_gpu_that_is_assumed_is_named(capsys: pytest.CaptureFixture[str]) -> N
     for more, said, bounded in (
         (
             [],
-            "(assuming an A100-40GB at 30% of its peak, 93.6 TFLOP/s: name another GPU with --device)",
+            "50% of 312 TFLOP/s and 1.55 TB/s: layers reach 3% of its peak; name another GPU with --device)",
             True,
         ),
-        (["--device", "h200"], "(assuming an H200 at 30% of its peak, 297 TFLOP/s)", True),
+        (["--device", "h200"], "(assuming an H200 at 50% of 990 TFLOP/s and 4.8 TB/s: layers reach ", True),
         (["--device-tflops", "200"], "(200 TFLOP/s a device, as given)", False),
     ):
         assert main([*flags, *more]) == 0
@@ -361,8 +362,12 @@ def test_a_gpu_that_is_assumed_is_named(capsys: pytest.CaptureFixture[str]) -> N
         step = json.loads(capsys.readouterr().out)["step"]
         assert not step["is_measured"] and (step["seconds_range"] is not None) == bounded
         if bounded:
-            least, most = step["seconds_range"]
-            assert least < step["seconds"] < most
+            shares = [REACHED / share for share in reversed(REACHED_RANGE)]
+            assert step["seconds_range"] == pytest.approx([share * step["seconds"] for share in shares])
+    assert main([*flags, "--devices", "2", "--cluster.shards", "2", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    least, most = step["seconds_range"]  # messages take the same time on any GPU
+    assert shares[0] * step["seconds"] < least < step["seconds"] < most < shares[1] * step["seconds"]
 
 
 @pytest.mark.parametrize("memory", ["auto", "30GB"])

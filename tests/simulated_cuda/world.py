@@ -22,8 +22,11 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
+
+if TYPE_CHECKING:
+    from adjoint.engine.budget import LiveBytes
 
 LIMITS = (1 << 31) - 1, 65535, 65535  # of a grid's three dimensions
 SMALL = 1 << 31  # elements that 32-bit offsets reach
@@ -117,7 +120,7 @@ class WrapState:
     mixed: list[str] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
     launch: Callable[..., None] | None = None
-    device_bytes: Any = None  # a `budget.LiveBytes` that is told of the device's tensors alone
+    device_bytes: LiveBytes | None = None  # is told of the device's tensors alone
 
     def counts(self) -> dict[str, Any]:
         return {
@@ -155,6 +158,8 @@ class Recorder:
         from torch.utils._python_dispatch import TorchDispatchMode
 
         class Mode(TorchDispatchMode):
+            record: ClassVar[WrapState]
+
             @classmethod
             def _should_skip_dynamo(cls) -> bool:
                 return False
@@ -210,6 +215,7 @@ class Recorder:
                     record.waits[f"{name}: {where()}"] += 1
 
         mode = Mode()
+        Mode.record = record
         Recorder.current = mode
         return mode
 

@@ -36,6 +36,9 @@ def measured(
     """Return the bytes at the peak, above what the process held before and in all (imports included), seconds
     of each forward + backward, the loss, and the L2 norm of all gradients.
 
+    On a GPU the bytes at the peak are those of tensors, weights included, and `reserved_bytes` those of
+    PyTorch's allocator.
+
     Args:
         prepare: makes the model. ids: (batch, seqlen).
         first: tokens of a pass before, which loads libraries and starts threads: its peak and time do not
@@ -58,6 +61,7 @@ def measured(
     step(ids[:, :first])
     memory.reset_peak_rss()
     if cuda:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(ids.device)
     if above == "step":
         baseline = memory.rss_bytes()[0]
@@ -65,6 +69,8 @@ def measured(
     resident = memory.rss_bytes()[1]
     peak = torch.cuda.max_memory_allocated(ids.device) if cuda else resident - baseline
     result = {"memory_bytes": peak, "resident_bytes": resident, "seconds": seconds, "loss": value}
+    if cuda:
+        result["reserved_bytes"] = torch.cuda.max_memory_reserved(ids.device)
     return result | {"gradient_norm": norm_of_gradients(model)}
 
 

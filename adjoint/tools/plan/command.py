@@ -32,9 +32,9 @@ from adjoint.train.model import check_offload
 from adjoint.train.quantization import described
 
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
-SUSTAINED = 0.3  # of the peak, what a step is assumed to keep up
-# Its bounds: what small matrix products and scans bound by memory may leave, and what large products reach.
-SUSTAINED_RANGE = 0.1, 0.5
+REACHED = 0.5  # of a GPU's peak rates, in products as in memory traffic: what a step is assumed to keep up
+# Its bounds: what many small kernels leave, and what large products and copies reach.
+REACHED_RANGE = 0.25, 0.8
 IMPORTED = 400e6  # bytes of a process that has imported everything, above which memory is planned
 BANDWIDTH = "10GB"  # a second from device to device: through host memory, as between MIG slices
 ALL = 1 << 30  # tiles: of what is drawn none is extrapolated
@@ -57,8 +57,12 @@ def main(argv: list[str]) -> int:
     estimate = request.estimate(fit, spans, tiles=ALL if flags.timeline else plan_time.MOST_TILES)
     bounds = None
     if not (flags.measure or flags.device_tflops):
-        seconds = [request.estimate(fit, spans, SUSTAINED / share).seconds for share in SUSTAINED_RANGE]
-        bounds = seconds[1], seconds[0]
+        slower = [REACHED / share for share in reversed(REACHED_RANGE)]
+        if layout.world == 1:  # nothing but tiles takes time
+            seconds = [factor * estimate.seconds for factor in slower]
+        else:
+            seconds = [request.estimate(fit, spans, factor).seconds for factor in slower]
+        bounds = seconds[0], seconds[1]
     if ranked:
         ranked[0] = dataclasses.replace(ranked[0], estimate=estimate)
     source = request.costs(fit.setup).source
@@ -137,7 +141,19 @@ def _link_bandwidth(flags: argparse.Namespace) -> float:
 
 
 def _counted(flags: argparse.Namespace, setup: Setup) -> plan_time.Costs:
-    return plan_time.counted(setup, *_rate(flags, setup))
+    """Costs of a device with the rate that was given, or of a GPU at a share of its data sheet's rates."""
+    if flags.device_tflops is not None:
+        source = f"{flags.device_tflops:g} TFLOP/s a device, as given"
+        return plan_time.counted(setup, 1e12 * flags.device_tflops, source)
+    named = flags.device or UNNAMED
+    gpu = GPUS[named]
+    costs = plan_time.roofline(setup, gpu, "").slower_by(1 / REACHED)
+    peak = gpu.peak(setup.machine.precision)
+    share = sum(plan_time.counted(setup, 1e12 * peak, "").forward) / sum(costs.forward)
+    rates = f"{REACHED:.0%} of {peak:.3g} TFLOP/s and {gpu.bandwidth / 1e12:.3g} TB/s"
+    result = f"layers reach {share:.0%} of its peak"
+    other = "" if flags.device else "; name another GPU with --device"
+    return dataclasses.replace(costs, source=f"assuming an {named.upper()} at {rates}: {result}{other}")
 
 
 def _measured(flags: argparse.Namespace, setup: Setup) -> plan_time.Costs:
@@ -178,19 +194,6 @@ def _timed(setup: Setup, tokens: int, threads: int | None, device: torch.device)
         return plan_time.measured(setup, tokens, threads, device, show)
 
 
-def _rate(flags: argparse.Namespace, setup: Setup) -> tuple[float, str]:
-    """Return the FLOPs per second that a full-speed device sustains, and a phrase that says why."""
-    if flags.device_tflops is not None:
-        return 1e12 * flags.device_tflops, f"{flags.device_tflops:g} TFLOP/s a device, as given"
-    named = flags.device or UNNAMED
-    gpu = GPUS[named]
-    peak = {"float32": gpu.float32, "float64": gpu.float32 / 2}.get(setup.machine.precision, gpu.bfloat16)
-    rate = SUSTAINED * peak
-    assumption = f"{SUSTAINED:.0%} of its peak, {rate:.3g} TFLOP/s"
-    other = "" if flags.device else ": name another GPU with --device"
-    return 1e12 * rate, f"assuming an {named.upper()} at {assumption}{other}"
-
-
 # ----------------------------------------------------------------------------------------- command line
 
 
@@ -211,7 +214,7 @@ def _parser() -> Flags:
     memory = "memory of each device, such as 40GB; or one size per worker, as 20GB,10GB,10GB"
     add("--device-memory", memory, _sizes)
     add("--device", f"take memory and speed of a known GPU: {', '.join(GPUS)}", _gpu)
-    rate = f"measured on this machine, or {SUSTAINED:.0%} of the peak of the GPU named, or of an {UNNAMED}"
+    rate = f"measured here, or counted at {REACHED:.0%} of the rates of the GPU named, or of an {UNNAMED}"
     rate = f"sustained TFLOP/s of a device; default: {rate}".replace("%", "%%")
     add("--device-tflops", rate, reads(PositiveNumber))
     measure = "time one layer of each kind on this machine; the default if no other machine is described"
