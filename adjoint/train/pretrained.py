@@ -315,7 +315,7 @@ def _whole_sizes(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         UserError: PEFT takes sizes from somewhere else.
     """
-    if not any(is_split(parameter, parameter) for parameter in model.parameters()):
+    if not any(is_split(p, p) for p in model.parameters()):
         yield
         return
     from peft.tuners.lora import layer
