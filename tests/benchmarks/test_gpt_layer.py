@@ -17,6 +17,9 @@ from benchmarks.gpt_layer import RECOMPUTE, GPTLayer, formula
 from tests.model_helpers import assert_same, relative
 from tests.ranks import on_ranks
 
+# Checkpointing imports much of torch: once in one process, before its ranks are forked.
+pytestmark = [pytest.mark.xdist_group("gpt_layer"), pytest.mark.usefixtures("one_thread")]
+
 WIDTH, HEADS, BATCH, SEED = 16, 4, 2, 5
 Weights = dict[str, Tensor]
 Masks = list[Tensor]  # of attention's weights, after attention, after the MLP
