@@ -107,7 +107,8 @@ class HostWeights(Benchmark):
         memory, link = f"{gpu.memory / 1e9:.1f} GB", f"{gpu.link} at {SUSTAINED_LINK:.0%}"
         head = (
             f"Planned, nothing measured: an {GPU.upper()} of {memory} at {SUSTAINED:.0%} of its peak in "
-            f"bfloat16, {link}, chunks of {CHUNK:,} tokens. The last columns: tokens of a chunk from which copies hide."
+            f"bfloat16, {link}, chunks of {CHUNK:,} tokens. The last columns: tokens of a chunk from which "
+            "copies hide."
         )
         heads = ["model", "tokens", "GB on the GPU", "if it held the weights", "GB on the host",
                  "TB over the link", "a step", "if it held the weights", *LINKS]  # fmt: skip

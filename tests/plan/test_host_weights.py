@@ -94,8 +94,8 @@ def test_what_is_printed_and_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     words += " --method.chunk_size 512 --device-tflops 50"
     assert main([*words.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    link, step = found["host_weights"], found["step"]
+    plan = json.loads(capsys.readouterr().out)
+    link, step = plan["host_weights"], plan["step"]
     assert link["bytes_per_second"] == 0.8 * LINKS["PCIe Gen4"]
     assert link["hiding_chunks"].keys() == LINKS.keys() >= {gpu.link for gpu in GPUS.values()}
     assert link["hiding_chunk"] == link["hiding_chunks"]["PCIe Gen4"] and not step["is_measured"]
