@@ -78,7 +78,7 @@ def measure(point: Point) -> Point:
         "whole_seconds": estimate(dataclasses.replace(setup, host_link=None), spans, costs, 1.0).seconds,
         "link_bytes": moved.to_device + moved.to_host,
         "hiding_chunks": {
-            name: hiding_chunk(setup, costs, SUSTAINED_LINK * peak) for name, peak in LINKS.items()
+            name: hiding_chunk(setup, costs.forward, SUSTAINED_LINK * peak) for name, peak in LINKS.items()
         },
     }  # fmt: skip
 

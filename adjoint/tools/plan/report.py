@@ -91,8 +91,8 @@ def host_weights_as_dict(setup: Setup, costs: Costs) -> dict[str, Any]:
         "to_device_bytes": moved.to_device,
         "to_host_bytes": moved.to_host,
         "bytes_per_chunk": moved.per_chunk,
-        "hiding_chunk": hiding_chunk(setup, costs, planned),
-        "hiding_chunks": {name: hiding_chunk(setup, costs, rate) for name, rate in rates.items()},
+        "hiding_chunk": hiding_chunk(setup, costs.forward, planned),
+        "hiding_chunks": {name: hiding_chunk(setup, costs.forward, rate) for name, rate in rates.items()},
     }
 
 
