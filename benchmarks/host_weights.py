@@ -69,16 +69,16 @@ def measure(point: Point) -> Point:
     on_gpu = Setup(model, Exact(CHUNK, recompute="full"), 1, point["tokens"], machine=machine)
     setup, spans = in_host_memory(on_gpu, SUSTAINED_LINK * LINKS[gpu.link]), [range(model.n_layer)]
     costs = roofline(setup, gpu, "assumed").slower_by(1 / REACHED)
-    (need,), (whole,) = needs(setup, spans), needs(on_gpu, spans)
+    (need,), (need_on_gpu,) = needs(setup, spans), needs(on_gpu, spans)
     moved = link_bytes(setup)
     return {
         "parameters": model.num_parameters, "memory_bytes": need.total, "parts_bytes": need.parts,
-        "whole_bytes": whole.total, "host_bytes": need.host,
+        "whole_bytes": need_on_gpu.total, "host_bytes": need.host,
         "seconds": estimate(setup, spans, costs, 1.0).seconds,
         "whole_seconds": estimate(dataclasses.replace(setup, host_link=None), spans, costs, 1.0).seconds,
         "link_bytes": moved.to_device + moved.to_host,
         "hiding_chunks": {
-            name: hiding_chunk(setup, costs, SUSTAINED_LINK * peak) for name, peak in LINKS.items()
+            name: hiding_chunk(setup, costs.forward, SUSTAINED_LINK * peak) for name, peak in LINKS.items()
         },
     }  # fmt: skip
 

@@ -15,11 +15,12 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
@@ -104,7 +105,7 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
     units = [unit for module in modules for unit in module.modules() if _is_unit(unit)]
     classes = [(unit, type(unit)) for unit in units]
     copies: dict[Tensor, Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     try:
         for unit, cls in classes:
             transfers = transfers_of(unit)
@@ -154,7 +155,7 @@ class Transfers:
         self.last_place = 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # the copy and the event of its end, by what is copied: a tile's leaf shares a parameter's memory
-        self.prefetched: dict[tuple[int, int, int], tuple[Tensor, Any]] = {}
+        self.prefetched: dict[tuple[int, int, int], tuple[Tensor, torch.Event]] = {}
 
     def fetch(self, parameter: Tensor) -> Tensor:
         """Return a copy of a parameter on the device, differentiable if gradients are on."""
@@ -197,15 +198,15 @@ class Transfers:
             device, is_table = self.device, issubclass(cls, nn.Embedding)
 
             @functools.wraps(cls.forward)
-            def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
                 if is_table:
                     args, kwargs = tree_map_only(Tensor, lambda ids: ids.to(HOST), (args, kwargs))
                     return cls.forward(module, *args, **kwargs).to(device)
                 with fetched(module):
                     return cls.forward(module, *args, **kwargs)
 
-            own = {"forward": forward, "_adjoint_original": cls, _TRANSFERS: self}
-            self.classes[cls] = _subclass(cls, own)
+            attributes = {"forward": forward, "_adjoint_original": cls, _TRANSFERS: self}
+            self.classes[cls] = _subclass(cls, attributes)
         return self.classes[cls]
 
     def model_class(self, cls: type[nn.Module]) -> type[nn.Module]:
@@ -221,21 +222,21 @@ def _is_unit(module: nn.Module) -> bool:
     return _TRANSFERS in vars(type(module))
 
 
-def _subclass(cls: type[nn.Module], own: dict[str, Any]) -> type[nn.Module]:
+def _subclass(cls: type[nn.Module], attributes: dict[str, object]) -> type[nn.Module]:
     """Return a subclass of the same name."""
     identity = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**own, **identity})
+    return type(cls.__name__, (cls,), {**attributes, **identity})
 
 
 class _Fetch(torch.autograd.Function):
     """A parameter's copy on the device; its backward copies the gradient to the host."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, transfers: Transfers) -> Tensor:
+    def forward(ctx: FunctionCtx, parameter: Tensor, transfers: Transfers) -> Tensor:
         return transfers.copied(parameter)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         return _on_host(gradient, pinned=gradient.is_cuda), None
 
 

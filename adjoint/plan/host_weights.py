@@ -7,13 +7,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from adjoint.engine import binomial
 from adjoint.plan.memory import Setup
-
-if TYPE_CHECKING:
-    from adjoint.plan.estimate import Costs
 
 SUSTAINED_LINK = 0.8  # of a link's peak, what copies of pinned memory are assumed to keep up
 
@@ -61,11 +57,15 @@ def copy_seconds(setup: Setup, weights: int) -> float:
     return 0.0 if setup.host_link is None else setup.machine.element * weights / setup.host_link
 
 
-def hiding_chunk(setup: Setup, costs: Costs, bytes_per_second: float) -> int:
+def hiding_chunk(setup: Setup, forward: Sequence[float], bytes_per_second: float) -> int:
     """Return the tokens of a chunk from which the copies of weights hide behind the layer before.
 
-    Its forward, which takes the shortest, then takes as long as a layer's copy."""
+    Its forward, which takes the shortest, then takes as long as a layer's copy.
+
+    Args:
+        forward: seconds per token of each layer's forward.
+    """
     copies = [setup.machine.element * layer.weights / bytes_per_second for layer in setup.model.layers]
-    before: Sequence[float] = [costs.forward[-1], *costs.forward[:-1]]
+    before = [forward[-1], *forward[:-1]]
     tokens = max(copy / seconds for copy, seconds in zip(copies, before, strict=True))
     return math.ceil(tokens / 256) * 256

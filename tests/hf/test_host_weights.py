@@ -44,15 +44,15 @@ class Copies:
     """The copies of weights that are made: their bytes, and how many exist at a time."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.made = self.live = self.peak = 0
+        self.copied = self.live = self.peak = 0
         copy = host_weights._on_device
 
         def counted(source: Tensor, device: torch.device) -> Tensor:
-            made = copy(source, device)
-            self.made, self.live = self.made + made.nbytes, self.live + made.nbytes
+            result = copy(source, device)
+            self.copied, self.live = self.copied + result.nbytes, self.live + result.nbytes
             self.peak = max(self.peak, self.live)
-            weakref.finalize(made.untyped_storage(), self._free, made.nbytes)
-            return made
+            weakref.finalize(result.untyped_storage(), self._free, result.nbytes)
+            return result
 
         patch.setattr(host_weights, "_on_device", counted)
 
@@ -106,12 +106,12 @@ def test_a_layer_is_copied_three_times_per_chunk_and_at_most_one_is_there(
         "norm": model.model.norm.weight.nbytes,
         "head": model.lm_head.weight.nbytes,
     }
-    assert copies.made == (
+    assert copies.copied == (
         (3 * CHUNKS - 1) * parts["layers"] + (2 * CHUNKS - 1) * (parts["norm"] + parts["head"])
     )
     model.config.save_pretrained(tmp_path)
     setup = Setup(model_of(outlined(str(tmp_path))), METHOD, 1, 16 * CHUNKS)
-    assert link_bytes(setup).to_device == copies.made + 2 * setup.y(16 * CHUNKS)  # and embeddings
+    assert link_bytes(setup).to_device == copies.copied + 2 * setup.y(16 * CHUNKS)  # and embeddings
     assert copies.peak <= parts["layer"] + parts["norm"] + parts["head"] < parts["layers"] / 2
 
 

@@ -63,8 +63,8 @@ def test_on_a_slow_link_a_step_takes_the_time_of_what_crosses_it(checkpoints: in
 def test_chunks_from_which_copies_hide() -> None:
     link = in_host_memory(SETUP, 1e6)
     costs = plan_time.counted(link, FLOPS, "made up")
-    tokens = hiding_chunk(link, costs, 1e6)
-    assert tokens == pytest.approx(2 * hiding_chunk(link, costs, 2e6), abs=256) and tokens > 1024
+    tokens = hiding_chunk(link, costs.forward, 1e6)
+    assert tokens == pytest.approx(2 * hiding_chunk(link, costs.forward, 2e6), abs=256) and tokens > 1024
     copy = 4 * MODEL.layers[0].weights / 1e6
     assert costs.forward[0] * (tokens - 256) < copy <= costs.forward[0] * tokens
     long = dataclasses.replace(link, method=Exact(tokens, recompute="full"), seqlen=tokens * 10)
@@ -94,8 +94,8 @@ def test_what_is_printed_and_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     words += " --method.chunk_size 512 --device-tflops 50"
     assert main([*words.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    link, step = found["host_weights"], found["step"]
+    plan = json.loads(capsys.readouterr().out)
+    link, step = plan["host_weights"], plan["step"]
     assert link["bytes_per_second"] == 0.8 * LINKS["PCIe Gen4"]
     assert link["hiding_chunks"].keys() == LINKS.keys() >= {gpu.link for gpu in GPUS.values()}
     assert link["hiding_chunk"] == link["hiding_chunks"]["PCIe Gen4"] and not step["is_measured"]

@@ -180,7 +180,7 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
         with simulated(record):
             model = make(layers)
             sizes = {"weights": model, "layers": layers_of(model), "layer": layers_of(model)[:1]}
-            sizes = {name: sum(p.nbytes for p in part.parameters()) for name, part in sizes.items()}
+            sizes = {name: sum(p.nbytes for p in module.parameters()) for name, module in sizes.items()}
             if place == "host":
                 model = adjoint.offload_weights(model, "cuda")
             else:

@@ -94,8 +94,8 @@ def test_offloaded_keys_and_values_come_over_by_chunks() -> None:
 def test_weights_in_host_memory_need_not_fit_the_device(group: str, case: str) -> None:
     """A device that is smaller than the weights is enough. They cross three times for each chunk, twice for
     the last; their gradients once; no operation mixes devices."""
-    one = result(group, case)
-    on_device, on_host, chunks = one["device"], one["host"], one["chunks"]
+    bytes_by_place = result(group, case)
+    on_device, on_host, chunks = (bytes_by_place[key] for key in ("device", "host", "chunks"))
     assert on_host["mixed"] == on_host["wrong"] == [] and on_host["gradients"] == ["cpu"]
     assert on_host["peak"] < on_host["weights"] < on_device["peak"] / 2
     copied = (3 * chunks - 1) * on_host["layers"]

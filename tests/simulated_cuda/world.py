@@ -194,9 +194,9 @@ class Recorder:
                     record.operators[name] += 1
                 return out
 
-            def _note_bytes(self, made: Any) -> None:
+            def _note_bytes(self, results: Any) -> None:
                 live = record.device_bytes
-                for tensor in made if live is not None else ():
+                for tensor in results if live is not None else ():
                     if tensor.device.type == "cuda":
                         live._note(tensor.untyped_storage())
                         live.peak = max(live.peak, live.live)

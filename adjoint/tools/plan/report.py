@@ -81,7 +81,7 @@ def as_dict(
     }
 
 
-def host_weights_as_dict(setup: Setup, costs: Costs) -> dict[str, Any]:
+def host_weights_as_dict(setup: Setup, costs: Costs) -> dict[str, object]:
     """Return, in plain types, what weights in host memory move, and from which chunk on copies hide."""
     moved, planned = link_bytes(setup), setup.host_link
     rates = {name: SUSTAINED_LINK * peak for name, peak in LINKS.items()}
@@ -91,8 +91,8 @@ def host_weights_as_dict(setup: Setup, costs: Costs) -> dict[str, Any]:
         "to_device_bytes": moved.to_device,
         "to_host_bytes": moved.to_host,
         "bytes_per_chunk": moved.per_chunk,
-        "hiding_chunk": hiding_chunk(setup, costs, planned),
-        "hiding_chunks": {name: hiding_chunk(setup, costs, rate) for name, rate in rates.items()},
+        "hiding_chunk": hiding_chunk(setup, costs.forward, planned),
+        "hiding_chunks": {name: hiding_chunk(setup, costs.forward, rate) for name, rate in rates.items()},
     }
 
 
@@ -137,7 +137,7 @@ def show(plan: dict[str, Any]) -> None:
         idle = f"{step['idle_share']:.1%} of all devices' time"
         print(f"idle    {idle}; {sent} sent a step, {busiest} over the busiest link")
     if "host_weights" in plan:
-        _show_host_weights(plan["host_weights"])
+        _show_host_weights(plan["host_weights"], plan["host_weights"]["hiding_chunks"])
     if len(plan["layouts"]) > 1:
         _show_layouts(plan["layouts"])
 
@@ -157,13 +157,13 @@ def _show_memory(plan: dict[str, Any]) -> None:
         print(f"host    {size_text(max(host))} of host memory for the fullest device, {total} in all")
 
 
-def _show_host_weights(link: dict[str, Any]) -> None:
+def _show_host_weights(link: dict[str, int], hiding_chunks: dict[str, int]) -> None:
+    others = ", ".join(f"{tokens:,} over {name}" for name, tokens in hiding_chunks.items())
     down, up = size_text(link["to_device_bytes"]), size_text(link["to_host_bytes"])
     each, rate = size_text(link["bytes_per_chunk"]), size_text(link["bytes_per_second"])
     print(
         f"link    {down} of weights to the GPU and {up} of gradients back a step, {each} a chunk, at {rate}/s"
     )
-    others = ", ".join(f"{tokens:,} over {name}" for name, tokens in link["hiding_chunks"].items())
     print(f"        copies of weights hide in chunks of {link['hiding_chunk']:,} tokens ({others})")
 
 
