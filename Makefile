@@ -42,10 +42,10 @@ test-versions: setup-dev  ## run tests under other versions, row by row (docs/ve
 	JOBS=$(JOBS) $(BIN)/python scripts/versions.py $(ROWS)
 
 EXTERNAL := build/external
-test-external: setup-dev  ## compare with mamba-ssm, causal-conv1d, fla and quantized bases, fetched into build/external
+test-external: setup-dev  ## compare with mamba-ssm, causal-conv1d, fla, mamba.py and quantized bases, fetched into build/external
 	CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
 		$(BIN)/python -m pip install -q --no-deps --no-build-isolation --upgrade --target $(EXTERNAL) \
-		mamba-ssm causal-conv1d flash-linear-attention fla-core einops bitsandbytes torchao
+		mamba-ssm causal-conv1d flash-linear-attention fla-core einops mambapy bitsandbytes torchao
 	PYTHONPATH=$(EXTERNAL) $(BIN)/python -m pytest -rs tests/external
 
 benchmarks: setup-dev  ## measure every figure of README and docs again, in hours; QUICK=1 tries each, in minutes

@@ -19,6 +19,7 @@ _MODULES = {
     "Truncated": "methods",
     "backends": "kernels.dispatch",
     "linear_scan": "kernels.linear_scan",
+    "offload_weights": "engine.host_weights",
     "optimizer_in_backward": "train.in_backward",
     "selective_scan": "kernels.selective_scan",
     "ssd_scan": "kernels.ssd_scan",

@@ -1,3 +1,4 @@
+from adjoint.engine.host_weights import offload_weights as offload_weights
 from adjoint.hf.wrap import unwrap as unwrap
 from adjoint.hf.wrap import wrap as wrap
 from adjoint.kernels.dispatch import backends as backends

@@ -1,18 +1,34 @@
 """Cross-entropy of the head in slices (Mini-Sequence Transformer, section 3): logits exist for one slice
 of the tokens at a time."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.kernels import dispatch
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
+from adjoint.kernels.collectives import all_gather_single
 
 # Elements of a slice's logits: 16 MiB in float32 on a CPU; 256 MiB on a GPU, which needs more to keep busy.
 SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA = 1 << 22, 1 << 26
+
+
+class VocabularyShard(NamedTuple):
+    """A rank's part of a vocabulary that is split over a group.
+
+    Attributes:
+        group: the ranks that have the parts.
+        first: the first token id of this part.
+        vocab_size: number of token ids in all parts.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+    vocab_size: int
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -23,7 +39,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int, backward_follows: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        slice_tokens: int,
+        backward_follows: bool,
+        shard: VocabularyShard | None,
     ) -> Tensor:
         tokens = hidden.shape[0]
         dtype = accumulate_dtype(hidden.dtype)
@@ -34,14 +56,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h, y = hidden[start : start + slice_tokens], targets[start : start + slice_tokens]
             valid = y != IGNORE_INDEX
             labels = torch.where(valid, y, 0).unsqueeze(1)
+            has_label = valid.unsqueeze(1)
+            if shard is not None:
+                labels = labels - shard.first
+                has_label = has_label & (labels >= 0) & (labels < len(weight))
+                labels = torch.where(has_label, labels, 0)
             logits = (h @ weight.T).to(dtype)
-            log_normalizer = logits.logsumexp(1, keepdim=True)
+            log_normalizer, label_logits = logits.logsumexp(1, keepdim=True), logits.gather(1, labels)
+            if shard is not None:
+                log_normalizer, label_logits = _over_ranks(
+                    log_normalizer, label_logits, has_label, shard.group
+                )
             # not +=: torch 2.11's compiler would then give no gradients
-            token_losses = (log_normalizer - logits.gather(1, labels)).squeeze(1)
+            token_losses = (log_normalizer - label_logits).squeeze(1)
             loss = loss + token_losses.where(valid, 0).sum()  # not times valid: others' may be infinite
             if d_hidden is not None and d_weight is not None:
                 d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' own memory
-                d_logits.scatter_add_(1, labels, d_logits.new_full((len(y), 1), -1))
+                d_logits.scatter_add_(1, labels, -has_label.to(dtype))
                 d_logits_rounded = d_logits.masked_fill_(~valid.unsqueeze(1), 0).to(h.dtype)
                 d_hidden[start : start + slice_tokens] = d_logits_rounded @ weight
                 if h.dtype == dtype:
@@ -59,7 +90,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @differentiable_once("linear_cross_entropy")
     def backward(ctx: Any, d_loss: Tensor) -> Any:
         d_hidden, d_weight = ctx.saved_tensors
-        return (d_hidden * d_loss).to(d_hidden.dtype), (d_weight * d_loss).to(ctx.dtype), None, None, None
+        d_hidden, d_weight = (d_hidden * d_loss).to(d_hidden.dtype), (d_weight * d_loss).to(ctx.dtype)
+        return d_hidden, d_weight, None, None, None, None
+
+
+def _over_ranks(
+    log_normalizer: Tensor, label_logits: Tensor, has_label: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the sum of all ranks' exponentials, and the labels' logits, (tokens, 1) each.
+
+    Args:
+        log_normalizer: of this rank's part of the vocabulary.
+        label_logits: of the labels that are in it. has_label: whether a token's label is.
+    """
+    local = torch.cat([log_normalizer, torch.where(has_label, label_logits, 0)], dim=1)
+    gathered = local.new_empty(dist.get_world_size(group) * len(local), 2)
+    all_gather_single(gathered, local, group=group)
+    normalizers, logits = gathered.view(-1, len(local), 2).unbind(-1)
+    return normalizers.logsumexp(0).unsqueeze(1), logits.sum(0).unsqueeze(1)
 
 
 def tokens_per_slice(tokens: int, vocab_size: int, on_gpu: bool, slices: int | None = None) -> int:
@@ -75,7 +123,11 @@ def tokens_per_slice(tokens: int, vocab_size: int, on_gpu: bool, slices: int | N
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    slice_tokens: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Return the sum over valid targets of -log softmax(hidden weightᵀ)[target].
 
@@ -87,6 +139,8 @@ def linear_cross_entropy(
     Args:
         hidden: (…, d_model). weight: (vocab_size, d_model). targets: (…,) int64; -100 is ignored.
         slice_tokens: tokens per slice; None calls `tokens_per_slice`. It need not divide anything.
+        shard: the part of the vocabulary that weight has rows of, where a group of ranks splits it: all call
+            with the same hidden and targets. The gradient of hidden is then this rank's term of the whole.
 
     Raises:
         ValueError: slice_tokens is not positive, or targets do not match hidden.
@@ -97,7 +151,10 @@ def linear_cross_entropy(
             f"{tuple(hidden.shape)}"
         )
     if slice_tokens is None:
-        slice_tokens = tokens_per_slice(targets.numel(), weight.shape[0], hidden.is_cuda)
+        ids = len(weight)
+        if shard is not None:  # parts may differ by an id, but ranks must have the same slices
+            ids = -(-shard.vocab_size // dist.get_world_size(shard.group))
+        slice_tokens = tokens_per_slice(targets.numel(), ids, hidden.is_cuda)
     if slice_tokens < 1:
         raise ValueError(f"slice_tokens must be 1 or more, got {slice_tokens}")
     dtype = dispatch.autocast_dtype(hidden.device)
@@ -106,5 +163,10 @@ def linear_cross_entropy(
     backward_follows = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(hidden.device.type, enabled=False):
         return _LinearCrossEntropy.apply(
-            hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), slice_tokens, backward_follows
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            targets.reshape(-1),
+            slice_tokens,
+            backward_follows,
+            shard,
         )

@@ -5,16 +5,18 @@ who owns which part of it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, Batch
@@ -22,6 +24,7 @@ from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import device_of, fetched, is_offloaded, recompute_of
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
@@ -31,6 +34,7 @@ from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
 from adjoint.formats.transformers import from_model
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
+from adjoint.kernels.collectives import copy_to_ranks, gather_tokens
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.init import draw_seed, drawn_from
@@ -39,7 +43,18 @@ from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
-from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, uses_fsdp
+from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, units, uses_fsdp
+from adjoint.parallel.split_tensors import splits
+from adjoint.parallel.tensor import (
+    SPLIT_AND_SHARDED,
+    SplitEmbedding,
+    SplitEmbeddingStage,
+    TensorParallel,
+    TensorParallelAccess,
+    reads_windows,
+    summed_over_ranks,
+    unsplit,
+)
 
 CHECKED_AT_ONCE = 1 << 16  # tokens of each row whose ids are checked at a time
 
@@ -73,7 +88,10 @@ class Stack(nn.Module):
 
     Attributes:
         span: the numbers of the layers that are here: all, except in a part made by `split`.
+        tensor_parallel: where each weight is, if ranks split the stack (`parallelize`).
     """
+
+    tensor_parallel: TensorParallel | None = None
 
     def __init__(self, config: StackConfig, seed: int | None = None) -> None:
         super().__init__()
@@ -118,6 +136,51 @@ class Stack(nn.Module):
         return partial_stack
 
     @torch.no_grad()
+    def parallelize(
+        self, group: object, setting: str = "tensor_group", *, same_weights: bool = False
+    ) -> None:
+        """Split the stack over the ranks of a group by tensor and sequence parallelism, in place.
+
+        All ranks call this, with stacks of the same sizes. Afterwards they call the stack with the same rows.
+        Each has the whole's loss; gradients, states and `named_parameters` are its own parts
+        (`tensor_parallel.gather` makes them whole). Make the optimizer afterwards, too.
+
+        A layer that cannot be split is run by every rank whole: a user's own class, a dense A.
+
+        Args:
+            group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
+            setting: the group's name in error messages.
+            same_weights: whether the ranks' weights are the same already; else the first rank's are sent to
+                the others.
+
+        Raises:
+            UserError: the number of ranks does not divide the heads or channels of a layer; or `fully_shard`
+                has sharded the stack.
+        """
+        ranks = group_of(group, setting)
+        if self.tensor_parallel is not None:
+            raise UserError(f"{setting}: the stack is split already")
+        if units(self):
+            raise UserError(SPLIT_AND_SHARDED)
+        if ranks_of(ranks) == 1:
+            return
+        for tensor in () if same_weights else (*self.parameters(), *self.buffers()):
+            dist.broadcast(tensor, group=ranks, group_src=0)
+        split, is_tied = TensorParallel(ranks), self.config.tie_embeddings
+        for k, block in zip(self.span, self.blocks(), strict=True):
+            try:
+                split.block(block, f"layers.{k}.")
+            except ValueError as error:
+                raise UserError(f"{setting}: layer {k} ({self.config.mixers[k]}): {error}") from None
+        if self.is_first:
+            self.embedding = split.embedding(self.embedding)
+        if self.is_last:
+            tied = self.embedding if is_tied and self.is_first else None
+            self.lm_head = split.head(self.norm_f, self.lm_head, tied)
+        splits.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
+        self.tensor_parallel = split
+
+    @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights again, from the distributions that mamba-ssm uses."""
         seed = draw_seed() if seed is None else seed
@@ -136,9 +199,17 @@ class Stack(nn.Module):
                     self.lm_head.reset_parameters()
 
     def num_parameters(self, embeddings: bool = True) -> int:
-        """Return the number of parameters, tied ones once; embeddings=False leaves out the embedding."""
-        total = sum(p.numel() for p in self.parameters())
-        return total if embeddings else total - self.embedding.weight.numel()
+        """Return the number of parameters of the whole model, tied ones once.
+
+        Args:
+            embeddings: False leaves out the embedding.
+        """
+        split = self.tensor_parallel
+        sizes = {
+            name: p.numel() if split is None else math.prod(split.placements[name].shape)
+            for name, p in self.named_parameters()
+        }
+        return sum(sizes.values()) - (0 if embeddings else sizes["embedding.weight"])
 
     # ------------------------------------------------------------------------- pieces that the engine runs
 
@@ -146,21 +217,29 @@ class Stack(nn.Module):
         """Return the layers that are here."""
         return [self.layers[k] for k in self.span]  # type: ignore[misc]
 
-    def stages(self, recompute: str = "none") -> list[Stage | None]:
+    def stages(self, recompute: str = "none", whole_tokens: bool = False) -> list[Stage | None]:
         """Return the engine's stages: embedding, one per layer, head; None for those that are not here.
 
         Args:
             recompute: as in `Exact`.
+            whole_tokens: whether, of a split stack, every rank has all tokens of the residual stream, as
+                windows need them; else each has its own.
         """
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
-        casts_weights = not uses_fsdp(self)  # else they are not gathered yet when they would be cast
+        # weights that are not on the device yet cannot be cast there
+        casts_weights, recompute = not (uses_fsdp(self) or is_offloaded(self)), recompute_of(self, recompute)
         for k in self.span:
             block: Any = self.layers[k]
-            stages[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute, casts_weights)
+            reach, grows = reach_of(self.config), block.mixer.grows
+            stages[1 + k] = Layer(block, reach, grows, recompute, casts_weights, whole_tokens)
         if self.is_first:
-            stages[0] = Embedding(self.embedding)
+            table = self.embedding
+            if isinstance(table, SplitEmbedding):
+                stages[0] = SplitEmbeddingStage(table, whole_tokens)
+            else:
+                stages[0] = Embedding(table)
         if self.is_last:
-            stages[-1] = Head(self)
+            stages[-1] = Head(self, whole_tokens=whole_tokens)
         return stages
 
     def stage_states(self, states: Sequence[State]) -> list[State]:
@@ -169,18 +248,36 @@ class Stack(nn.Module):
         return [(), *(states_by_layer.get(k, ()) for k in range(self.config.n_layer)), ()]
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model)."""
+        """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model); of a split stack, this rank's tokens."""
         return self.embedding(input_ids)
 
-    def head_loss(self, y: Tensor, targets: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
+    def head_loss(
+        self,
+        y: Tensor,
+        targets: Tensor,
+        parameters: Sequence[Tensor] | None = None,
+        whole_tokens: bool = False,
+    ) -> Tensor:
         """Return the summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen).
 
         Args:
             parameters: used in the place of `head_parameters`.
+            whole_tokens: as in `stages`; y_K of a split stack has this rank's tokens without it.
 
         Raises:
             ValueError: lm_head or norm_f is more than its weight.
         """
+        modules = self.norm_f, self.lm_head
+        if parameters is not None:
+            replacements = dict(zip(self.head_parameters(), parameters, strict=True))
+            with contextlib.ExitStack() as in_place:
+                for module in modules:
+                    in_place.enter_context(ModuleTensors(module).replaced(replacements))
+                return self.head_loss(y, targets, whole_tokens=whole_tokens)
+        with fetched(*modules):
+            return self._head_loss(y, targets, whole_tokens)
+
+    def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool) -> Tensor:
         if not is_untouched(self.lm_head, nn.Linear) or self.lm_head.bias is not None:
             raise ValueError(
                 "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
@@ -188,16 +285,27 @@ class Stack(nn.Module):
             )
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
-        norm, head = self.head_parameters() if parameters is None else parameters
-        return linear_cross_entropy(functional_call(self.norm_f, {"weight": norm}, (y,)), head, targets)
+        head, split = self.lm_head.weight, self.tensor_parallel
+        if split is None:
+            return linear_cross_entropy(self.norm_f(y), head, targets)
+        if whole_tokens:
+            normalised = self.norm_f(copy_to_ranks(y, split.group))
+        else:
+            normalised = gather_tokens(self.norm_f(y), split.group, targets.shape[1])
+        return linear_cross_entropy(normalised, head, targets, shard=split.vocabulary_shard)
 
     def head_parameters(self) -> list[Tensor]:
         """Return the parameters that `head_loss` reads."""
         return [self.norm_f.weight, self.lm_head.weight]
 
     def logits(self, y: Tensor) -> Tensor:
-        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size)."""
-        return self.lm_head(self.norm_f(y))
+        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size), also of a split stack."""
+        logits, split = self.lm_head(self.norm_f(y)), self.tensor_parallel
+        return logits if split is None else split.all_ids(logits)
+
+    def all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
+        """Return y_K of all tokens; it is already, unless the stack is split."""
+        return y if self.tensor_parallel is None else gather_tokens(y, self.tensor_parallel.group, seqlen)
 
     def initial_state(self, batch: int) -> list[State]:
         """Return zero states for `batch` rows: one tuple per layer that is here.
@@ -205,7 +313,7 @@ class Stack(nn.Module):
         They are float32, in a float64 model float64."""
         weight = next(self.parameters())
         dtype = accumulate_dtype(weight.dtype)
-        return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.blocks()]
+        return [block.mixer.initial_state(batch, dtype, device_of(self)) for block in self.blocks()]
 
     # -------------------------------------------------------------------------------------------------------
     # use
@@ -269,22 +377,27 @@ class Stack(nn.Module):
             group = group_of(sequence_group)
         if plain and torch.is_grad_enabled() and uses_fsdp(self):
             reduce_at_once(self)
+        split = self.tensor_parallel
+        if split is not None and units(self):
+            raise UserError(SPLIT_AND_SHARDED)
         if plain or labels is None:
-            y, final = self._hidden(
-                input_ids, states, seq_idx, isinstance(method, Backprop) and method.checkpoint
-            )
-            if labels is not None:
-                batch = Batch.from_labels(input_ids, labels, seq_idx)
-                output.loss = self.head_loss(y, batch.targets) / batch.divisor
+            weights = {} if split is None else summed_over_ranks(split, self)
+            with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
+                y, final = self._hidden(
+                    input_ids, states, seq_idx, isinstance(method, Backprop) and method.checkpoint
+                )
+                if labels is not None:
+                    batch = Batch.from_labels(input_ids, labels, seq_idx)
+                    output.loss = self.head_loss(y, batch.targets) / batch.divisor
+                if labels is None or return_logits:
+                    output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         else:
             batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
             output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
             if return_logits:
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
-        if labels is None or return_logits:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and plain):
-                output.logits = self.logits(y)
+                    output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         if return_state:
             output.state = final
         return output
@@ -308,17 +421,25 @@ class Stack(nn.Module):
             group: the process group whose ranks share the batch.
         """
         check_windows(self.config, spec)
-        stages, width = self.stages(spec.storage.recompute), self.config.d_model
+        if spec.backward.window is not None and is_offloaded(self):
+            raise UserError("offload_weights: windows read single weights of a layer; use Exact()")
+        stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
         group = None if group is None or ranks_of(group) == 1 else group
         if uses_fsdp(self):
             return joined_steps(self, stages, batch, spec, group)
-        access = ParameterAccess(ModuleTensors(self).restored)
+        restored = ModuleTensors(self).restored
+        access = (
+            ParameterAccess(restored)
+            if self.tensor_parallel is None
+            else TensorParallelAccess(self, self.tensor_parallel, restored)
+        )
         distribution = distribution_of(group)
         steps = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
         if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
             states = [tuple(s.detach() for s in state) for state in batch.states]
-            verify_custom_layers(stages, states, width, dtype, batch.ids.device)
+            with unsplit(self.blocks()):
+                verify_custom_layers(stages, states, width, dtype, batch.ids.device)
         return steps
 
     def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:
@@ -341,12 +462,13 @@ class Stack(nn.Module):
         checkpoint: bool = False,
     ) -> tuple[Tensor, list[State]]:
         y, final = self.embed(input_ids), []
+        inputs = (seq_idx,) if self.tensor_parallel is None else (seq_idx, input_ids.shape[1])
         for layer, state in zip(self.layers, states, strict=True):
             if checkpoint and torch.is_grad_enabled():
                 recomputed_layer = products_kept()(layer.__call__)
-                y, state = checkpointed(recomputed_layer, y, state, seq_idx, use_reentrant=False)
+                y, state = checkpointed(recomputed_layer, y, state, *inputs, use_reentrant=False)
             else:
-                y, state = layer(y, state, seq_idx)
+                y, state = layer(y, state, *inputs)
             final.append(state)
         return y, final
 
@@ -407,7 +529,7 @@ class Stack(nn.Module):
         for _ in range(max_new_tokens):
             for chunk in tokens[-1].split(chunk_size, dim=1):
                 y, states = self._hidden(chunk, states)
-            logits = self.logits(y[:, -1]).float()
+            logits = self.logits(self.all_tokens(y, chunk.shape[1])[:, -1]).float()
             if temperature == 0:
                 tokens.append(logits.argmax(-1, keepdim=True))
                 continue
@@ -415,7 +537,8 @@ class Stack(nn.Module):
                 cut = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < cut, -torch.inf)
             probabilities = F.softmax(logits / temperature, dim=-1)
-            tokens.append(torch.multinomial(probabilities, 1, generator=generator))
+            sampled = torch.multinomial(probabilities, 1, generator=generator)
+            tokens.append(sampled if self.tensor_parallel is None else self.tensor_parallel.of_first(sampled))
         return torch.cat(tokens, dim=1)
 
     @staticmethod

@@ -5,25 +5,26 @@ is run and nothing measured.
 
 - MsT (arXiv 2407.15892): transformers' Llama, whole, in bfloat16, forward and backward, with the package's
   mini-sequences; the optimizer by arithmetic (table 1, theorem 2, tables 2 to 4, 7 to 10, 12 to 15).
-- Korthikanti et al. (arXiv 2205.05198): one rank's layer of a tensor- and sequence-parallel GPT, written here
-  after their sections 4 and 5 and counted (equations 1 to 6, table 2, the shares saved, table 4), and the
-  warm-up of their pipelines' schedules (equation 5).
+- Korthikanti et al. (arXiv 2205.05198): one rank's layer of a tensor- and sequence-parallel GPT, counted
+  (equations 1 to 6, table 2, the shares saved, table 4), and the warm-up of their pipelines' schedules
+  (equation 5). `benchmarks.tensor_parallel` runs the same layer.
 - Adjoint sharding (arXiv 2501.00692): section 4.5.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from adjoint.hf.mini_sequence import in_pieces, splitting
 from adjoint.loss import linear_cross_entropy
@@ -31,6 +32,7 @@ from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
 from adjoint.tools.measure.process import Point
 from adjoint.train.gpus import GPUS
 from benchmarks import report, runner, scaling
+from benchmarks.gpt_layer import GPTLayer, dropout, formula
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 from benchmarks.sources import (
@@ -313,111 +315,64 @@ def mst_pieces(part: str, pieces: int) -> Iterator[Row]:
 T = 8  # ranks of a tensor-parallel group in all of their models
 
 
-class Masked(torch.autograd.Function):
-    """Dropout as on a GPU: what stays is a mask of one byte an element."""
+def rank_layer(
+    h: int,
+    heads: int,
+    shape: tuple[int, int],
+    ranks: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
+    """Return the bytes that a rank's layer keeps, over sbh.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float) -> Any:
-        mask = torch.empty_like(x, dtype=torch.bool)
-        ctx.save_for_backward(mask)
-        ctx.p = p
-        return x * mask / (1 - p)
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        (mask,) = ctx.saved_tensors
-        return dy[0] * mask / (1 - ctx.p), None
-
-
-class Gathered(torch.autograd.Function):
-    """Their g before a product: the sequence is gathered for it, and once more in the backward; what stays is
-    this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: int) -> Any:
-        ctx.save_for_backward(x, weight)
-        ctx.ranks = ranks
-        return x.repeat(1, ranks, 1) @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        dx = (dy[0] @ weight)[:, : x.shape[1]]
-        return dx, dy[0].flatten(0, 1).T @ x.repeat(1, ctx.ranks, 1).flatten(0, 1), None
-
-
-class RankLayer(nn.Module):
-    """One of t ranks' share of a layer, as in figures 4 and 5; collectives are copies on one rank."""
-
-    def __init__(
-        self, h: int, heads: int, t: int = 1, sequence: bool = False, selective: bool = False
-    ) -> None:
-        super().__init__()
-        self.heads, self.head, self.t, self.sequence, self.selective = (
-            heads // t,
-            h // heads,
-            t,
-            sequence,
-            selective,
-        )
-        self.ln1, self.ln2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.qkv, self.out = nn.Linear(h, 3 * h // t, bias=False), nn.Linear(h // t, h, bias=False)
-        self.up, self.down = nn.Linear(h, 4 * h // t, bias=False), nn.Linear(4 * h // t, h, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            projection.unflatten(-1, (self.heads, self.head)).transpose(1, 2).contiguous()
-            for projection in self._enter(self.ln1(x), self.qkv).chunk(3, dim=-1)
-        )
-        core: Any = (
-            checkpoint(self.core, q, k, v, use_reentrant=False) if self.selective else self.core(q, k, v)
-        )
-        x = x + Masked.apply(self._leave(self.out(core)), 0.1)
-        hidden = F.gelu(self._enter(self.ln2(x), self.up))
-        return x + Masked.apply(self._leave(self.down(hidden)), 0.1)
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Figure 3's red box: two products, softmax and its dropout; q, k, v (batch, heads, tokens, head)."""
-        scores = torch.softmax(q @ k.transpose(-1, -2), dim=-1)
-        return (Masked.apply(scores, 0.1) @ v).transpose(1, 2).flatten(2)
-
-    def _enter(self, x: Tensor, map_: nn.Linear) -> Tensor:
-        return Gathered.apply(x, map_.weight, self.t) if self.sequence else map_(x)
-
-    def _leave(self, y: Tensor) -> Tensor:
-        return y[:, : y.shape[1] // self.t].clone() if self.sequence else y
-
-
-def rank_layer(h: int, heads: int, shape: tuple[int, int], full: bool = False, **parallelism: Any) -> float:
-    """Bytes that a rank's layer keeps for batch and tokens `shape`, over sbh."""
-
-    def call(layer: Any, x: Tensor) -> Any:
-        return checkpoint(layer, x, use_reentrant=False) if full else layer(x)
-
+    Args:
+        shape: batch and tokens of the sequences.
+    """
     batch, tokens = shape
-    parts = parallelism["t"] if parallelism.get("sequence") else 1
-    saved_bytes = kept_by(lambda: RankLayer(h, heads, **parallelism), call, (batch, tokens // parts, h))
+    local = tokens // ranks if sequence_parallel else tokens
+    with fake_group(ranks) as group:
+
+        def make() -> GPTLayer:
+            return GPTLayer(h, heads, group, sequence_parallel=sequence_parallel, recompute=recompute)
+
+        saved_bytes = kept_by(make, lambda layer, x: layer(x, tokens), (batch, local, h))
     return saved_bytes / (batch * tokens * h)
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int) -> Iterator[dist.ProcessGroup | None]:
+    """Yield a process group of which this is the only process: its collectives send nothing."""
+    if ranks == 1:
+        yield None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def korthikanti_layer() -> Iterator[Row]:
     """Table 2: the layer of the 22B model, t = 8; its first three rows are equations 1, 2 and 4."""
-    scores = 5 * HEADS * S / H
-    rows: list[tuple[str, str, float, Row]] = [
-        ("table 2, eq. 1", "no parallelism", 34 + scores, {}),
-        ("table 2, eq. 2", "tensor parallel", 10 + 24 / T + scores / T, {"t": T}),
-        ("table 2, eq. 4", "tensor and sequence parallel", (34 + scores) / T, {"t": T, "sequence": True}),
-        ("table 2", "tensor parallel, selective recomputation", 10 + 24 / T, {"t": T, "selective": True}),
-        ("table 2, eq. 6", "tensor and sequence parallel, selective recomputation", 34 / T,
-         {"t": T, "sequence": True, "selective": True}),
-        ("table 2", "full recomputation", 2, {"full": True}),
+    variants: list[tuple[str, Row]] = [
+        ("no parallelism", {}),
+        ("tensor parallel", {"ranks": T}),
+        ("tensor and sequence parallel", {"ranks": T, "sequence_parallel": True}),
+        ("tensor parallel, selective recomputation", {"ranks": T, "recompute": "selective"}),
+        ("tensor and sequence parallel, selective recomputation",
+         {"ranks": T, "sequence_parallel": True, "recompute": "selective"}),
+        ("full recomputation", {"recompute": "full"}),
     ]  # fmt: skip
-    for table, variant, formula, settings in rows:
+    for variant, settings in variants:
+        settings = {"ranks": 1, "sequence_parallel": False, "recompute": "none", **settings}
+        table, theirs = formula(5 * HEADS * S / H, **settings)
         saved_bytes = rank_layer(H, HEADS, (B, S), **settings)
         yield claim(
             table,
             f"22B: bytes that a layer keeps over sbh, {variant}",
-            f"{formula:.2f}",
+            f"{theirs:.2f}",
             f"{saved_bytes:.2f}",
             "counted",
         )
@@ -454,7 +409,7 @@ def korthikanti_pipeline() -> Iterator[Row]:
 
     def call(both: Any, x: Tensor) -> Any:
         norm, head = both
-        logits = head(norm(Masked.apply(x, 0.1))).float()
+        logits = head(norm(dropout(x, 0.1, torch.Generator()))).float()
         return F.cross_entropy(logits.flatten(0, 1), torch.zeros(B * S, dtype=torch.int64))
 
     formula = 1 + 4 * (1 + vocabulary / H)
@@ -481,7 +436,9 @@ def korthikanti_pipeline() -> Iterator[Row]:
 def korthikanti_saved() -> Iterator[Row]:
     """Section 5: what selective recomputation saves and what it adds; both count one layer."""
     for name, heads, h, saved, added in (("GPT-3", 96, 12288, 70, 2.7), ("MT-NLG", 128, 20480, 65, 1.6)):
-        all_saved, selective = (rank_layer(h, heads, (1, S), selective=flag) for flag in (False, True))
+        all_saved, selective = (
+            rank_layer(h, heads, (1, S), recompute=recompute) for recompute in ("none", "selective")
+        )
         yield claim(
             "section 5",
             f"{name}: activations that selective recomputation saves",
@@ -505,9 +462,13 @@ def layer_operations(h: int, heads: int) -> tuple[int, int, int]:
 
     totals = []
     with fake_tensors(torch.bfloat16) as fake, fake:
-        layer = RankLayer(h, heads)
+        layer = GPTLayer(h, heads)
         x, qkv = torch.zeros(1, S, h, requires_grad=True), torch.zeros(1, heads, S, h // heads)
-        for run in (lambda: layer(x), lambda: layer(x).sum().backward(), lambda: layer.core(qkv, qkv, qkv)):
+        for run in (
+            lambda: layer(x, S),
+            lambda: layer(x, S).sum().backward(),
+            lambda: layer.core(qkv, qkv, qkv),
+        ):
             with FlopCounterMode(display=False) as operations:
                 run()
             totals.append(operations.get_total_flops())
@@ -594,7 +555,7 @@ def measure(point: Point) -> Point:
 class Claims(Benchmark):
     name = "claims"
     module = "benchmarks.claims"
-    uses = ("sources", "scaling")
+    uses = ("sources", "scaling", "gpt_layer")
     limiting_options = ("groups",)
     document = "docs/paper_claims.md"
 

@@ -31,6 +31,7 @@ from benchmarks.sequence import Sequence
 from benchmarks.sequence_memory import SequenceMemory
 from benchmarks.shards.command import Shards
 from benchmarks.sources import Sources
+from benchmarks.tensor_parallel import TensorParallel
 from benchmarks.trained_windows import TrainedWindows
 from benchmarks.window_time import WindowTime
 from benchmarks.wrapped import Wrapped
@@ -172,7 +173,10 @@ FIGURES = [
     Figure("docs/paper_figures.md, docs/paper_claims.md", Sources(), "", "--tables table-1 layer",
            ("plan/stage_memory.py", "plan/memory.py", "loss.py", "layers/*.py")),
     Figure("docs/paper_claims.md", Claims(), "", "--groups korthikanti-layer",
-           ("plan/stage_memory.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", *PROGRAMS)),
+           ("plan/stage_memory.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", "kernels/collectives.py",
+            *PROGRAMS)),
+    Figure("docs/paper_claims.md", TensorParallel(), "", "--ranks 1 2 --tokens 64 --width 32",
+           ("kernels/collectives.py",)),
     Figure("docs/paper_fleet.md", Fleet(), "", "--devices 8 --models mamba-1.27b",
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),

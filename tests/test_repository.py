@@ -30,7 +30,6 @@ FLOORS = [
     "interrupt",
     "memory",
     "files",
-    "collectives",
     "checkpoint",
     "kernels",
     "documents",

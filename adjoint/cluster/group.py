@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import socket
 import sys
@@ -298,10 +299,9 @@ class Group:
         """Calls a method of every shard with the same arguments; its results, by rank.
 
         Args:
-            first: of the first replica alone, and one worker of each of its shards alone.
+            first: of the first replica alone, and of each shard the workers that have its weights once.
         """
-        layout = self.layout
-        ranks = range(0, layout.owning, layout.sequence) if first else layout.everyone
+        ranks = itertools.chain(*self.layout.of_each_shard) if first else self.layout.everyone
         return self.each(name, dict.fromkeys(ranks, arguments), **keywords)
 
     def each(self, name: str, arguments: Mapping[int, tuple[object, ...]], **keywords: object) -> list[Any]:

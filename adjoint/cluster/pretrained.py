@@ -55,7 +55,7 @@ class PretrainedPipelineWorker(PipelineWorker):
             span_model.get_output_embeddings().weight = span_model.get_input_embeddings().weight
         return span_model.train()
 
-    def _stages(self) -> list[Stage | None]:
+    def _stages(self, engine_spec: EngineSpec) -> list[Stage | None]:
         self.part.train(torch.is_grad_enabled())  # it may have dropout
         stages: list[Stage | None] = [None] * self.shards
         recompute = self.spec.method.recompute

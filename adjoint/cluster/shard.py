@@ -34,10 +34,13 @@ from adjoint.engine.schedule import Owners, Recv, Schedule, Send
 from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.warm_up import kinds_of, warm_up
+from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.parallel.context import exchange_of
+from adjoint.parallel.split_tensors import gather, split_like, squared_norm
+from adjoint.parallel.tensor import TensorParallelAccess, reads_windows, unsplit
 from adjoint.parallel.transport import sum_gradients
 from adjoint.plan.schedule import forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
@@ -110,9 +113,10 @@ class PipelineWorker:
     ) -> None:
         spec.layout.check(spec.model, spec.method)
         self.spec, self.transport, self.helpers = spec, transport, helpers
-        self.replica = spec.layout.replica(spec.rank)
+        layout = spec.layout
+        self.replica, self.tensor_ranks = layout.replica(spec.rank), layout.tensor_ranks(spec.rank)
         if transport is not None:
-            transport.first = spec.rank - spec.worker
+            transport.first, transport.stride = spec.rank - spec.worker * layout.tensor, layout.tensor
         self.device = torch.device(spec.device)
         self.part = self._make_part(drawn)
         if self.tied_head is not None:
@@ -145,11 +149,14 @@ class PipelineWorker:
                 torch.manual_seed(spec.training.seed)
                 seed = draw_seed()
             span_module.reset_parameters(seed)
+        if self.transport is not None and spec.layout.tensor > 1:
+            group = self.transport.among[tuple(self.tensor_ranks)]
+            span_module.parallelize(group, "cluster.tensor", same_weights=True)
         return span_module.to(self.device, spec.dtype)
 
-    def _stages(self) -> list[Stage | None]:
+    def _stages(self, engine_spec: EngineSpec) -> list[Stage | None]:
         """Return the model's stages, None for those of other shards."""
-        return self.part.stages(self.spec.method.recompute)
+        return self.part.stages(self.spec.method.recompute, reads_windows(engine_spec))
 
     def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
         """Return each stage's state before a sequence, from this shard's; None means zeros."""
@@ -221,8 +228,8 @@ class PipelineWorker:
             seq_idx: (batch, seqlen) of packed documents, numbered from 0 in rising order.
 
         Returns:
-            On a last shard its share of the mean loss, divided by `step.batches`: the shares add up to the
-            loss. None elsewhere.
+            On a last shard, on the first of the ranks that split its weights, its share of the mean loss,
+            divided by `step.batches`: the shares add up to the loss. None elsewhere.
 
         Raises:
             UserError: fewer rows than replicas, or fewer chunks than workers of a sequence.
@@ -235,7 +242,7 @@ class PipelineWorker:
         chunked = self._step(batch, engine_spec, step)
         with autocast(spec.precision, self.device):
             if len(engine_spec.cuts(batch.seqlen)) > 2:  # more than one chunk
-                verify_custom_layers(chunked.stages, batch.states, chunked.width, spec.dtype, self.device)
+                self._verify_custom_layers(chunked)
             executor = chunked.accumulate(step.batches, return_final_kv=step.ended is not None)
         self.windows = chunked.windows
         if step.ended is not None:
@@ -280,13 +287,20 @@ class PipelineWorker:
 
     def _step(self, batch: Batch, engine_spec: EngineSpec, microbatch: Microbatch | None) -> ChunkedStep:
         """Return a batch's step; without a microbatch it is evaluated, and draws nothing anew."""
+        split = self.part.tensor_parallel if self.spec.layout.tensor > 1 else None
         return ChunkedStep(
-            self._stages(),
+            self._stages(engine_spec),
             batch,
             engine_spec,
             self.spec.model.d_model,
             distribution=PipelineRank(self, microbatch),
+            access=None if split is None else TensorParallelAccess(self.part, split),
         )
+
+    def _verify_custom_layers(self, chunked: ChunkedStep) -> None:
+        with unsplit(self.part.blocks()) if self.spec.layout.tensor > 1 else contextlib.nullcontext():
+            states, dtype = chunked.batch.states, self.spec.dtype
+            verify_custom_layers(chunked.stages, states, chunked.width, dtype, self.device)
 
     @contextlib.contextmanager
     def traced(self, action: object) -> Iterator[None]:
@@ -303,26 +317,39 @@ class PipelineWorker:
         if self.transport is None:
             return
         self.at = "sum of gradients", True
+        layout, tensor_rank = self.spec.layout, self.spec.layout.tensor_rank(self.spec.rank)
+        if layout.tensor > 1:
+            named = self.part.named_parameters()
+            self.part.tensor_parallel.sum_shared((name, p.grad) for name, p in named)
         table = (self.table if self.is_first else self.tied_head) if self.shards > 1 else None
         if table is not None:
-            sum_gradients([table], self.transport, self.spec.layout.tied)
-        peers = self.spec.layout.ranks(self.spec.shard)
+            sum_gradients([table], self.transport, layout.tied(tensor_rank))
+        peers = layout.with_same_weights(self.spec.shard, tensor_rank)
         if len(peers) > 1:
             parameters = [p for p in self.part.parameters() if p is not table and p.requires_grad]
             sum_gradients(parameters, self.transport, peers)
 
     def _loss(self, executor: Executor, batches: float = 1) -> float | None:
-        if not self.is_last:
+        if not self.is_last or self.spec.layout.tensor_rank(
+            self.spec.rank
+        ):  # ranks that split weights have the same
             return None
         return 0.0 if executor.total is None else (executor.total / (executor.batch.divisor * batches)).item()
 
     def norms(self) -> dict[str, float]:
         """Map each parameter's name in the stack to the L2 norm of its gradient."""
-        named = [(n, p.grad) for n, p in self.named_weights().items() if p.grad is not None]
+        weights = self.named_weights()
+        named = {name: p.grad for name, p in weights.items() if p.grad is not None}
         if not named:
             return {}
-        values = torch.stack([torch.nn.utils.get_total_norm([gradient]) for _, gradient in named])
-        return dict(zip((name for name, _ in named), values.tolist(), strict=True))
+        if self.spec.layout.tensor > 1:
+            assert self.transport is not None
+            is_first = self.spec.layout.tensor_rank(self.spec.rank) == 0
+            squares = [squared_norm(gradient, weights[name], is_first) for name, gradient in named.items()]
+            values = self.transport.all_reduce(torch.stack(squares), self.tensor_ranks).sqrt()
+        else:
+            values = torch.stack([torch.nn.utils.get_total_norm([gradient]) for gradient in named.values()])
+        return dict(zip(named, values.tolist(), strict=True))
 
     def step(self, lr: float, total_norm: float) -> None:
         """Clips by the norm of the whole model's gradient, steps, and brings the copied table up to date."""
@@ -350,7 +377,9 @@ class PipelineWorker:
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def save(self, folder: str) -> dict[str, FileEntry]:
-        """Write this shard's weights and optimizer state; return the files' entries for the manifest."""
+        """Write this shard's weights and optimizer state; return the files' entries for the manifest.
+
+        Of the ranks that split them, all of which must call this, the first one writes."""
         number = f"{self.spec.shard + 1:05d}-of-{self.shards:05d}.safetensors"
         named = self.named_weights()
         contents: list[tuple[str, Mapping[str, Tensor]]] = [
@@ -359,7 +388,16 @@ class PipelineWorker:
         ]
         if states := self.carried.tensors():
             contents.append((f"{STEM}-{number}", states))
+        if self.spec.layout.tensor > 1:
+            contents = [(name, self._gathered(tensors)) for name, tensors in contents]
+            if self.spec.layout.tensor_rank(self.spec.rank):
+                return {}
         return {name: write_file(Path(folder) / name, tensors) for name, tensors in contents}
+
+    def _gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights, or an optimizer's tensors by "name|key", put together from the ranks' parts."""
+        named = self.named_weights()
+        return {name: gather(t.detach(), named[name.partition("|")[0]]) for name, t in tensors.items()}
 
     @torch.no_grad()
     def load(self, path: str) -> None:
@@ -375,7 +413,7 @@ class PipelineWorker:
         named = self.named_weights()
         copied = {} if self.table is None else {self.embedding_name: self.table}
         for name, parameter in (named | copied).items():
-            parameter.copy_(weights[name])
+            parameter.copy_(split_like(weights[name], parameter))
         load_optimizer(self.optimizer, {name: state.read_entries(name) for name in named}, named)
         self.carried.load(StoredTensors(Path(path), STEM), self.device)
 
@@ -390,10 +428,15 @@ class PipelineWorker:
         span_module, y = self.part, x.to(self.device)
         if begins:
             self.continued = span_module.initial_state(len(x))
-        y = span_module.embed(y) if span_module.is_first else y
+        seqlen, split = x.shape[1], span_module.tensor_parallel
+        if span_module.is_first:
+            y = span_module.embed(y)
+        elif split is not None:
+            y = split_tokens(y, split.group)
+        documents_and_tokens = () if split is None else (None, seqlen)
         for k, block in enumerate(span_module.blocks()):
-            y, self.continued[k] = block(y, self.continued[k])
-        return y.cpu()
+            y, self.continued[k] = block(y, self.continued[k], *documents_and_tokens)
+        return span_module.all_tokens(y, seqlen).cpu()
 
     @torch.no_grad()
     def logits(self, y: Tensor) -> Tensor:
@@ -441,6 +484,7 @@ class PipelineRank(Distribution):
 
     def begin(self, stages: Sequence[Stage | None], spec: EngineSpec, device: torch.device) -> None:
         self.pipeline.trace = []
+        self.token_ranks = 1 if reads_windows(spec) else self.spec.layout.tensor
 
     def grid(
         self,
@@ -466,7 +510,9 @@ class PipelineRank(Distribution):
         worker = self.pipeline
         exchange = exchange_of(grid, self.owners(grid), self.worker, self.transport)
         shared = functools.partial(share, helpers=worker.helpers, known=worker.known)
-        return Connections(self.transport, exchange, worker.traced, shared, worker.warmed_up)
+        return Connections(
+            self.transport, exchange, worker.traced, shared, self.token_ranks, worker.warmed_up
+        )
 
     def adjoint_scale(self, spec: EngineSpec, grid: Grid) -> tuple[tuple[float, ...], ...]:
         assert self.microbatch is not None

@@ -62,8 +62,8 @@ class ShardSpec:
 
     @property
     def worker(self) -> int:
-        """Return this worker's number within its replica, which programs use."""
-        return self.layout.worker(self.rank)
+        """Return this worker's number in programs, where the ranks that split its weights have the same."""
+        return self.layout.worker(self.rank) // self.layout.tensor
 
     @property
     def shard(self) -> int:

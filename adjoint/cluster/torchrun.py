@@ -2,8 +2,9 @@
 their processes.
 
 Every process draws every batch and works on its rows of it; with ``cluster.sequence`` N, N processes in a row
-share theirs, each sequence's chunks dealt out in turn. Gradients are summed before the optimizer's step and
-are those of the whole batch, so that weights stay the same everywhere. Process 0 alone writes."""
+share theirs, each sequence's chunks dealt out in turn. With ``cluster.tensor`` N, N processes in a row take
+the place of one, and split its weights. Gradients are summed before the optimizer's step and are those of the
+whole batch, so that weights stay the same everywhere. Process 0 alone writes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ from adjoint.data.batches import Data
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
 from adjoint.parallel.network import Endpoint, exchange
+from adjoint.parallel.split_tensors import local, squared_norm
 from adjoint.parallel.transport import sum_gradients
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
@@ -88,12 +90,14 @@ def train(config: Config, process: Place) -> Outcome:
         _check(config, process)
         if cuda := pick_device(config.training.device).type == "cuda":
             torch.cuda.set_device(gpu_of(process))
+            os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # by which transformers takes a GPU
     except UserError as error:
         tell_others(str(error))
         raise
     timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
-    workers, everyone = config.cluster.sequence, range(process.world)
-    groups = [everyone, *(everyone[k::workers] for k in range(workers if workers > 1 else 0))]
+    layout = layout_of(config, process)
+    groups = [*_distinct(layout, layout.data_ranks), *_distinct(layout, layout.tensor_ranks)]
+    groups = [list(range(process.world)), *groups]
     store, endpoints = meet("env://", process.rank, process.world, config.cluster.start_timeout)
     try:
         with Heartbeat(store, endpoints, process.rank, config.cluster.hang_timeout) as heartbeat:
@@ -149,18 +153,36 @@ def gpu_of(process: Place) -> int:
     return process.local if count > 1 else 0
 
 
-def _check(config: Config, process: Place) -> None:
-    """Raise a UserError if the run cannot be spread over these processes."""
-    workers, settings = config.cluster.sequence, config.training
+def layout_of(config: Config, process: Place) -> Layout:
+    """Return the distribution of a run over the processes that there are.
+
+    Raises:
+        UserError: they cannot be divided so.
+    """
+    sequence, tensor = config.cluster.sequence, config.cluster.tensor
+    workers = sequence * tensor
     if process.world % workers:
+        keys = "cluster.sequence" if tensor == 1 else "cluster.tensor"
+        product = f"{sequence} x {tensor} = " if min(sequence, tensor) > 1 else ""
         raise UserError(
-            f"cluster.sequence: {process.world} processes cannot be divided into groups of {workers}; start "
+            f"{keys}: {process.world} processes cannot be divided into groups of {product}{workers}; start "
             f"a multiple of {workers}"
         )
-    layout = Layout(1, workers, process.world // workers)
+    return Layout(1, sequence, process.world // workers, tensor=tensor)
+
+
+def _distinct(layout: Layout, group: Callable[[int], list[int]]) -> list[list[int]]:
+    """Return each of the groups that ranks are in, by their first rank."""
+    return [ranks for rank in range(layout.world) if (ranks := group(rank))[0] == rank]
+
+
+def _check(config: Config, process: Place) -> None:
+    """Raise a UserError if the run cannot be spread over these processes."""
+    layout, settings = layout_of(config, process), config.training
     layout.check_rows(config.data.batch)
     layout.check_sequence(config.method)
-    if workers > 1 and config.method.memory is not None:
+    layout.check_tensor(config.method, settings.optimizer)
+    if layout.sequence > 1 and config.method.memory is not None:
         raise UserError("method.memory: works only if each process has whole sequences; leave it out")
     if settings.carry_state != "none":
         raise UserError("training.carry_state: works in one process only; leave it out, or start one process")
@@ -176,6 +198,12 @@ def _check(config: Config, process: Place) -> None:
     if ":" in settings.device:
         raise UserError(
             f"training.device: each process has its own GPU; set cuda instead of {settings.device}"
+        )
+    accelerator, device = torch.accelerator.current_accelerator(), pick_device(settings.device)
+    if layout.tensor > 1 and accelerator is not None and device.type != accelerator.type:
+        raise UserError(
+            f"training.device: with cluster.tensor transformers puts weights on {accelerator.type}, not on "
+            f"{device}; leave it out, or hide this machine's GPUs with CUDA_VISIBLE_DEVICES="
         )
 
 
@@ -231,17 +259,17 @@ def _check_data(
             )
 
 
-def sequence_group(process: Place, workers: int, timeout: float) -> dist.ProcessGroup | None:
-    """Return the process group of those that share this process's rows, None if it has them alone.
+def group_among(process: Place, groups: list[list[int]], timeout: float) -> dist.ProcessGroup | None:
+    """Return the process group that this process is in, None if it is alone.
 
     A collective call: creating a group needs every process, also those outside of it.
     """
     wait = datetime.timedelta(seconds=timeout)
     joined_group = None
-    for first in range(0, process.world, workers) if workers > 1 else ():
-        ranks = list(range(first, first + workers))
-        group = torch.distributed.new_group(ranks, timeout=wait)
-        joined_group = group if process.rank in ranks else joined_group
+    for ranks in groups:
+        if len(ranks) > 1:
+            group = torch.distributed.new_group(ranks, timeout=wait)
+            joined_group = group if process.rank in ranks else joined_group
     return joined_group
 
 
@@ -264,11 +292,16 @@ class Replica(Trainer):
     ) -> None:
         self.here, self.transport, self.everyone = process, transport, list(range(process.world))
         self.heartbeat, self.launcher = heartbeat, launcher()
-        self.workers = config.cluster.sequence
-        self.peers = self.everyone[process.rank % self.workers :: self.workers]  # with other rows
-        self.sequence_group = sequence_group(process, self.workers, config.cluster.progress_timeout)
+        layout, timeout = layout_of(config, process), config.cluster.progress_timeout
+        self.layout, self.peers = layout, layout.data_ranks(process.rank)
+        self.tensor_ranks = layout.tensor_ranks(process.rank)
+        self.sequence_group = group_among(process, _distinct(layout, layout.sequence_ranks), timeout)
+        self.tensor_group = group_among(process, _distinct(layout, layout.tensor_ranks), timeout)
+        self.writes = process.rank == 0
         if process.rank:
-            silent = dataclasses.replace(config.training, report_to="none", sample_tokens=0, save_every=0)
+            silent = dataclasses.replace(config.training, report_to="none")
+            if 0 not in self.tensor_ranks:  # those of process 0 give it their parts of weights, and sample
+                silent = dataclasses.replace(silent, sample_tokens=0, save_every=0)
             config = dataclasses.replace(config, training=silent)
         super().__init__(config, folder, checkpoint)
         if self.peak_flops is not None:
@@ -280,7 +313,7 @@ class Replica(Trainer):
 
     def _own(self, ids: Tensor) -> tuple[Tensor, float]:
         """Return this process's rows, and their share of the batch's predicted tokens."""
-        local_ids = ids.tensor_split(len(self.peers))[self.here.rank // self.workers]
+        local_ids = ids.tensor_split(len(self.peers))[self.layout.replica(self.here.rank)]
         return local_ids, self._predictions(local_ids) / max(1, self._predictions(ids)) if len(
             local_ids
         ) else 0.0
@@ -303,9 +336,25 @@ class Replica(Trainer):
         self._now("forward and backward")
         local_ids, share = self._own(ids)
         loss_divisor = loss_divisor / share if share else math.inf
-        with drawn_from(self.settings.seed, number, self.here.rank):
+        with drawn_from(self.settings.seed, number, self.here.rank // self.layout.tensor):
             loss, _ = super()._gradients(local_ids, start, number, loss_divisor)
         return sum(self._gathered(loss, self.peers, "the loss")), None
+
+    @torch.no_grad()
+    def _clip_gradients(self, limit: float) -> float:
+        if self.tensor_group is None:
+            return super()._clip_gradients(limit)
+        self._now("norm of gradients")
+        gradients = {p: p.grad for p in self.model.module.parameters() if p.grad is not None}
+        is_first = self.here.rank == self.tensor_ranks[0]
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter, gradient in gradients.items():
+            square += squared_norm(gradient, parameter, is_first)
+        self.transport.all_reduce(square, self.tensor_ranks)
+        norm = square.sqrt().item()
+        if (scale := limit / (norm + 1e-6)) < 1:
+            torch._foreach_mul_([local(gradient) for gradient in gradients.values()], scale)
+        return norm
 
     def _accumulate(self, step: int) -> tuple[float | None, int, list[int] | None]:
         loss_tokens_and_windows = super()._accumulate(step)
@@ -332,12 +381,16 @@ class Replica(Trainer):
 
     def _save(self) -> None:
         self._now("checkpoint")
-        if self.here.rank == 0:
+        if self.writes:
             with self.heartbeat.writing:
                 super()._save()
+        elif 0 in self.tensor_ranks:
+            self._files()
         self.saved_step = self.step
 
     def _announce(self) -> None:
         super()._announce()
-        each = f"{self.workers} processes" if self.workers > 1 else "a process"
-        print(f"replicas: {len(self.peers)} of {each}, each with its rows of every batch", flush=True)
+        workers, tensor = self.layout.workers, self.layout.tensor
+        each = f"{workers} processes" if workers > 1 else "a process"
+        split = f"; each weight split over {tensor} processes" if tensor > 1 else ""
+        print(f"replicas: {len(self.peers)} of {each}, each with its rows of every batch{split}", flush=True)

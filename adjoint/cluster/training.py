@@ -76,6 +76,7 @@ def train(config: Config) -> Outcome:
     if config.training.save_async:
         raise UserError("training.save_async: shards save between steps; leave one of the two out")
     layout.check_run(method, config.training)
+    layout.check_tensor(method, config.training.optimizer)
     each = placement.resources(config.training.device, config.cluster.cpus)
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None
@@ -345,6 +346,7 @@ class ShardedTrainer(Trainer):
         layers = ", ".join(f"{span.start}-{span.stop - 1}" for span in group.spans)
         helpers = f", helpers: {layout.helpers}" if layout.helpers else ""
         split = f", each sequence over {layout.sequence} workers in turn" if layout.sequence > 1 else ""
+        split += f", each weight over {layout.tensor} workers" if layout.tensor > 1 else ""
         replicas = f", replicas of all this: {layout.replicas}" if layout.replicas > 1 else ""
         placement_text = f"layers {layers}, on {group.device}{helpers}{split}{replicas}"
         print(f"shards: {layout.shards}, {placement_text}", flush=True)
@@ -356,7 +358,7 @@ class StackInShards(Stack):
     def __init__(self, config: StackConfig, group: Group) -> None:
         with torch.device("meta"):
             super().__init__(config, seed=0)
-        self.ranks, self.each = range(0, group.layout.owning, group.layout.sequence), group.each
+        self.ranks, self.each = group.layout.of_each_shard, group.each
 
     def initial_state(self, batch: int) -> list[State]:
         return []
@@ -365,10 +367,10 @@ class StackInShards(Stack):
         self, input_ids: torch.Tensor, states: list[State], *_: object
     ) -> tuple[torch.Tensor, list[State]]:
         y = input_ids
-        for rank in self.ranks:
-            (y,) = self.each("hidden", {rank: (y.cpu().numpy(), not states)})
+        for ranks in self.ranks:
+            y = self.each("hidden", dict.fromkeys(ranks, (y.cpu().numpy(), not states)))[0]
         return y.to(input_ids.device), [()]  # which is not that of a beginning
 
     def logits(self, y: torch.Tensor) -> torch.Tensor:
-        (logits,) = self.each("logits", {self.ranks[-1]: (y.cpu().numpy(),)})
+        logits = self.each("logits", dict.fromkeys(self.ranks[-1], (y.cpu().numpy(),)))[0]
         return logits.to(y.device)

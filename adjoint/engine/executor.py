@@ -67,6 +67,7 @@ class Connections:
         traced: makes a context from an action or a tile; entered around each action and each tile of
             `HelperTasks`.
         share: runs `HelperTasks`.
+        token_ranks: ranks that split the tokens of what travels between stages, each of which has a share.
         warmed_up: where messages are kernels of the device, the kinds of work that have run (`warm_up`): all
             of a program's must have run before its first message.
     """
@@ -75,6 +76,7 @@ class Connections:
     exchange: Exchange = dataclasses.field(default_factory=BetweenTiles)
     traced: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     share: Callable[[Executor, HelperTasks], None] | None = None
+    token_ranks: int = 1
     warmed_up: Set[Hashable] = frozenset()
 
 
@@ -108,7 +110,7 @@ class Executor(TileValues):
         used = dtypes & RECOMPUTE_RTOL.keys()
         self.lowest_precision = max(used, key=RECOMPUTE_RTOL.__getitem__, default=self.accumulate_dtype)
         self.connections = connections or Connections()
-        self.exchange = self.connections.exchange
+        self.exchange, self.token_ranks = self.connections.exchange, self.connections.token_ranks
         self.transport = transport = self.connections.transport
         self.waits = transport is not None and transport.on_device
         self.total: Tensor | None = None

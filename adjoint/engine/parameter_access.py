@@ -80,6 +80,10 @@ class ParameterAccess:
     def check(self, executor: Executor, has_backward: bool) -> None:
         """Raise a UserError if an executor's precision does not go with these weights."""
 
+    def windows(self, widths: list[int]) -> list[int]:
+        """Return the windows of all stateful stages, from those that this process's share of them needs."""
+        return widths
+
     def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
         """Run a step's forward, and whatever has to come at once: see `ChunkedStep.forward`."""
         return step.run_forward()

@@ -167,6 +167,7 @@ class Layer(Stage):
         recompute: activations that a tape leaves out: "none", "selective" or "full" (see `methods.Exact`).
         casts_weights: whether linear layers' weights are cast once a step under autocast; False for weights
             that are not gathered yet by then (under `fully_shard`).
+        whole_tokens: whether x and y have all tokens on each of the ranks that split the block.
     """
 
     def __init__(
@@ -176,8 +177,9 @@ class Layer(Stage):
         grows: tuple[int | None, ...] = (None,),
         recompute: str = "none",
         casts_weights: bool = True,
+        whole_tokens: bool = False,
     ) -> None:
-        self.block, self.recompute = block, recompute
+        self.block, self.recompute, self.whole_tokens = block, recompute, whole_tokens
         self._reach, self._grows = reach, grows
         self.casts, self.tensors = CastWeights(casts_weights), ModuleTensors(block, buffers=False)
         self._parameters: list[Tensor] = list(block.parameters())
@@ -223,9 +225,12 @@ class Layer(Stage):
         state = tile.reset_rows(state, chunk.starts_document)
         inputs = (x, state) if chunk.seq_idx is None else (x, state, chunk.seq_idx)
 
+        splits_tokens = isinstance(self.block, Block) and self.block.tensor_group and not self.whole_tokens
+        all_tokens = {"seqlen": chunk.seqlen} if splits_tokens else {}
+
         def run(*inputs: Any) -> Any:
             with context, self.tensors.replaced(weights) if weights else contextlib.nullcontext():
-                return self.block(*inputs)
+                return self.block(*inputs, **all_tokens)
 
         if self.recompute == "none" or not torch.is_grad_enabled():
             return run(*inputs)
@@ -269,21 +274,21 @@ def _class_of(module: Any) -> type:
 class Head(Stage):
     """y_K → the chunk's summed loss."""
 
-    def __init__(self, model: Any) -> None:
-        """Take a `Stack`, or a model with its `head_parameters` and `head_loss`."""
-        self.model = model
+    def __init__(self, model: Any, **options: bool) -> None:
+        """Take a `Stack`, or a model with its `head_parameters` and `head_loss`, and options of this call."""
+        self.model, self.options = model, options
 
     def parameters(self) -> Iterable[Tensor]:
         return self.model.head_parameters()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self.model.head_loss(x, chunk.targets), ()
+        return self.model.head_loss(x, chunk.targets, **self.options), ()
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-            return self.model.head_loss(x, chunk.targets, leaves), ()
+            return self.model.head_loss(x, chunk.targets, leaves, **self.options), ()
 
         return tile.linearize(call, self.model.head_parameters(), x, (), gradients)
 

@@ -415,7 +415,7 @@ class ChunkedStep:
             )
             if stateful
         ]
-        self.windows = self.distribution.windows(widths)
+        self.windows = self.distribution.windows(self.access.windows(widths))
         self.grid = self.distribution.grid(self.spec, seqlen, self.stages, self.windows)
 
     def _read_by_backward(self) -> set[Key]:

@@ -284,7 +284,7 @@ def forward_noting_decay(
 ) -> tuple[Tensor, State]:
     """Run a block's forward, adding its recurrence's decays to `decays`."""
     mixer, tail = block.mixer, state[0] if len(state) > 1 else None
-    inputs, new_tail = mixer.scan_inputs(block.norm(y), tail, seq_idx)
+    inputs, new_tail = mixer.scan_inputs(block.mixer_input(y), tail, seq_idx)
     decays.add(mixer.log_decay(inputs))
     scanned, h = mixer.scan(inputs, state[-1], seq_idx=seq_idx)
     y = block.feed_forward(mixer.scan_outputs(scanned, inputs), residual=y)
@@ -378,19 +378,19 @@ def _windowed(
         joined_idx = seq_idx[:, left:]
     conv_state = conv[0] if conv else None
     if conv_state is not None and left:
-        tail = mixer.conv_tail(block.norm(x_left))
+        tail = mixer.conv_tail(block.mixer_input(x_left))
         missing = conv_state.shape[2] - tail.shape[2]  # tokens from before the sequence
         conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
         if seq_idx is not None and own_idx is not None:
             numbers = torch.nn.functional.pad(seq_idx[:, :left], (missing, 0), value=0)
             conv_state = conv_state.masked_fill((numbers != own_idx[:, :1]).unsqueeze(1), 0)
-    scanned, tail = mixer.scan_inputs(block.norm(x_own), conv_state, own_idx)
+    scanned, tail = mixer.scan_inputs(block.mixer_input(x_own), conv_state, own_idx)
     joined, ahead = scanned, None
     if halo:
         with torch.no_grad():
             begins = None if own_idx is None or ahead_idx is None else own_idx[:, -1] != ahead_idx[:, 0]
             before = None if tail is None else reset_rows((tail,), begins)[0]
-            ahead, _ = mixer.scan_inputs(block.norm(x_halo), before, ahead_idx)
+            ahead, _ = mixer.scan_inputs(block.mixer_input(x_halo), before, ahead_idx)
         joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
     y_scan, h_final = mixer.scan(joined, h, window=inputs.window, halo=halo, seq_idx=joined_idx)
     scan_own, scan_halo = y_scan.split([x_own.shape[1], halo], dim=1)

@@ -17,6 +17,7 @@ from adjoint.engine.storage import Edges, Packing, Slab, recurrent_part, stores_
 from adjoint.engine.tile import Cotangents
 from adjoint.errors import UserError
 from adjoint.kernels import checks
+from adjoint.kernels.collectives import local_tokens
 from adjoint.layers import State
 
 
@@ -91,6 +92,7 @@ class TileValues:
         final, d_initial: final states, and cotangents of the initial states, one tuple per stage.
         d_final: cotangents of the final states.
         d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
+        token_ranks: as in `executor.Connections`.
         return_final_kv: whether `final` has append-only states; else these are empty.
     """
 
@@ -125,7 +127,7 @@ class TileValues:
         self.final: list[State] = list(initial)
         self.d_final, self.d_initial = list[Cotangents](), list[Cotangents]()
         self.d_ids: Tensor | None = None
-        self.return_final_kv = True
+        self.return_final_kv, self.token_ranks = True, 1
 
     def parameter_dtypes(self) -> set[torch.dtype]:
         """Return the dtypes of the parameters of this worker's stages."""
@@ -200,7 +202,7 @@ class TileValues:
         start, stop = self.grid.cuts[c : c + 2]
         if name == "spill":
             start = max(start, self.grid.cuts[key[3]] - self.grid.reach)
-        shape = self.batch.rows, stop - start, self.width
+        shape = self.batch.rows, local_tokens(stop - start, self.token_ranks), self.width
         return torch.empty(shape, dtype=self.accumulate_dtype, device=self.device)
 
     def message(self, key: Key) -> Tensor:

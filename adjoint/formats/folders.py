@@ -98,7 +98,7 @@ def checkpoint_config(checkpoint: Path) -> StackConfig:
         model_settings = dict(read_trainer(checkpoint)["config"]["model"])
         if model_settings.pop("from_pretrained", None) is not None:
             raise ValueError("it is of a Hugging Face model")
-        for key in ("lora", "quantization", "trust_remote_code"):
+        for key in ("lora", "offload", "quantization", "trust_remote_code"):
             model_settings.pop(key, None)
         return StackConfig(**model_settings)
     except (ValueError, KeyError, TypeError) as error:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from adjoint.engine import verification
 from adjoint.hf.kernels import fla
 from adjoint.hf.model_parts import original_class, root_of
+from adjoint.hf.tensor_parallel import splits_tokens
 from adjoint.parallel.fsdp import REPLICA, is_replica, why_not
 
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
@@ -148,6 +149,11 @@ def _reason_against(module: nn.Module) -> str | None:
     """Return the reason why a module is known not to work by chunks, or None."""
     if fla.is_of_fla(module) and (reason := fla.why_not(module)):
         return reason
+    if splits_tokens(module):
+        return (
+            "it splits tokens over ranks (SequenceParallel, Shard(1)), and not all chunks can be; leave that "
+            "style out"
+        )
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
         return "BatchNorm in training takes statistics over the whole sequence; use its eval mode"
     if isinstance(module, nn.Embedding):

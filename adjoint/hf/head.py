@@ -16,6 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from adjoint.batch import IGNORE_INDEX
+from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.verification import alike, some_numbers
 from adjoint.hf import check
 from adjoint.hf.model_parts import backbone_of, gathered_runner, original_class
@@ -113,9 +114,9 @@ def refuse_unsummable_loss(model: PreTrainedModel, padded: bool) -> None:
     loss = custom_loss_function(model)
     if loss is None:
         return
-    weight, vocab_size = model.get_output_embeddings().weight, _vocab_size(model)
-    logits = some_numbers(1, 8, vocab_size).to(weight.device)
-    targets = (torch.arange(8, device=weight.device) * 7 % vocab_size)[None]
+    device, vocab_size = device_of(model), _vocab_size(model)
+    logits = some_numbers(1, 8, vocab_size).to(device)
+    targets = (torch.arange(8, device=device) * 7 % vocab_size)[None]
     targets[:, 2] = IGNORE_INDEX
 
     def slice_loss(tokens: slice, items: int, logits: Tensor = logits) -> Tensor:
@@ -170,6 +171,7 @@ def refuse_z_loss(model: PreTrainedModel, padded: bool) -> None:
             `check.z_loss_coefficient`, or reads padding.
     """
     coefficient, weight = check.z_loss_coefficient(model), model.get_output_embeddings().weight
+    device = device_of(model)
     if not coefficient:
         return
     if padded:
@@ -178,8 +180,8 @@ def refuse_z_loss(model: PreTrainedModel, padded: bool) -> None:
             f"{check.Z_LOSS} is on, and its loss reads padding, where a chunk's logits differ from the "
             "model's: give rows without padding, or set it to 0",
         )
-    hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
-    inputs = {"labels": torch.full((1, 4), IGNORE_INDEX, device=weight.device), "num_items_in_batch": 1}
+    hidden = some_numbers(1, 4, weight.shape[1]).to(device, weight.dtype)
+    inputs = {"labels": torch.full((1, 4), IGNORE_INDEX, device=device), "num_items_in_batch": 1}
     output = gathered_runner(model)(lambda: head_output(model, Output(last_hidden_state=hidden), **inputs))
     if not alike(output.loss, coefficient * output.logits.logsumexp(-1).square().mean()):
         check.refuse(model, f"{check.Z_LOSS} is on, and its loss is not the usual one; set it to 0")
@@ -293,6 +295,13 @@ def summed_loss(
         z: coefficient of the squared log-partition function of every token, or None.
         slices: number of slices; None for `tokens_per_slice`'s choice.
     """
+    with fetched(model.get_output_embeddings()):
+        return _summed_loss(model, hidden, targets, z, slices)
+
+
+def _summed_loss(
+    model: PreTrainedModel, hidden: Tensor, targets: Tensor, z: float | Tensor | None, slices: int | None
+) -> Tensor:
     custom_loss, vocab_size = custom_loss_function(model), _vocab_size(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
     scale = logit_scale(model, hidden) if z is None and custom_loss is None else None

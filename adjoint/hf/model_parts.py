@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -71,11 +70,6 @@ def gathered_runner(model: nn.Module) -> Runner:
 
     For a model under fully_shard it does so inside the forward of the root, where weights are gathered."""
     return Gathering(root_of(model)) if uses_fsdp(model) else lambda call: call()
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter."""
-    return next(model.parameters()).device
 
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:

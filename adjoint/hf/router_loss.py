@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.verification import alike, some_numbers
 from adjoint.hf import check
@@ -29,7 +30,7 @@ class RouterLoss(Sum):
         super().__init__(factor)
         self.top_k: int = model.num_experts_per_tok
         self.num_experts, parameter = model.num_experts, next(model.parameters())
-        self.dtype, self.device = accumulate_dtype(parameter.dtype), parameter.device
+        self.dtype, self.device = accumulate_dtype(parameter.dtype), device_of(model)
 
     def empty(self) -> Tensor:
         return torch.zeros(2, self.num_experts, dtype=self.dtype, device=self.device)
@@ -101,7 +102,7 @@ def router_loss_coefficient(model: PreTrainedModel) -> float:
         Refused: the model has another loss than `RouterLoss`.
     """
     weight = model.get_output_embeddings().weight
-    device, dtype = weight.device, weight.dtype  # not new tensors like it: these would be sharded as it is
+    device, dtype = device_of(model), weight.dtype  # not new tensors like it: these would be sharded as it is
     hidden = some_numbers(1, 5, weight.shape[1]).to(device, dtype)
     mask = torch.tensor([[1, 1, 1, 0, 0]], device=device)
     try:

@@ -223,7 +223,8 @@ def describe(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
         next(n for n, m in model.named_modules() if m is module) + ".weight"
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
     )
-    costs = [float(sum(p.numel() for p in layer.parameters() if p.dim() > 1)) for layer in layers]
+    experts: int | None = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    costs = [_multiply_adds(layer, experts) for layer in layers]
     costs[-1] += float(model.get_output_embeddings().weight.numel())
     return Pretrained(
         original_class(model),
@@ -240,6 +241,23 @@ def describe(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
         head,
         sum(p.numel() for p in model.parameters()),
     )
+
+
+def _multiply_adds(layer: nn.Module, experts_per_token: int | None) -> float:
+    """Return the multiply-adds of a token: each weight of a matrix once, of experts those of the token's.
+
+    Args:
+        experts_per_token: to how many experts of a mixture a token is routed; None for no mixture. Weights of
+            all experts are one tensor (experts, …).
+    """
+    total = 0.0
+    for module in layer.modules():
+        for p in module.parameters(recurse=False):
+            share = 1.0
+            if p.dim() == 3 and experts_per_token is not None and not isinstance(module, nn.Conv1d):
+                share = min(1.0, experts_per_token / p.shape[0])
+            total += share * p.numel() * (p.dim() > 1)
+    return total
 
 
 def _trace_layers(

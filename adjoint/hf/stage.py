@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import recompute_of
 from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.engine.stage import Stage
@@ -118,8 +119,8 @@ class Backbone(Stage):
         self.trained_parameters, self.sharded = trained_parameters(model), uses_fsdp(model)
         self.tensors = ModuleTensors(model)
         self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
-        self.randomness, self.recompute = ChunkRandomness(model), recompute
-        self.layers = [] if recompute == "none" else list(layers_of(self.backbone).values())
+        self.randomness, self.recompute = ChunkRandomness(model), recompute_of(model, recompute)
+        self.layers = [] if self.recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches = fetches
         self.router = router
         self.padding, self.language_layout, self.carried, self.positions = context or CallContext()

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.verification import TOKENS
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     PassThrough,
     backbone_of,
-    device_of,
     layers_of,
     override_attribute,
 )
 from adjoint.hf.quantized import set_compute_dtype, shared_memory
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
+from adjoint.hf.tensor_parallel import use_copies
 from adjoint.memory import memory_left
 
 TRIAL_CHUNK_SIZE = 5  # cuts TOKENS into chunks of different lengths
@@ -67,6 +68,7 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
         copied = copy.deepcopy(model, memo)
     except (*MODEL_ERRORS, copy.Error, RecursionError):
         return None
+    use_copies(copied, memo)
     set_compute_dtype(copied, torch.float32)
     for holder in settings_holders(copied).values():
         for name, value in vars(holder).items():

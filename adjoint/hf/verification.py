@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
 from adjoint.engine.chunk_size import Sizes
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
@@ -35,7 +36,6 @@ from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     backbone_of,
     calling_original_forwards,
-    device_of,
     gathered_runner,
     original_class,
     root_of,

@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.step import uncompiled
@@ -60,6 +61,7 @@ from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
+from adjoint.hf.tensor_parallel import sum_partial_gradients
 from adjoint.hf.verification import (
     Verification,
     refuse_documents_that_mix,
@@ -141,6 +143,7 @@ def wrap(
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
     keep_trainable(model)
+    sum_partial_gradients(model)
     wrap_state = WrapState(method, None if model in entries else weakref.ref(model), group)
     for module, forward in entries.items():
         module.__dict__["_adjoint"] = wrap_state
@@ -537,9 +540,9 @@ def _announce(verification: Verification, describe: Callable[[], str]) -> None:
 
 def _describe_kernels(model: nn.Module) -> str:
     """Name the functions of transformers that ours replace, and the backend of the scans."""
-    weight = next(p for p in model.parameters() if p.is_floating_point())
-    dtype = accumulate_dtype(weight.dtype) if weight.device.type == "cpu" else weight.dtype
-    backend = implementation("selective_scan", None, weight.device, dtype)
+    weight, device = next(p for p in model.parameters() if p.is_floating_point()), device_of(model)
+    dtype = accumulate_dtype(weight.dtype) if device.type == "cpu" else weight.dtype
+    backend = implementation("selective_scan", None, device, dtype)
     registries = [id(names) for names, _ in REGISTRIES]
     names = {n for names, ours in function_replacements(model) if id(names) not in registries for n in ours}
     return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"

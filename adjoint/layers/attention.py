@@ -15,6 +15,15 @@ from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import reset
 from adjoint.layers.mixer import Mixer
+from adjoint.layers.tensor_parallel import (
+    RankConfig,
+    Section,
+    Splits,
+    by_columns,
+    by_rows,
+    local_units,
+    rank_config,
+)
 
 
 class AttentionSizes(NamedTuple):
@@ -91,6 +100,23 @@ class AttentionMixer(Mixer):
         if selective:  # products as wide as the residual stream are recomputed
             return (2 * kv_heads * dim * (kv_heads < heads) + convolved) * element
         return (5 * bands * heads * dim + convolved) * element + (rotary_dim + heads) * max(element, 4)
+
+    def splits(self) -> Splits:
+        heads, kv_heads, dim, _, _ = self.sizes
+        queries = Section("num_attention_heads", heads, dim)
+        keys = Section("num_key_value_heads", kv_heads, dim, shared=True)
+        rows = by_rows(in_proj=[queries, keys, keys], conv1d=[queries, keys, keys])
+        return {**rows, **by_columns(out_proj=[queries])}
+
+    def rank_config(self, ranks: int) -> RankConfig:
+        heads, kv_heads, dim, _, _ = self.sizes
+        return rank_config(
+            self.config,
+            ranks,
+            num_attention_heads=local_units("num_attention_heads", heads, ranks),
+            num_key_value_heads=local_units("num_key_value_heads", kv_heads, ranks, shared=True),
+            head_dim=dim,
+        )
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...], seq_idx: Tensor | None = None

@@ -15,6 +15,16 @@ from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.mixer import Mixer, arrived, check_heads, handed_on, rates
 from adjoint.layers.norm import RMSNorm
+from adjoint.layers.tensor_parallel import (
+    RankConfig,
+    Section,
+    Splits,
+    by_columns,
+    by_rows,
+    every_rank_has,
+    local_units,
+    rank_config,
+)
 
 
 class GatedDeltaNetMixer(Mixer):
@@ -84,6 +94,33 @@ class GatedDeltaNetMixer(Mixer):
             return (channels + d_inner) * element + (d_inner + nheads * states) * accumulated
         return (2 * channels + 5 * d_inner) * element + nheads * (2 * n + states) * accumulated
 
+    def splits(self) -> Splits:
+        c = self.config
+        heads, values = (
+            Section("the number of heads", c.nheads),
+            Section("the number of heads", c.nheads, c.headdim),
+        )
+        keys = Section("the number of key heads", self.key_heads, self.d_state, shared=True)
+        convolved = [keys, keys, values]
+        rows = by_rows(
+            in_proj=[*convolved, *self._gate_sections()],
+            conv1d=convolved,
+            dt_bias=[Section("the number of heads", c.nheads, self.count_decays(c))],
+            A_log=[heads],
+        )
+        return {**rows, **by_columns(out_proj=[values])}
+
+    def _gate_sections(self) -> list[Section]:
+        """Return the sections of in_proj's outputs for the output gate, beta and the decay."""
+        nheads = self.config.nheads
+        return [
+            Section("the number of heads", nheads, size // nheads) for size in self.gate_sizes(self.config)
+        ]
+
+    def rank_config(self, ranks: int) -> RankConfig:
+        key_heads = local_units("the number of key heads", self.key_heads, ranks, shared=True)
+        return rank_config(self.config, ranks, linear_num_key_heads=key_heads)
+
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         c, (tail, before) = self.config, state
         qkv, z, b, a = self.in_proj(x).split([self.d_conv_channels, *self.gate_sizes(c)], dim=-1)
@@ -133,6 +170,18 @@ class KDAMixer(GatedDeltaNetMixer):
         super().reset_parameters()
         reset(self.f_b_proj, self.g_b_proj)
         self.A_log.copy_(torch.empty_like(self.A_log).uniform_(1, 16).log())
+
+    def splits(self) -> Splits:
+        c = self.config
+        decays = Section("the number of heads", c.nheads, self.count_decays(c))
+        return {
+            **super().splits(),
+            **by_rows(f_b_proj=[decays], g_b_proj=[Section("the number of heads", c.nheads, c.headdim)]),
+        }
+
+    def _gate_sections(self) -> list[Section]:
+        gate, beta, decay = self.gate_sizes(self.config)
+        return [every_rank_has(gate), Section("the number of heads", beta), every_rank_has(decay)]
 
     @classmethod
     def gate_sizes(cls, config: StackConfig) -> tuple[int, int, int]:

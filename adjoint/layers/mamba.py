@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.kernels.collectives import copy_to_ranks, sum_over_ranks
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.mixer import ScanMixer, rates
+from adjoint.layers.tensor_parallel import RankConfig, Section, Splits, by_columns, by_rows, rank_config
 
 
 class MambaScanInputs(NamedTuple):
@@ -69,13 +71,24 @@ class MambaMixer(ScanMixer):
         rows = 3 * d_inner if selective else 5 * d_inner + 4 * n
         return rows * element + d_inner * n * max(element, 4) // 64
 
+    def splits(self) -> Splits:
+        channels = [Section("d_inner", self.config.d_inner)]
+        rows = by_rows(in_proj=2 * channels, conv1d=channels, dt_proj=channels, A_log=channels, D=channels)
+        return {**rows, **by_columns(x_proj=channels, out_proj=channels)}
+
+    def rank_config(self, ranks: int) -> RankConfig:
+        return rank_config(self.config, ranks)
+
     def scan_inputs(
         self, x: Tensor, conv_tail: Tensor, seq_idx: Tensor | None = None
     ) -> tuple[MambaScanInputs, Tensor]:
         d_inner, d_state = self.A_log.shape
         u, z = self.in_proj(x).split(d_inner, dim=-1)
         u, conv_tail = self.conv1d(u, conv_tail, True, seq_idx)
-        delta, B, C = self.x_proj(u).split([self.dt_proj.in_features, d_state, d_state], dim=-1)
+        projected = self.x_proj(u)
+        if self.tensor_group is not None:  # all channels have a part in it, and all read it
+            projected = copy_to_ranks(sum_over_ranks(projected, self.tensor_group), self.tensor_group)
+        delta, B, C = projected.split([self.dt_proj.in_features, d_state, d_state], dim=-1)
         return MambaScanInputs(u, F.linear(delta, self.dt_proj.weight), B, C, z), conv_tail
 
     def scan(self, inputs: MambaScanInputs, h: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,15 @@ from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.mixer import ScanMixer, check_heads, rates
-from adjoint.layers.norm import RMSNorm
+from adjoint.layers.norm import RMSNorm, norm_over_ranks
+from adjoint.layers.tensor_parallel import (
+    RankConfig,
+    Section,
+    Splits,
+    by_columns,
+    by_rows,
+    rank_config_by_groups,
+)
 
 
 class SSDScanInputs(NamedTuple):
@@ -68,6 +76,26 @@ class Mamba2Mixer(ScanMixer):
         rows = 3 * d_inner if selective else 5 * d_inner + 4 * config.ngroups * n
         return rows * element + d_inner * n * max(element, 4) * element // 512
 
+    def splits(self) -> Splits:
+        c = self.config
+        heads, channels = (
+            Section("the number of heads", c.nheads),
+            Section("the number of heads", c.nheads, c.headdim),
+        )
+        groups = Section("ngroups", c.ngroups, self.d_state, shared=True)
+        rows = by_rows(
+            in_proj=[channels, channels, groups, groups, heads],
+            conv1d=[channels, groups, groups],
+            dt_bias=[heads],
+            A_log=[heads],
+            D=[heads],
+            norm=[channels],
+        )
+        return {**rows, **by_columns(out_proj=[channels])}
+
+    def rank_config(self, ranks: int) -> RankConfig:
+        return rank_config_by_groups(self.config, ranks)
+
     def scan_inputs(
         self, x: Tensor, conv_tail: Tensor, seq_idx: Tensor | None = None
     ) -> tuple[SSDScanInputs, Tensor]:
@@ -90,7 +118,13 @@ class Mamba2Mixer(ScanMixer):
         return F.softplus(inputs.dt.to(A.dtype) + self.dt_bias.to(A.dtype)) * A
 
     def scan_outputs(self, y: Tensor, inputs: SSDScanInputs) -> Tensor:
-        return self.out_proj(self.norm(y.flatten(-2), gate=inputs.z))
+        y, c = y.flatten(-2), self.config
+        if isinstance(c, RankConfig) and c.ranks_per_group > 1:
+            assert self.tensor_group is not None
+            return self.out_proj(
+                norm_over_ranks(self.norm, y, inputs.z, self.tensor_group, c.ranks_per_group)
+            )
+        return self.out_proj(self.norm(y, gate=inputs.z))
 
     def conv_tail(self, x: Tensor) -> Tensor:
         d_inner = self.config.d_inner

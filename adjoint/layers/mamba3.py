@@ -22,6 +22,15 @@ from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.mixer import Mixer, check_heads
 from adjoint.layers.norm import RMSNorm
+from adjoint.layers.tensor_parallel import (
+    RankConfig,
+    Section,
+    Splits,
+    by_columns,
+    by_rows,
+    every_rank_has,
+    rank_config_by_groups,
+)
 
 TINY = 1e-12  # lower bound of -A d, by which inputs are divided: exp(-TINY) is 1 but for rounding
 
@@ -106,6 +115,23 @@ class Mamba3Mixer(Mixer):
         narrow = rank * (4 + config.is_outproj_norm + mimo) * d_inner + 2 * mimo * d_inner
         narrow += 2 * rank * n * (config.ngroups + nheads)
         return turned * accumulated + narrow * element + states
+
+    def splits(self) -> Splits:
+        c = self.config
+        heads, channels = (
+            Section("the number of heads", c.nheads),
+            Section("the number of heads", c.nheads, c.headdim),
+        )
+        keys = self.rank * [Section("ngroups", c.ngroups, self.d_state, shared=True)]
+        rows = by_rows(
+            in_proj=[channels, channels, *keys, *keys, heads, heads, heads, every_rank_has(self.angles)],
+            **{name: [heads] for name in ("dt_bias", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "D")},
+            norm=[channels],
+        )
+        return {**rows, **by_columns(out_proj=[channels])}
+
+    def rank_config(self, ranks: int) -> RankConfig:
+        return rank_config_by_groups(self.config, ranks)
 
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         c, (angle, h, k_before, v_before) = self.config, state

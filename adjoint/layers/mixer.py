@@ -4,12 +4,14 @@ import importlib
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.batch import State
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers.config import MIXERS, StackConfig
+from adjoint.layers.tensor_parallel import RankConfig, Splits
 
 
 def arrived(before: Any) -> Tensor:
@@ -54,12 +56,15 @@ class Mixer(nn.Module):
             reads them, and returns them by `handed_on`, as soon as it has them.
         grows: for each tensor of the state, the dimension that each chunk's tokens lengthen; None for one of
             fixed size.
+        tensor_group: the ranks over which the mixer is split, if it has a share of the whole's heads or
+            channels (`splits`): its output is then this rank's term of a sum over them. None for a whole one.
     """
 
     default_d_state: ClassVar[int] = 16
     projected: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     takes_state_handoff: ClassVar[bool] = False
+    tensor_group: dist.ProcessGroup | None = None
 
     def __init__(self, config: StackConfig, *state_shapes: tuple[int | None, ...]) -> None:
         super().__init__()
@@ -101,6 +106,20 @@ class Mixer(nn.Module):
             selective: whether only products' and scans' results are kept (`recompute="selective"`).
         """
         return 8 * config.d_model * element  # a guess, for a user's layer
+
+    def splits(self) -> Splits | None:
+        """Return how tensor parallelism splits the parameters; every rank has those left out whole.
+
+        None: the mixer cannot be split, and every rank runs it whole."""
+        return None
+
+    def rank_config(self, ranks: int) -> RankConfig:
+        """Return the configuration of a mixer with one rank's share of this one's heads or channels.
+
+        Raises:
+            ValueError: they cannot be shared evenly.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not split")
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
         """Return the zero state: a tensor (batch, *shape) per shape, growing dimensions being 0."""

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from adjoint.kernels.gated import gated_linear
+from adjoint.layers.tensor_parallel import Section, Splits, by_columns, by_rows
 
 
 class GatedMLP(nn.Module):
@@ -12,6 +13,11 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.in_proj = nn.Linear(d_model, 2 * d_intermediate, bias=bias)
         self.out_proj = nn.Linear(d_intermediate, d_model, bias=bias)
+
+    def splits(self) -> Splits:
+        """Return how tensor parallelism splits the parameters."""
+        channels = [Section("d_intermediate", self.out_proj.in_features)]
+        return {**by_rows(in_proj=2 * channels), **by_columns(out_proj=channels)}
 
     def reset_parameters(self) -> None:
         self.in_proj.reset_parameters()

@@ -1,9 +1,13 @@
 """RMSNorm, computed in float32 for half-precision inputs."""
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.kernels import dispatch
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.collectives import copy_to_ranks, sum_over_ranks
 from adjoint.kernels.rms_norm import rms_norm
 
 
@@ -35,3 +39,22 @@ class RMSNorm(nn.Module):
         if residual is None:
             return rms_norm(x, self.weight, self.eps, gate, self.group_size, dtype=dtype)
         return rms_norm(x, self.weight, self.eps, gate, self.group_size, residual=residual, dtype=dtype)
+
+
+def norm_over_ranks(
+    norm: RMSNorm, x: Tensor, gate: Tensor, group: dist.ProcessGroup, ranks_per_group: int
+) -> Tensor:
+    """Return the gated norm of x (…, d) whose channels are one rank's part of a group of channels.
+
+    Each group of channels is spread over `ranks_per_group` neighbouring ranks. A sum of squares per token and
+    group of channels travels between ranks."""
+    dtype = accumulate_dtype(x.dtype)
+    v = x.to(dtype) * F.silu(gate.to(dtype))
+    groups = dist.get_world_size(group) // ranks_per_group
+    is_local = F.one_hot(torch.tensor(dist.get_rank(group) // ranks_per_group, device=x.device), groups).to(
+        dtype
+    )
+    squares = v.square().sum(-1, keepdim=True) * is_local
+    squares = copy_to_ranks(sum_over_ranks(squares, group), group)
+    mean = (squares * is_local).sum(-1, keepdim=True) / (v.shape[-1] * ranks_per_group)
+    return (norm.weight.to(dtype) * v * torch.rsqrt(mean + norm.eps)).to(x.dtype)

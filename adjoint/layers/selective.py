@@ -18,6 +18,7 @@ from adjoint.kernels.linear_scan import linear_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps
 from adjoint.layers.mixer import ScanMixer
+from adjoint.layers.tensor_parallel import RankConfig, Section, Splits, by_rows, local_units, rank_config
 
 
 class SelectiveScanInputs(NamedTuple):
@@ -65,6 +66,19 @@ class SelectiveMixer(ScanMixer):
         """Counts B and C, and a dense A."""
         n = cls.state_size(config)
         return (2 * n * config.d_model + (3 * n * n if cls.structure == "dense" else 0)) * element
+
+    def splits(self) -> Splits | None:
+        """Split the state's channels; a dense A, which mixes them, is not split."""
+        if self.structure == "dense":
+            return None
+        n, d_model = self.d_state, self.config.d_model
+        channels = Section("d_state", n)
+        rows = by_rows(B_proj=[channels._replace(width=d_model)], C_proj=d_model * [channels])
+        return rows if self.structure == "scalar" else {**rows, **by_rows(A_proj=[channels])}
+
+    def rank_config(self, ranks: int) -> RankConfig:
+        channels = local_units("d_state", self.d_state, ranks)
+        return rank_config(self.config, ranks, d_state=channels)
 
     def transition(self, x: Tensor) -> Tensor:
         """Return A_t for inputs (…, d_model): (…, 1), (…, d_state) or (…, d_state, d_state)."""

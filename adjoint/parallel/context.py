@@ -36,9 +36,11 @@ from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
+from adjoint.parallel.split_tensors import local
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
+DIGESTED_AT_ONCE = 1 << 20  # elements of a tensor, so that no copy is as long as the sequence
 WEIGHTS_NAME = "the model's weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -53,26 +55,27 @@ SINGLE_RANK = SingleRank()
 _compared: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
 
-def group_of(group: object) -> dist.ProcessGroup:
-    """Return the process group of a `sequence_group`.
+def group_of(group: object, setting: str = "sequence_group") -> dist.ProcessGroup:
+    """Return the process group of a `sequence_group`, or of another setting.
 
     Args:
         group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
+        setting: its name in error messages.
 
     Raises:
         UserError: it is neither, this process is not in it, or torch.distributed is not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
-            "sequence_group: torch.distributed is not initialised: call "
+            f"{setting}: torch.distributed is not initialised: call "
             "torch.distributed.init_process_group() in every process first, under torchrun"
         )
     mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", ())
     if isinstance(group, mesh):
         if group.ndim != 1:
             raise UserError(
-                f"sequence_group: a DeviceMesh of {group.ndim} dimensions; give the one of the sequence, "
-                'such as mesh["sequence"]'
+                f"{setting}: a DeviceMesh of {group.ndim} dimensions; give one of them, such as "
+                f'mesh["{setting.removesuffix("_group")}"]'
             )
         inside = group.get_coordinate() is not None
         group = group.get_group() if inside else None
@@ -82,12 +85,12 @@ def group_of(group: object) -> dist.ProcessGroup:
         inside = False
     else:
         raise UserError(
-            "sequence_group must be a process group of torch.distributed or a DeviceMesh of one dimension; "
+            f"{setting} must be a process group of torch.distributed or a DeviceMesh of one dimension; "
             f"got {group!r}"
         )
     if not inside or not isinstance(group, dist.ProcessGroup):
         raise UserError(
-            f"sequence_group: rank {dist.get_rank()} is not in the group; only its members may call with it"
+            f"{setting}: rank {dist.get_rank()} is not in the group; only its members may call with it"
         )
     return group
 
@@ -481,7 +484,7 @@ class SequenceGroup(Distribution):
             "further inputs": list(batch.inputs.values()),
             "the initial state": [s for state in batch.states for s in state],
         }
-        fingerprint = settings | {name: _digest(values) for name, values in tensors.items()}
+        fingerprint = settings | {name: digest(values) for name, values in tensors.items()}
         compared_groups, group = (
             _compared.setdefault(parameters[0], set()),
             self.transport.group.group_name,
@@ -489,7 +492,7 @@ class SequenceGroup(Distribution):
         local_parameters = (local(p.detach()) for p in parameters)
         weights = () if group in compared_groups else [p.reshape(-1)[:WEIGHTS] for p in local_parameters]
         compared_groups.add(group)
-        return fingerprint | {WEIGHTS_NAME: _digest(weights)}
+        return fingerprint | {WEIGHTS_NAME: digest(weights)}
 
     # -------------------------------------------------------------------------------------------- results
 
@@ -543,19 +546,7 @@ class SequenceGroup(Distribution):
     def summed(
         self, terms: Sequence[Tensor | None], zeros: Callable[[int], Tensor]
     ) -> Sequence[Tensor | None]:
-        tensors = list(terms)  # a DTensor's shards are summed, and it stays what it is
-
-        def local_zeros(i: int) -> Tensor:
-            tensors[i] = tensor = zeros(i)
-            return local(tensor)
-
-        shards = [None if term is None else local(term) for term in terms]
-        totals = list(summed(shards, local_zeros, self.transport, self.transport.ranks))
-        for i, (tensor, total) in enumerate(zip(tensors, totals, strict=True)):
-            if tensor is not None and total is not None and local(tensor) is not tensor:
-                local(tensor).copy_(total)
-                totals[i] = tensor
-        return totals
+        return summed(terms, zeros, self.transport, self.transport.ranks)
 
     def check_same_scale(self, d_loss: Tensor | None) -> None:
         own_scale = torch.tensor([0.0 if d_loss is None else float(d_loss)], dtype=torch.float64)
@@ -568,19 +559,15 @@ class SequenceGroup(Distribution):
                 )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return the tensor, or this process's shard of a DTensor, in the same memory."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _digest(tensors: Sequence[Tensor | None]) -> int:
+def digest(tensors: Sequence[Tensor | None]) -> int:
     """Return a number that depends on every bit and on its position."""
     total = 0
     for t in tensors:
         if t is None:
             continue
         flat = (torch.view_as_real(t) if t.is_complex() else t).detach().reshape(-1)
-        bits = flat.view(INTEGERS[flat.element_size()]).long()
-        places = torch.arange(1, len(bits) + 1, device=bits.device) * 0x5851F42D4C957F2D
-        total = (total * 31 + int((bits * (places ^ (places >> 29))).sum()) + len(bits)) % (1 << 62)
+        for bits in flat.view(INTEGERS[flat.element_size()]).split(DIGESTED_AT_ONCE):
+            places = torch.arange(1, len(bits) + 1, device=bits.device) * 0x5851F42D4C957F2D
+            weighted = bits.long() * (places ^ (places >> 29))
+            total = (total * 31 + int(weighted.sum()) + len(bits)) % (1 << 62)
     return total

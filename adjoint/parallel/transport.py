@@ -20,6 +20,7 @@ from adjoint.engine.executor import Pending
 from adjoint.engine.schedule import CAPACITY
 from adjoint.errors import UserError
 from adjoint.parallel.network import bind, named_store
+from adjoint.parallel.split_tensors import local
 
 Channel = tuple[int, int]  # sender, receiver
 BUCKET = 1 << 20  # elements: small gradients travel together
@@ -40,7 +41,8 @@ class Messages:
     with tensors of the same shape and dtype.
 
     Attributes:
-        first: the rank of the first worker: programs number workers from 0.
+        first, stride: the rank of the first worker, and from one worker to the next: programs number workers
+            from 0.
         buffers: messages of a channel that may be under way.
         on_device: see `executor.Transport`.
 
@@ -61,7 +63,7 @@ class Messages:
         among: Mapping[tuple[int, ...], dist.ProcessGroup],
         reduces_on_gpu: bool | None = None,
     ) -> None:
-        self.dist, self.nccl, self.rank, self.first = dist, nccl, rank, 0
+        self.dist, self.nccl, self.rank, self.first, self.stride = dist, nccl, rank, 0, 1
         self.on_device, self.buffers = nccl, CAPACITY
         self.up, self.down, self.among = up, down, among
         self.reduces_on_gpu = nccl if reduces_on_gpu is None else reduces_on_gpu
@@ -72,7 +74,7 @@ class Messages:
 
     def _rank_of(self, worker: int) -> int:
         """Return a worker's rank among all processes."""
-        return self.first + worker
+        return self.first + worker * self.stride
 
     def _group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         return self.up if sender < receiver else self.down
@@ -304,6 +306,8 @@ def summed(
 ) -> list[Tensor | None]:
     """Sum several tensors over `ranks`, in place; return None for those that no rank has.
 
+    Of a tensor that is split over other ranks, this rank's part is summed, and it stays split.
+
     Args:
         terms: as many on every rank, in the same order; None for those that this rank does not have.
         zeros: makes zeros for term i, which this rank adds if it has none but another rank does.
@@ -316,10 +320,13 @@ def summed(
             continue
         term = sums[i] = zeros(i) if terms[i] is None else terms[i]
         assert term is not None
-        if term.numel() >= BUCKET:  # in place: a copy would be as large
+        shard = local(term)
+        if shard.numel() < BUCKET:
+            small[shard.dtype].append(shard)
+        elif shard is term:  # in place: a copy would be as large
             sums[i] = transport.all_reduce(term.contiguous(), ranks)
         else:
-            small[term.dtype].append(term)
+            shard.copy_(transport.all_reduce(shard.contiguous(), ranks))
     for tensors in small.values():
         ends = itertools.accumulate(term.numel() for term in tensors)
         for _, pairs in itertools.groupby(zip(ends, tensors, strict=True), lambda pair: pair[0] // BUCKET):

@@ -12,10 +12,12 @@ from typing import Any
 
 from adjoint.errors import UserError
 from adjoint.methods import Exact
+from adjoint.plan.host_weights import in_host_memory
 from adjoint.plan.memory import PARTS, Setup, layer_bytes, needs
 from adjoint.plan.partition import GB, named, partition
 
 LONGEST = 1 << 33  # tokens; no sequence is longer
+ANY_LINK = 1.0  # bytes per second: whether weights in host memory fit does not depend on it
 ATTEMPTS = 3  # to cut the layers such that they fit, each based on the memory of the one before
 
 
@@ -134,6 +136,10 @@ class Fit:
             without_budget = {} if setup.method.memory is None else {"memory": None}
             if self.with_method(keep="offload", **without_budget).spans():
                 remedies.append("--method.keep offload" + " --method.memory null" * bool(without_budget))
+
+        offloadable = setup.host_link is None and setup.machine.kind == "cuda" and setup.layout.workers == 1
+        if chunked and offloadable and Fit(in_host_memory(setup, ANY_LINK), limits).spans():
+            remedies.append("--model.offload weights")
 
         def wider(shards: int) -> Fit:
             other = self.with_changes(layout=dataclasses.replace(setup.layout, shards=shards))

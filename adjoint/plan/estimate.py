@@ -22,7 +22,8 @@ from adjoint.engine import binomial
 from adjoint.engine.grid import Grid, Key, Tile
 from adjoint.engine.schedule import Send
 from adjoint.engine.tile import Gradients
-from adjoint.plan.memory import Setup, weights
+from adjoint.plan.host_weights import copy_seconds
+from adjoint.plan.memory import Setup, owned_weights
 from adjoint.plan.model import EMBEDDING, HEAD
 from adjoint.plan.roofline import least_seconds
 from adjoint.plan.rounds import RoundSimulator, seen_pairs, step_bytes
@@ -209,6 +210,9 @@ def tile_seconds(setup: Setup, pieces: Sequence[int], costs: Costs, grid: Grid, 
         if piece == HEAD:  # the loss's forward computes its gradient already
             per_token = {"forward": costs.head, "advance": 0.0, "backward": 0.0}
             seconds += (stop - start) * per_token.get(t.kind, costs.head_backward)
+            # nothing runs while its weights come; their gradient is made by the forward
+            copies = {"forward": 1, "advance": 0, "backward": 0}.get(t.kind, 2)
+            seconds += copies * copy_seconds(setup, setup.model.last)
         elif t.kind == "windowed":
             left, _, _, halo_stop = grid.extent(t)
             seconds += (halo_stop - left) * (costs.forward[piece] + costs.backward[piece])
@@ -218,11 +222,16 @@ def tile_seconds(setup: Setup, pieces: Sequence[int], costs: Costs, grid: Grid, 
 
 
 def _layer_seconds(setup: Setup, costs: Costs, k: int, kind: str, start: int, stop: int) -> float:
-    seconds = (stop - start) * (costs.backward[k] if kind == "backward" else costs.forward[k])
-    if not costs.pairs or not costs.pairs[k]:
-        return seconds
-    pairs = float(seen_pairs(setup.model.layers[k].window, start, stop))
-    return seconds + (2 if kind == "backward" else 1) * costs.pairs[k] * pairs
+    is_backward, layer = kind == "backward", setup.model.layers[k]
+    seconds = (stop - start) * (costs.backward[k] if is_backward else costs.forward[k])
+    again = is_backward and setup.spec.storage.recompute == "full"  # the layer's forward, once more
+    seconds += again * (stop - start) * costs.forward[k]
+    if costs.pairs and costs.pairs[k]:
+        pairs = float(seen_pairs(layer.window, start, stop))
+        seconds += (2 * is_backward + again + (not is_backward)) * costs.pairs[k] * pairs
+    # weights come while the layer before runs; gradients leave when nothing runs
+    copy = copy_seconds(setup, layer.weights)
+    return max(seconds, copy) + is_backward * copy
 
 
 # ------------------------------------------------------------------------------------------------ simulation
@@ -358,7 +367,8 @@ def walk(
 def reduced_bytes(setup: Setup, spans: Sequence[range]) -> list[float]:
     """Return the bytes that a worker of each shard sends in a step's sum of gradients."""
     copies, last = len(setup.layout.ranks(0)), len(spans) - 1
-    sizes = [weights(setup, span, s == 0, s == last)["weights"] for s, span in enumerate(spans)]
+    owned = [owned_weights(setup, span, s == 0, s == last) for s, span in enumerate(spans)]
+    sizes = [setup.machine.element * number for number in owned]
     return [2 * (copies - 1) / copies * size for size in sizes]
 
 

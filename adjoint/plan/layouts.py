@@ -41,6 +41,13 @@ class Request:
         request_setup = self.setup
         layout.check(request_setup.model.source, request_setup.method)
         layout.check_rows(request_setup.batch)
+        if layout.tensor > 1:
+            raise UserError("cluster.tensor: a plan does not count split weights yet; leave it out")
+        if request_setup.host_link is not None and layout.workers > 1:
+            raise UserError(
+                "model.offload: weights in host memory are planned for whole models and sequences; set "
+                "cluster.shards and cluster.sequence to 1, or leave model.offload out"
+            )
         setup = dataclasses.replace(request_setup, layout=layout, batch=layout.rows(request_setup.batch))
         layout.check_chunks(setup.method, setup.seqlen, setup.spec.chunk_size)
         if self.limits is None:

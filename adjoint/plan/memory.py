@@ -61,6 +61,7 @@ class Setup:
         batch, seqlen: shape of the token ids of a replica.
         layout: all workers. machine: the device of each.
         training: the optimizer, and the batches of its step.
+        host_link: bytes per second at which weights come from host memory; None if the device has them.
     """
 
     model: Model
@@ -70,6 +71,7 @@ class Setup:
     layout: Layout = dataclasses.field(default_factory=Layout)
     machine: Machine = dataclasses.field(default_factory=Machine)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    host_link: float | None = None
 
     @functools.cached_property
     def spec(self) -> EngineSpec:
@@ -389,11 +391,22 @@ def _with_exchange(setup: Setup, memory: Memory, span: Sequence[int]) -> Memory:
     return Memory(parts | {"ids": ids, "messages": parts["messages"] + most}, memory.host)
 
 
+def owned_weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> int:
+    """Return the number of a shard's parameters."""
+    model = setup.model
+    owned = model.others + sum(model.layers[k].weights for k in span)
+    return owned + model.first * first + (model.last - model.table * (model.tie_embeddings and first)) * last
+
+
 def weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> dict[str, int]:
     """Return the bytes that a shard's parameters cause, whatever the sequence, by the names in `PARTS`."""
-    model, machine = setup.model, setup.machine
-    owned = model.others + sum(model.layers[k].weights for k in span)
-    owned += model.first * first + (model.last - model.table * (model.tie_embeddings and first)) * last
+    model, machine, owned = setup.model, setup.machine, owned_weights(setup, span, first, last)
+    if setup.host_link is not None and machine.kind == "cuda":
+        # a layer at work and the next one; gradients leave as they are made
+        layers = 2 * max((model.layers[k].weights for k in span), default=0)
+        return dict.fromkeys(("weights", "casts", "gradients", "optimizer"), 0) | {
+            "weights": machine.element * layers
+        }
     copied = model.table if first and model.tie_embeddings and not last else 0  # the head's shard owns it
     accumulates = setup.training.grad_accumulation > 1 and not setup.plain_autograd
     gradients = owned * (1 + accumulates)
@@ -444,6 +457,18 @@ def _in_host(setup: Setup, span: Sequence[int], stored: float) -> int:
     return sum(map(_pinned, blocks)) + int(stored / y * _pinned(y))
 
 
+def weights_on_host(setup: Setup) -> int:
+    """Return the bytes of host memory that weights, gradients and the optimizer take there.
+
+    Weights are pinned one by one, and a gradient's copy is as large as the largest of them."""
+    model, element = setup.model, setup.machine.element
+    pinned = [_pinned(element * size) for size in model.parameter_sizes]
+    sums = 1 + (setup.training.grad_accumulation > 1)
+    in_8bit = model.in_8bit if setup.training.optimizer == "adamw8bit" else 0.0
+    moments = moment_bytes(model.num_parameters, element, in_8bit)
+    return sum(pinned) + max(pinned) + sums * element * model.num_parameters + moments
+
+
 def _pinned(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
@@ -467,7 +492,8 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
     parts = weights(setup, span, first, last) | {"ids": 2 * 8 * setup.batch * setup.seqlen}
     parts |= _of_sequence(setup, span) | {"kept": int(program.stored), "messages": int(program.messages)}
     host, work = 0, int(program.chunk)
-    if machine.kind == "cuda" and not setup.plain_autograd:
+    on_host = setup.host_link is not None
+    if machine.kind == "cuda" and not setup.plain_autograd and not on_host:
         work += int(model.waiting)
     if spec.storage.offload and machine.kind == "cuda":
         host = _in_host(setup, span, program.stored)
@@ -477,8 +503,13 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
     # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
     copies = 9 if setup.training.optimizer == "adamw8bit" and machine.kind == "cpu" else 2
     largest = max(model.largest_end * (first or last), *(model.layers[k].largest for k in span))
-    parts["chunk"] = max(work, copies * machine.element * largest)
+    parts["chunk"] = (
+        work if on_host and machine.kind == "cuda" else max(work, copies * machine.element * largest)
+    )
     parts["head"] = max(0, int(work + program.head) - parts["chunk"])
+    if on_host:
+        parts["head"] += machine.element * model.last * last
+        host += weights_on_host(setup)
     fixed, share = RESERVED[machine.kind]
     budget = spec.storage.memory
     if budget == "auto":  # a share of the memory that the run's own weights leave

@@ -68,6 +68,7 @@ class Model:
         first, last, others: numbers of parameters that come with the embedding, with the head, with any span
             of layers. table: those of the embedding alone.
         num_parameters, tie_embeddings: of the complete model.
+        parameter_sizes: elements of each of its parameters.
         in_8bit: the share of the parameters whose moments adamw8bit stores in 8 bits.
         head_flops: operations per token of the head's forward pass.
         largest_end: elements of the largest parameter of embedding and head, if the optimizer's step of it
@@ -87,6 +88,7 @@ class Model:
     others = 0
     table: int
     num_parameters: int
+    parameter_sizes: tuple[int, ...]
     tie_embeddings: bool
     in_8bit: float
     head_flops: float

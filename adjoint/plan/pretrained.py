@@ -120,6 +120,7 @@ class PretrainedModel(Model):
         self.last = sizes_of(pretrained.make_part(model, range(n, n)).parameters())[0] - self.others
         self.table = self.largest_end = model.get_input_embeddings().weight.numel()
         self.in_8bit = share_in_8bit(model.parameters())
+        self.parameter_sizes = tuple(p.numel() for p in model.parameters())
         self.config = pretrained.config.get_text_config()
         self.head_flops = 2.0 * self.config.vocab_size * pretrained.d_model
         layers, caches = getattr(backbone_of(model), pretrained.layers), ChunkCache(pretrained.config).layers

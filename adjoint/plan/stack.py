@@ -44,6 +44,7 @@ class StackModel(Model):
         self.table, self.tie_embeddings = config.vocab_size * config.d_model, config.tie_embeddings
         self.first = self.table
         self.last = config.d_model + self.table
+        self.parameter_sizes = tuple(p.numel() for p in stack.parameters())
         self.num_parameters, self.in_8bit = stack.num_parameters(), share_in_8bit(stack.parameters())
         self.head_flops = 2.0 * head
         self.layers = tuple(

@@ -137,6 +137,7 @@ def count(example: Example, live: LiveBytes) -> Counted:
     gradients = Gradients()
     for weight in example.stage.parameters():  # the sums of gradients exist already
         gradients.add(weight, torch.zeros_like(weight))
+        weight.detach()  # and so does it: a view shows it to `live`
     if isinstance(example.stage, Layer):  # and so do the casts of a step
         example.forward()
     before = live.begin()

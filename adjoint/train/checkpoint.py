@@ -32,6 +32,7 @@ from adjoint.checkpoint import (
 from adjoint.errors import UserError
 from adjoint.files import flush
 from adjoint.methods import Method
+from adjoint.parallel.split_tensors import gather, is_split, split_like
 from adjoint.train.carried_state import STEM
 from adjoint.train.dependencies import ConfigDict, check_model, records_model
 from adjoint.train.optimizer import flattened, parts_of, restored
@@ -98,29 +99,43 @@ def model_files(
     optimizer: torch.optim.Optimizer | None = None,
     states: Mapping[str, torch.Tensor] | None = None,
     copied: bool = False,
+    writes: bool = True,
 ) -> Callable[[Path], dict[str, FileEntry]]:
-    """Return the function that writes a one-process model's tensors into a folder, for `save_checkpoint`.
+    """Return the function that writes a model's tensors into a folder, for `save_checkpoint`.
+
+    Tensors that are split over ranks are put together, one by one: all ranks must call this.
 
     Args:
         model: its ``state_dict`` is saved; shared tensors (a tied head) once; with adapters, what is trained.
         optimizer: its per-parameter state is saved by the parameter's name; None saves none.
         states: recurrent states that the next batch goes on from, by name.
         copied: what is written is all this as it is now, copied to the CPU, and not as it is by then.
+        writes: False on ranks that only give their parts: the function then writes nothing.
     """
     tensors_by_name = model.state_dict(keep_vars=True)
     tensors_by_name = {
         name: tensor for name, tensor in tensors_by_name.items() if not _is_the_folders(model, tensor)
     }
     first_names = {id(tensor): name for name, tensor in reversed(tensors_by_name.items())}
+    parameters = dict(model.named_parameters())
     contents: dict[str, Mapping[str, torch.Tensor]] = {
         "model": {name: tensors_by_name[name] for name in first_names.values()},
-        "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters())),
+        "optimizer": optimizer_tensors(optimizer, parameters),
     } | ({STEM: states} if states else {})
-    if copied:
-        for stem, tensors in contents.items():
-            contents[stem] = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-    names = {f"{stem}.safetensors": tensors for stem, tensors in contents.items()}
-    return lambda folder: {name: write_file(folder / name, tensors) for name, tensors in names.items()}
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for stem, tensors in contents.items():
+        file = files[f"{stem}.safetensors"] = {}
+        for name, tensor in tensors.items():
+            parameter = parameters.get(name.partition("|")[0], tensor)
+            complete = gather(tensor.detach(), parameter)
+            if writes:
+                in_memory = copied or is_split(
+                    tensor, parameter
+                )  # put together on a GPU, it must not stay there
+                file[name] = complete.to("cpu", copy=copied) if in_memory else complete
+    return lambda folder: {
+        name: write_file(folder / name, tensors) for name, tensors in files.items() if writes
+    }
 
 
 def write_file(
@@ -217,7 +232,7 @@ def check_config(path: Path, config: ConfigDict) -> None:
     """Raise UserError, naming the first differing key, where the checkpoint is of another model, or of an
     optimizer with another state, or where the pretrained model's folder changed since."""
     stored = read_trainer(path).get("config", {})
-    ignored = {"trust_remote_code"}  # a permission
+    ignored = {"trust_remote_code", "offload"}  # a permission, and where weights are
     if records_model(path) and config["model"].get("from_pretrained") is not None:
         ignored |= {"from_pretrained"}  # which may have moved: its content is compared
     saved, current = (
@@ -309,7 +324,8 @@ def _load_weights(path: Path, model: nn.Module) -> None:
     try:
         if differing:
             raise RuntimeError(f"differing: {', '.join(differing[:3])}")
-        model.load_state_dict({name: stored[name] for name in stored.files_by_name}, strict=False)
+        parts = {name: split_like(stored[name], tensors[name]) for name in stored.files_by_name}
+        model.load_state_dict(parts, strict=False)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: its weights do not fit this model ({reason})") from None

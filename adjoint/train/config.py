@@ -219,6 +219,12 @@ class ClusterConfig:
         "context-parallel workers that share each sequence: they get its chunks in turn, and each holds the "
         "whole model (or its shard's layers).",
     )
+    tensor: Positive = option(
+        1,
+        "tensor-parallel processes that split each weight and work on the same rows: torchrun "
+        "--nproc-per-node N train.py --cluster.tensor N. A model.from_pretrained is split by transformers' "
+        "plan for its class.",
+    )
     helpers: NotNegative = option(
         0, "extra processes per replica that take tasks from the shards; layer-local only."
     )
@@ -247,18 +253,15 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
-        # Layout refuses invalid combinations; with torchrun, sequence workers need no shards
-        _ = (
-            dataclasses.replace(self, sequence=1).layout
-            if self.shards == 0 < self.sequence - 1
-            else self.layout
-        )
+        # Layout refuses invalid combinations; with torchrun, sequence and tensor workers need no shards
+        by_torchrun = self.shards == 0 and (self.sequence > 1 or self.tensor > 1)
+        _ = (dataclasses.replace(self, sequence=1, tensor=1) if by_torchrun else self).layout
 
     @property
     def layout(self) -> Layout:
         """The distribution of the run over workers; one shard while "auto" is not resolved yet."""
         shards = 1 if self.shards == "auto" else self.shards
-        return Layout(shards, self.sequence, self.replicas, self.helpers)
+        return Layout(shards, self.sequence, self.replicas, self.helpers, self.tensor)
 
 
 @documented
@@ -303,6 +306,12 @@ class ModelConfig(StackConfig):
         'scales, as in QLoRA) or "8bit" (LLM.int8), by bitsandbytes. A folder that is saved quantized needs '
         "no setting.",
     )
+    offload: Literal["none", "weights"] = option(
+        "none",
+        '"weights" keeps weights, gradients and optimizer in host memory and copies one layer at a time to '
+        "the GPU, for a model larger than the GPU (docs/host_weights.md). Recomputes layers, as "
+        'method.recompute "full" does.',
+    )
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
@@ -313,6 +322,8 @@ class ModelConfig(StackConfig):
             raise UserError("model.lora: adapters need a pretrained model, model.from_pretrained")
         if self.quantization is not None and self.from_pretrained is None:
             raise UserError("model.quantization: is for a pretrained model, model.from_pretrained")
+        if self.offload != "none" and self.quantization is not None:
+            raise UserError("model.offload: quantized weights stay on the GPU; leave model.quantization out")
 
 
 @dataclass(frozen=True)
@@ -537,7 +548,7 @@ def _pretrained(default: ModelConfig, settings: dict[str, Any]) -> ModelConfig:
     """Return the sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.train.pretrained import sizes
 
-    keys = ("from_pretrained", "lora", "quantization", "trust_remote_code")
+    keys = ("from_pretrained", "lora", "offload", "quantization", "trust_remote_code")
     ours = {key: settings.pop(key) for key in keys if key in settings}
     model_sizes: dict[str, Any] = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
     for key, value in settings.items():

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 
 MIB = 1 << 20
+# Links between a GPU and host memory: peak bytes per second in each direction, of 16 lanes.
+LINKS = {"PCIe Gen4": 31.5e9, "PCIe Gen5": 63e9, "NVLink-C2C": 450e9}
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Gpu:
         name: as in `adjoint plan --device`; its parts, between hyphens, are words of the driver's name.
         memory: bytes, as reported by NVML; for an A100 with 40 GB, those that the driver leaves to programs.
         bfloat16, float32: peak TFLOP/s, dense; bfloat16 on tensor cores, float32 without them.
+        link: to host memory, one of `LINKS`.
         bandwidth: peak bytes per second of its memory.
     """
 
@@ -23,6 +26,7 @@ class Gpu:
     memory: int
     bfloat16: float
     float32: float
+    link: str
     bandwidth: float
 
     def peak(self, precision: str) -> float:
@@ -33,16 +37,16 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a10g", 23028 * MIB, 70, 31.2, 600e9),
-        Gpu("l4", 23034 * MIB, 121, 30.3, 300e9),
-        Gpu("l40s", 46068 * MIB, 362, 91.6, 864e9),
-        Gpu("a100-40gb", 42_400_000_000, 312, 19.5, 1555e9),
-        Gpu("a100-80gb", 81920 * MIB, 312, 19.5, 2039e9),
-        Gpu("h100", 81559 * MIB, 989.5, 67, 3350e9),
-        Gpu("h100-pcie", 81559 * MIB, 756, 51, 2000e9),
-        Gpu("h100-nvl", 95830 * MIB, 835, 60, 3900e9),
-        Gpu("h200", 143771 * MIB, 989.5, 67, 4800e9),
-        Gpu("gh200", 97871 * MIB, 989.5, 67, 4000e9),
+        Gpu("a10g", 23028 * MIB, 70, 31.2, "PCIe Gen4", 600e9),
+        Gpu("l4", 23034 * MIB, 121, 30.3, "PCIe Gen4", 300e9),
+        Gpu("l40s", 46068 * MIB, 362, 91.6, "PCIe Gen4", 864e9),
+        Gpu("a100-40gb", 42_400_000_000, 312, 19.5, "PCIe Gen4", 1555e9),
+        Gpu("a100-80gb", 81920 * MIB, 312, 19.5, "PCIe Gen4", 2039e9),
+        Gpu("h100", 81559 * MIB, 989.5, 67, "PCIe Gen5", 3350e9),
+        Gpu("h100-pcie", 81559 * MIB, 756, 51, "PCIe Gen5", 2000e9),
+        Gpu("h100-nvl", 95830 * MIB, 835, 60, "PCIe Gen5", 3900e9),
+        Gpu("h200", 143771 * MIB, 989.5, 67, "PCIe Gen5", 4800e9),
+        Gpu("gh200", 97871 * MIB, 989.5, 67, "NVLink-C2C", 4000e9),
     )
 }
 

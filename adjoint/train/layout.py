@@ -25,7 +25,8 @@ class CutModel(Protocol):
 class Layout:
     """The distribution of a run over workers.
 
-    Workers have ranks: replica by replica, in each of them shard by shard, the helpers last.
+    Workers have ranks: replica by replica, in each of them shard by shard, the helpers last. In a shard the
+    workers of a sequence come one after the other, in each of them those that share its weights.
 
     Args:
         shards: into which the layers are cut.
@@ -33,30 +34,34 @@ class Layout:
         replicas: each with all shards; they share the rows of every batch out.
         helpers: of each replica; they own no layers, and share the layer-local tasks of the shards, to which
             they are dealt out in turn.
+        tensor: workers that share each weight and compute each token together, in place of one worker.
     """
 
     shards: NotNegative = 1
     sequence: Positive = 1
     replicas: Positive = 1
     helpers: NotNegative = 0
+    tensor: Positive = 1
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
-        for key, alone in (("replicas", 1), ("sequence", 1), ("helpers", 0)):
+        ray, torchrun = "set --cluster.shards to 1 or more", "start them with torchrun"
+        for key, alone, remedy in (
+            ("replicas", 1, ray),
+            ("sequence", 1, f"{ray}, or {torchrun}"),
+            ("helpers", 0, ray),
+            ("tensor", 1, torchrun),
+        ):
             number = getattr(self, key)
             if self.shards == 0 and number > alone:
-                others = ", or start them with torchrun" if key == "sequence" else ""
-                raise UserError(
-                    f"cluster.{key}: {number} needs worker processes; set --cluster.shards to 1 or "
-                    f"more{others}"
-                )
+                raise UserError(f"cluster.{key}: {number} needs worker processes; {remedy}")
 
     # ------------------------------------------------------------------------------------ workers and ranks
 
     @property
     def owning(self) -> int:
         """Workers of a replica that own layers: all but its helpers."""
-        return self.shards * self.sequence
+        return self.shards * self.sequence * self.tensor
 
     @property
     def workers(self) -> int:
@@ -88,31 +93,64 @@ class Layout:
     def shard(self, rank: int) -> int:
         """Return the shard whose layers a worker has, or helps with."""
         worker = self.worker(rank)
-        return self.helped[worker - self.owning] if self.helps(rank) else worker // self.sequence
+        per_shard = self.sequence * self.tensor
+        return self.helped[worker - self.owning] if self.helps(rank) else worker // per_shard
 
     def ranks(self, shard: int) -> list[int]:
         """Return the workers that own a shard's layers, in all replicas."""
         return [rank for rank in range(self.world) if not self.helps(rank) and self.shard(rank) == shard]
+
+    def with_same_weights(self, shard: int, tensor_rank: int) -> list[int]:
+        """Return the workers of a shard that have the same part of its weights, in all replicas."""
+        return [rank for rank in self.ranks(shard) if self.tensor_rank(rank) == tensor_rank]
+
+    def tensor_rank(self, rank: int) -> int:
+        """Return a worker's rank among those that share each weight with it."""
+        return self.worker(rank) % self.tensor
+
+    @property
+    def of_each_shard(self) -> list[list[int]]:
+        """The first replica's first workers of each shard, which together have its weights once."""
+        per_shard = self.sequence * self.tensor
+        return [self.tensor_ranks(shard * per_shard) for shard in range(self.shards)]
 
     def helpers_of(self, rank: int) -> list[int]:
         """Return the helpers that share a worker's tasks."""
         first = self.workers * self.replica(rank) + self.owning
         return [first + i for i, shard in enumerate(self.helped) if shard == self.shard(rank)]
 
+    def tensor_ranks(self, rank: int) -> list[int]:
+        """Return the workers that share each weight with a worker: tensor parallelism's group."""
+        first = rank - self.worker(rank) % self.tensor
+        return list(range(first, first + self.tensor))
+
+    def sequence_ranks(self, rank: int) -> list[int]:
+        """Return the workers that share each sequence with a worker, and have the same parts of weights."""
+        per_shard = self.sequence * self.tensor
+        first = rank - self.worker(rank) % per_shard + self.worker(rank) % self.tensor
+        return list(range(first, first + per_shard, self.tensor))
+
+    def data_ranks(self, rank: int) -> list[int]:
+        """Return the workers with a worker's place in the other replicas, with whom it sums gradients."""
+        return list(range(self.worker(rank), self.world, self.workers))
+
     @property
     def everyone(self) -> list[int]:
         """Ranks of the workers that are not helpers."""
         return [rank for rank in range(self.world) if not self.helps(rank)]
 
-    @property
-    def tied(self) -> list[int]:
-        """The workers that have a tied table: those of the first and of the last shard."""
-        return sorted({*self.ranks(0), *self.ranks(self.shards - 1)})
+    def tied(self, tensor_rank: int) -> list[int]:
+        """Return the workers with the same part of a tied table, which the first and the last shard have."""
+        first, last = (self.with_same_weights(shard, tensor_rank) for shard in (0, self.shards - 1))
+        return sorted({*first, *last})
 
     @property
     def groups(self) -> list[list[int]]:
         """The ranks between which there are collectives."""
-        return [*map(self.ranks, range(self.shards)), self.tied, self.everyone]
+        tensor_ranks, shards = range(self.tensor), range(self.shards)
+        alike = [self.with_same_weights(shard, number) for shard in shards for number in tensor_ranks]
+        split = [self.tensor_ranks(rank) for rank in self.everyone if self.tensor_rank(rank) == 0]
+        return [*alike, *map(self.tied, tensor_ranks), *split, self.everyone]
 
     # --------------------------------------------------------------------------------------------- batches
 
@@ -166,6 +204,23 @@ class Layout:
             raise UserError(
                 "cluster.sequence: method.checkpoints computes states again from chunks before them, which "
                 "other workers have; leave it out: each worker stores the states before its own chunks alone"
+            )
+
+    def check_tensor(self, method: Method, optimizer: str) -> None:
+        """Raise a UserError for what needs whole weights, or ranks that decide by themselves."""
+        if self.tensor == 1:
+            return
+        if self.helpers:
+            raise UserError("cluster.helpers: do not work with cluster.tensor; leave one of them out")
+        if method.memory is not None:
+            raise UserError(
+                "method.memory: ranks that split weights must keep the same chunks, and each measures its "
+                "own memory; leave it out"
+            )
+        if optimizer != "adamw":
+            raise UserError(
+                f"cluster.tensor: training.optimizer {optimizer} needs whole matrices; use adamw, or leave "
+                "cluster.tensor out"
             )
 
     def check_rows(self, batch: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.data.tokenizer import check_bytes
 from adjoint.engine.chunk_size import chunk_size_on, default_chunk_size
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.methods import Exact, Method
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Device = torch.device | str | None
 
 
@@ -56,8 +58,14 @@ class LanguageModel(Protocol):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> LanguageModel:
-        """Return the model of a configuration, as it is before the first step."""
+        """Return the model of a configuration, as it is before the first step.
+
+        Args:
+            group: of processes that share each sequence.
+            tensor_group: of processes over which its weights are split; None leaves them whole.
+        """
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> LanguageModel:
@@ -97,6 +105,7 @@ class StackLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
+        check_offload(config)
         check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
 
     @classmethod
@@ -106,8 +115,12 @@ class StackLM(LanguageModel):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> StackLM:
-        module = Stack(config.model).to(device, dtype)
+        module = Stack(config.model)
+        if tensor_group is not None:  # before it goes to a device that may not have room for all of it
+            module.parallelize(tensor_group, "cluster.tensor", same_weights=True)
+        module = _placed(module, config, device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
         if grows and config.training.carry_state != "none":
             raise UserError(
@@ -128,7 +141,7 @@ class StackLM(LanguageModel):
         return self.module.num_parameters()
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.module.embedding.weight.device)
+        ids = torch.empty(batch, seqlen, dtype=torch.int8, device=device_of(self.module))
         default = default_chunk_size(self.module, ids, self.method.recompute, self.method.checkpoints)
         return self.method.engine_spec(seqlen, default).chunk_size
 
@@ -162,13 +175,22 @@ class PretrainedLM(LanguageModel):
 
     @staticmethod
     def check(config: Config) -> None:
-        from adjoint.train.pretrained import configuration
+        from adjoint.train.pretrained import check_tensor_parallel, configuration
 
         directory, shards = str(config.model.from_pretrained), config.cluster.shards != 0
+        if shards and config.cluster.tensor > 1:
+            raise UserError(
+                "cluster.tensor: Ray's shards do not split a pretrained model's weights; set cluster.shards "
+                "to 0 and start the processes with torchrun"
+            )
         packed = config.data.documents == "packed"
+        described = configuration(directory, config.model.trust_remote_code)
+        if config.cluster.tensor > 1:
+            check_tensor_parallel(described, config.cluster.tensor, config.model.quantization)
+        check_offload(config, quantization.described(described))
         quantization.check(
             config.model.quantization,
-            configuration(directory, config.model.trust_remote_code),
+            described,
             directory,
             config.model.lora is not None,
             config.training.precision,
@@ -199,15 +221,18 @@ class PretrainedLM(LanguageModel):
         device: Device = None,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> PretrainedLM:
         from adjoint.hf.quantized import set_compute_dtype
         from adjoint.hf.wrap import wrap
-        from adjoint.train.pretrained import KEY, load
+        from adjoint.train.pretrained import KEY, prepared, unwrapped
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
         trusted, kind = config.model.trust_remote_code, config.model.quantization
-        module = load(directory, config.method, lora, trusted, KEY, kind, device).to(device, dtype)
-        if pick_precision(config.training.precision, module.device) == "bfloat16":
+        ranks = 1 if tensor_group is None else dist.get_world_size(tensor_group)
+        model = unwrapped(directory, torch.float32, trusted, KEY, kind, device, ranks)
+        module = _placed(prepared(model, directory, config.method, lora), config, device, dtype)
+        if pick_precision(config.training.precision, device_of(module)) == "bfloat16":
             set_compute_dtype(module, torch.bfloat16)
         if config.training.carry_state != "none":
             from adjoint.hf.carried_state import why_not_from_batch_to_batch
@@ -232,7 +257,7 @@ class PretrainedLM(LanguageModel):
     def chunk_size(self, batch: int, seqlen: int) -> int:
         from adjoint.hf.verification import verification_of
 
-        sizes, device = verification_of(self.module).sizes, self.module.device
+        sizes, device = verification_of(self.module).sizes, device_of(self.module)
         default = chunk_size_on(device, sizes, batch, seqlen, self.method.checkpoints)
         return self.method.model_spec(seqlen, default).chunk_size
 
@@ -280,3 +305,34 @@ class PretrainedLM(LanguageModel):
 def model_class(pretrained: str | None) -> type[LanguageModel]:
     """Return the class for a value of `model.from_pretrained`."""
     return StackLM if pretrained is None else PretrainedLM
+
+
+def _placed(module: ModuleT, config: Config, device: Device, dtype: torch.dtype | None) -> ModuleT:
+    """Return a model on its device, or with `model.offload` in host memory for it."""
+    if config.model.offload == "none":
+        return module.to(device, dtype)
+    return offload_weights(module.to(dtype=dtype), device or "cpu")
+
+
+def check_offload(config: Config, stored: str | None = None) -> None:
+    """Raise a UserError for a run whose weights cannot be in host memory.
+
+    Args:
+        stored: how the weights of the model's folder are quantized.
+    """
+    if config.model.offload == "none":
+        return
+    key = f"model.offload: {config.model.offload}"
+    if stored is not None:
+        raise UserError(
+            f"{key}: the folder's weights are quantized ({stored}) and stay on the GPU; leave it out"
+        )
+    if config.cluster.tensor > 1:
+        raise UserError(f"{key}: weights are split over processes already; leave cluster.tensor out")
+    if config.cluster.shards != 0:
+        raise UserError(f"{key}: layer shards keep their weights on their devices; set cluster.shards to 0")
+    if not config.method.has_chunks:
+        raise UserError(
+            f"{key}: {config.method.name} keeps all layers' weights on the GPU for its backward; use "
+            "--method.name exact"
+        )

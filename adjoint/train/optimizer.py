@@ -12,18 +12,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adjoint.errors import UserError
+from adjoint.parallel.split_tensors import split_like
 from adjoint.train.config import TrainingConfig
 
 # Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection,
 # Mamba-3's B_bias and C_bias are biases of three dimensions.
 _UNDECAYED = {"A_log", "D", "dt_bias", "B_bias", "C_bias"}
 BLOCK, SMALLEST = 256, 4096  # of 8-bit moments: values that share a scale; weights of a tensor that has them
+ParameterGroup = dict[str, Any]  # what torch's optimizers take: "params", "weight_decay", …
 _uncompiled = threading.Lock()
 
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()
-) -> list[dict[str, Any]]:
+) -> list[ParameterGroup]:
     """Return the two groups of AdamW: what decays (the matrices of projections and convolutions) and what
     does not.
 
@@ -58,7 +60,7 @@ def make_optimizer(
     if config.optimizer == "muon":
         matrices = [p for p in decayed["params"] if p.ndim == 2]
         decayed["params"] = [p for p in decayed["params"] if p.ndim != 2]
-    groups = [group for group in (decayed, spared) if group["params"]]
+    groups = [same_class for group in (decayed, spared) for same_class in _by_class(group)]
     if config.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit
@@ -75,6 +77,14 @@ def make_optimizer(
     return Several([muon, adamw])
 
 
+def _by_class(group: ParameterGroup) -> list[ParameterGroup]:
+    """Split a parameter group by the parameters' class: one launch takes no tensors and DTensors together."""
+    by_class: dict[type, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        by_class.setdefault(type(parameter), []).append(parameter)
+    return [{**group, "params": parameters} for parameters in by_class.values()]
+
+
 class Several(torch.optim.Optimizer):
     """Optimizers of different parameters as one."""
 
@@ -82,7 +92,7 @@ class Several(torch.optim.Optimizer):
         self.parts = list(parts)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[ParameterGroup]:  # type: ignore[override]
         """The parameter groups of all optimizers, to be read and written."""
         return [group for optimizer in self.parts for group in optimizer.param_groups]
 
@@ -130,7 +140,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
     stand for, "exp_avg.codes" and so on."""
     flat: dict[str, Tensor] = {}
     for key, value in state.items():
-        if is_traceable_wrapper_subclass(value):
+        if is_traceable_wrapper_subclass(value) and not hasattr(value, "placements"):
             flat |= {
                 f"{key}.{attribute}": getattr(value, attribute) for attribute in value.__tensor_flatten__()[0]
             }
@@ -140,8 +150,8 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """Rebuild a parameter's optimizer state: the reverse of `flattened`."""
-    state = {key: value for key, value in flat.items() if "." not in key}
+    """Rebuild a parameter's optimizer state, split as the parameter is: the reverse of `flattened`."""
+    state = {key: split_like(value, parameter) for key, value in flat.items() if "." not in key}
     for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit
 

@@ -8,11 +8,13 @@ import logging
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.errors import UserError
@@ -24,17 +26,21 @@ from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
 from adjoint.methods import Method
+from adjoint.parallel.split_tensors import is_split
 from adjoint.train import quantization as quantized
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.core_model_loading import WeightTransform
+    from transformers.distributed.configuration_utils import DistributedConfig
 
 
 KEY = "model.from_pretrained"
+LoraSettings = Mapping[str, Any]  # `train.config.LoraConfig` as plain values
 # Modules without an adapter where none are named: transformers or a fused kernel reads their weight past it.
 _UNADAPTED = {"out_proj", "dt_proj"}
+_NEEDS_NEWER = "needs a newer transformers; pip install -U transformers"
 # What is downloaded of a model of the hub: weights as safetensors where there are any.
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -109,7 +115,7 @@ def sizes(directory: str, trust_remote_code: bool = False) -> dict[str, int]:
 def load(
     directory: str,
     method: Method,
-    lora: Mapping[str, Any] | None = None,
+    lora: LoraSettings | None = None,
     trust_remote_code: bool = False,
     key: str = KEY,
     quantization: str | None = None,
@@ -126,6 +132,13 @@ def load(
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
     model = unwrapped(directory, torch.float32, trust_remote_code, key, quantization, device)
+    return prepared(model, directory, method, lora, key)
+
+
+def prepared(
+    model: PreTrainedModel, directory: str, method: Method, lora: LoraSettings | None, key: str = KEY
+) -> PreTrainedModel:
+    """Return a folder's model wrapped, and with adapters where there are settings of them: see `load`."""
     with _naming(directory, key):
         wrapped = wrap(model, method)
     return wrapped if lora is None else adapted(wrapped, lora)
@@ -138,6 +151,7 @@ def unwrapped(
     key: str = KEY,
     quantization: str | None = None,
     device: torch.device | str | None = None,
+    tensor: int = 1,
 ) -> PreTrainedModel:
     """Return the model of a folder as transformers makes it; where weights are quantized, linear layers
     multiply in `dtype`.
@@ -146,6 +160,7 @@ def unwrapped(
         trust_remote_code: whether Python files of the folder may run.
         quantization: `model.quantization`, by which weights are quantized as they are loaded.
         device: of a quantized model; None for the CPU. Another model is loaded to the CPU.
+        tensor: ranks in a row over which its weights are split. Each reads its parts alone, to its device.
 
     Raises:
         UserError: it is no causal LM that transformers knows, its files are damaged or lack weights, or the
@@ -162,6 +177,8 @@ def unwrapped(
     if quantization is not None or stored is not None:
         options["device_map"] = {"": device or "cpu"}  # else transformers takes a GPU where there is one
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says in each layer that it casts inputs
+    if tensor > 1:
+        options["distributed_config"] = tensor_parallel_config(tensor)
     with _reading(directory, key, trust_remote_code, stored), quiet_transformers():
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, **options
@@ -180,6 +197,54 @@ def unwrapped(
     keep_trainable(model)
     set_compute_dtype(model, dtype)
     return model
+
+
+def check_tensor_parallel(config: PreTrainedConfig, ranks: int, quantization: str | None) -> None:
+    """Raise a UserError where transformers cannot split a model's weights over so many ranks."""
+    name, text = (config.architectures or [config.model_type])[0], config.get_text_config()
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise UserError(
+            f"cluster.tensor: transformers has no plan by which the weights of {name} are split "
+            "(base_model_tp_plan); leave it out: cluster.shards, over Ray, splits any model by layers"
+        )
+    if quantization is not None or quantized.described(config) is not None:
+        raise UserError("cluster.tensor: quantized weights are not split; leave one of the two out")
+    keys = ("k_proj", "qkv_proj", "query_key_value")
+    by_heads = any(style == "colwise" and name.endswith(keys) for name, style in plan.items())
+    for key in ("num_attention_heads", "num_key_value_heads") if by_heads else ():
+        heads = getattr(text, key, None) or text.num_attention_heads
+        if heads % ranks:
+            raise UserError(
+                f"cluster.tensor: {ranks} ranks cannot share the {heads} heads of {name} ({key}) evenly; "
+                f"give a divisor of {heads}"
+            )
+
+
+def tensor_parallel_config(ranks: int) -> DistributedConfig:
+    """Return transformers' configuration that splits weights over each run of so many ranks.
+
+    Raises:
+        UserError: this version of transformers has no such configuration.
+    """
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError:
+        raise UserError(f"cluster.tensor: {_NEEDS_NEWER}") from None
+    groups = dist.get_world_size() // ranks
+    if groups == 1:
+        return DistributedConfig(tp_size=ranks)
+    if not hasattr(DistributedConfig, "dp_size"):
+        raise UserError(f"cluster.tensor: {groups} groups of {ranks} processes: {_NEEDS_NEWER}")
+
+    class TensorParallel(DistributedConfig):
+        """Tensor parallelism alone: over the groups transformers is not to spread weights by FSDP."""
+
+        @property
+        def dp_size(self) -> int:
+            return 1
+
+    return TensorParallel(tp_size=ranks, dp_replicate_size=groups)
 
 
 def dequantized(model: PreTrainedModel, directory: str) -> PreTrainedModel:
@@ -222,7 +287,7 @@ def _check_generation_config(file: Path, key: str) -> None:
         raise UserError(f"{key}: {file.parent}: {file.name} is damaged; download it again")
 
 
-def adapted(model: PreTrainedModel, lora: Mapping[str, Any]) -> PeftModel:
+def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
     """Return a model with adapters, the rest of it frozen."""
     try:
         import peft
@@ -232,12 +297,46 @@ def adapted(model: PreTrainedModel, lora: Mapping[str, Any]) -> PeftModel:
     settings = {"r": rank, "lora_alpha": lora["alpha"] or 2 * rank, "lora_dropout": lora["dropout"]}
     settings["target_modules"] = _linear_maps(model) if targets is None else targets
     try:
-        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+        with _whole_sizes(model):
+            adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
         if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
             raise ValueError("PEFT changes the weights of experts in the forward; name other modules")
     except ValueError as error:
         raise UserError(f"model.lora.target_modules: {' '.join(str(error).split())}") from None
     return adapted
+
+
+@contextlib.contextmanager
+def _whole_sizes(model: PreTrainedModel) -> Iterator[None]:
+    """Let PEFT make adapters of the whole size of a split weight: the same on every rank as in one process.
+
+    Of the size of a rank's part, each rank would draw its own, and those before a row-wise weight fail.
+
+    Raises:
+        UserError: PEFT takes sizes from somewhere else.
+    """
+    if not any(is_split(parameter, parameter) for parameter in model.parameters()):
+        yield
+        return
+    from peft.tuners.lora import layer
+
+    name = "_get_in_out_features"
+    if not hasattr(layer, name):
+        raise UserError("model.lora: with cluster.tensor it needs another PEFT; pip install peft==0.21.2")
+    sizes = getattr(layer, name)
+
+    def whole_sizes(module: nn.Module) -> tuple[int | None, int | None]:
+        if isinstance(module, nn.Linear):
+            return module.in_features, module.out_features
+        return sizes(module)
+
+    setattr(layer, name, whole_sizes)
+    try:
+        with warnings.catch_warnings():  # where transformers gathers outputs, whole adapters need no hooks
+            warnings.filterwarnings("ignore", message="TP plan .* is not supported for LoRA")
+            yield
+    finally:
+        setattr(layer, name, sizes)
 
 
 def _linear_maps(model: PreTrainedModel) -> list[str]:

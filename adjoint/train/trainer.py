@@ -26,6 +26,7 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
+from adjoint.parallel.split_tensors import local
 from adjoint.stack import StackOutput
 from adjoint.train import dependencies, machine
 from adjoint.train.carried_state import STEM, Carried
@@ -84,6 +85,8 @@ class Trainer:
     saving: Future[Path] | None = None  # of the checkpoint that a thread writes
     in_backward: SteppedInBackward | None = None
     sequence_group: dist.ProcessGroup | None = None  # of processes that share each sequence
+    tensor_group: dist.ProcessGroup | None = None  # of processes that share each weight
+    writes = True  # the checkpoints' files, or else only gives parts of tensors to the process that does
     launcher = ""  # what has started the processes of the run: see `resume_command`
 
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
@@ -151,7 +154,7 @@ class Trainer:
         dtype = torch.float64 if self.precision == "float64" else None
         self.carried = Carried(self.settings.carry_state, range(self.config.model.n_layer))
         cls = model_class(self.config.model.from_pretrained)
-        self.model = cls.from_config(self.config, self.device, dtype, self.sequence_group)
+        self.model = cls.from_config(self.config, self.device, dtype, self.sequence_group, self.tensor_group)
         module = self.model.module
         self.optimizer = make_optimizer(module, self.settings)
         if self.settings.optimizer_in_backward:
@@ -212,18 +215,21 @@ class Trainer:
             return norm
         if self.config.model.lora is not None and not self.folder.rows:
             self._warn_of_idle_adapters()
-        # clip_grad_norm_ measures the norm whatever it clips to
-        limit = self.settings.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), limit).item()
+        # measures the norm whatever it clips to
+        norm = self._clip_gradients(self.settings.grad_clip or math.inf)
         if not math.isfinite(norm):
             self._diverged("gradient norm", norm, step)
         take_step(self.optimizer, learning_rate(step, self.settings))
         return norm
 
+    def _clip_gradients(self, limit: float) -> float:
+        """Scale the gradients down to an L2 norm of at most `limit`; return their norm before that."""
+        return torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), limit).item()
+
     def _warn_of_idle_adapters(self) -> None:
         named = self.model.module.named_parameters()
         ends = [(n, p.grad) for n, p in named if p.requires_grad and "lora_B" in n]
-        if idle := [name for name, gradient in ends if gradient is None or not gradient.any()]:
+        if idle := [name for name, gradient in ends if gradient is None or not local(gradient).any()]:
             warnings.warn(
                 f"model.lora.target_modules: {len(idle)} adapters have no gradient, such as "
                 f"{idle[0].partition('.lora_B')[0]}, whose weight is read without them; leave them out",
@@ -239,8 +245,8 @@ class Trainer:
 
     def _files(self) -> Callable[[Path], dict[str, FileEntry]]:
         """Return the function that writes a checkpoint's tensors, as `save_checkpoint` takes it."""
-        copied = self.settings.save_async
-        return model_files(self.model.module, self.optimizer, self.carried.tensors(), copied)
+        copied, states = self.settings.save_async, self.carried.tensors()
+        return model_files(self.model.module, self.optimizer, states, copied, self.writes)
 
     def _load(self, checkpoint: Path) -> tuple[TrainerState, dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""

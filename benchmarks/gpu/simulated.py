@@ -67,7 +67,7 @@ def counted(point: Point) -> Point:
     with torch.device("meta"):
         model = build().to(getattr(torch, point["dtype"]))
     record, memory = WrapState(), GPUS[GPU].memory
-    record.memory = live = LiveBytes()
+    record.device_bytes = live = LiveBytes()
     with simulated(record, memory / 1e9), stand_ins():
         used = kernels_of({**point, "device": DEVICE})
         if "missing" in used:

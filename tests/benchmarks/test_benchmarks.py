@@ -19,6 +19,7 @@ from benchmarks import (
     claims,
     depth,
     fleet,
+    host_weights,
     layer_work,
     memory,
     mini_sequence,
@@ -31,6 +32,7 @@ from benchmarks import (
     sequence,
     sources,
     steps,
+    tensor_parallel,
     window_time,
     wrapped,
 )
@@ -64,8 +66,12 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      14, "context method devices days"),
     (sources.Sources(), "--tables table-1", 6, "table structure network formula_bytes bytes operations"),
     (claims.Claims(), "--groups korthikanti-layer", 6, "source where what theirs ours how"),
+    (tensor_parallel.TensorParallel(), "--ranks 1 2 --tokens 32 --width 32",
+     9, "ranks sequence_parallel recompute stored_bytes collectives ring_bytes written_bytes"),
     (fleet.Fleet(), "--devices 8 --models Nemotron-H-8B-like",
      2, "model tokens devices gpu seconds idle_share memory_bytes why"),
+    (host_weights.HostWeights(), "--models Bamba-9B --tokens 32K",
+     1, "model tokens memory_bytes host_bytes seconds whole_seconds link_bytes hiding_chunks"),
     (Convergence(),
      "--methods backprop truncated-auto --tasks recall-fast --seeds 1 --steps 2 --seqlen 32 --jobs 1",
      2, "task method seeds held_out train core_seconds gap curve_distance accuracy_4 note"),
@@ -78,7 +84,7 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      3, "method shards sequence predicted_seconds measured_seconds error memory_bytes"),
 ]  # fmt: skip
 LONG = ("shards", "depth")  # their dry runs take more than some seconds
-UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources", "claims")
+UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources", "claims", "tensor_parallel", "host_weights")
 
 
 @pytest.mark.usefixtures("one_thread")

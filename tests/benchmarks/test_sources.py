@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from adjoint.plan.estimate import roofline
 from adjoint.plan.memory import Machine, Setup
@@ -36,16 +35,6 @@ def test_the_layer_of_korthikanti_et_al_keeps_what_their_formulas_say() -> None:
     """Written after their text, counted; to the hundredth, as means and variances of the norms are little."""
     for row in claims.korthikanti_layer():
         assert row["ours"] == row["theirs"], row["what"]
-
-
-def test_a_ranks_layer_has_the_gradients_of_plain_operators() -> None:
-    """Its dropout and its gathering, without dropping and for one rank, are what PyTorch's autograd has."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
-    dy = torch.randn(2, 6, 4, dtype=torch.float64)
-    found = torch.autograd.grad(claims.Gathered.apply(x, weight, 1), (x, weight), dy)
-    torch.testing.assert_close(found, torch.autograd.grad(x @ weight.T, (x, weight), dy))
 
 
 def test_a_llama_step_by_hand() -> None:

@@ -357,7 +357,7 @@ def test_every_rank_has_one_place(numbers: tuple[int, int, int, int]) -> None:
     assert sorted({h for r in layout.everyone for h in layout.helpers_of(r)}) == [
         r for r in ranks if layout.helps(r)
     ]
-    assert set(layout.tied) == {*layout.ranks(0), *layout.ranks(layout.shards - 1)}
+    assert set(layout.tied(0)) == {*layout.ranks(0), *layout.ranks(layout.shards - 1)}
 
 
 def test_a_message_does_not_grow_with_the_sequence() -> None:

@@ -126,6 +126,8 @@ LAYER_LOCAL = {"method__name": "layer-local"}
         ({"sequence": 2, "method__name": "truncated", "method__window": "auto"}, "the whole sequence in one"),
         ({"sequence": 2, "helpers": 1} | LAYER_LOCAL, "cluster.helpers: do not work with cluster.sequence"),
         ({"helpers": 1}, "has no tasks to share; use layer-local"),
+        ({"tensor": 2, "helpers": 1} | LAYER_LOCAL, "cluster.helpers: do not work with cluster.tensor"),
+        ({"tensor": 2, "training__optimizer": "muon"}, "training.optimizer muon needs whole matrices"),
         ({"transport": "object-store"}, "--cluster.transport: expected"),
         ({"method__memory": "1GB"}, "method.memory: works in one process only"),
         ({"replicas": 2, "training__carry_state": "previous"}, "training.carry_state: a layer's states stay"),
@@ -155,6 +157,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 FLAGS: dict[str, Any] = {"data__batch": 3, "training__precision": "float64", "training__steps": 4}
 HYBRID = {"model__mixer": "[mamba2, attention]", "model__headdim": 16, "method__chunk_size": 10}
+SPLIT_HYBRID = {**HYBRID, "model__num_attention_heads": 2}
 LOCAL = {"method__name": "layer-local", "method__window": 16, "method__chunk_size": 16}
 
 
@@ -177,6 +180,11 @@ def over(**numbers: Any) -> dict[str, Any]:
         (over(shards=2, sequence=2), "layers 0-0, 1-1, on cpu, each sequence over 2 workers"),
         (over(shards=2, sequence=2) | HYBRID, "layers 0-0, 1-1, on cpu, each sequence over 2 workers"),
         (over(helpers=1, replicas=2) | LOCAL, "helpers: 1, replicas of all this: 2"),
+        (over(tensor=2), "layers 0-1, on cpu, each weight over 2 workers"),
+        (over(shards=2, tensor=2) | SPLIT_HYBRID, "layers 0-0, 1-1, on cpu, each weight over 2 workers"),
+        (over(tensor=2, replicas=2), "each weight over 2 workers, replicas of all this: 2"),
+        (over(shards=2, tensor=2) | LOCAL, "layers 0-0, 1-1, on cpu, each weight over 2 workers"),
+        (over(sequence=2, tensor=2) | SPLIT_HYBRID, "over 2 workers in turn, each weight over 2 workers"),
     ],
     ids=str,
 )
@@ -198,8 +206,9 @@ def test_every_layout_trains_as_one_process(
         [Layout(2), Layout(3), Layout(0), Layout(1)],
         [Layout(2, replicas=2), Layout(replicas=3), Layout(0), Layout(2)],
         [Layout(1, 3), Layout(2), Layout(1, 2), Layout(0)],
+        [Layout(1, tensor=2), Layout(2), Layout(2, tensor=2), Layout(0)],
     ],
-    ids=["shards", "replicas", "sequence"],
+    ids=["shards", "replicas", "sequence", "tensor"],
 )
 def test_a_run_may_change_its_layout(ray_on_loopback: None, tmp_path: Path, layouts: list[Layout]) -> None:
     """Compared with a run of the same history: the learning rate depends on the number of steps."""

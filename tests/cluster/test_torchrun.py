@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ import torch
 from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster.torchrun import Place, gpu_of
 from adjoint.errors import UserError
-from tests.training_helpers import exit_code, forked, metrics, run, same_training, tiny, train_tiny, weights
+from tests.cluster.processes import started, torchrun
+from tests.training_helpers import metrics, same_training, tiny, train_tiny, weights
 
 FLAGS: dict[str, Any] = {
     "data__batch": 3,
@@ -24,30 +23,9 @@ FLAGS: dict[str, Any] = {
 }
 
 
-def torchrun(rank: int, world: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-
-
 def srun(rank: int, world: int) -> dict[str, str]:
     variables = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(world), "SLURM_LOCALID": str(rank)}
     return {**variables, "SLURM_JOB_ID": "1", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
-
-
-def started(
-    environments: list[Mapping[str, str]], argv: list[str], monkeypatch: pytest.MonkeyPatch
-) -> list[int]:
-    """The exit codes of processes, each with an environment of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    children = []
-    for environment in environments:
-        with monkeypatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            children.append(forked(lambda: run(argv)))
-    return [exit_code(child) for child in children]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,53 @@ def test_documents_short_sequences_frozen_layers(ranks: int, tmp_path: Path) -> 
     on_ranks(ranks, tmp_path, batches)
 
 
+# Lengths of documents as in flash-linear-attention's tests of context parallelism, a 16th of theirs: ranks
+# begin in the middle of documents, at their ends, and one or two tokens before these.
+CUTS = {
+    2: [[19, 25, 20], [32, 32], [6, 9, 13, 16, 8, 6, 6], [33, 31], [34, 30], [13, 20, 31], [32, 1, 31]],
+    4: [[44, 20], [64], [17, 15, 17, 15], [17, 13, 17, 17], [17, 1, 13, 17, 1, 13, 2]],
+}
+
+
+def cut_documents(variants: list[str]) -> None:
+    """Packed documents over ranks have the loss and gradients of each document alone, in one process."""
+    ranks = dist.get_world_size()
+    for variant in variants:
+        model = make_model(variant)
+        for lengths in CUTS[ranks]:
+            ids = make_ids(1, sum(lengths), seed=len(lengths))
+            model.zero_grad(set_to_none=True)
+            losses = [
+                model(row, labels=row, method=Backprop()).loss * (row.shape[1] - 1)
+                for row in ids.split(lengths, dim=1)
+                if row.shape[1] > 1
+            ]
+            total = torch.stack(losses).sum() / (sum(lengths) - len(lengths))
+            total.backward()
+            expected = current_gradients(model)
+            bounds = torch.tensor([0, *lengths]).cumsum(0)
+            for chunk_size in (sum(lengths) // ranks, 5):
+                model.zero_grad(set_to_none=True)
+                loss = model(
+                    ids, labels=ids, method=Exact(chunk_size), cu_seqlens=bounds, sequence_group=world()
+                ).loss
+                loss.backward()
+                assert loss.item() == pytest.approx(total.item(), rel=1e-12), (variant, lengths)
+                assert_same(current_gradients(model), expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "variants"),
+    [
+        (2, ["kda"]),
+        pytest.param(2, [variant for variant in RECURRENT if variant != "kda"], marks=pytest.mark.slow),
+        pytest.param(4, RECURRENT, marks=pytest.mark.slow),
+    ],
+)
+def test_documents_cut_by_ranks(ranks: int, variants: list[str], tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, cut_documents, variants)
+
+
 def states() -> None:
     """Initial states have the whole's gradients, final ones are everybody's, also backpropagated from."""
     model, ids, rand = make_model("mixed, untied"), make_ids(2, 23), random_from(2)
@@ -289,7 +336,7 @@ def wrong() -> None:
         ("world", "a process group of torch.distributed or a DeviceMesh of one dimension; got 'world'"),
         (2, "got 2"),
         (alone[1 - rank], f"rank {rank} is not in the group"),
-        (mesh, 'a DeviceMesh of 2 dimensions; give the one of the sequence, such as mesh["sequence"]'),
+        (mesh, 'a DeviceMesh of 2 dimensions; give one of them, such as mesh["sequence"]'),
     ]:
         with refused(words):
             model(ids, ids, Exact(5), sequence_group=group)

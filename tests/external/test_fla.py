@@ -24,6 +24,8 @@ from adjoint.engine.verification import Refused
 from adjoint.hf.cache import CHUNK_LAYER_CLASSES
 from adjoint.hf.kernels import fla as kernels
 from adjoint.hf.kernels.fla_mixers import MIXERS
+from tests.engine.test_sequence import CUTS
+from tests.external.references import in_float64
 from tests.model_helpers import relative
 from tests.ranks import on_ranks
 
@@ -255,13 +257,6 @@ PLACES = {
 ACTIVATIONS = {"act": F.silu, "gate_fn": F.silu, "act_fn": lambda x: F.relu(x).square()}
 
 
-def in_float64(patch: pytest.MonkeyPatch) -> None:
-    """Let references compute in float64 what they compute in float32."""
-    patch.setattr(torch, "float32", torch.float64)
-    patch.setattr(torch, "float", torch.float64)
-    patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
 @pytest.fixture
 def by_references(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A way to run an unwrapped model: loss and gradients."""
@@ -472,6 +467,38 @@ def shared(name: str) -> None:
 @pytest.mark.parametrize("name", ["KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6", "Mamba2"])
 def test_ranks_that_share_sequences(name: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, shared, name)
+
+
+def cut_by_ranks(name: str, lengths: list[int], expected: dict[str, Tensor]) -> None:
+    model, positions = make(name), torch.cat([torch.arange(length) for length in lengths])[None]
+    ids = ids_of(lengths)
+    adjoint.wrap(model, Exact(sum(lengths) // dist.get_world_size()), sequence_group=dist.group.WORLD)
+    labels = ids.masked_fill(positions == 0, -100)
+    model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
+    for key, parameter in model.named_parameters():
+        assert relative(parameter.grad, expected[key]) <= 1e-10, (key, lengths)
+
+
+def ids_of(lengths: list[int]) -> Tensor:
+    return torch.randint(31, (1, sum(lengths)), generator=torch.Generator().manual_seed(len(lengths)))
+
+
+@pytest.mark.parametrize("name", ["KDA", "GatedDeltaNet", "RWKV6", "Mamba2"])
+@pytest.mark.parametrize(
+    ("ranks", "lengths"), [(ranks, lengths) for ranks, each in CUTS.items() for lengths in each[-3:]]
+)
+def test_documents_cut_by_ranks(
+    name: str, ranks: int, lengths: list[int], by_references: Any, tmp_path: Path
+) -> None:
+    """Gradients are those of each document alone, by fla's references: after its context-parallel tests."""
+    model, expected = make(name), dict[str, Tensor]()
+    for row in ids_of(lengths).split(lengths, dim=1):
+        if row.shape[1] > 1:
+            _, gradients = by_references(model, input_ids=row, labels=row)
+            weight = (row.shape[1] - 1) / (sum(lengths) - len(lengths))
+            for key, gradient in gradients.items():
+                expected[key] = expected.get(key, 0) + weight * gradient
+    on_ranks(ranks, tmp_path, cut_by_ranks, name, lengths, expected)
 
 
 def test_what_is_not_known_is_refused_by_name() -> None:

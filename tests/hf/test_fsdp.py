@@ -318,6 +318,22 @@ def replicated(rank: int) -> None:
 
 
 @case
+def shards_in_host_memory(rank: int) -> None:
+    """`CPUOffloadPolicy`; `DistributedConfig(fsdp_cpu_offload=True)` of transformers sets it."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    ids, policy = rows(), CPUOffloadPolicy(pin_memory=False)
+    with float64_throughout():
+        model = sharded(LLAMA, offload_policy=policy)
+        model(input_ids=ids[rank : rank + 1], labels=ids[rank : rank + 1]).loss.backward()
+        assert_same(
+            whole_gradients(model), unsharded(make(LLAMA), lambda m: m(input_ids=ids, labels=ids).loss)
+        )
+        with pytest.raises(UserError, match="give it offload_policy=CPUOffloadPolicy"):
+            adjoint.offload_weights(model, "cpu")
+
+
+@case
 def finer(rank: int) -> None:
     """Units inside layers, and beside them; MiniSequence; logits."""
     from torch.distributed.fsdp import fully_shard

@@ -219,8 +219,9 @@ RATINGS: Columns = {
     "label": lambda d: d[0] % 2 == 0,
 }
 PACKED = {"packing": True, "max_length": 64, "assistant_only_loss": True}
+TRLCase = tuple[str, str, Columns, dict[str, Any]]
 # Trainer, class of the model, columns of a row made of each document, and options.
-TRL: dict[str, tuple[str, str, Columns, dict[str, Any]]] = {
+TRL: dict[str, TRLCase] = {
     "padded": ("SFT", BAMBA, {"input_ids": list}, {"max_length": None}),
     # untouched, a recurrent model does not keep packed documents apart: its rows are padded
     "documents end to end": ("SFT", BAMBA, {"input_ids": list}, {"max_length": None, "padding_free": True}),
@@ -244,45 +245,57 @@ SLOW = {"GRPO", "KTO"}
 TRAINERS_LORA = {"init_lora_weights": True}  # their default: an adapter that begins as no change
 
 
+def trl_model(case: TRLCase, folder: Path) -> None:
+    """Save the case's model, with weights drawn from a seed, into folder/model."""
+    config = tiny(case[1].replace("SequenceClassification", "CausalLM")).config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    getattr(transformers, case[1])(config).save_pretrained(folder / "model")
+
+
+def trl_trainer(case: TRLCase, folder: Path, wrapped: bool, **more: Any) -> Any:
+    """Return a TRL trainer of folder/model, wrapped or not.
+
+    Args:
+        more: options besides the case's.
+    """
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    trainer_class, model_class, columns, options = case
+    model = getattr(transformers, model_class).from_pretrained(folder / "model", dtype=torch.float32).train()
+    settings = FEW | options | more
+    adapter = settings.pop("peft_config", None)
+    torch.manual_seed(0)  # an adapter's weights are drawn by the trainer
+    rows = {column: [make_column(d) for d in documents(24)] for column, make_column in columns.items()}
+    objects: dict[str, Any] = {"reward_funcs": reward} if trainer_class == "GRPO" else {}
+    if adapter is not None:
+        objects["peft_config"] = lora(**TRAINERS_LORA, **adapter)(pytest.importorskip("peft"))
+    return getattr(trl, f"{trainer_class}Trainer")(
+        adjoint.wrap(model, METHOD) if wrapped else model,
+        args=getattr(trl, f"{trainer_class}Config")(str(folder), **settings),
+        train_dataset=datasets.Dataset.from_dict(rows),
+        processing_class=tokenizer(),
+        **objects,
+    )
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in TRL]
 )
 def test_trl(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of a wrapped model runs by chunks, and nothing that a trainer does between steps makes it
     look like another model."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    trainer_of, name, columns, options = TRL[case]
-    config = tiny(name.replace("SequenceClassification", "CausalLM")).config
-    config.num_labels = 1
-    torch.manual_seed(0)
-    getattr(transformers, name)(config).save_pretrained(tmp_path / "model")
+    trl_model(TRL[case], tmp_path)
     losses, calls = [], []
     make_step = wrap_module.make_step
     monkeypatch.setattr(wrap_module, "make_step", lambda *arguments: calls.append(1) or make_step(*arguments))
     compares, compare = [], verification.compare
     monkeypatch.setattr(verification, "compare", lambda *arguments: compares.append(1) or compare(*arguments))
+    padding_free = "padding_free" in TRL[case][3]
     for wrapped in (False, True):
-        model = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype=torch.float32).train()
-        settings = FEW | options
-        adapter = settings.pop("peft_config", None)
-        if "padding_free" in options:
-            settings["padding_free"] = wrapped
-        torch.manual_seed(0)  # an adapter's weights are drawn by the trainer
-        trainer = getattr(trl, f"{trainer_of}Trainer")(
-            adjoint.wrap(model, METHOD) if wrapped else model,
-            args=getattr(trl, f"{trainer_of}Config")(str(tmp_path), **settings),
-            train_dataset=datasets.Dataset.from_dict(
-                {column: [make_column(d) for d in documents(24)] for column, make_column in columns.items()}
-            ),
-            processing_class=tokenizer(),
-            **({"reward_funcs": reward} if trainer_of == "GRPO" else {}),
-            **(
-                {}
-                if adapter is None
-                else {"peft_config": lora(**TRAINERS_LORA, **adapter)(pytest.importorskip("peft"))}
-            ),
+        trainer = trl_trainer(
+            TRL[case], tmp_path, wrapped, **({"padding_free": wrapped} if padding_free else {})
         )
-        assert not calls and ("padding_free" not in options or trainer.padding_free == wrapped)
+        assert not calls and (not padding_free or trainer.padding_free == wrapped)
         trainer.train()
         losses.append(logged(trainer, "loss"))
     assert len(losses[0]) == 10 and len(calls) in (10, 20)  # 20 with a reference that is the model itself

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import adjoint
+from adjoint.hf.trial_copy import make_trial_copy
+from adjoint.parallel.split_tensors import split_like
+from adjoint.train.pretrained import tensor_parallel_config
 from tests.hf.hf_models import VOCAB, float64_throughout, make, to_float64, transformers
 from tests.model_helpers import assert_same
 from tests.ranks import on_ranks
@@ -44,21 +47,38 @@ def loss_and_gradients(model: Any, inputs: dict[str, Tensor], **options: Any) ->
     return gradients | {"loss": full(output.loss.detach()).clone()}
 
 
-def as_one_process(
-    folder: str, sizes: dict[str, Any], seqlens: list[int], method: Any = METHOD, **options: Any
-) -> None:
-    """Compare loss and gradients of a sharded model by a method with those of the unsharded by autograd."""
+def load(folder: str, config: Any = None) -> Any:
+    """Load a model in float64, sharded where there is a configuration."""
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
     os.environ |= {"WORLD_SIZE": str(dist.get_world_size())}
-    # the other implementations of experts compute in float32
-    load = functools.partial(
-        transformers.AutoModelForCausalLM.from_pretrained, experts_implementation="eager"
-    )
+    sharded = {} if config is None else {"distributed_config": config}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager", **sharded
+    )  # the other implementations of experts compute in float32
+    return to_float64(model).train()
+
+
+def as_one_process(
+    folder: str,
+    sizes: dict[str, Any],
+    seqlens: list[int],
+    method: Any = METHOD,
+    shares_sequence: bool = False,
+    **options: Any,
+) -> None:
+    """Compare loss and gradients of a sharded model by a method with those of the unsharded by autograd.
+
+    Args:
+        shares_sequence: whether the groups of tp_size ranks share each sequence.
+    """
+    config, group, tp_size = DistributedConfig(**sizes), None, sizes.get("tp_size", 1)
+    if shares_sequence:
+        config = tensor_parallel_config(tp_size)
+        groups = [dist.new_group(range(i, dist.get_world_size(), tp_size)) for i in range(tp_size)]
+        group = groups[dist.get_rank() % tp_size]
     with float64_throughout():
-        plain = to_float64(load(folder, dtype=torch.float64)).train()
-        config = DistributedConfig(**sizes)
-        model = to_float64(load(folder, dtype=torch.float64, distributed_config=config)).train()
-        adjoint.wrap(model, method)
+        plain, model = load(folder), load(folder, config)
+        adjoint.wrap(model, method, sequence_group=group)
         for seed, seqlen in enumerate(seqlens):
             inputs = batch(seqlen, seed=seed)
             expected = loss_and_gradients(plain, inputs, **options)
@@ -72,6 +92,31 @@ def as_one_process(
 def test_tensor_parallel(name: str, tmp_path: Path) -> None:
     make(name).save_pretrained(tmp_path / "model")
     on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2}, [37, 8, 19])
+
+
+def every_call(folder: str) -> None:
+    """Compare calls of several kinds, accumulated: each kind is compared on first use."""
+    with float64_throughout():
+        plain, model = load(folder), adjoint.wrap(load(folder, DistributedConfig(tp_size=2)), METHOD)
+        mask = torch.arange(19)[None] < torch.tensor([[19], [12]])
+        padded = batch(19) | {"attention_mask": mask.long()}
+        padded["labels"] = padded["labels"].masked_fill(~mask, -100)
+        for inputs in (batch(19), padded, batch(11)):
+            for each in (plain, model):
+                each(**inputs).loss.backward()
+            gradients = [{n: full(p.grad) for n, p in each.named_parameters()} for each in (model, plain)]
+            assert_same(*gradients, 1e-10)
+        copied: Any = make_trial_copy(model)
+        before = {name: full(p.grad).clone() for name, p in model.named_parameters()}
+        adjoint.unwrap(copied)(**batch(11)).loss.backward()
+        assert all(p.grad is not None for p in copied.parameters())
+        assert_same({name: full(p.grad) for name, p in model.named_parameters()}, before, 0.0)
+
+
+def test_gradients_of_norms_on_each_ranks_heads(tmp_path: Path) -> None:
+    """They are summed over ranks once, whatever calls come before; and first use compares a copy."""
+    make("Qwen3ForCausalLM").save_pretrained(tmp_path / "model")
+    on_ranks(2, tmp_path, every_call, str(tmp_path / "model"))
 
 
 @pytest.mark.slow
@@ -105,6 +150,134 @@ def test_beside_fsdp(name: str, tmp_path: Path) -> None:
     on_ranks(4, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2, "fsdp_size": 2}, [37, 19])
 
 
+def after_a_plain_call(folder: str, sizes: dict[str, Any]) -> None:
+    """Compare a model that is called, and registers transformers' hooks, before it is wrapped."""
+    with float64_throughout():
+        plain, model, inputs = load(folder), load(folder, DistributedConfig(**sizes)), batch(19)
+        expected = loss_and_gradients(plain, inputs)
+        for each in (model, adjoint.wrap(model, METHOD), model):
+            assert_same(loss_and_gradients(each, inputs), expected, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "fsdp_size": 2}], ids=str)
+def test_wrapped_after_a_plain_call(sizes: dict[str, Any], tmp_path: Path) -> None:
+    make("Qwen3ForCausalLM").save_pretrained(tmp_path / "model")
+    ranks = sizes["tp_size"] * sizes.get("fsdp_size", 1)
+    on_ranks(ranks, tmp_path, after_a_plain_call, str(tmp_path / "model"), sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        (LLAMA, {"tp_size": 2, "dp_replicate_size": 2}),
+        (LLAMA, {"fsdp_size": 2, "dp_replicate_size": 2}),
+        (EXPERTS, {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}),
+        (EXPERTS, {"fsdp_size": 4, "ep_size": 2}),
+    ],
+    ids=str,
+)
+def test_beside_replicas_and_experts(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    """HSDP, and FSDP2 with experts on ranks of their own."""
+    make(name).save_pretrained(tmp_path / "model")
+    on_ranks(4, tmp_path, as_one_process, str(tmp_path / "model"), sizes, [37, 19])
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_class_that_has_none(tmp_path: Path) -> None:
+    """Bamba's attention and MLPs are split by a plan that is given, its Mamba-2 layers are whole."""
+    columns, rows = ("self_attn.q", "self_attn.k", "self_attn.v"), ("self_attn.o", "feed_forward.down")
+    columns += ("feed_forward.gate", "feed_forward.up")
+    plan = {f"model.layers.*.{name}_proj": "colwise" for name in columns}
+    plan |= {f"model.layers.*.{name}_proj": "rowwise" for name in rows}
+    make("BambaForCausalLM").save_pretrained(tmp_path / "model")
+    sizes = {"tp_size": 2, "tp_plan": plan}
+    on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), sizes, [37, 8, 19])
+
+
+def with_documents(folder: str) -> None:
+    """Compare with one process by chunks, as transformers' own code may let documents see earlier ones."""
+    with float64_throughout():
+        plain, model = load(folder), load(folder, DistributedConfig(tp_size=2))
+        positions = torch.cat([torch.arange(11), torch.arange(26)]).expand(2, 37)
+        inputs = batch(37) | {"position_ids": positions}
+        expected, result = (loss_and_gradients(adjoint.wrap(m, METHOD), inputs) for m in (plain, model))
+        assert_same(result, expected, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:position_ids restart")
+@pytest.mark.parametrize("name", [LLAMA, "Qwen3_5ForCausalLM"])
+def test_documents(name: str, tmp_path: Path) -> None:
+    make(name).save_pretrained(tmp_path / "model")
+    on_ranks(2, tmp_path, with_documents, str(tmp_path / "model"))
+
+
+def with_adapters(folder: str) -> None:
+    """Compare with one process: PEFT's adapters of weights that are split by columns."""
+    peft = pytest.importorskip("peft")
+    settings = {"r": 3, "init_lora_weights": False, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+    with float64_throughout():
+        plain, model = (
+            peft.get_peft_model(each, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).double()
+            for each in (load(folder), load(folder, DistributedConfig(tp_size=2)))
+        )
+        drawn = dict(model.named_parameters())
+        for name, parameter in plain.named_parameters():
+            parameter.data.copy_(full(drawn[name].detach()))  # PEFT draws a part on each rank
+        adjoint.wrap(model, METHOD)
+        inputs = batch(37)
+        assert_same(loss_and_gradients(model, inputs), loss_and_gradients(plain, inputs), 1e-10)
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path: Path) -> None:
+    make(LLAMA).save_pretrained(tmp_path / "model")
+    on_ranks(2, tmp_path, with_adapters, str(tmp_path / "model"))
+
+
+def with_dropout(folder: str) -> None:
+    """Compare with transformers' own backward on the same ranks, then with finite differences."""
+    with float64_throughout():
+        model, inputs = load(folder, DistributedConfig(tp_size=2)), batch(37)
+
+        def run() -> dict[str, Tensor]:
+            torch.manual_seed(5)
+            return loss_and_gradients(model, inputs)
+
+        expected = run()
+        adjoint.wrap(model, adjoint.Exact(chunk_size=37))
+        model(**inputs)  # first use
+        assert_same(run(), expected, 1e-10)
+        adjoint.wrap(model, METHOD)
+        gradients = run()
+        assert gradients["loss"] != expected["loss"]
+        direction = {n: torch.randn(p.shape, dtype=p.dtype) for n, p in model.named_parameters()}
+        slope = sum(float((gradients[name] * d).sum()) for name, d in direction.items())
+        losses = []
+        for step in (1e-6, -2e-6):
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p += step * split_like(direction[name], p)
+            losses.append(float(run()["loss"]))
+        assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, rates",
+    [
+        (LLAMA, {"attention_dropout": 0.2}),
+        ("GPTNeoXForCausalLM", {"attention_dropout": 0.2, "hidden_dropout": 0.1}),
+    ],
+)
+def test_dropout(name: str, rates: dict[str, float], tmp_path: Path) -> None:
+    """Masks are those that transformers draws on the same ranks; chunks that run again draw theirs again."""
+    make(name, **rates).save_pretrained(tmp_path / "model")
+    on_ranks(2, tmp_path, with_dropout, str(tmp_path / "model"))
+
+
 def across_a_sequence_group(folder: str) -> None:
     """Compare with one process: layers sharded along one dimension of a mesh, chunks along the other."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -117,10 +290,7 @@ def across_a_sequence_group(folder: str) -> None:
     )
     rows = ("self_attn", ("o_proj",), RowwiseParallel), ("mlp", ("down_proj",), RowwiseParallel)
     with float64_throughout():
-        plain, model = (
-            to_float64(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)).train()
-            for _ in range(2)
-        )
+        plain, model = load(folder), load(folder)
         for layer in model.model.layers:
             for module, names, style in (*columns, *rows):
                 plan = {name: style() for name in names}
@@ -130,6 +300,47 @@ def across_a_sequence_group(folder: str) -> None:
         assert_same(loss_and_gradients(model, inputs), loss_and_gradients(plain, inputs), 1e-10)
 
 
+def with_split_tokens(folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh, tokens = init_device_mesh("cpu", (2,)), Shard(1)
+    for name, style in {
+        "model.norm": SequenceParallel(),
+        "model.layers.1.mlp.down_proj": RowwiseParallel(output_layouts=tokens),
+        "model.layers.2.mlp": PrepareModuleInput(
+            input_layouts=(tokens,), desired_input_layouts=(Replicate(),)
+        ),
+    }.items():
+        model = load(folder)
+        parallelize_module(model, mesh, {name: style})
+        with pytest.raises(ValueError, match=f"{name}: it splits tokens over ranks") as raised:
+            adjoint.wrap(model, METHOD)(**batch(32))
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_split_tokens_are_refused(tmp_path: Path) -> None:
+    make(LLAMA).save_pretrained(tmp_path / "model")
+    on_ranks(2, tmp_path, with_split_tokens, str(tmp_path / "model"))
+
+
 def test_across_a_sequence_group(tmp_path: Path) -> None:
     make(LLAMA).save_pretrained(tmp_path / "model")
     on_ranks(4, tmp_path, across_a_sequence_group, str(tmp_path / "model"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [LLAMA, EXPERTS, "Qwen3_5ForCausalLM"])
+def test_groups_that_share_sequences(name: str, tmp_path: Path) -> None:
+    """By transformers' plan; a mixture with its router's loss."""
+    make(name).save_pretrained(tmp_path / "model")
+    routed = {"output_router_logits": True} if name == EXPERTS else {}
+    case = functools.partial(as_one_process, shares_sequence=True, **routed)
+    on_ranks(4, tmp_path, case, str(tmp_path / "model"), {"tp_size": 2}, [37, 19])

@@ -72,6 +72,7 @@ def test_backprop_recomputes_nothing_and_exact_all_but_a_chunk() -> None:
     assert seconds(Backprop()) == pytest.approx(3 * forward)
     assert seconds(Backprop(checkpoint=True)) == pytest.approx(4 * forward)
     assert seconds(Exact(256)) == pytest.approx(3.75 * forward)
+    assert seconds(Exact(256, recompute="full")) == pytest.approx(4.75 * forward)
     assert seconds(Truncated(128, 256)) > 4 * forward  # tasks look ahead of themselves
     assert seconds(Truncated("auto", 256)) == pytest.approx(seconds(Truncated(256, 256)))
 
@@ -311,6 +312,7 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
         ),
         ("--cluster.shards 1 --cluster.helpers 2", "has no tasks to share"),
         ("--model.d_modle 3", "did you mean model.d_model"),
+        ("--cluster.shards 1 --cluster.tensor 2", "cluster.tensor: a plan does not count split weights yet"),
         ("--measure --device-tflops 3", "does not work with --device-tflops"),
     ],
 )
@@ -475,6 +477,14 @@ def test_weights_gradients_and_moments_are_the_model_s(kind: str, folders: dict[
     assert sum(half.parts["weights"] for half in halves) == 4 * number + copy
     # inputs of all chunks but those at work
     assert 0.7 * 1024 < halves[1].parts["kept"] / 4 / 32 <= 1024 and halves[0].parts["kept"] == 0
+
+
+def test_a_token_takes_the_time_of_its_own_experts(folders: dict[str, str]) -> None:
+    mixture, dense = (model_of(outlined(folders[kind])) for kind in ("experts", "attention"))
+    router, mlp = 4 * 32, 3 * 32 * 64
+    layers = zip(mixture.layers, dense.layers, strict=True)
+    assert all(m.flops - d.flops == 2 * (router + mlp) for m, d in layers)  # two of four experts
+    assert all(m.weights > d.weights + 2 * mlp for m, d in zip(mixture.layers, dense.layers, strict=True))
 
 
 def test_attention_s_time_grows_with_the_square(folders: dict[str, str]) -> None:

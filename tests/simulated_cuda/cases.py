@@ -3,6 +3,7 @@ each case of the groups did. FOLDER is for the compiled guard."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ import torch
 
 import adjoint
 from adjoint import layers
+from adjoint.engine.budget import LiveBytes
 from tests.simulated_cuda.world import WrapState, simulated, to_cuda
 
 CHUNK = 512
@@ -121,6 +123,11 @@ def groups() -> dict[str, dict[str, Case]]:
         "long": long,
         "slow": slow,
         "wrapped": {f"{name}, exact": (pretrained(name), EXACT, {}) for name in WRAPPED},
+        # weights are most of what the device would hold
+        "host weights": {"attention, host weights": (stack("attention", d_model=1024), EXACT, {})},
+        "wrapped host weights": {
+            f"{name}, host weights": (pretrained(name), EXACT, {}) for name in ("Llama", "Bamba")
+        },
         "layers": {f"{name}, a layer": (stack(name), EXACT, {}) for name in ("mamba", "mamba2", "attention")},
         "wrapped layers": {
             f"{name}, a layer": (pretrained(name), EXACT, {}) for name in ("Mamba", "Mamba2", "Llama")
@@ -159,6 +166,51 @@ def step(
         loss.backward()
         devices = {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
     return record.counts() | {"gradients": sorted(devices)}
+
+
+def with_weights_on_host(case: Case) -> dict[str, Any]:
+    """A step of a model on its device, and one with its weights in host memory: the device's peak, the bytes
+    that are copied, and those of the weights."""
+    make, method, _ = case
+    layers, chunks, chunk = 8, 3, 64
+    method = dataclasses.replace(method, chunk_size=chunk, recompute="full")
+    counted: dict[str, Any] = {}
+    for place in ("device", "host"):
+        record = WrapState(device_bytes=LiveBytes())
+        with simulated(record):
+            model = make(layers)
+            sizes = {"weights": model, "layers": layers_of(model), "layer": layers_of(model)[:1]}
+            sizes = {name: sum(p.nbytes for p in part.parameters()) for name, part in sizes.items()}
+            if place == "host":
+                model = adjoint.offload_weights(model, "cuda")
+            else:
+                model = to_cuda(model)
+                record.device_bytes.live += sizes["weights"]
+            is_stack = isinstance(model, adjoint.Stack)
+            model = model if is_stack else adjoint.wrap(model, method)
+            ids = torch.empty(1, chunks * chunk, dtype=torch.int64, device="cuda:0")
+            for _ in range(1 if is_stack else 2):  # after the comparison on first use
+                record.device_bytes.begin()
+                before = record.to_device, record.to_host
+                inputs = {"method": method} if is_stack else {}
+                loss = model(input_ids=ids, labels=ids, **inputs).loss
+                loss.backward()
+                del loss
+            counted[place] = sizes | {
+                "peak": record.device_bytes.peak,
+                "to_device": record.to_device - before[0],
+                "to_host": record.to_host - before[1],
+                "mixed": record.mixed,
+                "wrong": record.wrong,
+                "gradients": sorted(
+                    {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
+                ),
+            }
+    return counted | {"chunks": chunks}
+
+
+def layers_of(model: Any) -> Any:
+    return model.layers if isinstance(model, adjoint.Stack) else model.model.layers
 
 
 def few_and_more(case: Case) -> dict[str, Any]:
@@ -212,7 +264,10 @@ def main(names: Sequence[str]) -> None:
     """Prints the groups' cases."""
     torch.set_num_threads(1)
     patched()
-    ways = {"layers": per_layer, "wrapped layers": per_layer, "long": long_step}
+    ways: dict[str, Callable[[Case], dict[str, Any]]] = dict.fromkeys(
+        ("host weights", "wrapped host weights"), with_weights_on_host
+    )
+    ways |= {"layers": per_layer, "wrapped layers": per_layer, "long": long_step}
     found: dict[str, Any] = {}
     for name in names:
         for case, given in groups()[name].items():

@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
 ]
 ROOT = Path(__file__).resolve().parents[2]
-QUICK, SLOW = ("core",), ("quick", "long", "layers", "slow", "wrapped", "wrapped layers")
+QUICK = "core", "host weights"
+SLOW = "quick", "long", "layers", "slow", "wrapped", "wrapped layers", "wrapped host weights"
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
 HELD = {
     "mamba, a layer": (69, 15),
@@ -87,3 +88,18 @@ def test_offloaded_keys_and_values_come_over_by_chunks() -> None:
     few = result("core", "hybrid, offloaded edges")
     keys = 2 * 4 * 512 * 128 * 2  # keys and values in bfloat16, of four chunks
     assert few["to_device"] < 40 * keys
+
+
+@pytest.mark.parametrize("group, case", of("host weights", "wrapped host weights"))
+def test_weights_in_host_memory_need_not_fit_the_device(group: str, case: str) -> None:
+    """A device that is smaller than the weights is enough. They cross three times for each chunk, twice for
+    the last; their gradients once; no operation mixes devices."""
+    one = result(group, case)
+    on_device, on_host, chunks = one["device"], one["host"], one["chunks"]
+    assert on_host["mixed"] == on_host["wrong"] == [] and on_host["gradients"] == ["cpu"]
+    assert on_host["peak"] < on_host["weights"] < on_device["peak"] / 2
+    copied = (3 * chunks - 1) * on_host["layers"]
+    others = 3 * chunks * (on_host["weights"] - on_host["layers"])
+    assert copied <= on_host["to_device"] <= copied + others
+    gradients = chunks * on_host["layers"]
+    assert gradients <= on_host["to_host"] <= gradients + others

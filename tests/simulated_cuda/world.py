@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -119,7 +120,7 @@ class WrapState:
     mixed: list[str] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
     launch: Callable[..., None] | None = None
-    memory: LiveBytes | None = None  # is told of the device's tensors
+    device_bytes: LiveBytes | None = None  # is told of the device's tensors alone
 
     def counts(self) -> dict[str, Any]:
         return {
@@ -185,17 +186,20 @@ class Recorder:
                     record.mixed.append(f"{func}: {where()}")
                 out = func(*args, **(kwargs or {}))
                 made = _tensors(out)
-                if record.memory is not None:
-                    for tensor in made:
-                        if tensor.device.type == "cuda":
-                            record.memory._note(tensor.untyped_storage())
-                    record.memory.peak = max(record.memory.peak, record.memory.live)
+                self._note_bytes(made)
                 if copies and given and made:
                     self._copied(name, given, made, args, kwargs or {})
                 launches = name not in WITHOUT_LAUNCH and func.namespace != "adjoint"
                 if launches and any(t.device.type == "cuda" for t in (*given, *made)):
                     record.operators[name] += 1
                 return out
+
+            def _note_bytes(self, made: Any) -> None:
+                live = record.device_bytes
+                for tensor in made if live is not None else ():
+                    if tensor.device.type == "cuda":
+                        live._note(tensor.untyped_storage())
+                        live.peak = max(live.peak, live.live)
 
             def _copied(self, name: str, given: Any, made: Any, args: Any, kwargs: Any) -> None:
                 source, target = (given[0], made[0]) if name == "_to_copy" else (given[-1], given[0])
@@ -259,8 +263,13 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
         (torch.cuda, "memory_reserved", lambda device=None: 0),
         (torch.cuda, "memory_allocated", lambda device=None: 0),
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "current_stream", _Stream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.random, "fork_rng", lambda devices=(), **more: fork(devices=[], **more)),
         (FakeTensorMode, "avoid_device_init", property(lambda self: True)),
+        (FakeTensorMode, "in_kernel_invocation", _per_thread(False)),  # a backward has one for each device
         (common, "on_device", lambda x: contextlib.nullcontext()),
         (common, "_multiprocessors", lambda device: properties.multi_processor_count),
         (ssd_launch, "_stages", lambda kernel, grid, args, constants: constants["num_stages"]),
@@ -275,6 +284,29 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
         stack.enter_context(recorder(record))
         yield
     Recorder.current = None
+
+
+def _per_thread(default: Any) -> property:
+    """Return an attribute that each thread has for itself."""
+    values = threading.local()
+    return property(
+        lambda _: getattr(values, "value", default), lambda _, value: setattr(values, "value", value)
+    )
+
+
+class _Stream:
+    """A stream of the simulated GPU, on which all runs in order."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self) -> None:
+        pass
 
 
 def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) -> None:

@@ -187,6 +187,45 @@ def test_adapters_train_resume_bitwise_and_are_merged(base: Path, tmp_path: Path
         torch.testing.assert_close(weight, before.get_parameter(name) + change)
 
 
+def test_weights_in_host_memory_train_alike_resume_bitwise_and_are_exported(
+    base: Path, tmp_path: Path
+) -> None:
+    flags = options(base, training__precision="float64", training__steps=6, data__seqlen=32)
+    assert train_tiny(tmp_path, **flags, run__dir=tmp_path / "plain") == 0
+    assert train_tiny(tmp_path, **flags, model__offload="weights") == 0
+    same_training(tmp_path / "run", tmp_path / "plain")
+    first, last = list_checkpoints(tmp_path / "run" / "checkpoints")
+    again = {"model__offload": "weights", "run__dir": tmp_path / "again", "run__resume": first}
+    assert train_tiny(tmp_path, **flags, **again) == 0
+    for file in last.glob("*.safetensors"):
+        assert (tmp_path / "again" / "checkpoints" / last.name / file.name).read_bytes() == file.read_bytes()
+    # where weights are may change on the way
+    assert train_tiny(tmp_path, **flags, run__dir=tmp_path / "plainly", run__resume=first) == 0
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    out = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, weight in out.named_parameters():
+        torch.testing.assert_close(weight.double(), StoredTensors(last, "model")[name].double())
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"method__name": "backprop"}, "backprop keeps all layers' weights on the GPU for its backward"),
+        ({"cluster__shards": 2}, "layer shards keep their weights on their devices; set cluster.shards to 0"),
+        (
+            {"model__quantization": "4bit", "model__lora__rank": 2},
+            "quantized weights stay on the GPU; leave model.quantization out",
+        ),
+    ],
+)
+def test_weights_in_host_memory_that_are_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], said: str
+) -> None:
+    assert train_tiny(tmp_path, **options(base, model__offload="weights", **flags)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: model.offload: ") and said in error and error.count("\n") == 1
+
+
 def test_adapters_without_a_gradient_are_told_of(tmp_path: Path) -> None:
     """Transformers reads the weight of Mamba's dt_proj past them."""
     pytest.importorskip("peft")

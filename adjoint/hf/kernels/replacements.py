@@ -28,11 +28,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from adjoint.engine.host_weights import with_weights_fetched
 from adjoint.engine.step import uncompiled
 from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.kernels import fla, fla_mixers
-from adjoint.hf.model_parts import Forward, override_attribute, replaced_forwards
+from adjoint.hf.model_parts import Forward, original_class, override_attribute, replaced_forwards
 from adjoint.kernels import attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
@@ -72,11 +73,11 @@ def replacement_forwards(model: nn.Module) -> dict[nn.Module, Forward]:
     row_of_class: dict[type, Replacement | None] = {}
     forwards = {}
     for module in model.modules():
-        cls = type(module)
+        cls = original_class(module)
         if cls not in row_of_class:
             row_of_class[cls] = next((row for row in REPLACEMENTS if _has_code(cls, row.theirs)), None)
         if (row := row_of_class[cls]) is not None and "forward" not in vars(module):
-            forwards[module] = _forward(module, row)
+            forwards[module] = with_weights_fetched(module, _forward(module, row))
     return forwards
 
 

@@ -17,16 +17,18 @@ from adjoint.errors import UserError
 from adjoint.memory import size_bytes, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
+from adjoint.plan.host_weights import SUSTAINED_LINK, in_host_memory
 from adjoint.plan.layouts import Ranked, Request, rank
 from adjoint.plan.machine import Machine
 from adjoint.plan.memory import Setup
 from adjoint.plan.stack import model_of
 from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value
-from adjoint.tools.plan.report import as_dict, labels_of, show
+from adjoint.tools.plan.report import as_dict, host_weights_as_dict, labels_of, show
 from adjoint.train.config import Config, load_config
 from adjoint.train.flags import Flags, reads
-from adjoint.train.gpus import GPUS
+from adjoint.train.gpus import GPUS, LINKS
 from adjoint.train.layout import Layout
+from adjoint.train.model import check_offload
 from adjoint.train.quantization import described
 
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
@@ -65,6 +67,8 @@ def main(argv: list[str]) -> int:
         ranked[0] = dataclasses.replace(ranked[0], estimate=estimate)
     source = request.costs(fit.setup).source
     report = as_dict(fit, spans, estimate, source, flags.measure, bounds, ranked)
+    if fit.setup.host_link is not None:
+        report["host_weights"] = host_weights_as_dict(fit.setup, request.costs(fit.setup))
     if flags.json:
         print(json.dumps(report, indent=1))
     else:
@@ -122,10 +126,18 @@ def request_of(flags: argparse.Namespace, config: Config) -> Request:
             )
         model = outlined(config.model.from_pretrained, config.model.trust_remote_code)
     machine = Machine(flags.kind, precision, None if flags.limits is None else min(flags.limits))
-    sizes = config.data.batch, config.data.seqlen
-    setup = Setup(model_of(model), config.method, *sizes, Layout(), machine, config.training)
+    sizes, method = (config.data.batch, config.data.seqlen), config.method
+    setup = Setup(model_of(model), method, *sizes, Layout(), machine, config.training)
+    if config.model.offload == "weights":
+        check_offload(config)
+        setup = in_host_memory(setup, flags.host_bandwidth or _link_bandwidth(flags))
     costs = functools.partial(_measured if flags.measure else _counted, flags)
     return Request(setup, flags.devices, flags.limits, costs, flags.bandwidth)
+
+
+def _link_bandwidth(flags: argparse.Namespace) -> float:
+    """Return the bytes per second assumed of the link between a device and host memory."""
+    return SUSTAINED_LINK * LINKS[GPUS[flags.device or UNNAMED].link]
 
 
 def _counted(flags: argparse.Namespace, setup: Setup) -> plan_time.Costs:
@@ -208,6 +220,9 @@ def _parser() -> Flags:
     measure = "time one layer of each kind on this machine; the default if no other machine is described"
     add("--measure", measure, action="store_true")
     add("--bandwidth", "bytes per second between devices", size_bytes, default=BANDWIDTH)
+    link = f"{SUSTAINED_LINK:.0%} of the peak of the GPU's link ({', '.join(LINKS)})".replace("%", "%%")
+    link = f"bytes per second between a GPU and host memory, for model.offload weights; default: {link}"
+    add("--host-bandwidth", link, size_bytes)
     add("--timeline", "draw the pipeline to a .png, .svg or .pdf", _picture)
     add("--json", "print everything as JSON", action="store_true")
     return parser

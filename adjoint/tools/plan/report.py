@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from adjoint.plan.capacity import LONGEST, Fit
-from adjoint.plan.estimate import Estimate
+from adjoint.plan.estimate import Costs, Estimate
+from adjoint.plan.host_weights import SUSTAINED_LINK, hiding_chunk, link_bytes
 from adjoint.plan.layouts import Ranked
-from adjoint.plan.memory import PARTS, needs
+from adjoint.plan.memory import PARTS, Setup, needs
 from adjoint.plan.partition import GB, named
 from adjoint.tools.measure.show import print_table, size_text
 from adjoint.train.config import plain
+from adjoint.train.gpus import LINKS
 from adjoint.train.layout import Layout
 
 SHOWN = 6  # layouts, of those that were compared
@@ -79,6 +81,21 @@ def as_dict(
     }
 
 
+def host_weights_as_dict(setup: Setup, costs: Costs) -> dict[str, Any]:
+    """Return, in plain types, what weights in host memory move, and from which chunk on copies hide."""
+    moved, planned = link_bytes(setup), setup.host_link
+    rates = {name: SUSTAINED_LINK * peak for name, peak in LINKS.items()}
+    assert planned is not None
+    return {
+        "bytes_per_second": planned,
+        "to_device_bytes": moved.to_device,
+        "to_host_bytes": moved.to_host,
+        "bytes_per_chunk": moved.per_chunk,
+        "hiding_chunk": hiding_chunk(setup, costs, planned),
+        "hiding_chunks": {name: hiding_chunk(setup, costs, rate) for name, rate in rates.items()},
+    }
+
+
 def labels_of(spans: Sequence[range], layout: Layout) -> list[str]:
     """Return a name for each worker of a replica."""
     names = []
@@ -119,6 +136,8 @@ def show(plan: dict[str, Any]) -> None:
         sent, busiest = size_text(step["bytes_sent"]), size_text(step["bytes_busiest_link"])
         idle = f"{step['idle_share']:.1%} of all devices' time"
         print(f"idle    {idle}; {sent} sent a step, {busiest} over the busiest link")
+    if "host_weights" in plan:
+        _show_host_weights(plan["host_weights"])
     if len(plan["layouts"]) > 1:
         _show_layouts(plan["layouts"])
 
@@ -136,6 +155,16 @@ def _show_memory(plan: dict[str, Any]) -> None:
     if any(host):
         total = size_text(plan["sequence"] * sum(host))
         print(f"host    {size_text(max(host))} of host memory for the fullest device, {total} in all")
+
+
+def _show_host_weights(link: dict[str, Any]) -> None:
+    down, up = size_text(link["to_device_bytes"]), size_text(link["to_host_bytes"])
+    each, rate = size_text(link["bytes_per_chunk"]), size_text(link["bytes_per_second"])
+    print(
+        f"link    {down} of weights to the GPU and {up} of gradients back a step, {each} a chunk, at {rate}/s"
+    )
+    others = ", ".join(f"{tokens:,} over {name}" for name, tokens in link["hiding_chunks"].items())
+    print(f"        copies of weights hide in chunks of {link['hiding_chunk']:,} tokens ({others})")
 
 
 def _show_layouts(layouts: Sequence[dict[str, Any]]) -> None:

@@ -1,0 +1,302 @@
+"""Weights in host memory, copied to the device one layer at a time: for models larger than the device.
+
+A unit is a module whose weights are copied together: a layer, the final norm, the head. Its class is swapped
+for a subclass of the same name whose forward copies the weights to the device first and drops the copies at
+its end. The copy is differentiable: its backward brings the gradient to the host, where it is added up and
+where the optimizer steps. An embedding looks its rows up on the host.
+
+A tape that kept weights would keep all copies, so layers are recomputed in the backward (`recompute="full"`,
+unless the method says "selective"), which copies them once more. `Exact` thus copies a layer three times per
+chunk: in the forward, when the chunk is recomputed, and in the layer's own recomputation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from adjoint.engine.storage import allocate
+from adjoint.errors import UserError
+from adjoint.layers import Block
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+HOST = torch.device("cpu")
+_TRANSFERS = "_adjoint_transfers"  # attribute of a unit's class
+
+
+def offload_weights(model: ModelT, device: torch.device | str) -> ModelT:
+    """Keep a model's weights in host memory, and copy them to a device one layer at a time.
+
+        model = adjoint.offload_weights(AutoModelForCausalLM.from_pretrained(directory), "cuda")
+        model = adjoint.wrap(model, adjoint.Exact())
+        model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
+
+    Parameters stay ordinary parameters of the CPU: gradients, clipping, optimizers and checkpoints need no
+    change, and the optimizer's step runs on the CPU. The device holds two layers' weights, the head's and
+    its gradient, and a chunk's activations. Loss and gradients are those without it. Layers are recomputed
+    in the backward, as with `recompute="full"`. On a CPU as the device it saves nothing, and the copies take
+    time. Do not use it if the weights fit the device with room for a chunk. `generate` copies all weights
+    for every token.
+
+    Args:
+        model: a model of transformers, wrapped or not, a PEFT model around one, or a `Stack`. In place.
+        device: the device that computes; inputs must be there.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: its weights are quantized, sharded over processes, or offloaded already, or a module that
+            contains layers has weights of its own.
+    """
+    device = torch.empty(0, device=device).device  # with its index
+    _refuse_others(model)
+    layers, others = _units(model)
+    transfers = Transfers(device, layers)
+    for module in model.modules():
+        is_table = isinstance(module, nn.Embedding)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(HOST if is_table else device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = _on_host(parameter.data, pinned=device.type == "cuda")
+    for unit in (*layers, *others):
+        unit.__class__ = transfers.unit_class(type(unit))
+    for module in model.modules():
+        if isinstance(getattr(type(module), "device", None), property):  # of a PreTrainedModel
+            module.__class__ = transfers.model_class(type(module))
+    return model
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether `offload_weights` was called for a model."""
+    return any(_is_unit(module) for module in model.modules())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device on which a model computes: that of its first parameter, unless it is offloaded."""
+    for module in model.modules():
+        if _is_unit(module):
+            return transfers_of(module).device
+    return next(model.parameters()).device
+
+
+def recompute_of(model: nn.Module, recompute: str) -> str:
+    """Return how much of a layer's tape is recomputed: of an offloaded model's at least its weights."""
+    return "full" if recompute == "none" and is_offloaded(model) else recompute
+
+
+@contextlib.contextmanager
+def fetched(*modules: nn.Module) -> Iterator[None]:
+    """Copy the weights of the units among some modules, and inside them, to the device.
+
+    Inside the context the units have their original classes and, in the place of parameters, copies that are
+    differentiable if gradients are on. It does nothing for units that are fetched already."""
+    units = [unit for module in modules for unit in module.modules() if _is_unit(unit)]
+    classes = [(unit, type(unit)) for unit in units]
+    copies: dict[Tensor, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    try:
+        for unit, cls in classes:
+            transfers = transfers_of(unit)
+            unit.__class__ = cls._adjoint_original  # type: ignore[attr-defined]
+            for module in unit.modules():
+                for name, parameter in list(module._parameters.items()):
+                    if parameter is not None:
+                        if parameter not in copies:
+                            copies[parameter] = transfers.fetch(parameter)
+                        replaced.append((module._parameters, name, parameter))
+                        module._parameters[name] = copies[parameter]  # type: ignore[assignment]
+            transfers.prefetch_after(unit)
+        del copies
+        yield
+    finally:
+        for parameters, name, parameter in replaced:
+            parameters[name] = parameter
+        for unit, cls in classes:
+            unit.__class__ = cls
+
+
+def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
+    """Return a forward that is called in the place of a module's own; if that is a unit, with its weights."""
+    if not _is_unit(unit):
+        return forward
+
+    def fetching_forward(*args: object, **kwargs: object) -> object:
+        with fetched(unit):
+            return forward(*args, **kwargs)
+
+    return fetching_forward
+
+
+class Transfers:
+    """Copies of an offloaded model's weights to its device.
+
+    On a GPU the next layer's weights are copied on a stream of their own while a layer computes.
+
+    Args:
+        device: the device that computes. layers: in the order in which they run.
+    """
+
+    def __init__(self, device: torch.device, layers: Sequence[nn.Module]) -> None:
+        self.device, self.classes = device, dict[type[nn.Module], type[nn.Module]]()
+        self.layers = [ref(layer) for layer in layers]
+        self.places = {id(layer): place for place, layer in enumerate(layers)}
+        self.last_place = 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # the copy and the event of its end, by what is copied: a tile's leaf shares a parameter's memory
+        self.prefetched: dict[tuple[int, int, int], tuple[Tensor, Any]] = {}
+
+    def fetch(self, parameter: Tensor) -> Tensor:
+        """Return a copy of a parameter on the device, differentiable if gradients are on."""
+        return _Fetch.apply(parameter, self)
+
+    def copied(self, source: Tensor) -> Tensor:
+        """Return a tensor of the host on the device: copied ahead, or now."""
+        prefetched = self.prefetched.pop(_contents(source), None)
+        if prefetched is None:
+            return _on_device(source, self.device)
+        copy, event = prefetched
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(event)
+        copy.record_stream(current)  # its memory is the other stream's
+        return copy
+
+    def prefetch_after(self, unit: nn.Module) -> None:
+        """Begin to copy the weights of the layer that is expected after `unit`."""
+        place = self.places.get(id(unit))
+        if self.stream is None or place is None:
+            return
+        self.prefetched.clear()  # what another order of layers has left
+        last, self.last_place = self.last_place, place
+        # layers run upwards from the first, and backwards from the last, which then runs twice in a row
+        runs_back = place == last - 1 or 0 < place == last
+        place += -1 if runs_back else 1
+        layer = self.layers[place]() if 0 <= place < len(self.layers) else None
+        if layer is None or not _is_unit(layer):
+            return
+        # the copies must not overtake the computation by more than a layer, whose memory they take
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            for parameter in layer.parameters():
+                copy = _on_device(parameter, self.device)
+                self.prefetched[_contents(parameter)] = copy, self.stream.record_event()
+
+    def unit_class(self, cls: type[nn.Module]) -> type[nn.Module]:
+        """Return a unit's class: its forward copies the weights; an embedding's runs on the host."""
+        if cls not in self.classes:
+            device, is_table = self.device, issubclass(cls, nn.Embedding)
+
+            @functools.wraps(cls.forward)
+            def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if is_table:
+                    args, kwargs = tree_map_only(Tensor, lambda ids: ids.to(HOST), (args, kwargs))
+                    return cls.forward(module, *args, **kwargs).to(device)
+                with fetched(module):
+                    return cls.forward(module, *args, **kwargs)
+
+            own = {"forward": forward, "_adjoint_original": cls, _TRANSFERS: self}
+            self.classes[cls] = _subclass(cls, own)
+        return self.classes[cls]
+
+    def model_class(self, cls: type[nn.Module]) -> type[nn.Module]:
+        """Return the class of a model whose property `device` is where it computes, not where weights are."""
+        return _subclass(cls, {"device": property(lambda _: self.device)})
+
+
+def transfers_of(unit: nn.Module) -> Transfers:
+    return vars(type(unit))[_TRANSFERS]
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return _TRANSFERS in vars(type(module))
+
+
+def _subclass(cls: type[nn.Module], own: dict[str, Any]) -> type[nn.Module]:
+    """Return a subclass of the same name."""
+    identity = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**own, **identity})
+
+
+class _Fetch(torch.autograd.Function):
+    """A parameter's copy on the device; its backward copies the gradient to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, transfers: Transfers) -> Tensor:
+        return transfers.copied(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _on_host(gradient, pinned=gradient.is_cuda), None
+
+
+def _contents(source: Tensor) -> tuple[int, int, int]:
+    """Return what stands for a tensor's values: its memory, and the version counter of its writes."""
+    return source.untyped_storage()._cdata, int(source.storage_offset()), source._version
+
+
+def _on_device(source: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(source, device=device).copy_(source, non_blocking=True)
+
+
+def _on_host(source: Tensor, pinned: bool) -> Tensor:
+    """Return a tensor in host memory; pinned, because copies from and to other memory are slow and wait."""
+    if not pinned:
+        return source.to(HOST)
+    return allocate(source.shape, source.dtype, HOST, host=True).copy_(source)
+
+
+def _units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the layers of a model, and the outermost modules beside them that have weights of their own.
+
+    Raises:
+        UserError: one of the latter contains layers.
+    """
+    imported = sys.modules.get("transformers.modeling_layers")
+    kinds = (Block, getattr(imported, "GradientCheckpointingLayer", Block))
+    units: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_nested = any(name.startswith(f"{outer}.") for outer in units)
+        if not is_nested and (
+            isinstance(module, kinds) or any(p is not None for p in module._parameters.values())
+        ):
+            units[name] = module
+            if not isinstance(module, kinds) and any(isinstance(inner, kinds) for inner in module.modules()):
+                raise UserError(
+                    f"offload_weights: {name or type(module).__name__} contains layers and has weights of "
+                    "its own, which are read while layers run: this model cannot be offloaded"
+                )
+    layers = [unit for unit in units.values() if isinstance(unit, kinds)]
+    if not layers:
+        raise UserError(
+            f"offload_weights: {type(model).__name__} has no layers of transformers or of a Stack; give it "
+            "such a model"
+        )
+    return layers, [unit for unit in units.values() if not isinstance(unit, kinds)]
+
+
+def _refuse_others(model: nn.Module) -> None:
+    """Raise a UserError for a model whose weights are not plain tensors, or offloaded already."""
+    if is_offloaded(model):
+        raise UserError("offload_weights: the model is offloaded already; call it once")
+    if getattr(model, "tensor_parallel", None) is not None:
+        raise UserError("offload_weights: the stack is split over ranks by tensor parallelism; leave one out")
+    for name, parameter in model.named_parameters():
+        if is_traceable_wrapper_subclass(parameter):  # a DTensor, or torchao's
+            raise UserError(
+                f"offload_weights: {name} is a {type(parameter).__name__}, sharded or quantized; with "
+                "fully_shard give it offload_policy=CPUOffloadPolicy() instead"
+            )
+        if not parameter.is_floating_point():
+            raise UserError(
+                f"offload_weights: {name} is quantized ({parameter.dtype}); leave such a model on its device"
+            )

@@ -1,0 +1,454 @@
+"""Tensor and sequence parallelism of a `Stack` (Korthikanti et al. 2022, section 4).
+
+Each rank of a group has a share of every layer's heads or channels, and of the vocabulary. Norms and the
+residual stream are split along the tokens: an all-gather before each mixer and MLP gives every rank all
+tokens, a reduce-scatter after it adds up the ranks' terms and leaves each rank its own. So a rank's weights,
+activations, gradients and states are a share of the whole's. Chunks run as in one process: every rank runs
+the same tiles in the same order, so that collectives meet.
+
+A weight's gradient is complete on the rank that has it, except where several ranks have the same rows: those
+of norms, which each rank applies to its own tokens, and those that groups of heads share. Their gradients are
+summed over the ranks once per backward, in one message."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from adjoint.batch import Batch
+from adjoint.engine.custom_layers import PARTS
+from adjoint.engine.distribution import Distribution
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.parameter_access import ContextFactory, ParameterAccess, Runs
+from adjoint.engine.stage import Embedding
+from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.errors import UserError
+from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.collectives import all_gather_tokens, reduce_scatter_tokens, sum_over_ranks
+from adjoint.layers import MIXERS, Block, State
+from adjoint.layers.mixer import Mixer
+from adjoint.layers.mlp import GatedMLP
+from adjoint.layers.tensor_parallel import RowParallelLinear, Split, Splits, share_of
+from adjoint.loss import VocabularyShard
+from adjoint.parallel.context import digest
+
+SPLIT_AND_SHARDED = (
+    "a stack is split by tensor parallelism or sharded by fully_shard, not both: leave fully_shard out, or "
+    "take DistributedDataParallel for further ranks"
+)
+CHECKED = (
+    "numbers of rows",
+    "numbers of tokens",
+    "methods or chunk sizes",
+    "tokens",
+    "states of torch's random number generator",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Rows of a parameter that this rank and others have; "rows" stands for indices along `dim`.
+
+    Attributes:
+        group: the ranks. dim: the dimension that is split. shape: of the whole parameter.
+        rows: those of this rank, ascending.
+        first_owned: (rows,) bool, those that no rank before this one has.
+        is_shared: (rows,) bool, those whose gradient is a sum over several ranks.
+        shared_places: their numbers among all rows that several ranks have, of which there are `shared_rows`.
+    """
+
+    group: dist.ProcessGroup
+    dim: int
+    shape: tuple[int, ...]
+    rows: Tensor
+    first_owned: Tensor
+    is_shared: Tensor
+    shared_places: Tensor
+    shared_rows: int
+
+    @staticmethod
+    def of_rank(
+        group: dist.ProcessGroup, rows: Sequence[Tensor], dim: int, shape: Sequence[int], sums: bool
+    ) -> Placement:
+        """Return this rank's placement.
+
+        Args:
+            rows: those of each rank.
+            sums: whether the gradient of rows that several ranks have is a sum over these; else each of them
+                computes all of it.
+        """
+        size, rank = shape[dim] if shape else 1, dist.get_rank(group)
+        held_by = torch.stack([torch.zeros(size, dtype=torch.int64).index_fill_(0, r, 1) for r in rows])
+        before, is_shared = held_by[:rank].sum(0), (held_by.sum(0) > 1) & sums
+        places, local = is_shared.cumsum(0) - 1, rows[rank]
+        return Placement(
+            group,
+            dim,
+            tuple(shape),
+            local,
+            before[local] == 0,
+            is_shared[local],
+            places[local][is_shared[local]],
+            int(is_shared.sum()),
+        )
+
+    def split(self, full: Tensor) -> Tensor:
+        """Return this rank's rows of the whole tensor, copied."""
+        return full.index_select(self.dim, self.rows.to(full.device))
+
+    def owned(self, local: Tensor) -> Tensor:
+        """Return the rows of a local tensor that no rank before this one has."""
+        return local.index_select(self.dim, self.first_owned.nonzero().squeeze(1).to(local.device))
+
+    @torch.no_grad()
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the whole tensor on every rank; all must call this."""
+        full = local.new_zeros(self.shape)
+        full.index_copy_(self.dim, self.rows[self.first_owned].to(local.device), self.owned(local))
+        dist.all_reduce(full, group=self.group)
+        return full
+
+    def shared(self, local: Tensor) -> Tensor:
+        """Return the rows of all ranks that several have, (shared rows, …); zero where they are not here."""
+        moved = local.movedim(self.dim, 0)
+        out = moved.new_zeros(self.shared_rows, *moved.shape[1:])
+        out[self.shared_places] = moved[self.is_shared]
+        return out
+
+    def put_shared(self, local: Tensor, shared: Tensor) -> None:
+        """Write the result of `shared`, summed over ranks, back to a local tensor."""
+        local.movedim(self.dim, 0)[self.is_shared] = shared[self.shared_places]
+
+
+class TensorParallel:
+    """The placements of a stack's parameters on the ranks of a group.
+
+    Tensors of a parameter's local shape, such as its gradient or an optimizer's moments, are placed like it.
+
+    Args:
+        group: the ranks that split the stack.
+
+    Attributes:
+        rank: this process's. ranks: how many there are.
+        placements: by the parameter's name.
+        vocabulary_shard: the token ids whose rows of embedding and head are here.
+    """
+
+    vocabulary_shard: VocabularyShard
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.placements: dict[str, Placement] = {}
+
+    def all_ids(self, logits: Tensor) -> Tensor:
+        """Return the logits of all token ids, (…, vocab_size), from those of this rank's."""
+        _, first, size = self.vocabulary_shard
+        return sum_over_ranks(F.pad(logits, (first, size - first - logits.shape[-1])), self.group)
+
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of the group's first rank, written over this rank's."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
+    def check_same(self, batch: Batch, spec: EngineSpec) -> None:
+        """Check that all ranks have the same rows and chunks.
+
+        Raises:
+            UserError: they differ; without the check collectives would not meet, or mix tokens.
+        """
+        ids = batch.ids
+        drawn = torch.get_rng_state() if spec.backward.drop_probability else None
+        tokens = digest([ids, batch.labels, batch.seq_idx])
+        numbers = *ids.shape, zlib.crc32(repr(spec).encode()), tokens, digest([drawn])
+        low = torch.tensor(numbers, device=ids.device)
+        high = low.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self.group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self.group)
+        for checked, differs in zip(CHECKED, (low != high).tolist(), strict=True):
+            if differs:
+                raise UserError(
+                    f"ranks that split a stack call it with different {checked}: all of a tensor-parallel "
+                    "group must read the same rows, by one method and seed"
+                )
+
+    def sum_shared(self, named: Iterable[tuple[str, Tensor | None]]) -> None:
+        """Add up, in place, the rows of gradients that are sums over ranks; all call with the same names.
+
+        They travel in one message per dtype."""
+        by_dtype: dict[torch.dtype, list[tuple[Placement, Tensor]]] = {}
+        for name, gradient in named:
+            placement = self.placements[name]
+            if gradient is not None and placement.shared_rows:
+                by_dtype.setdefault(gradient.dtype, []).append((placement, gradient))
+        for pairs in by_dtype.values():
+            terms = [placement.shared(gradient) for placement, gradient in pairs]
+            total = torch.cat([term.flatten() for term in terms])
+            dist.all_reduce(total, group=self.group)
+            pieces = total.split([term.numel() for term in terms])
+            for (placement, gradient), term, piece in zip(pairs, terms, pieces, strict=True):
+                placement.put_shared(gradient, piece.view_as(term))
+
+    def block(self, block: Block, prefix: str) -> None:
+        """Split a block; its parameters' names begin with `prefix`.
+
+        Raises:
+            ValueError: heads or channels cannot be shared evenly.
+        """
+        block.tensor_group = self.group
+        self._place(block.norm, f"{prefix}norm.", {})
+        mixer = block.mixer
+        splits = mixer.splits() if _is_ours(mixer) else None
+        if splits is None:
+            self._place(mixer, f"{prefix}mixer.", {}, sums=False)
+        else:
+            with torch.device("meta"):
+                local_mixer: Mixer = type(mixer)(mixer.rank_config(self.ranks))
+            local_mixer.tensor_group = self.group
+            self._fill(local_mixer, mixer, f"{prefix}mixer.", splits)
+            block.mixer = local_mixer
+        if block.mlp is not None and block.norm2 is not None:
+            self._place(block.norm2, f"{prefix}norm2.", {})
+            config, splits = block.config, block.mlp.splits()
+            _, channels = share_of(splits["out_proj"].sections[0], self.rank, self.ranks)
+            with torch.device("meta"):
+                local_mlp = GatedMLP(config.d_model, channels, config.bias)
+            self._fill(local_mlp, block.mlp, f"{prefix}mlp.", splits)
+            block.mlp = local_mlp
+
+    def embedding(self, table: nn.Embedding) -> SplitEmbedding:
+        """Return a stack's embedding with the rows of this rank's token ids."""
+        weight = self._rows_of("embedding.weight", table.weight)
+        return SplitEmbedding(weight, self.vocabulary_shard)
+
+    def head(self, norm_f: nn.Module, lm_head: nn.Linear, tied: nn.Embedding | None) -> nn.Linear:
+        """Return a stack's head with the rows of this rank's token ids.
+
+        Args:
+            norm_f: the norm before it, which stays whole.
+            tied: the local embedding, if its weight is the head's, too; None if the head has its own.
+        """
+        self._place(norm_f, "norm_f.", {})
+        weight = self._rows_of("lm_head.weight", lm_head.weight) if tied is None else tied.weight
+        local_head = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
+        local_head.weight = weight
+        return local_head
+
+    def _rows_of(self, name: str, table: Tensor) -> nn.Parameter:
+        """Return this rank's rows of a table of all token ids, which ranks share out evenly."""
+        edges = [len(table) * r // self.ranks for r in range(self.ranks + 1)]
+        self._add(name, [torch.arange(a, b) for a, b in itertools.pairwise(edges)], 0, table.shape)
+        self.vocabulary_shard = VocabularyShard(self.group, edges[self.rank], len(table))
+        return nn.Parameter(self.placements[name].split(table), table.requires_grad)
+
+    def _add(
+        self, name: str, rows: Sequence[Tensor], dim: int, shape: Sequence[int], sums: bool = True
+    ) -> None:
+        self.placements[name] = Placement.of_rank(self.group, rows, dim, shape, sums)
+
+    def _place(self, module: nn.Module | None, prefix: str, splits: Splits, sums: bool = True) -> None:
+        """Note where the parameters of a whole module are placed; `sums` as in `Placement.of_rank`."""
+        for name, parameter in () if module is None else module.named_parameters():
+            split = split_of(name, splits)
+            if split is None:
+                rows = [torch.arange(parameter.shape[0] if parameter.dim() else 1)] * self.ranks
+                self._add(prefix + name, rows, 0, parameter.shape, sums)
+            else:
+                rows = [split.rows(r, self.ranks) for r in range(self.ranks)]
+                self._add(prefix + name, rows, split.dim, parameter.shape)
+
+    def _fill(self, local_module: nn.Module, module: nn.Module, prefix: str, splits: Splits) -> None:
+        """Give a module of this rank's sizes its rows of the parameters of `module`."""
+        self._place(module, prefix, splits)
+        out_proj = getattr(local_module, "out_proj", None)
+        if isinstance(out_proj, nn.Linear) and out_proj.bias is not None:
+            with torch.device("meta"):
+                local_module.out_proj = RowParallelLinear(out_proj.in_features, out_proj.out_features)
+        for name, parameter in module.named_parameters():
+            local = self.placements[prefix + name].split(parameter)
+            owner, _, key = name.rpartition(".")
+            parameters = local_module.get_submodule(owner)._parameters
+            before = parameters[key]
+            assert before is not None and before.shape == local.shape, prefix + name
+            parameters[key] = nn.Parameter(local, parameter.requires_grad)
+        local_module.train(module.training)
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """Return the whole of a tensor placed like parameter `name`, on every rank; all must call."""
+        return self.placements[name].gather(local)
+
+
+def split_of(name: str, splits: Splits) -> Split | None:
+    """Return how parameter `name` of a module is split; None if every rank has it whole."""
+    module, _, kind = name.rpartition(".")
+    split = splits.get(name) or splits.get(module)
+    return None if split is None or (split.dim == 1 and kind == "bias") else split
+
+
+def _is_ours(mixer: nn.Module) -> bool:
+    """Whether a mixer is one of `MIXERS`, with nothing in it replaced or hooked."""
+
+    def is_plain(module: nn.Module) -> bool:
+        is_adjoints = type(module).__module__.startswith("adjoint.")
+        return is_untouched(module, *PARTS, *([type(module)] if is_adjoints else ()))
+
+    return type(mixer) in MIXERS.values() and all(is_plain(m) for name, m in mixer.named_modules() if name)
+
+
+@contextlib.contextmanager
+def unsplit(blocks: Sequence[Block]) -> Iterator[None]:
+    """Let blocks whose mixers every rank runs alone work like unsplit ones, for `verify_custom_layers`."""
+    unsplit_blocks = [block for block in blocks if getattr(block.mixer, "tensor_group", None) is None]
+    groups = [block.tensor_group for block in unsplit_blocks]
+    try:
+        for block in unsplit_blocks:
+            block.tensor_group = None
+        yield
+    finally:
+        for block, group in zip(unsplit_blocks, groups, strict=True):
+            block.tensor_group = group
+
+
+# ----------------------------------------------------------------------------------- embedding and gradients
+
+
+class SplitEmbedding(nn.Embedding):
+    """Token ids → embeddings of this rank's tokens, from a table of which it has the rows of some ids."""
+
+    def __init__(self, table: nn.Parameter, shard: VocabularyShard) -> None:
+        super().__init__(len(table), table.shape[1], device="meta")
+        self.weight, self.shard = table, shard
+
+    def rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the table's row of each id, 0 for those of other ranks; and whether it is here."""
+        rows = ids - self.shard.first
+        is_here = (rows >= 0) & (rows < self.num_embeddings)
+        return torch.where(is_here, rows, 0), is_here
+
+    def forward(self, ids: Tensor, whole_tokens: bool = False) -> Tensor:
+        rows, is_here = self.rows_of(ids)
+        terms = F.embedding(rows, self.weight).masked_fill(~is_here.unsqueeze(-1), 0)
+        return (sum_over_ranks if whole_tokens else reduce_scatter_tokens)(terms, self.shard.group)
+
+
+class SplitEmbeddingStage(Embedding):
+    """`SplitEmbedding` as a stage: ids → this rank's tokens of y_0, or all with `whole_tokens`."""
+
+    table: SplitEmbedding
+
+    def __init__(self, table: SplitEmbedding, whole_tokens: bool) -> None:
+        super().__init__(table)
+        self.whole_tokens = whole_tokens
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self.table(x, self.whole_tokens), ()
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        table, seqlen = self.table, x.shape[1]
+
+        def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[None, Cotangents]:
+            if dy is not None and table.weight.requires_grad:
+                d_tokens = dy if self.whole_tokens else all_gather_tokens(dy, table.shard.group, seqlen)
+                rows, is_here = table.rows_of(x)
+                gradients.add_rows(table.weight, rows[is_here], d_tokens[is_here])
+            return None, ()
+
+        with torch.no_grad():
+            return table(x, self.whole_tokens), (), pullback
+
+
+class _Context(FunctionCtx):
+    """The attributes that `_SummedOverRanks` keeps for its backward."""
+
+    split: TensorParallel
+    names: Sequence[str]
+
+
+class _SummedOverRanks(torch.autograd.Function):
+    """Parameters as they are; their gradients, once complete, are summed over the ranks that share rows."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, split: TensorParallel, names: Sequence[str], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.split, ctx.names = split, names
+        ctx.set_materialize_grads(False)
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        totals = [None if d is None else d.clone() for d in gradients]  # others may read the originals
+        ctx.split.sum_shared(zip(ctx.names, totals, strict=True))
+        return None, None, *totals
+
+
+def summed_over_ranks(split: TensorParallel, model: nn.Module) -> dict[Tensor, Tensor]:
+    """Return, for each parameter that shares rows with other ranks, a stand-in to use in plain autograd."""
+    named = [
+        (n, p) for n, p in model.named_parameters() if p.requires_grad and split.placements[n].shared_rows
+    ]
+    if not named or not torch.is_grad_enabled():
+        return {}
+    names, parameters = zip(*named, strict=True)
+    return dict(zip(parameters, _SummedOverRanks.apply(split, names, *parameters), strict=True))
+
+
+def reads_windows(spec: EngineSpec) -> bool:
+    """Whether tiles read windows of tokens, for which every rank needs all tokens of the residual stream."""
+    return spec.backward.window is not None
+
+
+class TensorParallelAccess(ParameterAccess):
+    """Weights of which this rank has a part; gradients of rows that ranks share are summed over these.
+
+    Args:
+        model: the split stack. split: its placements.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: TensorParallel,
+        backward_context: ContextFactory = contextlib.nullcontext,
+    ) -> None:
+        super().__init__(backward_context)
+        self.split = split
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+
+    def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
+        """Refuse what split layers cannot do.
+
+        Raises:
+            UserError: a memory budget, or ranks that call with other rows or draw other numbers.
+        """
+        if spec.storage.memory is not None:
+            raise UserError(
+                "memory= fits chunks to what one process has left, but ranks that split a stack must run the "
+                "same chunks: give chunk_size instead"
+            )
+        self.split.check_same(batch, spec)
+        return spec
+
+    def windows(self, widths: list[int]) -> list[int]:
+        """Return the widest windows of the ranks, each of which knows the decays of its own heads."""
+        widest = torch.tensor(widths, device=next(iter(self.names)).device)
+        dist.all_reduce(widest, dist.ReduceOp.MAX, group=self.split.group)
+        return widest.tolist()
+
+    def backward(
+        self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        gradients, d_initial = step.run_backward(d_loss, d_final)
+        listed = [p for p in step.parameters if p.requires_grad]
+        self.split.sum_shared((self.names[p], gradients.sums.get(p)) for p in listed)
+        return gradients, d_initial

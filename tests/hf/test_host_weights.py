@@ -1,0 +1,150 @@
+"""Weights in host memory (`offload_weights`): gradients, copies, refusals. On a CPU the device is the host,
+and copies are made all the same; `tests/simulated_cuda` counts a GPU's memory."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import adjoint
+from adjoint.engine import host_weights
+from adjoint.errors import UserError
+from adjoint.plan.host_weights import link_bytes
+from adjoint.plan.memory import Setup
+from adjoint.plan.pretrained import outlined
+from adjoint.plan.stack import model_of
+from tests.hf.hf_models import (
+    assert_exact,
+    float64_throughout,
+    loss_and_gradients,
+    make,
+    make_batch,
+)
+
+METHOD, CHUNKS = adjoint.Exact(chunk_size=16), 4
+NAMES = ["BambaForCausalLM"]
+SLOW = [
+    *(
+        "LlamaForCausalLM",
+        "MambaForCausalLM",
+        "Mamba2ForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Gemma3ForCausalLM",
+    ),
+    *("MixtralForCausalLM", "NemotronHForCausalLM", "DeepseekV3ForCausalLM"),
+]
+
+
+class Copies:
+    """The copies of weights that are made: their bytes, and how many exist at a time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.made = self.live = self.peak = 0
+        copy = host_weights._on_device
+
+        def counted(source: Tensor, device: torch.device) -> Tensor:
+            made = copy(source, device)
+            self.made, self.live = self.made + made.nbytes, self.live + made.nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(made.untyped_storage(), self._free, made.nbytes)
+            return made
+
+        patch.setattr(host_weights, "_on_device", counted)
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_gradients_are_those_without_it(name: str) -> None:
+    batch = make_batch(57)
+    with float64_throughout():
+        expected = loss_and_gradients(adjoint.wrap(make(name), METHOD), **batch)
+        for first in ("wrap", "offload"):
+            model = make(name) if first == "offload" else adjoint.wrap(make(name), METHOD)
+            model = adjoint.offload_weights(model, "cpu")
+            model = adjoint.wrap(model, METHOD) if first == "offload" else model
+            assert_exact(loss_and_gradients(model, **batch), expected)
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_stack(recompute: str) -> None:
+    config = adjoint.StackConfig(61, 16, 3, ["mamba", "mamba2", "attention"], d_state=4, headdim=8)
+    ids = torch.randint(61, (2, 57), generator=torch.Generator().manual_seed(0))
+    method = adjoint.Exact(16, recompute=recompute)
+    plain, offloaded = (adjoint.Stack(config, seed=0).double() for _ in range(2))
+    adjoint.offload_weights(offloaded, "cpu")
+    expected, result = (
+        loss_and_gradients(model, input_ids=ids, labels=ids, method=method) for model in (plain, offloaded)
+    )
+    assert_exact(result, expected)
+    torch.testing.assert_close(offloaded(ids).logits, plain(ids).logits)
+    windowed = adjoint.offload_weights(adjoint.Stack(adjoint.StackConfig(61, 16, 1), seed=0), "cpu")
+    with pytest.raises(UserError, match="windows read single weights"):
+        windowed(ids, labels=ids, method=adjoint.Truncated(8, 16))
+
+
+def test_a_layer_is_copied_three_times_per_chunk_and_at_most_one_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last chunk's forward is the one that its backward needs: it copies twice."""
+    model = adjoint.wrap(make("LlamaForCausalLM", torch.float32, num_hidden_layers=6), METHOD)
+    adjoint.offload_weights(model, "cpu")
+    ids = torch.randint(3, 60, (1, 16 * CHUNKS), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()  # the comparison on first use
+    copies = Copies(monkeypatch)
+    model(input_ids=ids, labels=ids).loss.backward()
+    parts = {
+        "layers": sum(p.nbytes for p in model.model.layers.parameters()),
+        "layer": sum(p.nbytes for p in model.model.layers[0].parameters()),
+        "norm": model.model.norm.weight.nbytes,
+        "head": model.lm_head.weight.nbytes,
+    }
+    assert copies.made == (
+        (3 * CHUNKS - 1) * parts["layers"] + (2 * CHUNKS - 1) * (parts["norm"] + parts["head"])
+    )
+    model.config.save_pretrained(tmp_path)
+    setup = Setup(model_of(outlined(str(tmp_path))), METHOD, 1, 16 * CHUNKS)
+    assert link_bytes(setup).to_device == copies.made + 2 * setup.y(16 * CHUNKS)  # and embeddings
+    assert copies.peak <= parts["layer"] + parts["norm"] + parts["head"] < parts["layers"] / 2
+
+
+def test_adapters_and_generation() -> None:
+    peft = pytest.importorskip("peft")
+    ids = torch.randint(3, 60, (1, 40), generator=torch.Generator().manual_seed(0))
+    results = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        settings = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+        model: Any = peft.get_peft_model(
+            adjoint.wrap(make("LlamaForCausalLM", torch.float32), METHOD), settings
+        )
+        model = adjoint.offload_weights(model, "cpu") if offload else model
+        loss, gradients = loss_and_gradients(model, input_ids=ids, labels=ids)
+        results.append((loss, gradients))
+        assert all("lora" in name for name in gradients)
+        results.append(model.generate(input_ids=ids, max_new_tokens=3, do_sample=False))
+    torch.testing.assert_close(results[2], results[0])
+    torch.testing.assert_close(results[3], results[1])
+
+
+def test_what_is_refused() -> None:
+    model = adjoint.offload_weights(make("LlamaForCausalLM", torch.float32), "cpu")
+    with pytest.raises(UserError, match="offloaded already"):
+        adjoint.offload_weights(model, "cpu")
+    with pytest.raises(UserError, match="Linear has no layers"):
+        adjoint.offload_weights(nn.Linear(2, 2), "cpu")
+    outer = make("LlamaForCausalLM", torch.float32)
+    outer.model.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(UserError, match="model contains layers and has weights of its own"):
+        adjoint.offload_weights(outer, "cpu")
+    quantized = make("LlamaForCausalLM", torch.float32)
+    quantized.model.layers[0].mlp.down_proj.weight = nn.Parameter(torch.ones(2, dtype=torch.int8), False)
+    with pytest.raises(UserError, match=r"down_proj\.weight is quantized"):
+        adjoint.offload_weights(quantized, "cpu")

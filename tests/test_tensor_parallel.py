@@ -1,0 +1,357 @@
+"""A `Stack` split by tensor and sequence parallelism over gloo ranks, against one process."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import adjoint
+from adjoint.errors import UserError
+from tests.model_helpers import assert_same
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.xdist_group("tensor_parallel")
+SIZES: dict[str, Any] = {"vocab_size": 19, "d_model": 16, "n_layer": 2, "headdim": 8, "d_state": 8}
+EXACT = adjoint.Exact(chunk_size=8)
+MAMBA2 = adjoint.StackConfig(**SIZES, mixer="mamba2")
+
+
+class RunningMean(torch.nn.Module):
+    """A user's own mixer: y_t = W (mean of x up to t). State: number of tokens and their sum."""
+
+    def __init__(self, config: adjoint.StackConfig) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(config.d_model, config.d_model)
+
+    def reset_parameters(self) -> None:
+        self.linear.reset_parameters()
+
+    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        width = self.linear.in_features + 1
+        return (torch.zeros(batch, width, dtype=dtype, device=device),)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...], seq_idx: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        ones = torch.cat([torch.ones_like(x[..., :1]), x], dim=-1)
+        sums = state[0].to(x.dtype)[:, None] + ones.cumsum(1)
+        return self.linear(sums[..., 1:] / sums[..., :1]), (sums[:, -1].clone(),)
+
+
+def config(mixer: str, **sizes: Any) -> adjoint.StackConfig:
+    return adjoint.StackConfig(**{**SIZES, "mixer": mixer, **sizes})
+
+
+CASES = {
+    "mamba": config("mamba", d_intermediate=24, bias=True),
+    "mamba2": config("mamba2", tie_embeddings=False),
+    "mamba2-groups": config("mamba2", ngroups=2, bias=True, conv_bias=False),
+    "mamba3": config("mamba3", ngroups=2, is_outproj_norm=True, bias=True),
+    "mamba3-mimo": config("mamba3", is_mimo=True, mimo_rank=3),
+    "attention": config("attention", num_attention_heads=4, num_key_value_heads=2, attention_d_conv=3),
+    "multi-query": config("attention", num_attention_heads=4, num_key_value_heads=1, attention_bias=True),
+    "gated_deltanet": config("gated_deltanet", linear_num_key_heads=1, d_intermediate=8),
+    "kda": config("kda", bias=True),
+    "diagonal": config("diagonal"),
+    "scalar": config("scalar"),
+    "dense": config("dense"),
+    "own": config("tests.test_tensor_parallel:RunningMean", d_intermediate=8),
+}
+
+
+def results(
+    model: adjoint.Stack, method: Any, seqlen: int, gather: Callable[[str, Tensor], Tensor], **options: Any
+) -> dict[str, Tensor]:
+    """Return loss and gradients of a call; gather: makes a part of a gradient whole."""
+    generator = torch.Generator().manual_seed(seqlen)
+    ids = torch.randint(19, (2, seqlen), generator=generator)
+    model.zero_grad()
+    output = model(ids, labels=ids.masked_fill(ids % 7 == 3, -100), method=method, **options)
+    output.loss.backward()
+    gradients = {name: gather(name, p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {**gradients, "loss": output.loss.detach()}
+
+
+def make(case: str) -> tuple[adjoint.Stack, adjoint.Stack]:
+    """Return the same stack in float64 twice, the second one split over the ranks."""
+    plain = adjoint.Stack(CASES[case], seed=1).double()
+    split = adjoint.Stack(CASES[case], seed=1 + dist.get_rank()).double()  # the first rank's weights count
+    with torch.no_grad():
+        for parameter, other in zip(plain.parameters(), split.parameters(), strict=True):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+            if dist.get_rank() == 0:
+                other.copy_(parameter)
+    split.parallelize(dist.group.WORLD)
+    return plain, split
+
+
+def as_one_process(case: str, methods: list[Any], seqlens: list[int], documents: bool = False) -> None:
+    plain, split = make(case)
+    assert sum(p.numel() for p in split.parameters()) < sum(p.numel() for p in plain.parameters())
+    for method in methods:
+        for seqlen in seqlens:
+            documents = documents and case != "own"
+            options = {"seq_idx": (torch.arange(seqlen) * 3 // seqlen).expand(2, -1)} if documents else {}
+            expected = results(plain, None, seqlen, lambda _, g: g, **options)
+            got = results(split, method, seqlen, split.tensor_parallel.gather, **options)
+            assert_same(got, expected, 1e-10)
+
+
+QUICK = ("mamba", "mamba2-groups", "multi-query")
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_each_mixer(case: str, tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, as_one_process, case, [EXACT, None], [37])
+
+
+METHODS = [
+    adjoint.Exact(8, recompute="selective"),
+    adjoint.Exact(8, recompute="full"),
+    adjoint.Exact(8, keep="inputs"),
+    adjoint.Exact(4, checkpoints=2),
+    adjoint.LayerLocal(chunk_size=8),
+    adjoint.Backprop(),
+    adjoint.Backprop(checkpoint=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_on_four_ranks(case: str, tmp_path: Path) -> None:
+    """Heads and groups are fewer than ranks in places; sequences and chunks have fewer tokens than ranks."""
+    on_ranks(4, tmp_path, as_one_process, case, [EXACT, None], [37, 3, 10], True, timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_methods(method: Any, tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, by_method, "mamba", method)
+
+
+WINDOWS = [
+    adjoint.Truncated(5, 8),
+    adjoint.Truncated("auto", 8),
+    adjoint.LayerLocal(5, chunk_size=8),
+    adjoint.Truncated(16, 8, unbiased=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mamba", "mamba2-groups", "diagonal", "dense"])
+@pytest.mark.parametrize("method", WINDOWS, ids=str)
+def test_windows(case: str, method: Any, tmp_path: Path) -> None:
+    """Every rank has all tokens of the residual stream."""
+    on_ranks(2, tmp_path, by_method, case, method)
+
+
+def by_method(case: str, method: Any) -> None:
+    plain, split = make(case)
+    for seqlen in (37, 8):
+        torch.manual_seed(3)
+        expected = results(plain, method, seqlen, lambda _, g: g)
+        torch.manual_seed(3)
+        assert_same(results(split, method, seqlen, split.tensor_parallel.gather), expected, 1e-10)
+
+
+def states_and_logits() -> None:
+    """States are a rank's heads; logits are all ids', differentiable without a method; samples agree."""
+    plain, split = make("mamba2")
+    ids = torch.arange(2 * 21).view(2, 21) * 5 % 19
+    state = [tuple(torch.randn_like(s) for s in layer) for layer in plain.initial_state(2)]
+    heads = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    first = [(conv_channels(tail), h[:, heads].clone()) for tail, h in state]
+    for model, before in ((plain, state), (split, first)):
+        for layer in before:
+            for s in layer:
+                s.requires_grad_()
+        output = model(ids, labels=ids, method=EXACT, state=before, return_state=True, return_logits=True)
+        (output.loss + sum((h**2).sum() for _, h in output.state)).backward()
+        model.outputs = output
+    assert_same(dict(enumerate([split.outputs.logits])), dict(enumerate([plain.outputs.logits])), 1e-10)
+    for (tail, h), (tail_part, h_part) in zip(state, first, strict=True):
+        assert_same({"h": h_part.grad}, {"h": h.grad[:, heads]}, 1e-10)
+        x = slice(0, 16)  # of the convolution's channels: x's, before B's and C's, which both ranks have
+        assert_same({"tail": tail_part.grad[:, x]}, {"tail": conv_channels(tail.grad)[:, x]}, 1e-10)
+    plain_logits, logits = plain(ids).logits, split(ids).logits
+    assert_same({"logits": logits}, {"logits": plain_logits}, 1e-10)
+    torch.manual_seed(dist.get_rank())
+    samples: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(samples, split.generate(ids[:, :5], 7).tolist())
+    assert samples[0] == samples[1]
+
+
+def conv_channels(tail: Tensor) -> Tensor:
+    """Return this rank's channels of a Mamba-2 layer's conv tail: its heads' x, and all of B and C."""
+    x, groups = tail[:, :32], tail[:, 32:]
+    return torch.cat([x[:, 16 * dist.get_rank() :][:, :16], groups], dim=1).detach().clone()
+
+
+def test_states_and_logits(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, states_and_logits)
+
+
+def across_a_sequence_group(case: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "tensor"))
+    plain = adjoint.Stack(CASES[case], seed=1).double()
+    split = adjoint.Stack(CASES[case], seed=1).double()
+    split.parallelize(mesh["tensor"])
+    for seqlen in (37, 19):
+        expected = results(plain, None, seqlen, lambda _, g: g)
+        got = results(split, EXACT, seqlen, split.tensor_parallel.gather, sequence_group=mesh["sequence"])
+        assert_same(got, expected, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mamba", "mamba2-groups", "mamba3", "multi-query", "kda", "dense"])
+def test_across_a_sequence_group(case: str, tmp_path: Path) -> None:
+    on_ranks(4, tmp_path, across_a_sequence_group, case)
+
+
+def in_bfloat16() -> None:
+    """No further from float64 than one process is, times the rounding of sums over ranks."""
+    exact, split = make("mamba2-groups")
+    plain = adjoint.Stack(CASES["mamba2-groups"], seed=1)
+    plain.load_state_dict(exact.state_dict())
+    split = split.float()
+    expected = results(exact, None, 37, lambda _, g: g)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        unsplit = results(plain, EXACT, 37, lambda _, g: g)
+        got = results(split, EXACT, 37, split.tensor_parallel.gather)
+
+    def error(result: dict[str, Tensor]) -> float:
+        total = sum(float((result[n].double() - e).square().sum()) for n, e in expected.items())
+        return (total / sum(float(e.square().sum()) for e in expected.values())) ** 0.5
+
+    assert error(got) < 1.5 * error(unsplit)
+
+
+@pytest.mark.slow
+def test_in_bfloat16(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, in_bfloat16)
+
+
+def frozen() -> None:
+    """Frozen weights stay without a gradient, also those whose gradients would be summed."""
+    plain, split = make("mamba")
+    for model in (plain, split):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" not in name and "in_proj" not in name)
+    expected = results(plain, EXACT, 37, lambda _, g: g)
+    for method in (EXACT, None):
+        assert_same(results(split, method, 37, split.tensor_parallel.gather), expected, 1e-10)
+
+
+@pytest.mark.slow
+def test_frozen_weights(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, frozen)
+
+
+def refusals() -> None:
+    def refused(words: str, call: Callable[[], Any]) -> None:
+        with pytest.raises(UserError, match=words) as raised:
+            call()
+        assert "\n" not in str(raised.value)
+
+    group = dist.group.WORLD
+    three = dataclasses.replace(MAMBA2, d_model=12)  # 3 heads
+    refused(
+        r"layer 0 \(mamba2\): 2 ranks must divide the number of heads, which is 3",
+        lambda: adjoint.Stack(three).parallelize(group),
+    )
+    refused("tensor_group must be a process group", lambda: adjoint.Stack(MAMBA2).parallelize(2))
+    split = adjoint.Stack(MAMBA2)
+    split.parallelize(group)
+    refused("split already", lambda: split.parallelize(group))
+    ids = torch.zeros(1, 16 + dist.get_rank(), dtype=torch.int64)
+    refused("different numbers of tokens", lambda: split(ids, labels=ids, method=EXACT))
+    ids = ids[:, :16]
+    torch.manual_seed(dist.get_rank())
+    drops = adjoint.Truncated(8, 4, unbiased=True)
+    refused("random number generator", lambda: split(ids, labels=ids, method=drops))
+    refused("memory=", lambda: split(ids, labels=ids, method=adjoint.Exact(memory="1GB")))
+
+
+def test_refusals(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, refusals)
+
+
+def keeps_local_tokens() -> None:
+    """A tape holds a rank's own tokens of what a split module reads; the backward gathers them again."""
+    from adjoint.layers import block
+
+    _, split = make("mamba")
+    gathered: list[weakref.ref[Tensor]] = []
+    gather = block.gather_tokens
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        tokens = gather(*args, **options)
+        gathered.append(weakref.ref(tokens))
+        return tokens
+
+    block.gather_tokens = noted
+    y = torch.randn(2, 4, 16, dtype=torch.float64, requires_grad=True)
+    state = tuple(split.layers[0].mixer.initial_state(2, torch.float64, torch.device("cpu")))
+    output, _ = split.layers[0](y, state, None, 7)
+    assert len(gathered) == 2 and all(tokens() is None for tokens in gathered)
+    output.sum().backward()
+
+
+@pytest.mark.slow
+def test_a_tape_keeps_local_tokens(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, keeps_local_tokens)
+
+
+def collectives_counted() -> None:
+    """A layer's collectives, per chunk, are as many as the plan counts; one more sums what ranks share."""
+    from adjoint.kernels import collectives
+    from adjoint.plan.tensor import collectives_of
+
+    counts: collections.Counter[str] = collections.Counter()
+
+    def counted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return collective(*args, **options)
+
+        return call
+
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        setattr(collectives, name, counted(name, getattr(collectives, name)))
+    dist.all_reduce = counted("all_reduce", dist.all_reduce)
+
+    def messages(chunks: int, layers: int) -> dict[str, int]:
+        config = dataclasses.replace(MAMBA2, n_layer=layers, d_intermediate=8, ngroups=2)
+        split = adjoint.Stack(config, seed=1)
+        split.parallelize(dist.group.WORLD)
+        ids = torch.arange(8 * chunks)[None] % 19
+        counts.clear()
+        split(ids, labels=ids, method=EXACT).loss.backward()
+        return dict(counts)
+
+    config = dataclasses.replace(MAMBA2, d_intermediate=8)
+    forward, backward = collectives_of(config)
+    for chunks in (1, 4):
+        one, two = messages(chunks, 1), messages(chunks, 2)
+        moved = sum(two[name] - one[name] for name in ("all_gather_single", "reduce_scatter_single"))
+        recomputed = chunks - 1  # the last chunk's tape is kept
+        assert moved == chunks * (forward + backward) + recomputed * forward
+        assert one["all_reduce"] == two["all_reduce"] == 3  # two compare the batch
+
+
+@pytest.mark.slow
+def test_collectives_are_those_of_the_plan(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, collectives_counted)
