@@ -345,11 +345,13 @@ def collectives_counted() -> None:
     config = dataclasses.replace(MAMBA2, d_intermediate=8)
     forward, backward = collectives_of(config)
     for chunks in (1, 4):
-        one, two = messages(chunks, 1), messages(chunks, 2)
-        moved = sum(two[name] - one[name] for name in ("all_gather_single", "reduce_scatter_single"))
+        of_one_layer, of_two = messages(chunks, 1), messages(chunks, 2)
+        moved = sum(
+            of_two[name] - of_one_layer[name] for name in ("all_gather_single", "reduce_scatter_single")
+        )
         recomputed = chunks - 1  # the last chunk's tape is kept
         assert moved == chunks * (forward + backward) + recomputed * forward
-        assert one["all_reduce"] == two["all_reduce"] == 3  # two compare the batch
+        assert of_one_layer["all_reduce"] == of_two["all_reduce"] == 3  # two compare the batch
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) 
         transport = DistributedTransport.__new__(DistributedTransport)
         transport.dist, transport.nccl, transport.rank = Rendezvous(rank, barriers), True, rank
         transport.connected, transport.up, transport.down = set(), "up", "down"
-        transport.first = rank - rank % workers
+        transport.first, transport.stride = rank - rank % workers, 1
         ends.append(transport)
 
     def connect(transport: DistributedTransport) -> None:
