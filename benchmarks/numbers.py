@@ -165,6 +165,7 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/long_memory.md", "positions", positions),
     ("docs/method_costs.md", "recompute", recomputed),
     ("docs/method_costs.md", "reversible", reversible),
+    ("docs/gpu.md", "dry run on a simulated GPU", lambda: dry_run("gpu-simulated")),
     ("docs/gpu.md", "dry run on a CPU", lambda: dry_run("gpu-dry-run")),
 ]
 

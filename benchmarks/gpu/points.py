@@ -83,7 +83,7 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "chunks_check": (2**20, 128),
     "curve": (tuple(2**k for k in range(15, 21)), (64, 128)),  # of stage g
     "wrapped_curve": (tuple(2**k for k in (15, 17, 19, 20)), (64, 128)),  # of stage h
-    "warm_up": (16384, 64),  # tokens of the pass before, which compiles and tunes kernels
+    "warm_up": (32768, 64),  # tokens of the pass before, which compiles and tunes kernels
 }
 
 

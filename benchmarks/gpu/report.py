@@ -83,7 +83,7 @@ def comparison(rows: Sequence[Row]) -> str:
         start = [point["hybrid"], tokens(point["length"]), point["by"], row.get("kernels", "–")]
         lines.append([*start, _outcome(row, first), *rest])
     table = report.markdown_table(heads, lines, left=(0, 2, 3))
-    return "\n".join([table, "".join(_notes(ordered))])
+    return "\n".join([table, *filter(None, ["".join(_notes(ordered))])])
 
 
 def _outcome(row: Row, text: str) -> str:

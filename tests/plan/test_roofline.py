@@ -14,7 +14,7 @@ from adjoint.plan.estimate import counted, roofline
 from adjoint.plan.memory import Machine, Setup
 from adjoint.plan.roofline import OperatorCounter, Work, least_seconds
 from adjoint.plan.stack import model_of
-from adjoint.train.gpus import GPUS, Gpu
+from adjoint.train.gpus import GPUS
 
 H100 = GPUS["h100"]
 WITHOUT_MEMORY = dataclasses.replace(H100, bandwidth=math.inf)
@@ -35,7 +35,7 @@ def test_operators_by_hand() -> None:
     product, addition = counter.take()
     assert product == Work(2 * 8 * 4 * 16, 4 * (8 * 4 + 4 * 16 + 8 * 16), torch.float32)
     assert addition == Work(0.0, 4 * 2 * 128, torch.float32)
-    gpu = Gpu("toy", 0, 5e-9, 1e-9, 100.0)
+    gpu = dataclasses.replace(H100, bfloat16=5e-9, float32=1e-9, bandwidth=100.0)
     assert least_seconds([product, addition], gpu) == pytest.approx(896 / 100 + 1024 / 100)
     fast_memory = dataclasses.replace(gpu, bandwidth=1e4)
     assert least_seconds([product, addition], fast_memory) == pytest.approx(1024 / 1000 + 1024 / 1e4)
