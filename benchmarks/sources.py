@@ -96,7 +96,7 @@ def longest(method: str, gpus: int) -> Iterator[Row]:
         yield {"method": method, "gpus": gpus, "tokens": tokens, "shards": gpus, "sequence": 1}
         return
     task, fits = _request(MODELS[-1], method, 1 << 20, gpus), []
-    for layout in candidates(gpus):
+    for layout in candidates(gpus, None):  # whole weights
         with contextlib.suppress(UserError):  # what the method cannot be spread over
             if layout.replicas == 1:
                 fits.append((task.fit(layout).longest(), layout))

@@ -61,6 +61,9 @@ class Split(NamedTuple):
         return torch.cat(pieces)
 
 
+Splits = dict[str, Split]  # by the name of a parameter, or of a linear layer or convolution
+
+
 def share_of(section: Section, rank: int, ranks: int) -> tuple[int, int]:
     """Return a rank's first unit of a section, and how many it has.
 
@@ -76,12 +79,16 @@ def share_of(section: Section, rank: int, ranks: int) -> tuple[int, int]:
     raise ValueError(f"{ranks} ranks must {fits} {section.unit}, which is {section.units}")
 
 
+def check_splits(splits: Splits, ranks: int) -> None:
+    """Raise a ValueError if the number of ranks does not divide the units of a section."""
+    for split in splits.values():
+        for section in split.sections:
+            share_of(section, 0, ranks)
+
+
 def local_units(unit: str, units: int, ranks: int, shared: bool = False) -> int:
     """Return how many units each rank has; arguments as in `Section`, errors as in `share_of`."""
     return share_of(Section(unit, units, shared=shared), 0, ranks)[1]
-
-
-Splits = dict[str, Split]  # by the name of a parameter, or of a linear layer or convolution
 
 
 def by_rows(**sections: Iterable[Section]) -> Splits:

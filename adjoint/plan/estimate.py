@@ -29,6 +29,7 @@ from adjoint.plan.roofline import least_seconds
 from adjoint.plan.rounds import RoundSimulator, seen_pairs, step_bytes
 from adjoint.plan.simulate import Timeline, simulate
 from adjoint.plan.stage_memory import Conditions, example
+from adjoint.plan.tensor import bytes_per_token, collectives_of
 from adjoint.stack import Stack
 from adjoint.train.gpus import Gpu
 from adjoint.train.machine import autocast
@@ -252,6 +253,8 @@ def estimate(
         speeds: relative speed of each shard's devices; 1 if None. A helper is as fast as the slowest.
         tiles: number of tiles simulated at most; the time of more is extrapolated.
     """
+    if setup.layout.tensor > 1:
+        return _over_tensor_ranks(setup, spans, costs, bytes_per_second, speeds, tiles)
     turns, helpers = setup.layout.sequence, setup.layout.helpers
     speed = [s for s in speeds or [1.0] * len(spans) for _ in range(turns)]
     speed += [min(speed)] * helpers
@@ -285,6 +288,51 @@ def estimate(
     idle = waits / (mean + waits) if mean else 0.0
     bytes_sent = at(lambda _, sent: sent.total()), at(lambda _, sent: max(sent.values(), default=0))
     return _step(setup, spans, bytes_per_second, batches[-1][0], busy, idle, bytes_sent)
+
+
+def _over_tensor_ranks(
+    setup: Setup,
+    spans: Sequence[range],
+    costs: Costs,
+    bytes_per_second: float,
+    speeds: Sequence[float] | None,
+    tiles: int,
+) -> Estimate:
+    """Estimate a step whose weights ranks share: a rank's, with the time of its collectives."""
+    ranks, rank_setup = setup.layout.tensor, setup.tensor_rank
+    moved = bytes_per_token(setup.model, ranks, setup.batch, setup.machine)
+    forward, backward = (n * moved / bytes_per_second for n in collectives_of(setup.model.source))
+    share = costs.slower_by(1 / ranks)
+    one = moved / bytes_per_second
+    share = dataclasses.replace(
+        share,
+        forward=tuple(f + forward for f in share.forward),
+        backward=tuple(b + backward for b in share.backward),
+        head=share.head + one,
+        head_backward=share.head_backward + 2 * one,
+    )
+    rank = estimate(rank_setup, spans, share, bytes_per_second, speeds, tiles)
+    sent = collective_bytes(setup)
+    return dataclasses.replace(
+        rank,
+        busy=tuple(b for b in rank.busy for _ in range(ranks)),
+        bytes_sent=ranks * (rank.bytes_sent + sent),
+        per_link=max(rank.per_link, sent),
+    )
+
+
+def collective_bytes(setup: Setup) -> int:
+    """Return the bytes that a rank sends in a step's collectives among those that share its weights.
+
+    A chunk runs forward, forward again but for the last, and back; with full recomputation layers run forward
+    once more. The embedding scatters and the head gathers, and back the other way."""
+    per_token = bytes_per_token(setup.model, setup.layout.tensor, setup.batch, setup.machine)
+    forward, backward = collectives_of(setup.model.source)
+    again = setup.spec.storage.recompute == "full"
+    tokens, passes = setup.seqlen, 2 - min(1.0, setup.spec.chunk_size / setup.seqlen)
+    layers = setup.model.n_layer * ((passes + again) * forward + backward)
+    ends = 2 * passes + 2
+    return int(setup.training.grad_accumulation * per_token * tokens * (layers + ends))
 
 
 def _with_all_states(setup: Setup) -> Setup:

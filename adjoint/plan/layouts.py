@@ -1,8 +1,9 @@
-"""Rank layouts of a number of devices by speed: shards × sequence workers × replicas."""
+"""Rank layouts of a number of devices by speed: shards × sequence workers × tensor ranks × replicas."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from adjoint.plan.capacity import Fit
 from adjoint.plan.estimate import Costs, Estimate, estimate, reduced_bytes
 from adjoint.plan.memory import COUNTED_TILES, Setup, needs, weights
 from adjoint.plan.partition import GB
+from adjoint.plan.tensor import why_not_split
 from adjoint.train.layout import Layout
 
 
@@ -41,8 +43,11 @@ class Request:
         request_setup = self.setup
         layout.check(request_setup.model.source, request_setup.method)
         layout.check_rows(request_setup.batch)
-        if layout.tensor > 1:
-            raise UserError("cluster.tensor: a plan does not count split weights yet; leave it out")
+        if why := why_not_split(request_setup.model.source, layout.tensor):
+            raise UserError(f"cluster.tensor: {why}")
+        layout.check_tensor(request_setup.method, request_setup.training.optimizer)
+        if layout.tensor > 1 and request_setup.spec.backward.window is not None:
+            raise UserError("cluster.tensor: a plan does not count windows on split layers; leave it out")
         if request_setup.host_link is not None and layout.workers > 1:
             raise UserError(
                 "model.offload: weights in host memory are planned for whole models and sequences; set "
@@ -93,6 +98,7 @@ class Ranked:
             "shards": self.layout.shards,
             "sequence": self.layout.sequence,
             "replicas": self.layout.replicas,
+            "tensor": self.layout.tensor,
             "fits": self.fits,
             "memory_bytes": self.memory,
             "seconds": None if estimate is None else estimate.seconds,
@@ -101,12 +107,17 @@ class Ranked:
         }
 
 
-def candidates(devices: int) -> Iterator[Layout]:
-    """Yield all layouts of so many workers; one replica and unshared sequences come first."""
-    for replicas in range(1, devices + 1):
-        for sequence in range(1, devices // replicas + 1):
-            if devices % (replicas * sequence) == 0:
-                yield Layout(devices // (replicas * sequence), sequence, replicas)
+def candidates(devices: int, source: object) -> Iterator[Layout]:
+    """Yield all layouts of so many workers; whole weights, one replica and unshared sequences come first.
+
+    Args:
+        source: of the model; weights are split where its heads and channels divide.
+    """
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    for tensor, replicas, sequence in itertools.product(divisors, divisors, divisors):
+        shards, rest = divmod(devices, tensor * replicas * sequence)
+        if shards and not rest and why_not_split(source, tensor) is None:
+            yield Layout(shards, sequence, replicas, tensor=tensor)
 
 
 def rank(request: Request, progress: Callable[[int, int], None] = lambda done, count: None) -> list[Ranked]:
@@ -124,7 +135,7 @@ def rank(request: Request, progress: Callable[[int, int], None] = lambda done, c
     """
     fits: list[tuple[float, Fit]] = []
     refused: list[str] = []
-    for layout in candidates(request.devices):
+    for layout in candidates(request.devices, request.setup.model.source):
         try:
             fit = request.fit(layout)
         except UserError as error:
@@ -161,14 +172,14 @@ def _least(request: Request, fit: Fit) -> float:
     carried = costs.backward if carries_cotangents else [0.0] * len(costs.forward)
     in_order = 0.0
     if not setup.context_parallel:
-        in_order = max(f + b for f, b in zip(costs.forward, carried, strict=True))
-    reduce = max(reduced_bytes(setup, fit.fastest())) / request.bytes_per_second
+        in_order = max(f + b for f, b in zip(costs.forward, carried, strict=True)) / setup.layout.tensor
+    reduce = max(reduced_bytes(setup.tensor_rank, fit.fastest())) / request.bytes_per_second
     return steps * max(work / workers, in_order) * setup.seqlen + reduce
 
 
 def _ranked(request: Request, fit: Fit, least: float, best: float) -> Ranked:
     setup, spans = fit.setup, fit.fastest()
-    fixed = [sum(weights(setup, span, False, False).values()) for span in spans]
+    fixed = [sum(weights(setup.tensor_rank, span, False, False).values()) for span in spans]
     if fit.limits is not None and sum(fixed) > sum(fit.limits):
         why = f"weights and optimizer alone take {max(fixed) / GB:.2f} GB of a device"
         return Ranked(setup.layout, None, False, None, least, why)

@@ -25,6 +25,7 @@ from adjoint.plan.machine import Machine
 from adjoint.plan.model import HEAD, Model
 from adjoint.plan.schedule import exchanges_within_tiles, forward_plan, grid_of, owners_of, step_plan
 from adjoint.plan.stage_memory import Conditions, Counted, composed
+from adjoint.plan.tensor import RankModel
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import moment_bytes
@@ -135,6 +136,19 @@ class Setup:
             method=dataclasses.replace(self.method, chunk_size=size),
             seqlen=min(self.seqlen, -(-self.chunks // self.layout.sequence) * size),
             layout=dataclasses.replace(self.layout, sequence=1),
+        )
+
+    @functools.cached_property
+    def tensor_rank(self) -> Setup:
+        """The setup of one of the ranks that share each weight; itself if none do."""
+        if self.layout.tensor == 1:
+            return self
+        chunks = {"chunk_size": self.spec.chunk_size} if self.method.has_chunks else {}
+        return dataclasses.replace(
+            self,
+            model=RankModel(self.model, self.layout.tensor),
+            method=dataclasses.replace(self.method, **chunks),
+            layout=dataclasses.replace(self.layout, tensor=1),
         )
 
     def query(self, k: int) -> tuple[int, int]:
@@ -351,6 +365,7 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     Args:
         spans: every shard's layers, bottom up.
     """
+    setup = setup.tensor_rank
     if setup.context_parallel:
         rank_memories = zip(needs(setup.per_rank, spans), spans, strict=True)
         return [_with_exchange(setup, memory, span) for memory, span in rank_memories]
@@ -475,7 +490,7 @@ def _pinned(size: int) -> int:
 
 def layer_bytes(setup: Setup, k: int) -> float:
     """Return about the bytes that a layer adds to its shard."""
-    setup = setup.per_rank
+    setup = setup.tensor_rank.per_rank
     spec, size = setup.spec, setup.spec.chunk_size
     total = sum(weights(setup, [k], False, False).values())
     if not (spec.storage.offload and setup.machine.kind == "cuda"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,22 @@ class LayerSize:
     serial: float = 0.0
     window: int | None = None
     heads: int = 0
+
+    def divided(self, ranks: int) -> LayerSize:
+        """Return the sizes of one of `ranks` equal shares of the layer's heads or channels."""
+        return dataclasses.replace(
+            self,
+            weights=self.weights // ranks,
+            largest=self.largest // ranks,
+            casts=self.casts // ranks,
+            state=self.state // ranks,
+            grown=self.grown // ranks,
+            narrow=self.narrow // ranks,
+            flops=self.flops / ranks,
+            pairs=self.pairs / ranks,
+            serial=self.serial / ranks,
+            heads=self.heads // ranks,
+        )
 
 
 class Model:

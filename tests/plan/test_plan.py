@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,11 @@ def test_the_fastest_layout_that_fits_is_first() -> None:
     request = request_of(StackConfig(d_model=32, n_layer=4), 2, 1e9, 1e9)
     told: list[tuple[int, int]] = []
     found = rank(request, lambda done, of: told.append((done, of)))
-    layouts = {(r.layout.shards, r.layout.sequence, r.layout.replicas) for r in found}
-    assert layouts == {(4, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2)}
-    assert told == [(i + 1, 6) for i in range(6)]
+    layouts = {(r.layout.shards, r.layout.sequence, r.layout.replicas, r.layout.tensor) for r in found}
+    of_whole_weights = {(4, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2)}
+    assert {numbers[:3] for numbers in layouts if numbers[3] == 1} == of_whole_weights
+    assert {(1, 1, 1, 8), (1, 1, 2, 4), (2, 2, 1, 2)} <= layouts
+    assert told == [(i + 1, len(found)) for i in range(len(found))]
     simulated = [one for one in found if one.estimate]
     for one in found:
         fit = request.fit(one.layout)
@@ -197,7 +200,7 @@ def test_the_command_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None
         assert sum(device["parts_bytes"].values()) == device["total_bytes"] <= device["memory_bytes"] == 40e9
     assert sum(d["parts_bytes"]["weights"] for d in found["devices"]) == pytest.approx(4 * 1.27e9, rel=0.01)
     assert found["step"]["chunks"] == 128 and 0.03 < found["step"]["idle_share"] < 0.1
-    assert found["layouts"][0]["seconds"] == found["step"]["seconds"] and len(found["layouts"]) == 4
+    assert found["layouts"][0]["seconds"] == found["step"]["seconds"] and len(found["layouts"]) == 10
 
 
 @pytest.mark.parametrize(
@@ -208,7 +211,7 @@ def test_the_command_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None
             "model   mamba, 4 layers|method  exact|weights|total MB|memory  fits:|tokens/s|idle",
         ),
         ("--cluster.shards 2 --cluster.sequence 2", "each sequence over 2 devices in turn"),
-        ("--devices 4", "shards  sequence  replicas|% slower"),  # why, the times measured here say
+        ("--devices 4", "shards  sequence  tensor  replicas|% slower"),  # why, the times measured here say
     ],
 )
 def test_what_is_printed(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,8 +246,10 @@ def test_devices_with_a_layout_are_those_that_train(
 def test_layouts_are_compared_where_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--devices", "4", "--device-memory", "1GB", "--data.batch", "2")
     first, *rest = found["layouts"]
-    assert first["shards"] * first["sequence"] * first["replicas"] == 4 and len(rest) == 4
+    numbers = ("shards", "sequence", "tensor", "replicas")
+    assert all(math.prod(layout[key] for key in numbers) == 4 for layout in found["layouts"])
     assert (first["shards"], first["sequence"]) == (len(found["devices"]), found["sequence"])
+    assert first["tensor"] == found["tensor"]
     assert first["fits"] and first["why_not"] is None and all(one["why_not"] for one in rest)
 
 
@@ -312,7 +317,11 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
         ),
         ("--cluster.shards 1 --cluster.helpers 2", "has no tasks to share"),
         ("--model.d_modle 3", "did you mean model.d_model"),
-        ("--cluster.shards 1 --cluster.tensor 2", "cluster.tensor: a plan does not count split weights yet"),
+        ("--cluster.shards 1 --cluster.tensor 3", "3 ranks must divide d_inner, which is 64"),
+        (
+            "--cluster.shards 1 --cluster.tensor 2 --method.name layer-local --method.window 16 --method.chunk_size 16",
+            "cluster.tensor: a plan does not count windows",
+        ),
         ("--measure --device-tflops 3", "does not work with --device-tflops"),
     ],
 )

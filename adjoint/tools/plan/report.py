@@ -39,6 +39,7 @@ def as_dict(
         ranked: the layouts that were compared, the one planned for first.
     """
     setup, limits = fit.setup, fit.limits
+    per_shard = setup.layout.sequence * setup.layout.tensor
     layout, needs_by_shard = setup.layout, needs(setup, spans)
     tokens = setup.batch * setup.seqlen * setup.training.grad_accumulation * layout.replicas
     return {
@@ -47,6 +48,7 @@ def as_dict(
         "batch": setup.batch,
         "replicas": layout.replicas,
         "sequence": layout.sequence,
+        "tensor": layout.tensor,
         "seqlen": setup.seqlen,
         "chunk_size": setup.spec.chunk_size,
         "task_size": setup.window[1],
@@ -61,7 +63,7 @@ def as_dict(
                 "total_bytes": need.total,
                 "host_bytes": need.host,
                 "parts_bytes": need.parts,
-                "busy_seconds": max(estimate.busy[i * layout.sequence : (i + 1) * layout.sequence]),
+                "busy_seconds": max(estimate.busy[i * per_shard : (i + 1) * per_shard]),
             }
             for i, (span, need) in enumerate(zip(spans, needs_by_shard, strict=True))
         ],
@@ -116,6 +118,8 @@ def show(plan: dict[str, Any]) -> None:
     method_line = ", ".join([method["name"], *(f"{k} {v}" for k, v in arguments.items())])
     if plan["sequence"] > 1:
         method_line += f", each sequence over {plan['sequence']} devices in turn"
+    if plan["tensor"] > 1:
+        method_line += f", each weight over {plan['tensor']} devices"
     if plan["replicas"] > 1:
         method_line += f", {plan['replicas']} replicas, each"
     model_line = (
@@ -171,7 +175,7 @@ def _show_layouts(layouts: Sequence[dict[str, Any]]) -> None:
     """Print a row per layout, the fastest that fits first, with the reason why it is not the best."""
     rows = [
         (
-            *(str(layout[key]) for key in ("shards", "sequence", "replicas")),
+            *(str(layout[key]) for key in ("shards", "sequence", "tensor", "replicas")),
             "-" if layout["memory_bytes"] is None else size_text(layout["memory_bytes"]),
             "-" if layout["seconds"] is None else _seconds(layout["seconds"]),
             "-" if layout["idle_share"] is None else f"{layout['idle_share']:.1%}",
@@ -179,7 +183,7 @@ def _show_layouts(layouts: Sequence[dict[str, Any]]) -> None:
         )
         for layout in layouts[:SHOWN]
     ]
-    print_table(("shards", "sequence", "replicas", "memory", "a step", "idle", ""), rows, "layouts")
+    print_table(("shards", "sequence", "tensor", "replicas", "memory", "a step", "idle", ""), rows, "layouts")
     if len(layouts) > SHOWN:
         print(f"and {len(layouts) - SHOWN} more layouts: see --json")
 
