@@ -303,13 +303,13 @@ def _over_tensor_ranks(
     moved = bytes_per_token(setup.model, ranks, setup.batch, setup.machine)
     forward, backward = (n * moved / bytes_per_second for n in collectives_of(setup.model.source))
     share = costs.slower_by(1 / ranks)
-    one = moved / bytes_per_second
+    collective = moved / bytes_per_second
     share = dataclasses.replace(
         share,
         forward=tuple(f + forward for f in share.forward),
         backward=tuple(b + backward for b in share.backward),
-        head=share.head + one,
-        head_backward=share.head_backward + 2 * one,
+        head=share.head + collective,
+        head_backward=share.head_backward + 2 * collective,
     )
     rank = estimate(rank_setup, spans, share, bytes_per_second, speeds, tiles)
     sent = collective_bytes(setup)

@@ -70,34 +70,34 @@ class RankModel(Model):
     """The share of a model that each of some ranks has.
 
     Args:
-        whole: the complete model. ranks: how many share it.
+        model: the complete one. ranks: how many share it.
     """
 
-    def __init__(self, whole: Model, ranks: int) -> None:
+    def __init__(self, model: Model, ranks: int) -> None:
         super().__init__()
-        self.whole, self.ranks, self.source = whole, ranks, whole.source
-        self.layers = tuple(layer.divided(ranks) for layer in whole.layers)
-        self.costs, self.in_8bit, self.tie_embeddings = whole.costs, whole.in_8bit, whole.tie_embeddings
-        self.first, self.last, self.others = (n // ranks for n in (whole.first, whole.last, whole.others))
-        self.table, self.largest_end = whole.table // ranks, whole.largest_end // ranks
-        self.num_parameters, self.head_flops = whole.num_parameters // ranks, whole.head_flops / ranks
-        self.parameter_sizes = tuple(-(-n // ranks) for n in whole.parameter_sizes)
-        self.d_model = -(-whole.d_model // ranks)  # of the residual stream: a share of the tokens
+        self.model, self.ranks, self.source = model, ranks, model.source
+        self.layers = tuple(layer.divided(ranks) for layer in model.layers)
+        self.costs, self.in_8bit, self.tie_embeddings = model.costs, model.in_8bit, model.tie_embeddings
+        self.first, self.last, self.others = (n // ranks for n in (model.first, model.last, model.others))
+        self.table, self.largest_end = model.table // ranks, model.largest_end // ranks
+        self.num_parameters, self.head_flops = model.num_parameters // ranks, model.head_flops / ranks
+        self.parameter_sizes = tuple(-(-n // ranks) for n in model.parameter_sizes)
+        self.d_model = -(-model.d_model // ranks)  # of the residual stream: a share of the tokens
 
     def stages(self, spans: Sequence[range]) -> list[list[int]]:
-        return self.whole.stages(spans)
+        return self.model.stages(spans)
 
     def engine_spec(
         self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
     ) -> EngineSpec:
-        return self.whole.engine_spec(method, size, layout, machine)
+        return self.model.engine_spec(method, size, layout, machine)
 
     def described(self) -> dict[str, object]:
-        return self.whole.described()
+        return self.model.described()
 
     def piece(self, piece: int, on: Conditions) -> Counted:
-        counted = {name: -(-size // self.ranks) for name, size in vars(self.whole.piece(piece, on)).items()}
-        gathered = GATHERED * on.batch * on.tokens * self.whole.d_model * on.dtype.itemsize
+        counted = {name: -(-size // self.ranks) for name, size in vars(self.model.piece(piece, on)).items()}
+        gathered = GATHERED * on.batch * on.tokens * self.model.d_model * on.dtype.itemsize
         for peak in ("forward", "linearized", "pulled"):
             counted[peak] += gathered
         return Counted(**counted)
