@@ -164,14 +164,16 @@ class Stack(nn.Module):
             raise UserError(SPLIT_AND_SHARDED)
         if ranks_of(ranks) == 1:
             return
-        for tensor in () if same_weights else (*self.parameters(), *self.buffers()):
-            dist.broadcast(tensor, group=ranks, group_src=0)
         split, is_tied = TensorParallel(ranks), self.config.tie_embeddings
         for k, block in zip(self.span, self.blocks(), strict=True):
             try:
-                split.block(block, f"layers.{k}.")
+                split.check(block)
             except ValueError as error:
                 raise UserError(f"{setting}: layer {k} ({self.config.mixers[k]}): {error}") from None
+        for tensor in () if same_weights else (*self.parameters(), *self.buffers()):
+            dist.broadcast(tensor, group=ranks, group_src=0)
+        for k, block in zip(self.span, self.blocks(), strict=True):
+            split.block(block, f"layers.{k}.")
         if self.is_first:
             self.embedding = split.embedding(self.embedding)
         if self.is_last:

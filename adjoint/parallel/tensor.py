@@ -37,7 +37,7 @@ from adjoint.kernels.collectives import all_gather_tokens, reduce_scatter_tokens
 from adjoint.layers import MIXERS, Block, State
 from adjoint.layers.mixer import Mixer
 from adjoint.layers.mlp import GatedMLP
-from adjoint.layers.tensor_parallel import RowParallelLinear, Split, Splits, share_of
+from adjoint.layers.tensor_parallel import RowParallelLinear, Split, Splits, check_splits, share_of
 from adjoint.loss import VocabularyShard
 from adjoint.parallel.context import digest
 
@@ -197,12 +197,13 @@ class TensorParallel:
             for (placement, gradient), term, piece in zip(pairs, terms, pieces, strict=True):
                 placement.put_shared(gradient, piece.view_as(term))
 
-    def block(self, block: Block, prefix: str) -> None:
-        """Split a block; its parameters' names begin with `prefix`.
+    def check(self, block: Block) -> None:
+        """Raise a ValueError if a block's heads or channels cannot be shared evenly."""
+        for module in (block.mixer if _is_ours(block.mixer) else None, block.mlp):
+            check_splits((None if module is None else module.splits()) or {}, self.ranks)
 
-        Raises:
-            ValueError: heads or channels cannot be shared evenly.
-        """
+    def block(self, block: Block, prefix: str) -> None:
+        """Split a block that `check` has passed; its parameters' names begin with `prefix`."""
         block.tensor_group = self.group
         self._place(block.norm, f"{prefix}norm.", {})
         mixer = block.mixer
