@@ -319,8 +319,7 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
         ("--model.d_modle 3", "did you mean model.d_model"),
         ("--cluster.shards 1 --cluster.tensor 3", "3 ranks must divide d_inner, which is 64"),
         (
-            "--cluster.shards 1 --cluster.tensor 2 --method.name layer-local --method.chunk_size 16"
-            " --method.window 16",
+            "--cluster.shards 1 --cluster.tensor 2 --method.name layer-local --method.window 9",
             "cluster.tensor: a plan does not count windows",
         ),
         ("--measure --device-tflops 3", "does not work with --device-tflops"),
