@@ -50,7 +50,7 @@ class Layout:
             ("replicas", 1, ray),
             ("sequence", 1, f"{ray}, or {torchrun}"),
             ("helpers", 0, ray),
-            ("tensor", 1, torchrun),
+            ("tensor", 1, f"{ray}, or {torchrun}"),
         ):
             number = getattr(self, key)
             if self.shards == 0 and number > alone:
