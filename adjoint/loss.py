@@ -30,6 +30,12 @@ class VocabularyShard(NamedTuple):
     first: int
     vocab_size: int
 
+    def rows_of(self, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return the row of each token id in this part of `size` rows, else 0; and whether it has one."""
+        rows = ids - self.first
+        is_here = (rows >= 0) & (rows < size)
+        return torch.where(is_here, rows, 0), is_here
+
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of a linear map, whose forward computes the gradients already.
@@ -58,9 +64,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             labels = torch.where(valid, y, 0).unsqueeze(1)
             has_label = valid.unsqueeze(1)
             if shard is not None:
-                labels = labels - shard.first
-                has_label = has_label & (labels >= 0) & (labels < len(weight))
-                labels = torch.where(has_label, labels, 0)
+                labels, is_here = shard.rows_of(labels, len(weight))
+                has_label = has_label & is_here
             logits = (h @ weight.T).to(dtype)
             log_normalizer, label_logits = logits.logsumexp(1, keepdim=True), logits.gather(1, labels)
             if shard is not None:

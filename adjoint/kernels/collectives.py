@@ -33,6 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from adjoint.kernels import dispatch
+
 # torch 2.13 has renamed both and warns of the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -152,9 +154,8 @@ def gathered_linear(
     Returns:
         (batch, seqlen, outputs).
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    dtype = dispatch.autocast_dtype(x.device)
+    if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return _GatheredLinear.apply(x, weight, bias, group, seqlen)
 

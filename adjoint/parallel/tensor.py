@@ -255,9 +255,9 @@ class TensorParallel:
     ) -> None:
         self.placements[name] = Placement.of_rank(self.group, rows, dim, shape, sums)
 
-    def _place(self, module: nn.Module | None, prefix: str, splits: Splits, sums: bool = True) -> None:
+    def _place(self, module: nn.Module, prefix: str, splits: Splits, sums: bool = True) -> None:
         """Note where the parameters of a whole module are placed; `sums` as in `Placement.of_rank`."""
-        for name, parameter in () if module is None else module.named_parameters():
+        for name, parameter in module.named_parameters():
             split = split_of(name, splits)
             if split is None:
                 rows = [torch.arange(parameter.shape[0] if parameter.dim() else 1)] * self.ranks
@@ -328,14 +328,8 @@ class SplitEmbedding(nn.Embedding):
         super().__init__(len(table), table.shape[1], device="meta")
         self.weight, self.shard = table, shard
 
-    def rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the table's row of each id, 0 for those of other ranks; and whether it is here."""
-        rows = ids - self.shard.first
-        is_here = (rows >= 0) & (rows < self.num_embeddings)
-        return torch.where(is_here, rows, 0), is_here
-
     def forward(self, ids: Tensor, whole_tokens: bool = False) -> Tensor:
-        rows, is_here = self.rows_of(ids)
+        rows, is_here = self.shard.rows_of(ids, self.num_embeddings)
         terms = F.embedding(rows, self.weight).masked_fill(~is_here.unsqueeze(-1), 0)
         return (sum_over_ranks if whole_tokens else reduce_scatter_tokens)(terms, self.shard.group)
 
@@ -360,7 +354,7 @@ class SplitEmbeddingStage(Embedding):
         def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[None, Cotangents]:
             if dy is not None and table.weight.requires_grad:
                 d_tokens = dy if self.whole_tokens else all_gather_tokens(dy, table.shard.group, seqlen)
-                rows, is_here = table.rows_of(x)
+                rows, is_here = table.shard.rows_of(x, table.num_embeddings)
                 gradients.add_rows(table.weight, rows[is_here], d_tokens[is_here])
             return None, ()
 
