@@ -305,7 +305,7 @@ def _is_ours(mixer: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def unsplit(blocks: Sequence[Block]) -> Iterator[None]:
+def _unsplit(blocks: Iterable[Block]) -> Iterator[None]:
     """Let blocks whose mixers every rank runs alone work like unsplit ones, for `verify_custom_layers`."""
     unsplit_blocks = [block for block in blocks if getattr(block.mixer, "tensor_group", None) is None]
     groups = [block.tensor_group for block in unsplit_blocks]
@@ -417,7 +417,7 @@ class TensorParallelAccess(ParameterAccess):
         backward_context: ContextFactory = contextlib.nullcontext,
     ) -> None:
         super().__init__(backward_context)
-        self.split = split
+        self.split, self.model = split, model
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
@@ -433,6 +433,10 @@ class TensorParallelAccess(ParameterAccess):
             )
         self.split.check_same(batch, spec)
         return spec
+
+    def verify(self, step: Runs) -> None:
+        with _unsplit(block for block in self.model.modules() if isinstance(block, Block)):
+            super().verify(step)
 
     def windows(self, widths: list[int]) -> list[int]:
         """Return the widest windows of the ranks, each of which knows the decays of its own heads."""

@@ -27,6 +27,7 @@ from adjoint.engine.budget import LiveBytes
 from tests.simulated_cuda.world import WrapState, simulated, to_cuda
 
 CHUNK = 512
+DENSE_CHUNK = 128  # on a GPU a dense A runs token by token: each is a handful of operators
 CORE = "mamba, exact", "mamba, memory", "hybrid, offloaded edges", "hybrid, documents"  # in every test run
 Make = Callable[[int], Any]  # a model of so many layers
 Case = tuple[Make, Any, dict[str, Any]]  # and the method, and what `step` is given
@@ -115,6 +116,12 @@ def groups() -> dict[str, dict[str, Case]]:
         if not documents or how in ("exact", "truncated", "offloaded edges")
         if getattr(layers.MIXERS.get(name), "windowed", False) or not _windowed(method)
     }
+    for cases in quick, slow:
+        for name, (make, method, options) in cases.items():
+            if name.startswith("dense") and hasattr(method, "chunk_size"):
+                cases[name] = make, dataclasses.replace(method, chunk_size=DENSE_CHUNK), options
+            elif name.startswith("dense"):
+                cases[name] = make, method, options | {"chunk": DENSE_CHUNK}
     # more elements than 32 bits count, in one call
     long = {f"{m}, long": (stack(m, d_model=1024), METHODS["backprop"], {}) for m in SCANS}
     return {
@@ -144,13 +151,14 @@ def step(
     method: Any,
     n_layer: int = 2,
     chunks: int = 4,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     precision: str = "bfloat16",
     documents: bool = False,
 ) -> dict[str, Any]:
-    """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens:
-    `WrapState.counts`, and the devices of the gradients."""
-    record, tokens = WrapState(), chunks * chunk
+    """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens,
+    by default the method's: `WrapState.counts`, and the devices of the gradients."""
+    record, chunk = WrapState(), chunk or getattr(method, "chunk_size", CHUNK)
+    tokens = chunks * chunk
     with simulated(record):
         model = to_cuda(make(n_layer))
         ids = torch.empty(1, tokens, dtype=torch.int64, device="cuda:0")
