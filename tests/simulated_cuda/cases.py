@@ -118,9 +118,9 @@ def groups() -> dict[str, dict[str, Case]]:
     }
     for cases in quick, slow:
         for name, (make, method, options) in cases.items():
-            if name.startswith("dense") and hasattr(method, "chunk_size"):
-                cases[name] = make, dataclasses.replace(method, chunk_size=DENSE_CHUNK), options
-            elif name.startswith("dense"):
+            if name.startswith("dense"):
+                if method.has_chunks:
+                    method = dataclasses.replace(method, chunk_size=DENSE_CHUNK)
                 cases[name] = make, method, options | {"chunk": DENSE_CHUNK}
     # more elements than 32 bits count, in one call
     long = {f"{m}, long": (stack(m, d_model=1024), METHODS["backprop"], {}) for m in SCANS}
@@ -151,14 +151,13 @@ def step(
     method: Any,
     n_layer: int = 2,
     chunks: int = 4,
-    chunk: int | None = None,
+    chunk: int = CHUNK,
     precision: str = "bfloat16",
     documents: bool = False,
 ) -> dict[str, Any]:
-    """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens,
-    by default the method's: `WrapState.counts`, and the devices of the gradients."""
-    record, chunk = WrapState(), chunk or getattr(method, "chunk_size", CHUNK)
-    tokens = chunks * chunk
+    """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens:
+    `WrapState.counts`, and the devices of the gradients."""
+    record, tokens = WrapState(), chunks * chunk
     with simulated(record):
         model = to_cuda(make(n_layer))
         ids = torch.empty(1, tokens, dtype=torch.int64, device="cuda:0")
