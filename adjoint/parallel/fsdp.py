@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import custom_layers, tile
+from adjoint.engine.budget import refuse_budget
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
@@ -423,11 +424,7 @@ class FSDPAccess(ParameterAccess):
         backward = spec.backward
         if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
             raise UserError("Truncated and LayerLocal do not run on a stack under fully_shard: use Exact()")
-        if spec.storage.memory is not None:
-            raise UserError(
-                "memory= fits chunks to what one process has left, but under fully_shard all processes "
-                "must run the same chunks: give chunk_size instead"
-            )
+        refuse_budget(spec.storage.memory, "under fully_shard all processes")
         if spec.storage.checkpoints is not None and largest(self.root, len(spec.documents))[0] > 1:
             raise UserError(
                 "checkpoints= computes states again from the start of a document, but under fully_shard all "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from adjoint.batch import Batch
+from adjoint.engine.budget import refuse_budget
 from adjoint.engine.custom_layers import PARTS
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.grid import EngineSpec
@@ -426,11 +427,7 @@ class TensorParallelAccess(ParameterAccess):
         Raises:
             UserError: a memory budget, or ranks that call with other rows or draw other numbers.
         """
-        if spec.storage.memory is not None:
-            raise UserError(
-                "memory= fits chunks to what one process has left, but ranks that split a stack must run the "
-                "same chunks: give chunk_size instead"
-            )
+        refuse_budget(spec.storage.memory, "ranks that split a stack")
         self.split.check_same(batch, spec)
         return spec
 
