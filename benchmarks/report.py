@@ -159,7 +159,7 @@ def pyplot() -> Any:
 
 def save(figure: Any, path: Path, foot: str) -> None:
     """Write the picture, with `foot` in small letters below it, on as many lines as its width asks for."""
-    lines = textwrap.fill(foot, int(18 * figure.get_figwidth()))  # 18 such letters are an inch
+    lines = textwrap.fill(foot, int(17 * figure.get_figwidth()))  # 17 such letters are an inch
     figure.text(0.005, -0.01, lines, va="top", fontsize=7.5, color="#666666")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140, bbox_inches="tight")
