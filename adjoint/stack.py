@@ -432,7 +432,7 @@ class Stack(nn.Module):
         access.verify(step)
         return step
 
-    def _access(self, group: Any) -> ParameterAccess:
+    def _access(self, group: dist.ProcessGroup | None) -> ParameterAccess:
         if uses_fsdp(self):
             return FSDPStackAccess(self, group)
         restored = ModuleTensors(self).restored
