@@ -1,4 +1,4 @@
-"""AdamW with decay groups, its moments in 8 bits or Muon beside it, its steps inside the backward pass, and the
+"""AdamW with decay groups, its moments in 8 bits or Muon beside it, steps inside the backward pass, and the
 learning rate schedule."""
 
 from __future__ import annotations

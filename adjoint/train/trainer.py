@@ -108,7 +108,7 @@ class Trainer:
         self.step = self.saved_step = 0
         self.tokens = 0
         self._build(checkpoint)
-        self.dependencies = dependencies.record(config.to_dict())
+        self.dependencies = dependencies.record(config.to_dict()["model"], self.data.tokenizer.files)
         if checkpoint is not None:
             self._resume(checkpoint)
         self.trackers = Trackers(settings.report_to, folder.path, self.step, config.to_dict())
