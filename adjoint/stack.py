@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
-from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, fetched, is_offloaded, recompute_of
 from adjoint.engine.module_tensors import ModuleTensors
@@ -43,7 +42,7 @@ from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
-from adjoint.parallel.fsdp import REPLICA, is_replica, joined_steps, reduce_at_once, units, uses_fsdp
+from adjoint.parallel.fsdp import REPLICA, FSDPStackAccess, is_replica, reduce_at_once, units, uses_fsdp
 from adjoint.parallel.split_tensors import splits
 from adjoint.parallel.tensor import (
     SPLIT_AND_SHARDED,
@@ -53,7 +52,6 @@ from adjoint.parallel.tensor import (
     TensorParallelAccess,
     reads_windows,
     summed_over_ranks,
-    unsplit,
 )
 
 CHECKED_AT_ONCE = 1 << 16  # tokens of each row whose ids are checked at a time
@@ -230,16 +228,16 @@ class Stack(nn.Module):
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
         # weights that are not on the device yet cannot be cast there
         casts_weights, recompute = not (uses_fsdp(self) or is_offloaded(self)), recompute_of(self, recompute)
-        for k in self.span:
-            block: Any = self.layers[k]
-            reach, grows = reach_of(self.config), block.mixer.grows
-            stages[1 + k] = Layer(block, reach, grows, recompute, casts_weights, whole_tokens)
         if self.is_first:
             table = self.embedding
             if isinstance(table, SplitEmbedding):
                 stages[0] = SplitEmbeddingStage(table, whole_tokens)
             else:
                 stages[0] = Embedding(table)
+        for k in self.span:
+            block: Any = self.layers[k]
+            reach, grows = reach_of(self.config), block.mixer.grows
+            stages[1 + k] = Layer(block, reach, grows, recompute, casts_weights, whole_tokens)
         if self.is_last:
             stages[-1] = Head(self, whole_tokens=whole_tokens)
         return stages
@@ -287,14 +285,15 @@ class Stack(nn.Module):
             )
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
-        head, split = self.lm_head.weight, self.tensor_parallel
+        split = self.tensor_parallel
         if split is None:
-            return linear_cross_entropy(self.norm_f(y), head, targets)
-        if whole_tokens:
+            normalised = self.norm_f(y)
+        elif whole_tokens:
             normalised = self.norm_f(copy_to_ranks(y, split.group))
         else:
             normalised = gather_tokens(self.norm_f(y), split.group, targets.shape[1])
-        return linear_cross_entropy(normalised, head, targets, shard=split.vocabulary_shard)
+        shard = None if split is None else split.vocabulary_shard
+        return linear_cross_entropy(normalised, self.lm_head.weight, targets, shard=shard)
 
     def head_parameters(self) -> list[Tensor]:
         """Return the parameters that `head_loss` reads."""
@@ -370,6 +369,9 @@ class Stack(nn.Module):
         if state is not None and len(state) != self.config.n_layer:
             raise ValueError(f"state must have {self.config.n_layer} entries, 1 per layer; got {len(state)}")
         states = self.initial_state(input_ids.shape[0]) if state is None else state
+        batch = None
+        if labels is not None:
+            batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
         output, plain = StackOutput(), method is None or isinstance(method, Backprop)
         if labels is None and not plain and torch.is_grad_enabled():
             raise ValueError(f"{method} runs the backward of a loss: give labels, or leave method out")
@@ -382,19 +384,17 @@ class Stack(nn.Module):
         split = self.tensor_parallel
         if split is not None and units(self):
             raise UserError(SPLIT_AND_SHARDED)
-        if plain or labels is None:
+        if plain or batch is None:
             weights = {} if split is None else summed_over_ranks(split, self)
             with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
                 y, final = self._hidden(
                     input_ids, states, seq_idx, isinstance(method, Backprop) and method.checkpoint
                 )
-                if labels is not None:
-                    batch = Batch.from_labels(input_ids, labels, seq_idx)
+                if batch is not None:
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
-                if labels is None or return_logits:
+                if batch is None or return_logits:
                     output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         else:
-            batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
             output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
             if return_logits:
                 with torch.no_grad():
@@ -422,27 +422,23 @@ class Stack(nn.Module):
             batch: a batch whose states are the result of `stage_states`.
             group: the process group whose ranks share the batch.
         """
+        stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
         check_windows(self.config, spec)
         if spec.backward.window is not None and is_offloaded(self):
             raise UserError("offload_weights: windows read single weights of a layer; use Exact()")
-        stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
         group = None if group is None or ranks_of(group) == 1 else group
+        access, distribution = self._access(group), distribution_of(group)
+        step = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
+        access.verify(step)
+        return step
+
+    def _access(self, group: Any) -> ParameterAccess:
         if uses_fsdp(self):
-            return joined_steps(self, stages, batch, spec, group)
+            return FSDPStackAccess(self, group)
         restored = ModuleTensors(self).restored
-        access = (
-            ParameterAccess(restored)
-            if self.tensor_parallel is None
-            else TensorParallelAccess(self, self.tensor_parallel, restored)
-        )
-        distribution = distribution_of(group)
-        steps = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
-        if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
-            dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
-            states = [tuple(s.detach() for s in state) for state in batch.states]
-            with unsplit(self.blocks()):
-                verify_custom_layers(stages, states, width, dtype, batch.ids.device)
-        return steps
+        if self.tensor_parallel is not None:
+            return TensorParallelAccess(self, self.tensor_parallel, restored)
+        return ParameterAccess(restored)
 
     def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:
         """Raise a UserError for a call that a sequence_group cannot share."""

@@ -3,7 +3,8 @@
 With --quick each benchmark is tried on short sequences, minutes in all, and the documents are written again
 from the published results. With --list nothing is measured: where a figure is shown, its command, the commit
 and date of its result, and which of the files that it measures have changed since. With --write nothing is
-measured either: tables and numbers in the documents become those of the published results.
+measured either: tables and numbers in the documents become those of the published results, and the line below
+each says which code has changed since.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def main() -> int:
         return 0
     figures = [figure for figure in FIGURES if figure.quick is not None or not options.quick]
     lines = [] if options.write else [measured(figure, figure.command(options.quick)) for figure in figures]
+    for figure in FIGURES:
+        if figure.file.exists():
+            figure.note_changes()
     write()
     if lines:
         print(markdown_table(("benchmark", "shown in", "seconds", "exit code"), lines, left=(0, 1)))

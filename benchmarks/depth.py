@@ -94,12 +94,12 @@ class Depth(Benchmark):
             for row in result["rows"]
         ]
         seeds, steps, tokens, lr = (result[name] for name in ("seeds", "steps", "tokens", "lr"))
-        footer = report.footer(result["environment"], "`python -m benchmarks.depth`, one thread")
         about = (
             f"{seeds} seeds: median (least … most), nats per byte; d_model {model['d_model']}, d_state "
             f"{model['d_state']}, float32; {steps} steps of {result['batch']} × {result['seqlen']} tokens, "
             f"{tokens:,} in all; learning rate {lr:g} for every depth. "
-            f"{result['core_seconds'] / 60:.0f} minutes of one core; {footer}\n"
+            f"{result['core_seconds'] / 60:.0f} minutes of one core, one thread: `python -m "
+            "benchmarks.depth`\n"
         )
         return f"{report.markdown_table(heads, lines, left=(0, 1))}\n{about}"
 

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from adjoint.files import write_atomically
 from adjoint.tools.measure.process import ROOT
 from benchmarks.checkpoints import Checkpoints
 from benchmarks.claims import Claims
@@ -16,6 +17,7 @@ from benchmarks.convergence.command import Convergence
 from benchmarks.depth import Depth
 from benchmarks.fleet import Fleet
 from benchmarks.fsdp import Fsdp
+from benchmarks.host_weights import HostWeights
 from benchmarks.kernels.command import Kernels
 from benchmarks.layer_local import LayerLocalCosine
 from benchmarks.layer_work import LayerWork
@@ -46,8 +48,7 @@ class Figure(NamedTuple):
         options: of the benchmark's command; with `--out` if its results have a folder of their own.
         quick: options of a try in seconds; None if another figure tries the same benchmark.
         measures: the files of adjoint/ whose change makes the results old, as `Path.glob` takes them. None
-            of what a model learns, as that depends on the gradients, which tests hold; and of the one run
-            that takes an hour.
+            of what a model learns, as that depends on the gradients, which tests hold.
     """
 
     shown: str
@@ -76,6 +77,18 @@ class Figure(NamedTuple):
         """The published result."""
         result: Row = json.loads(self.file.read_text())
         return result
+
+    def note_changes(self) -> None:
+        """Write into the stored result which packages that it measures have changed since, for the line
+        below its tables; where git does not know its commit, leave the result as it is."""
+        result = self.stored()
+        try:
+            changed = sorted({_package_of(path) for path in self.changed()})
+        except LookupError:
+            return
+        if changed != result["environment"].get("changed", []):
+            result["environment"]["changed"] = changed
+            write_atomically(self.file, json.dumps(result, indent=1) + "\n")
 
     def changed(self) -> list[str]:
         """Files it measures whose code is not what it was then; comments and docstrings do not count. Raises
@@ -108,6 +121,11 @@ def code(suffix: str, text: str) -> str:
     return ast.dump(tree)
 
 
+def _package_of(path: str) -> str:
+    """The package or module of adjoint/ that a file belongs to, as `adjoint.kernels` or `adjoint.loss`."""
+    return ".".join(Path(path).with_suffix("").parts[:2])
+
+
 def _at(commit: str, path: Path) -> str:
     """A file as it was; nothing where it was not there."""
     shown = subprocess.run(
@@ -124,19 +142,21 @@ ENGINE = ("engine/executor.py", "engine/storage.py", "engine/tile.py")
 SCANS = ("kernels/cpu/*.cpp", "kernels/cpu/*.h")
 WRAPPED = (*ENGINE, *SCANS, "hf/stage.py", "hf/cache.py", "hf/head.py")
 STACK = (*ENGINE, *SCANS, "engine/chunk_size.py")
+BINOMIAL = (*STACK, "engine/binomial.py", "engine/schedule.py")
 PROGRAMS = ("engine/grid.py", "engine/schedule.py", "plan/simulate.py")
 FIGURES = [
     Figure("README.md, docs/models_memory.md", Wrapped(), "",
            "--lengths 1K 2K --repeats 1 --repeat-s 0", WRAPPED),
-    Figure("README.md", WrappedLength(), "", "--lengths 1K 2K --repeat-s 0", WRAPPED),
-    Figure("docs/models_memory.md", Fsdp(), "", "--lengths 256 --models Mamba-2", ("parallel/fsdp.py",)),
+    Figure("README.md, docs/models_memory.md", WrappedLength(), "", "--lengths 1K 2K --repeat-s 0", WRAPPED),
+    Figure("docs/models_memory.md", Fsdp(), "", "--lengths 256 --models Mamba-2",
+           (*WRAPPED, "parallel/fsdp.py")),
     Figure("README.md, docs/results.md", Memory(), "",
            "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocators default", STACK),
     Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocators default "
            "--out benchmarks/results/exact-growth", None, STACK),
     Figure("docs/million_tokens.md", Memory(), "--methods exact --lengths 16777216 --allocators jemalloc "
-           "--repeats 1 --repeat-s 0 --out benchmarks/results/sixteen-million", None),
-    Figure("docs/results.md, docs/kernels.md", Kernels(), "", "--size small --op selective_scan --repeats 1",
+           "--repeats 1 --repeat-s 0 --out benchmarks/results/sixteen-million", None, STACK),
+    Figure("docs/results.md", Kernels(), "", "--size small --op selective_scan --repeats 1",
            SCANS),
     Figure("docs/results.md", Kernels(), "--peers --out benchmarks/results/avx2", None, SCANS),
     Figure("docs/results.md", Kernels(), "--peers --out benchmarks/results/avx512", None, SCANS),
@@ -146,14 +166,14 @@ FIGURES = [
            "--out benchmarks/results/avx512", None, WRAPPED),
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
            SCANS),
-    Figure("docs/method_costs.md", Checkpoints(), "", "--lengths 1K 2K",
-           (*STACK, "engine/binomial.py", "engine/schedule.py")),
+    Figure("README.md, docs/method_costs.md", Checkpoints(), "", "--lengths 1K 2K",
+           BINOMIAL),
     Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways 32 --lengths 16777216 67108864 "
-           "--out benchmarks/results/sixty-four-million", None),
+           "--out benchmarks/results/sixty-four-million", None, BINOMIAL),
     Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways 32 --lengths 67108864 "
-           "--allocators jemalloc --out benchmarks/results/sixty-four-million-jemalloc", None),
+           "--allocators jemalloc --out benchmarks/results/sixty-four-million-jemalloc", None, BINOMIAL),
     Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways all --lengths 16777216 "
-           "--out benchmarks/results/sixteen-million-all", None),
+           "--out benchmarks/results/sixteen-million-all", None, BINOMIAL),
     Figure("docs/method_costs.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
     Figure("docs/method_costs.md", LayerWork(), "", "", ("layers/*.py",)),
     Figure("docs/convergence_tables.md", Convergence(), "",
@@ -164,13 +184,14 @@ FIGURES = [
     Figure("docs/long_memory.md", Recall(), "", "--mixers mamba gated_deltanet --steps 20"),
     Figure("docs/plan.md", Shards(), "",
            "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
-    Figure("docs/cluster.md, docs/paper_figures.md", Scaling(), "", "", PROGRAMS),
+    Figure("docs/cluster.md, docs/paper.md, docs/paper_figures.md", Scaling(), "", "", PROGRAMS),
     Figure("docs/which_layout.md", Sequence(), "", "--lengths 4K --workers 1 2 --repeats 1",
            ("parallel/context.py", "parallel/kv.py", "parallel/handoff.py", "plan/rounds.py")),
     Figure("docs/which_layout.md", SequenceMemory(), "", "--length 4K --workers 1 2",
            ("parallel/context.py", "parallel/kv.py", "engine/storage.py")),
     Figure("docs/paper.md", LayerLocalCosine(), "", ""),
-    Figure("docs/paper_figures.md, docs/paper_claims.md", Sources(), "", "--tables table-1 layer",
+    Figure("docs/paper.md, docs/paper_figures.md, docs/paper_claims.md", Sources(), "",
+           "--tables table-1 layer",
            ("plan/stage_memory.py", "plan/memory.py", "loss.py", "layers/*.py")),
     Figure("docs/paper_claims.md", Claims(), "", "--groups korthikanti-layer",
            ("plan/stage_memory.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", "kernels/collectives.py",
@@ -179,6 +200,8 @@ FIGURES = [
            ("kernels/collectives.py",)),
     Figure("docs/paper_fleet.md", Fleet(), "", "--devices 8 --models mamba-1.27b",
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
+    Figure("docs/host_weights.md", HostWeights(), "", "--models Bamba-9B --tokens 128K",
+           ("plan/host_weights.py", "plan/estimate.py", "plan/memory.py")),
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
     Figure("docs/method_costs.md", MiniSequence(), "",
            "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from adjoint.cli import main
 from adjoint.cluster.heartbeat import NOTICE
@@ -152,22 +152,59 @@ def method_and_kernels() -> str:
 
 
 def dry_run(name: str) -> str:
-    """Return the comparison of a stored dry run of `benchmarks.gpu`, and its conditions."""
-    table = comparison(rows(name, stage="h"))
-    return f"{table}\n*Dry run. {report.footer(_stored(name)['environment'])}*\n"
+    """Return the comparison of a stored dry run of `benchmarks.gpu`."""
+    return comparison(rows(name, stage="h"))
 
 
-# Tables of several results or of the planner, which no benchmark writes: document, mark, what makes it.
-TABLES: list[tuple[str, str, Callable[[], str]]] = [
-    ("README.md", "method and kernels", method_and_kernels),
-    ("docs/results.md", "kernels by vectors", kernels_by_vectors),
-    ("docs/results.md", "models by vectors", models_by_vectors),
-    ("docs/long_memory.md", "positions", positions),
-    ("docs/method_costs.md", "recompute", recomputed),
-    ("docs/method_costs.md", "reversible", reversible),
-    ("docs/gpu.md", "dry run on a simulated GPU", lambda: dry_run("gpu-simulated")),
-    ("docs/gpu.md", "dry run on a CPU", lambda: dry_run("gpu-dry-run")),
-]
+class Table(NamedTuple):
+    """A table that no benchmark writes, of several results or of the planner; or no table, but the line that
+    says when the results in a page's sentences were run.
+
+    Attributes:
+        mark: what stands between its marks.
+        results: whose runs stand below the table; none of what is computed when it is written.
+    """
+
+    document: str
+    mark: str
+    make: Callable[[], str]
+    results: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Return the table with the runs below it."""
+        footers = [report.footer(_stored(name)["environment"]) for name in self.results]
+        return report.with_footers(self.make(), *footers) if footers else self.make()
+
+
+def runs(document: str, mark: str, *results: str) -> Table:
+    """Return the lines that say when results in sentences were run."""
+    return Table(document, f"{mark} run", str, results)
+
+
+TABLES = [
+    Table("README.md", "method and kernels table", method_and_kernels, ("memory",)),
+    Table("docs/results.md", "kernels by vectors table", kernels_by_vectors,
+          ("avx2/kernels", "avx512/kernels")),
+    Table("docs/results.md", "models by vectors table", models_by_vectors,
+          ("avx2/wrapped", "avx512/wrapped")),
+    Table("docs/long_memory.md", "positions table", positions, ("loss_by_position",)),
+    Table("docs/method_costs.md", "recompute table", recomputed),
+    Table("docs/method_costs.md", "reversible table", reversible),
+    Table("docs/gpu.md", "dry run on a simulated GPU table", lambda: dry_run("gpu-simulated"),
+          ("gpu-simulated",)),
+    Table("docs/gpu.md", "dry run on a CPU table", lambda: dry_run("gpu-dry-run"), ("gpu-dry-run",)),
+    runs("docs/results.md", "exact-growth", "exact-growth/memory"),
+    runs("docs/results.md", "kernels", "kernels"),
+    runs("docs/results.md", "window_time", "window_time"),
+    runs("docs/kernels.md", "instructions", "instructions"),
+    runs("docs/method_costs.md", "mini_sequence", "mini_sequence"),
+    runs("docs/million_tokens.md", "sixteen-million", "sixteen-million/memory"),
+    runs("docs/million_tokens.md", "sixty-four-million", "sixty-four-million/checkpoints",
+         "sixty-four-million-jemalloc/checkpoints", "sixteen-million-all/checkpoints"),
+    runs("docs/models_memory.md", "wrapped_length", "wrapped_length"),
+    runs("docs/paper.md", "sources and scaling", "sources", "scaling"),
+    runs("docs/plan.md", "shards", "shards"),
+]  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- numbers by name
 

@@ -24,7 +24,7 @@ DECIMAL = "|".join(rf"(?<=\.{digits})" for digits in (r"\d", r"\d\d", r"\d\d\d")
 NUMBER = re.compile(rf"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?:[ -]?(?:%|(?:{UNITS})(?!\w))|{DECIMAL})")
 VERSIONED = "Python|Triton|torch|glibc|transformers|NumPy|License|[Ss]ections?|arXiv|until|from|mamba-"
 NO_PROSE = re.compile(
-    r"<!-- (?P<name>.*?) table -->.*?<!-- end of (?P=name) table -->"
+    r"<!-- (?P<name>.*?) -->.*?<!-- end of (?P=name) -->"
     r"|```.*?```|`[^`]*`|^(?: {4}|\t)[^\n]*$|\]\([^)]*\)"  # code, and where links lead
     rf"|\b\d+\.\d+\.\d+[\d.]*|\b(?:{VERSIONED})[ -]?\d[\d.]*"
     r"|\b1\.27B\b|\bA100-40GB\b",  # names
@@ -48,8 +48,8 @@ def written(page: Path) -> str:
 def tables() -> list[tuple[str, str, str]]:
     """Return the tables of all pages: the page, its mark, the table."""
     figures = (figure for figure in FIGURES if figure.folder == RESULTS and figure.file.exists())
-    shown = [table for figure in figures for table in figure.benchmark.tables(figure.stored())]
-    return shown + [(document, mark, make()) for document, mark, make in TABLES]
+    shown = [table for figure in figures for table in figure.benchmark.published(figure.stored())]
+    return shown + [(table.document, table.mark, table.text()) for table in TABLES]
 
 
 def with_numbers(page: Path, text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,26 @@ def commit() -> str:
 
 
 def footer(environment: Mapping[str, Any], *conditions: str) -> str:
-    """The conditions of a measurement, machine, version, date and commit in one line."""
+    """Return the line below each table and picture: conditions of a run, its machine, version, date, commit,
+    and the packages that had changed since when `python -m benchmarks --write` last asked git."""
     cores = environment["cores"]
     vectors = f", {environment['vectors']}" if "vectors" in environment else ""
     hardware = environment["gpu"] or f"{cores} core{'s' * (cores > 1)} of {environment['cpu']}{vectors}"
     version = f"torch {environment['versions'].get('torch')}"
-    return " · ".join((*conditions, hardware, version, environment["date"][:10], environment["commit"]))
+    commit = environment.get("commit")
+    run = f"run on {environment['date'][:10]}" + (
+        f" with commit {commit}" if commit else ", commit not noted"
+    )
+    if changed := environment.get("changed"):
+        parts = " and ".join(filter(None, (", ".join(changed[:-1]), changed[-1])))
+        run += f"; {parts} {'have' if len(changed) > 1 else 'has'} changed since"
+    return " · ".join((*conditions, hardware, version, run))
+
+
+def with_footers(table: str, *footers: str) -> str:
+    """`table` with these lines below it, each once; the lines alone where `table` is empty."""
+    lines = "\n\n".join(f"*{line}*" for line in dict.fromkeys(footers))
+    return f"{table}\n{lines}" if table else lines
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
@@ -107,9 +122,9 @@ def pivot(
 
 
 def with_table(document: str, name: str, table: str) -> str:
-    """`document` with what stands between its marks `<!-- NAME table -->` and `<!-- end of NAME table -->`
-    replaced. Raises ValueError without the marks."""
-    begin, end = f"<!-- {name} table -->", f"<!-- end of {name} table -->"
+    """`document` with what stands between its marks `<!-- NAME -->` and `<!-- end of NAME -->` replaced.
+    Raises ValueError without the marks."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     if begin not in document or end not in document.partition(begin)[2]:
         raise ValueError(f"the document lacks the lines {begin} and {end}")
     before, _, rest = document.partition(begin)
@@ -143,8 +158,9 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path, foot: str) -> None:
-    """Write the picture, with `foot` in small letters below it."""
-    figure.text(0.005, -0.01, foot, va="top", fontsize=7.5, color="#666666")
+    """Write the picture, with `foot` in small letters below it, on as many lines as its width asks for."""
+    lines = textwrap.fill(foot, int(17 * figure.get_figwidth()))  # 17 such letters are an inch
+    figure.text(0.005, -0.01, lines, va="top", fontsize=7.5, color="#666666")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140, bbox_inches="tight")
     pyplot().close(figure)

@@ -189,7 +189,7 @@ class Benchmark:
 
     def page(self, result: Row) -> str:
         """Return the Markdown that is printed and written."""
-        return self.markdown(result)
+        return f"{report.with_footers(self.markdown(result), report.footer(result['environment']))}\n"
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         """Pictures: what their names have after the benchmark's, the figure, and what stands below it."""
@@ -327,6 +327,11 @@ class Benchmark:
             picture = f"![{self.caption}]({self.name}.png)\n\n" if self.caption else ""
             yield self.document, self.mark or self.name, picture + self.markdown(result)
 
+    def published(self, result: Row) -> Iterator[tuple[str, str, str]]:
+        """Yield `tables` as documents have them: their marks in full, and below each table its run."""
+        for document, mark, table in self.tables(result):
+            yield document, f"{mark} table", report.with_footers(table, report.footer(result["environment"]))
+
     def publish(self, result: Row, stem: Path) -> None:
         """Put the results into benchmarks/results, tables and pictures into the documents; of a folder inside
         benchmarks/results nothing, as they are there."""
@@ -339,7 +344,7 @@ class Benchmark:
             for drawn in place.parent.glob(f"{self.name}*.png"):
                 if (ROOT / "docs" / drawn.name).exists() or (self.caption and drawn.stem == self.name):
                     shutil.copyfile(drawn, ROOT / "docs" / drawn.name)
-            for document, mark, text in self.tables(result):
+            for document, mark, text in self.published(result):
                 report.put_table(ROOT / document, mark, text)
 
 

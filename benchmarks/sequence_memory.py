@@ -70,11 +70,9 @@ class SequenceMemory(Benchmark):
             return text if row["workers"] == 1 else f"{text} · {row['ratio']:.2f}"
 
         title = f"memory of a process, {result['rows'][0]['length']:,} tokens · of one process's"
-        table = report.pivot(
+        return report.pivot(
             [title], lines, ("line",), "workers", cell, lambda n: f"{n} process{'es' * (n > 1)}"
         )
-        conditions = f"chunks of {CHUNK}", "float32", "`python -m benchmarks.sequence_memory`"
-        return f"{table}\n{report.footer(result['environment'], *conditions)}\n"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.chunk_size import default_chunk_size
-from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid
@@ -40,7 +39,7 @@ from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
-from adjoint.parallel.tensor import TensorParallelAccess, reads_windows, unsplit
+from adjoint.parallel.tensor import TensorParallelAccess, reads_windows
 from adjoint.parallel.transport import sum_gradients
 from adjoint.plan.schedule import forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
@@ -241,8 +240,7 @@ class PipelineWorker:
         layout.check_chunks(spec.method, batch.seqlen, engine_spec.chunk_size)
         chunked = self._step(batch, engine_spec, step)
         with autocast(spec.precision, self.device):
-            if len(engine_spec.cuts(batch.seqlen)) > 2:  # more than one chunk
-                self._verify_custom_layers(chunked)
+            chunked.access.verify(chunked)
             executor = chunked.accumulate(step.batches, return_final_kv=step.ended is not None)
         self.windows = chunked.windows
         if step.ended is not None:
@@ -296,11 +294,6 @@ class PipelineWorker:
             distribution=PipelineRank(self, microbatch),
             access=None if split is None else TensorParallelAccess(self.part, split),
         )
-
-    def _verify_custom_layers(self, chunked: ChunkedStep) -> None:
-        with unsplit(self.part.blocks()) if self.spec.layout.tensor > 1 else contextlib.nullcontext():
-            states, dtype = chunked.batch.states, self.spec.dtype
-            verify_custom_layers(chunked.stages, states, chunked.width, dtype, self.device)
 
     @contextlib.contextmanager
     def traced(self, action: object) -> Iterator[None]:

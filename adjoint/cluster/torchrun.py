@@ -200,7 +200,8 @@ def _check(config: Config, process: Place) -> None:
             f"training.device: each process has its own GPU; set cuda instead of {settings.device}"
         )
     accelerator, device = torch.accelerator.current_accelerator(), pick_device(settings.device)
-    if layout.tensor > 1 and accelerator is not None and device.type != accelerator.type:
+    is_pretrained = config.model.from_pretrained is not None
+    if is_pretrained and layout.tensor > 1 and accelerator and device.type != accelerator.type:
         raise UserError(
             f"training.device: with cluster.tensor transformers puts weights on {accelerator.type}, not on "
             f"{device}; leave it out, or hide this machine's GPUs with CUDA_VISIBLE_DEVICES="

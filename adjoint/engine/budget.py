@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjoint.engine import binomial
+from adjoint.errors import UserError
 from adjoint.memory import memory_left
 
 # On a CPU resident memory counts, which is more than tensors hold: bytes of libraries, and the share that the
@@ -87,6 +88,15 @@ def measurements_of(parameters: list[Tensor]) -> dict[Hashable, ChunkMemory]:
         parameters: the model's parameters.
     """
     return _measured.setdefault(parameters[0], {})
+
+
+def refuse_budget(memory: float | str | None, processes: str) -> None:
+    """Raise a UserError if there is a memory budget, where `processes` must run the same chunks."""
+    if memory is not None:
+        raise UserError(
+            f"memory= fits chunks to what one process has left, but {processes} must run the same chunks: "
+            "give chunk_size instead"
+        )
 
 
 def room_for_chunks(memory: float | str, stored_bytes: int, device: torch.device) -> float:

@@ -52,21 +52,19 @@ def custom_class(stage: Stage | None) -> type | None:
 
 
 def verify_custom_layers(
-    stages: Sequence[Stage | None],
-    initial: Sequence[State],
-    width: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    stages: Sequence[Stage | None], initial: Sequence[State], width: int, device: torch.device
 ) -> None:
     """Verify each kind of custom layer once; the modules note that it has been done.
 
     Args:
         stages: the stages, None for those of other processes. initial: their initial states, a tuple each.
-        width, dtype: of the layers' inputs.
+        width: of the layers' inputs, whose dtype is the first parameter's.
 
     Raises:
         Refused: a layer's output, state or gradient depends on where the chunks are cut.
     """
+    parameters = (p for stage in stages if stage is not None for p in stage.parameters())
+    dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     layers_by_kind: dict[tuple[type, Hashable], list[tuple[Layer, State]]] = {}
     for stage, state in zip(stages, initial, strict=True):
         if isinstance(stage, Layer) and (cls := custom_class(stage)) is not None:
@@ -98,7 +96,7 @@ def _verify_layer(
     unchanged = torch.random.fork_rng(cuda), UntrainedTensors(stage.modules(), frozen=False).restored()
     with torch.inference_mode(False), torch.no_grad(), unchanged[0], unchanged[1]:
         x = some_numbers(TOKENS, width, seed=1).to(device, dtype)
-        state = tuple(s[:1].clone() for s in state)
+        state = tuple(s[:1].detach().clone() for s in state)
         try:
             reference = _results(Layer(stage.block, stage.reach, stage.grows), TOKENS, x, state)
         except UserError:

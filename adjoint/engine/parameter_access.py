@@ -8,7 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from adjoint.batch import Batch
+from adjoint.batch import Batch, State
+from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid
@@ -25,6 +26,10 @@ class Runs(Protocol):
 
     executor: Executor
     grid: Grid
+    stages: list[Stage | None]
+    batch: Batch
+    spec: EngineSpec
+    width: int
     parameters: list[Tensor]
     grad_inputs: list[Tensor]
     has_backward: bool
@@ -56,9 +61,20 @@ class ParameterAccess:
     def __init__(self, backward_context: ContextFactory = contextlib.nullcontext) -> None:
         self.backward_context = backward_context
 
-    def stages(self, stages: Sequence[Stage | None]) -> list[Stage | None]:
-        """Return the stages as the engine runs them."""
-        return list(stages)
+    def arrange(
+        self, stages: Sequence[Stage | None], states: Sequence[State]
+    ) -> tuple[list[Stage | None], Sequence[State]]:
+        """Return the stages and their initial states, one tuple per stage, as the engine runs them."""
+        return list(stages), states
+
+    def verify(self, step: Runs) -> None:
+        """Compare what chunks compute with what the whole computes, where layers are not ours; on first use.
+
+        Raises:
+            Refused: they differ.
+        """
+        if len(step.spec.cuts(step.batch.seqlen)) > 2:  # more than one chunk
+            verify_custom_layers(step.stages, step.batch.states, step.width, step.batch.ids.device)
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
         """Prepare for a step; return the spec with the chunks that all processes can run.

@@ -149,8 +149,9 @@ class ChunkedStep:
         access: ParameterAccess | None = None,
     ) -> None:
         self.distribution, self.access = distribution or Distribution(), access or ParameterAccess()
-        self.stages = self.access.stages(stages)
-        self.batch, self.spec, self.width, self.sums = batch, spec, width, sums
+        self.stages, states = self.access.arrange(stages, batch.states)
+        self.batch = batch = dataclasses.replace(batch, states=states)
+        self.spec, self.width, self.sums = spec, width, sums
         self.local_stages = [stage for stage in self.stages if stage is not None]
         self.parameters = list(dict.fromkeys(p for stage in self.local_stages for p in stage.parameters()))
         self.initial = [s for state in batch.states for s in state]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from adjoint.engine.budget import refuse_budget
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.exchange import BetweenTiles, Exchange
 from adjoint.engine.executor import Connections, Executor
@@ -382,11 +383,7 @@ class SequenceGroup(Distribution):
             raise UserError(
                 'sequence_group: window "auto" needs the whole sequence in one place; give a number'
             )
-        if spec.storage.memory is not None:
-            raise UserError(
-                "sequence_group: memory= fits chunks to what one process has left, but all ranks must run "
-                "the same chunks: give chunk_size instead"
-            )
+        refuse_budget(spec.storage.memory, "all ranks of a sequence_group")
         if spec.storage.checkpoints is not None:
             raise UserError(
                 "sequence_group: checkpoints= computes states again from chunks before them, which other "

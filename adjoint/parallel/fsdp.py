@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import custom_layers, tile
+from adjoint.engine.budget import refuse_budget
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
@@ -398,10 +399,12 @@ class FSDPAccess(ParameterAccess):
         self.gradients_of_forward: dict[Tensor, Tensor] | None = None
         self.d_initial: list[Tensor | None] = []
 
-    def stages(self, stages: Sequence[Stage | None]) -> list[Stage | None]:
+    def arrange(
+        self, stages: Sequence[Stage | None], states: Sequence[State]
+    ) -> tuple[list[Stage | None], Sequence[State]]:
         first, *others = stages
         assert first is not None
-        return [ShardedModelStage(first, self.root), *others]
+        return [ShardedModelStage(first, self.root), *others], states
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
         """Refuse what FSDP cannot do; return the spec with as many chunks as any process has.
@@ -421,11 +424,7 @@ class FSDPAccess(ParameterAccess):
         backward = spec.backward
         if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
             raise UserError("Truncated and LayerLocal do not run on a stack under fully_shard: use Exact()")
-        if spec.storage.memory is not None:
-            raise UserError(
-                "memory= fits chunks to what one process has left, but under fully_shard all processes "
-                "must run the same chunks: give chunk_size instead"
-            )
+        refuse_budget(spec.storage.memory, "under fully_shard all processes")
         if spec.storage.checkpoints is not None and largest(self.root, len(spec.documents))[0] > 1:
             raise UserError(
                 "checkpoints= computes states again from the start of a document, but under fully_shard all "
@@ -538,50 +537,54 @@ class FSDPAccess(ParameterAccess):
 # ---------------------------------------------------------------------------------------------------- stacks
 
 
-def joined_steps(
-    stack: Any,
-    stages: Sequence[Stage | None],
-    batch: Batch,
-    spec: EngineSpec,
-    group: dist.ProcessGroup | None = None,
-) -> ChunkedStep:
-    """Return the `ChunkedStep` of a sharded `Stack`; on first use, compare its gradients with autograd's.
+class FSDPStackAccess(FSDPAccess):
+    """`FSDPAccess` for a `Stack`, whose stages run as one: to FSDP, a chunk is a forward of the stack.
 
     Args:
-        group: the process group whose ranks share the batch.
+        stack: the sharded `Stack`.
+        group: the process group whose ranks share the batch, `SINGLE_RANK`, or None.
 
     Raises:
         UserError: the group's ranks cannot share it.
     """
-    if group is not None and (why := why_not_shared(stack, group)):
-        raise UserError(f"sequence_group: {why}")
-    reshard(stack)
 
-    def steps(batch: Batch, spec: EngineSpec, group: dist.ProcessGroup | SingleRank | None) -> ChunkedStep:
-        states = [tuple(s for state in batch.states for s in state)]
-        batch = dataclasses.replace(batch, states=states)
-        layers = [stage for stage in stages if stage is not None]
-        return ChunkedStep(
-            [SequentialStages(layers)],
-            batch,
-            spec,
-            stack.config.d_model,
-            distribution=distribution_of(group),
-            access=FSDPAccess(stack),
-        )
+    layers: Sequence[Stage]
 
-    dtype, device = next(stack.parameters()).dtype, batch.ids.device
-    alone = None if group is None else SINGLE_RANK
-    kind = (*(custom_layers.kind_of(s, dtype, device) for s in stages if isinstance(s, Layer)), alone)
-    verified = verified_kinds(stack)
-    if kind not in verified and torch.is_grad_enabled():
-        _verify_stack(stack, lambda batch, spec: steps(batch, spec, alone), device)
+    def __init__(self, stack: Any, group: dist.ProcessGroup | SingleRank | None = None) -> None:
+        if group is not None and (why := why_not_shared(stack, group)):
+            raise UserError(f"sequence_group: {why}")
+        reshard(stack)
+        super().__init__(stack)
+        self.group = group
+
+    def arrange(
+        self, stages: Sequence[Stage | None], states: Sequence[State]
+    ) -> tuple[list[Stage | None], Sequence[State]]:
+        self.layers = [stage for stage in stages if stage is not None]
+        joined_state = tuple(s for state in states for s in state)
+        return super().arrange([SequentialStages(self.layers)], [joined_state])
+
+    def verify(self, step: Runs) -> None:
+        """Compare the stack's gradients by chunks with those of plain autograd, on first use."""
+        stack, width, device = self.root, step.width, step.batch.ids.device
+        alone = None if self.group is None else SINGLE_RANK
+        dtype = next(stack.parameters()).dtype
+        layers = (stage for stage in self.layers if isinstance(stage, Layer))
+        kind = (*(custom_layers.kind_of(layer, dtype, device) for layer in layers), alone)
+        verified = verified_kinds(stack)
+        if kind in verified or not torch.is_grad_enabled():
+            return
+
+        def step_of(batch: Batch, spec: EngineSpec) -> ChunkedStep:
+            access, distribution = FSDPStackAccess(stack, alone), distribution_of(alone)
+            return ChunkedStep(self.layers, batch, spec, width, distribution=distribution, access=access)
+
+        _verify_stack(stack, step_of, device)
         verified.add(kind)
-    return steps(batch, spec, group)
 
 
 def _verify_stack(
-    stack: Any, steps: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
+    stack: Any, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
 ) -> None:
     """Compare the gradients of a few tokens computed by chunks with those of plain autograd.
 
@@ -595,7 +598,7 @@ def _verify_stack(
 
     def loss_by_chunks() -> Tensor:
         batch = Batch.from_labels(ids, ids, states=stack.stage_states(stack.initial_state(1)))
-        return steps(batch, EngineSpec(custom_layers.CHUNK_SIZE)).loss().loss
+        return step_of(batch, EngineSpec(custom_layers.CHUNK_SIZE)).loss().loss
 
     def loss_by_autograd() -> Tensor:
         return Gathering(stack)(lambda: type(stack).forward(stack, ids, labels=ids).loss)

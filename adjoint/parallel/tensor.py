@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from adjoint.batch import Batch
+from adjoint.engine.budget import refuse_budget
 from adjoint.engine.custom_layers import PARTS
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.grid import EngineSpec
@@ -305,7 +306,7 @@ def _is_ours(mixer: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def unsplit(blocks: Sequence[Block]) -> Iterator[None]:
+def _unsplit(blocks: Iterable[Block]) -> Iterator[None]:
     """Let blocks whose mixers every rank runs alone work like unsplit ones, for `verify_custom_layers`."""
     unsplit_blocks = [block for block in blocks if getattr(block.mixer, "tensor_group", None) is None]
     groups = [block.tensor_group for block in unsplit_blocks]
@@ -417,7 +418,7 @@ class TensorParallelAccess(ParameterAccess):
         backward_context: ContextFactory = contextlib.nullcontext,
     ) -> None:
         super().__init__(backward_context)
-        self.split = split
+        self.split, self.model = split, model
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
@@ -426,13 +427,13 @@ class TensorParallelAccess(ParameterAccess):
         Raises:
             UserError: a memory budget, or ranks that call with other rows or draw other numbers.
         """
-        if spec.storage.memory is not None:
-            raise UserError(
-                "memory= fits chunks to what one process has left, but ranks that split a stack must run the "
-                "same chunks: give chunk_size instead"
-            )
+        refuse_budget(spec.storage.memory, "ranks that split a stack")
         self.split.check_same(batch, spec)
         return spec
+
+    def verify(self, step: Runs) -> None:
+        with _unsplit(block for block in self.model.modules() if isinstance(block, Block)):
+            super().verify(step)
 
     def windows(self, widths: list[int]) -> list[int]:
         """Return the widest windows of the ranks, each of which knows the decays of its own heads."""

@@ -107,7 +107,7 @@ class Convergence(Benchmark):
         return f"{tables.markdown(result)}\n{tables.provenance(result)}\n"
 
     def page(self, result: Row) -> str:
-        return f"# Does training still converge?\n\n{self.markdown(result)}"
+        return f"# Does training still converge?\n\n{super().page(result)}"
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         if result["curves"]:

@@ -23,16 +23,13 @@ def label(method: str) -> str:
 
 
 def provenance(result: Row) -> str:
-    """Return a paragraph on what was run, on which machine, and when."""
-    env, model, tasks = result["environment"], result["model"], result["tasks"]
+    """Return a paragraph on what was run."""
+    model, tasks = result["model"], result["tasks"]
     steps = ", ".join(f"{name} {task['steps']}" for name, task in tasks.items())
     return (
         f"{result['seeds']} seeds; d_model {model['d_model']}, {model['n_layer']} Mamba-1 layers, d_state "
         f"{model['d_state']}, float32; {result['batch']} sequences of {result['seqlen']:,} tokens a step; "
-        f"steps: {steps}. {env['cores']} cores of {env['cpu']}, {env['system']}, Python "
-        f"{env['python']}, torch {env['versions'].get('torch')}, NumPy {env['versions'].get('numpy')}, "
-        f"commit {env['commit'] or 'unknown'}, {env['date'][:10]}. `{result['command']}`"
-        + ("" if result["complete"] else " (stopped before its end)")
+        f"steps: {steps}. `{result['command']}`" + ("" if result["complete"] else " (stopped before its end)")
     )
 
 

@@ -261,10 +261,11 @@ def test_a_stopped_run_goes_on_and_only_an_asked_for_whole_one_is_published(
     assert not (here / "partial").exists()
     assert Squares().main(["--redraw", "--out", str(here), "--publish"]) == 0
     assert seen == [2]
-    rows = json.loads((repository / "results" / "squares.json").read_text())["rows"]
-    assert [(row["n"], row["square"]) for row in rows] == [(1, 1), (2, 4), (3, 9), (9, 81)]
+    published = json.loads((repository / "results" / "squares.json").read_text())
+    assert [(row["n"], row["square"]) for row in published["rows"]] == [(1, 1), (2, 4), (3, 9), (9, 81)]
     shown = document.read_text()
-    assert "<!-- squares table -->\n\n1² = 1\n2² = 4\n3² = 9\n9² = 81\n\n<!-- end" in shown
+    run = report.footer(published["environment"])
+    assert f"<!-- squares table -->\n\n1² = 1\n2² = 4\n3² = 9\n9² = 81\n\n*{run}*\n<!-- end" in shown
     assert shown.startswith("before\n") and shown.endswith("after\n")
 
 

@@ -27,6 +27,7 @@ from adjoint.engine.budget import LiveBytes
 from tests.simulated_cuda.world import WrapState, simulated, to_cuda
 
 CHUNK = 512
+DENSE_CHUNK = 128  # on a GPU a dense A runs token by token: each is a handful of operators
 CORE = "mamba, exact", "mamba, memory", "hybrid, offloaded edges", "hybrid, documents"  # in every test run
 Make = Callable[[int], Any]  # a model of so many layers
 Case = tuple[Make, Any, dict[str, Any]]  # and the method, and what `step` is given
@@ -115,6 +116,12 @@ def groups() -> dict[str, dict[str, Case]]:
         if not documents or how in ("exact", "truncated", "offloaded edges")
         if getattr(layers.MIXERS.get(name), "windowed", False) or not _windowed(method)
     }
+    for cases in quick, slow:
+        for name, (make, method, options) in cases.items():
+            if name.startswith("dense"):
+                if method.has_chunks:
+                    method = dataclasses.replace(method, chunk_size=DENSE_CHUNK)
+                cases[name] = make, method, options | {"chunk": DENSE_CHUNK}
     # more elements than 32 bits count, in one call
     long = {f"{m}, long": (stack(m, d_model=1024), METHODS["backprop"], {}) for m in SCANS}
     return {
