@@ -1,4 +1,4 @@
-"""Checkpoints on disk: their format; finding, verifying and reading them.
+"""Checkpoints on disk: their format; finding, verifying, removing and reading them.
 
     checkpoints/step-00000100/model.safetensors       weights, by parameter name
                               optimizer.safetensors   optimizer state, "<parameter name>|<state key>"
@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, TypedDict
@@ -30,6 +32,7 @@ from adjoint.errors import UserError
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
+REMOVING = ".removing-"  # a folder that a kill may leave; the next save deletes it
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -161,6 +164,26 @@ def read_trainer(path: Path) -> TrainerState:
     """Return a checkpoint's step, data cursor, configuration, …"""
     state: TrainerState = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
     return state
+
+
+def set_aside_after(directory: str | Path, step: int) -> list[Path]:
+    """Rename the checkpoints beyond ``step`` so that none of an abandoned future is picked up later."""
+    moved = []
+    for path in list_checkpoints(directory):
+        if step_of(path) > step:
+            target = path.with_name(f"{path.name}.set-aside")
+            if target.exists():
+                remove_checkpoint(target)
+            os.replace(path, target)
+            moved.append(target)
+    return moved
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint. It is renamed first, so that a kill half-way leaves no half checkpoint behind."""
+    doomed = path.with_name(f"{REMOVING}{path.name}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
 
 
 class StoredTensors:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -24,7 +23,7 @@ import torch
 
 from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
 from adjoint.data.cache import TokenCache, entropy, frequencies, open_tokens
-from adjoint.data.sources import Sources, find_sources
+from adjoint.data.sources import Sources, check_apart, find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
 from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError
@@ -409,7 +408,7 @@ def open_data(
         if splits_training_text
         else [find_sources(config.validation_path, "data.validation_path", streaming=streaming)]
     )
-    _check_apart(parts, others)
+    check_apart(parts, others)
 
     def tokens_of(sources: Sources, fraction: float) -> TokenCache:
         return open_tokens(
@@ -437,18 +436,6 @@ def open_data(
         packed=config.documents == "packed",
         predicted=None if set(answers) == {1.0} else float(np.dot(shares, answers)),
     )
-
-
-def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
-    """Raise UserError if a file is in two streams, or in training and held-out text."""
-    earlier_files: set[Path] = set()
-    for sources in [*parts, *held_out]:
-        files = {file.path.resolve() for file in sources.files}
-        if both := files & earlier_files:
-            if sources in held_out:
-                raise UserError(f"data.validation_path: {min(both)} is trained on too; leave it out")
-            raise UserError(f"data.weights: {min(both)} is in two entries of data.path; leave it out of one")
-        earlier_files |= files
 
 
 def _check_contents(trained: Sequence[TokenCache], held_out: Sequence[TokenCache]) -> None:

@@ -104,6 +104,18 @@ def find_sources(
     return Sources(files, description if len(files) == 1 else f"{description} ({len(files)} files)")
 
 
+def check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
+    """Raise UserError if a file is in two streams, or in training and held-out text."""
+    earlier_files: set[Path] = set()
+    for sources in [*parts, *held_out]:
+        files = {file.path.resolve() for file in sources.files}
+        if both := files & earlier_files:
+            if sources in held_out:
+                raise UserError(f"data.validation_path: {min(both)} is trained on too; leave it out")
+            raise UserError(f"data.weights: {min(both)} is in two entries of data.path; leave it out of one")
+        earlier_files |= files
+
+
 def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Source], list[Source]]:
     """(training, held-out): whole files, about `fraction` of the bytes, chosen by a hash of the name.
 

@@ -22,6 +22,7 @@ class ByteTokenizer:
         separator_ids: The tokens that end each document; may be empty.
         bos_ids: The token that begins each document of plain text; may be empty.
         identity: Digest of everything that determines the ids.
+        files: The files of its folder, or its tokenizer.json; none for bytes.
         chats: Whether there is a chat template, which chats need.
     """
 
@@ -30,6 +31,7 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 256
     identity = "byte"
+    files: Sequence[Path] = ()
 
     def __init__(self, separator: str | None = None) -> None:
         self.separator_ids: tuple[int, ...] = (0,) if separator is None else tuple(separator.encode())
@@ -72,6 +74,7 @@ class FileTokenizer:
         place = Path(path).expanduser()
         if not place.exists():
             raise UserError(f'data.tokenizer {path}: no such file or folder; or use "byte"')
+        self.files = tokenizer_files(path)
         folder, file = (place, place / "tokenizer.json") if place.is_dir() else (place.parent, place)
         self._load(folder, file)
         self.vocab_size = 1 + max(self._vocab.values(), default=-1)

@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adjoint.checkpoint import (
     FORMAT,
     MANIFEST,
+    REMOVING,
     FileEntry,
     StoredTensors,
     TrainerState,
     list_checkpoints,
     read_trainer,
+    remove_checkpoint,
     sha256,
     step_of,
     verify_checkpoint,
@@ -35,14 +38,14 @@ from adjoint.methods import Method
 from adjoint.parallel.split_tensors import gather, is_split, split_like
 from adjoint.train.carried_state import STEM
 from adjoint.train.dependencies import ConfigDict, check_model, records_model
-from adjoint.train.optimizer import flattened, parts_of, restored
+from adjoint.train.optimizer import parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 _MAY_CHANGE = ("run.", "cluster.", "training.steps", "model.from_pretrained")
-_WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
+_WRITING = ".writing-"  # a folder that a kill may leave, as `REMOVING`; the next save deletes them
 
 
 def save_checkpoint(
@@ -67,7 +70,7 @@ def save_checkpoint(
     final = Path(directory) / f"step-{step:08d}"
     final.parent.mkdir(parents=True, exist_ok=True)
     for path in final.parent.iterdir():
-        if path.name.startswith((_WRITING, _REMOVING)):
+        if path.name.startswith((_WRITING, REMOVING)):
             shutil.rmtree(path)
     work = final.with_name(f"{_WRITING}{final.name}")
     work.mkdir()
@@ -84,13 +87,13 @@ def save_checkpoint(
         shutil.rmtree(work, ignore_errors=True)  # a full disk needs the room back
         raise
     if final.exists():  # only a damaged one, or one of a future that a resume went back behind
-        _remove(final)
+        remove_checkpoint(final)
     os.replace(work, final)
     flush(final.parent)
     if keep is not None:
         for old in list_checkpoints(final.parent)[:-keep]:
             if step_of(old) != spared:
-                _remove(old)
+                remove_checkpoint(old)
     return final
 
 
@@ -269,19 +272,6 @@ def changed_keys(stored: Mapping[str, object], current: Mapping[str, object]) ->
     ]
 
 
-def set_aside_after(directory: str | Path, step: int) -> list[Path]:
-    """Rename the checkpoints beyond ``step`` so that none of an abandoned future is picked up later."""
-    moved = []
-    for path in list_checkpoints(directory):
-        if step_of(path) > step:
-            target = path.with_name(f"{path.name}.set-aside")
-            if target.exists():
-                _remove(target)
-            os.replace(path, target)
-            moved.append(target)
-    return moved
-
-
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer | None, named: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -290,7 +280,7 @@ def optimizer_tensors(
     return {
         f"{name}|{key}": value.detach().contiguous()
         for name, parameter in named.items()
-        for key, value in flattened(state.get(parameter, {})).items()
+        for key, value in _flattened(state.get(parameter, {})).items()
     }
 
 
@@ -304,9 +294,35 @@ def load_optimizer(
     for each in parts_of(optimizer):
         ordered = [names[parameter] for group in each.param_groups for parameter in group["params"]]
         indexed_state = {
-            i: restored(state[name], named[name]) for i, name in enumerate(ordered) if state.get(name)
+            i: _restored(state[name], named[name]) for i, name in enumerate(ordered) if state.get(name)
         }
         each.load_state_dict({"state": indexed_state, "param_groups": each.state_dict()["param_groups"]})
+
+
+def _flattened(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return a parameter's optimizer state as plain tensors: of 8-bit moments codes, scales and what codes
+    stand for, "exp_avg.codes" and so on."""
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if is_traceable_wrapper_subclass(value) and not hasattr(value, "placements"):
+            flat |= {
+                f"{key}.{attribute}": getattr(value, attribute) for attribute in value.__tensor_flatten__()[0]
+            }
+        else:
+            flat[key] = torch.as_tensor(value)
+    return flat
+
+
+def _restored(flat: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rebuild a parameter's optimizer state, split as the parameter is: the reverse of `_flattened`."""
+    state = {key: split_like(value, parameter) for key, value in flat.items() if "." not in key}
+    for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        parts = [flat[f"{key}.{attribute}"] for attribute in OptimState8bit.tensor_attrs]
+        signed = bool(flat[f"{key}.qmap"].min() < 0)
+        state[key] = OptimState8bit(*parts, signed, parameter.dtype)
+    return state
 
 
 def _flushed(file: Path) -> FileEntry:
@@ -334,10 +350,3 @@ def _load_weights(path: Path, model: nn.Module) -> None:
 def _is_the_folders(model: nn.Module, tensor: torch.Tensor) -> bool:
     """Whether a tensor of a model with adapters is as it was read from the model's folder."""
     return hasattr(model, "peft_config") and not tensor.requires_grad
-
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a kill half-way leaves no half checkpoint behind."""
-    doomed = path.with_name(f"{_REMOVING}{path.name}")
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)

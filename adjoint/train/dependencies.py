@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,8 @@ from adjoint.checkpoint import read_trainer
 from adjoint.data.tokenizer import tokenizer_files
 from adjoint.errors import UserError
 
-ConfigDict = Mapping[str, Mapping[str, Any]]  # a configuration as plain values, by section and key
+Section = Mapping[str, Any]  # of a configuration, as plain values by key
+ConfigDict = Mapping[str, Section]  # a configuration by section
 RECORD: Final = "dependencies"  # the key of trainer.json
 # What transformers writes into config.json besides the model itself.
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
@@ -33,15 +34,15 @@ _MODEL_FILES = {
 }
 
 
-def record(config: ConfigDict) -> dict[str, str]:
+def record(model: Section, tokenizer: Sequence[Path]) -> dict[str, str]:
     """Return a digest of each dependency of a run, by its kind, for its checkpoints to keep.
 
     Args:
-        config: the run's configuration as plain values.
+        model: of the run's configuration. tokenizer: the tokenizer's files, if any.
     """
-    digests = _model_digests(config["model"])
-    if (tokenizer := _tokenizer_digest(config)) is not None:
-        digests["tokenizer"] = tokenizer
+    digests = _model_digests(model)
+    if tokenizer:
+        digests["tokenizer"] = _content_digest(tokenizer)
     return digests
 
 
@@ -68,10 +69,11 @@ def check_model(checkpoint: Path, config: ConfigDict) -> None:
 def check_tokenizer(checkpoint: Path) -> None:
     """Raise a UserError where the tokenizer's files are there and not as they were when the run began."""
     config, recorded = read_trainer(checkpoint).get("config", {}), _recorded(checkpoint).get("tokenizer")
-    current = _tokenizer_digest(config)
-    if None not in (recorded, current) and recorded != current:
+    name = config.get("data", {}).get("tokenizer")
+    files = [] if name in (None, "byte") else tokenizer_files(name)
+    if files and recorded not in (None, _content_digest(files)):
         raise UserError(
-            f"{checkpoint}: the tokenizer {config['data']['tokenizer']} changed since the run began, and the "
+            f"{checkpoint}: the tokenizer {name} changed since the run began, and the "
             "model knows the tokens of the earlier one; put its files back as they were"
         )
 
@@ -85,7 +87,7 @@ def _recorded(checkpoint: Path) -> dict[str, str]:
     return read_trainer(checkpoint).get(RECORD, {})
 
 
-def _model_digests(model: Mapping[str, Any]) -> dict[str, str]:
+def _model_digests(model: Section) -> dict[str, str]:
     if model.get("from_pretrained") is None:
         return {}
     folder = Path(model["from_pretrained"])
@@ -96,12 +98,6 @@ def _model_digests(model: Mapping[str, Any]) -> dict[str, str]:
     if model.get("lora"):
         digests["weights"] = weights_digest(folder)
     return digests
-
-
-def _tokenizer_digest(config: ConfigDict) -> str | None:
-    name = config.get("data", {}).get("tokenizer")
-    files = [] if name in (None, "byte") else tokenizer_files(name)
-    return _content_digest(files) if files else None
 
 
 def _config_digest(file: Path) -> str:

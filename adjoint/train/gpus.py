@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import torch
+
 MIB = 1 << 20
 # Links between a GPU and host memory: peak bytes per second in each direction, of 16 lanes.
 LINKS = {"PCIe Gen4": 31.5e9, "PCIe Gen5": 63e9, "NVLink-C2C": 450e9}
@@ -49,6 +51,13 @@ GPUS = {
         Gpu("gh200", 97871 * MIB, 989.5, 67, "NVLink-C2C", 4000e9),
     )
 }
+
+
+def peak_flops(precision: str, device: torch.device) -> float | None:
+    """Return the FLOP/s of a GPU's data sheet; None for other devices, GPUs that are not in the table, and
+    float64."""
+    gpu = by_driver_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if gpu is None or precision == "float64" else getattr(gpu, precision) * 1e12
 
 
 def by_driver_name(name: str) -> Gpu | None:

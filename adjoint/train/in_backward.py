@@ -1,16 +1,13 @@
-"""Optimizer steps inside the backward pass."""
+"""Optimizer steps inside the backward pass of any training loop: `adjoint.optimizer_in_backward`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-
-from adjoint.train.optimizer import parts_of, take_step
 
 
 @dataclass(frozen=True)
@@ -69,38 +66,3 @@ def optimizer_in_backward(
 
     hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in named.values()]
     return OptimizerInBackward(optimizers, hooks)
-
-
-class SteppedInBackward:
-    """A run's optimizer; every backward steps each parameter as soon as its gradient is complete.
-
-    Attributes:
-        lr: the learning rate of the next backward.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.lr = optimizer, 0.0
-        self._squares: list[Tensor] = []
-        for member in parts_of(optimizer):
-            for group in member.param_groups:
-                for parameter in group["params"]:
-                    parameter.register_post_accumulate_grad_hook(self._step_of(member, group))
-
-    def _step_of(self, member: Optimizer, group: dict[str, object]) -> Callable[[Tensor], None]:
-        def step(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            self._squares.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square())
-            groups = member.param_groups
-            member.param_groups = [{**group, "params": [parameter]}]
-            try:
-                take_step(member, self.lr)
-            finally:
-                member.param_groups = groups
-            parameter.grad = None
-
-        return step
-
-    def norm(self) -> float:
-        """Return the L2 norm of the gradients since the last call."""
-        squares, self._squares = self._squares, []
-        return torch.stack(squares).sum().sqrt().item() if squares else 0.0

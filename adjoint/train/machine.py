@@ -21,7 +21,6 @@ import torch
 from adjoint import memory
 from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
-from adjoint.train.gpus import by_driver_name
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -82,12 +81,6 @@ def pick_precision(name: str, device: torch.device) -> str:
         return name
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bfloat16" if native else "float32"
-
-
-def peak_flops(precision: str, device: torch.device) -> float | None:
-    """FLOP/s of a GPU's data sheet; None of other devices, GPUs that are not in the table, and float64."""
-    gpu = by_driver_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return None if gpu is None or precision == "float64" else getattr(gpu, precision) * 1e12
 
 
 @contextlib.contextmanager

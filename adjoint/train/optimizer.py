@@ -1,18 +1,17 @@
-"""AdamW with decay groups, its moments in 8 bits or Muon beside it, and the learning rate schedule."""
+"""AdamW with decay groups, its moments in 8 bits or Muon beside it, steps inside the backward pass, and the
+learning rate schedule."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adjoint.errors import UserError
-from adjoint.parallel.split_tensors import split_like
 from adjoint.train.config import TrainingConfig
 
 # Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection,
@@ -135,30 +134,39 @@ def take_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
         optimizer.step()
 
 
-def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a parameter's optimizer state as plain tensors: of 8-bit moments codes, scales and what codes
-    stand for, "exp_avg.codes" and so on."""
-    flat: dict[str, Tensor] = {}
-    for key, value in state.items():
-        if is_traceable_wrapper_subclass(value) and not hasattr(value, "placements"):
-            flat |= {
-                f"{key}.{attribute}": getattr(value, attribute) for attribute in value.__tensor_flatten__()[0]
-            }
-        else:
-            flat[key] = torch.as_tensor(value)
-    return flat
+class SteppedInBackward:
+    """A run's optimizer; every backward steps each parameter as soon as its gradient is complete.
 
+    Attributes:
+        lr: the learning rate of the next backward.
+    """
 
-def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """Rebuild a parameter's optimizer state, split as the parameter is: the reverse of `flattened`."""
-    state = {key: split_like(value, parameter) for key, value in flat.items() if "." not in key}
-    for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
-        from torchao.optim.subclass_8bit import OptimState8bit
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.lr = optimizer, 0.0
+        self._squares: list[Tensor] = []
+        for member in parts_of(optimizer):
+            for group in member.param_groups:
+                for parameter in group["params"]:
+                    parameter.register_post_accumulate_grad_hook(self._step_of(member, group))
 
-        parts = [flat[f"{key}.{attribute}"] for attribute in OptimState8bit.tensor_attrs]
-        signed = bool(flat[f"{key}.qmap"].min() < 0)
-        state[key] = OptimState8bit(*parts, signed, parameter.dtype)
-    return state
+    def _step_of(self, member: torch.optim.Optimizer, group: ParameterGroup) -> Callable[[Tensor], None]:
+        def step(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._squares.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square())
+            groups = member.param_groups
+            member.param_groups = [{**group, "params": [parameter]}]
+            try:
+                take_step(member, self.lr)
+            finally:
+                member.param_groups = groups
+            parameter.grad = None
+
+        return step
+
+    def norm(self) -> float:
+        """Return the L2 norm of the gradients since the last call."""
+        squares, self._squares = self._squares, []
+        return torch.stack(squares).sum().sqrt().item() if squares else 0.0
 
 
 def share_in_8bit(parameters: Iterable[Tensor]) -> float:

@@ -120,9 +120,9 @@ class RunFolder:
 
     def start(self, step: int) -> None:
         """Open the metrics, without those of steps after ``step``, which will be done again."""
-        remove_unfinished(self.path)
         file = self.path / "metrics.jsonl"
         self.rows = _read_rows(file, step)
+        remove_unfinished(self.path)
         write_atomically(file, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 

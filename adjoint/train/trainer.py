@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 
 from adjoint.batch import IGNORE_INDEX, labelled
-from adjoint.checkpoint import FileEntry, StoredTensors, TrainerState, list_checkpoints, step_of
+from adjoint.checkpoint import (
+    FileEntry,
+    StoredTensors,
+    TrainerState,
+    list_checkpoints,
+    set_aside_after,
+    step_of,
+)
 from adjoint.data.batches import Data, open_data
 from adjoint.data.tokenizer import describe_boundaries
 from adjoint.engine.generators import set_torch_states, torch_states
@@ -35,14 +42,13 @@ from adjoint.train.checkpoint import (
     load_checkpoint,
     model_files,
     save_checkpoint,
-    set_aside_after,
 )
 from adjoint.train.config import Config, TrainingConfig
-from adjoint.train.in_backward import SteppedInBackward
+from adjoint.train.gpus import peak_flops
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
 from adjoint.train.metrics import MetricsRow
 from adjoint.train.model import LanguageModel, model_class
-from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
+from adjoint.train.optimizer import SteppedInBackward, learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.quantization import described
 from adjoint.train.rundir import RunFolder, open_run, resume_command
@@ -102,7 +108,7 @@ class Trainer:
         self.step = self.saved_step = 0
         self.tokens = 0
         self._build(checkpoint)
-        self.dependencies = dependencies.record(config.to_dict())
+        self.dependencies = dependencies.record(config.to_dict()["model"], self.data.tokenizer.files)
         if checkpoint is not None:
             self._resume(checkpoint)
         self.trackers = Trackers(settings.report_to, folder.path, self.step, config.to_dict())
@@ -160,7 +166,7 @@ class Trainer:
         if self.settings.optimizer_in_backward:
             self.in_backward = SteppedInBackward(self.optimizer)
         self.num_parameters = self.model.num_parameters
-        self.peak_flops = machine.peak_flops(self.precision, self.device)
+        self.peak_flops = peak_flops(self.precision, self.device)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         self.flops = 4 * self.num_parameters + 2 * trained
 

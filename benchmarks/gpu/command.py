@@ -37,7 +37,7 @@ from adjoint.plan.stack import StackModel
 from adjoint.tools.doctor import cuda_devices
 from adjoint.tools.measure.journal import Journal
 from adjoint.tools.measure.process import Point
-from adjoint.train.machine import peak_flops
+from adjoint.train.gpus import peak_flops
 from benchmarks import report, runner
 from benchmarks.gpu.points import METHODS, OPPONENT, SIMULATED, STAGES, WAYS, WRAPPED, groups, sizes_of
 from benchmarks.gpu.report import compared, comparison

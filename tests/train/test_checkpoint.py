@@ -16,10 +16,11 @@ from adjoint.checkpoint import (
     StoredTensors,
     list_checkpoints,
     newest_checkpoint,
+    set_aside_after,
     verify_checkpoint,
 )
 from adjoint.errors import UserError
-from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
+from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint
 from tests.training_helpers import exit_code, forked
 
 

@@ -362,7 +362,7 @@ def test_the_best_checkpoint_is_kept_and_steps_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the share of a data sheet's rate is that of the products with parameters."""
-    monkeypatch.setattr(trainer.machine, "peak_flops", lambda precision, device: 1e12)
+    monkeypatch.setattr(trainer, "peak_flops", lambda precision, device: 1e12)
     losses = iter([5.0, 3.0, 4.0, 6.0])
     monkeypatch.setattr(trainer.Trainer, "_evaluate", lambda self: next(losses))
     flags = {"training__eval_every": 2, "training__save_every": 2, "training__keep_checkpoints": 1}
