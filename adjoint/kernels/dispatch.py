@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from adjoint.kernels import trial
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
-from adjoint.kernels.libraries import LIBRARIES
+from adjoint.kernels.libraries import LIBRARIES, OFFSET_BITS
 from adjoint.kernels.operation import (
     BACKENDS,
     Implementation,
@@ -171,6 +171,8 @@ def fitting(
     halo: int = 0,
     reset: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    others: Sequence[Tensor] = (),
+    numel: int = 0,
     **needs: int,
 ) -> str | None:
     """The backend to name for this very call: on a CPU, or if one was asked for, `backend` itself. Else the
@@ -178,6 +180,8 @@ def fitting(
     such sizes; and "reference", with one warning that says why, where none does.
 
     dtype: whose trial counts; by default the tensor's.
+    others: tensors of the call that may reach further than `tensor`, being slices of wider ones.
+    numel: elements of the largest tensor that a backend makes in between.
     needs: sizes (`d_state=16`) and options (`dt_softplus=True`) on which a backend may depend.
 
     Raises ValueError, with the reason, if a library is asked for that has not what the call needs.
@@ -186,10 +190,17 @@ def fitting(
         return "triton"
     if backend not in (None, *LIBRARIES) or (backend is None and tensor.device.type == "cpu"):
         return backend
+    last_offset = max(numel, *map(_last_offset, (tensor, *others)))
+    needs[OFFSET_BITS] = 32 if last_offset < 1 << 31 else 64
     numbers = tuple((name, int(size)) for name, size in needs.items())
     windowed = window is not None or halo > 0
     dtype = dtype or tensor.dtype
     return _fitting(operation, backend, tensor.device, dtype, windowed, reset is not None, numbers)
+
+
+def _last_offset(tensor: Tensor) -> int:
+    """Return how many elements the last element of a tensor is behind its first in memory."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _fitting(

@@ -22,6 +22,8 @@ from torch import Tensor
 from adjoint.kernels.operation import Implementation, Operation
 
 HALF = (torch.bfloat16, torch.float16)
+# The need that `dispatch.fitting` adds: the bits of the offset of the last element that a call reaches.
+OFFSET_BITS = "offset_bits"
 
 
 @functools.cache  # asked for in every call
@@ -115,6 +117,13 @@ def _no_float64(dtype: torch.dtype) -> str | None:
     return "it has no float64" if dtype == torch.float64 else None
 
 
+def _short_offsets(needs: Mapping[str, int]) -> str | None:
+    """Refuse what 32 bits do not reach: offsets would wrap, and results be wrong without an error."""
+    if needs.get(OFFSET_BITS, 32) > 32:
+        return "it computes offsets in 32 bits, which do not reach all elements: use fewer tokens per chunk"
+    return None
+
+
 def _documents(reset: Tensor | None) -> Tensor | None:
     """Numbers of the documents, int32, the first token's being 0: to it the initial state belongs."""
     return None if reset is None else reset.cumsum(1, dtype=torch.int32)
@@ -139,7 +148,7 @@ class MambaSSM(Library):
     ) -> str | None:
         if not needs.get("dt_softplus", True):
             return "it cuts decays off at 1, which only dt_softplus=True makes sure of"
-        return _only_half(dtype)
+        return _only_half(dtype) or _short_offsets(needs)
 
     def _options(self, D, dt_bias, dt_softplus, initial_state, reset) -> dict[str, Any]:
         return {
@@ -200,7 +209,7 @@ class CausalConv1dLibrary(Library):
             return "it takes channels in eights"
         if resets and self.absent() is None and _version(self.package) < (1, 7):
             return "before 1.7 it takes no documents (seq_idx) together with a state"
-        return _no_float64(dtype)
+        return _no_float64(dtype) or _short_offsets(needs)
 
     def causal_conv1d_forward(self, x, weight, bias, initial_state, silu, reset):
         forward = self._module("causal_conv1d").causal_conv1d_fwd_function

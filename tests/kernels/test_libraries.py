@@ -330,6 +330,27 @@ def test_asked_for_by_name_it_says_what_it_lacks(operation, name, call, said):
         dispatch.fitting(operation, name, x, **call)
 
 
+@pytest.mark.usefixtures("usable")
+@pytest.mark.parametrize(
+    ("operation", "name", "dim"), [("ssd_scan", "mamba-ssm", 3), ("causal_conv1d", "causal-conv1d", 2)]
+)
+def test_tensors_beyond_32_bits_are_not_given_to_kernels_with_32_bit_offsets(operation, name, dim):
+    """mamba-ssm's kernels then read and write elsewhere, silently; rows of a wide projection's output are so
+    far apart with fewer elements, too."""
+    shape = (2, 1 << 16, *[8] * (dim - 1))
+
+    def call(row_stride, **options):
+        strides = (row_stride << 16, row_stride, *[8, 1][3 - dim :])
+        x = torch.empty_strided(shape, strides, device="meta", dtype=torch.bfloat16)
+        return dispatch.fitting(operation, name, x, **options)
+
+    within, beyond = (1 << 14) - 8, (1 << 14) + 8
+    assert call(within) == name
+    for options in ({"row_stride": beyond}, {"row_stride": 64, "numel": 1 << 31}):
+        with pytest.raises(ValueError, match=r"32 bits, .* use fewer tokens per chunk"):
+            call(**options)
+
+
 def test_one_that_is_not_here_says_so():
     x = torch.ones(1, 3, 8)
     for name, library in LIBRARIES.items():

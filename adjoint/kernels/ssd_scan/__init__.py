@@ -94,8 +94,20 @@ def ssd_scan(
     checks.shape("initial_state", initial_state, batch, nheads, headdim, B.shape[-1])
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    needs = {"headdim": headdim, "d_state": B.shape[-1], "dt_softplus": dt_softplus}
-    backend = dispatch.fitting("ssd_scan", backend, x, window, halo, reset, None, **needs)
+    products = batch * seqlen * B.shape[2] * 256  # C and B of 256 tokens, which mamba-ssm stores
+    backend = dispatch.fitting(
+        "ssd_scan",
+        backend,
+        x,
+        window,
+        halo,
+        reset,
+        others=(dt, B, C),
+        numel=products,
+        headdim=headdim,
+        d_state=B.shape[-1],
+        dt_softplus=dt_softplus,
+    )
     wide, narrow = accumulate_dtype(x.dtype), dispatch.sequence_dtype("ssd_scan", backend, x)
     x_, dt_, B_, C_ = [t.to(narrow) for t in (x, dt, B, C)]
     A_, D_, bias, initial = [None if t is None else t.to(wide) for t in (A, D, dt_bias, initial_state)]
