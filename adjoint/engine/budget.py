@@ -90,11 +90,15 @@ def measurements_of(parameters: list[Tensor]) -> dict[Hashable, ChunkMemory]:
     return _measured.setdefault(parameters[0], {})
 
 
-def refuse_budget(memory: float | str | None, processes: str) -> None:
-    """Raise a UserError if there is a memory budget, where `processes` must run the same chunks."""
+def refuse_budget(memory: float | str | None, processes: str, setting: str = "") -> None:
+    """Raise a UserError if there is a memory budget, where `processes` must run the same chunks.
+
+    Args:
+        setting: begins the message, such as "sequence_group: ".
+    """
     if memory is not None:
         raise UserError(
-            f"memory= fits chunks to what one process has left, but {processes} must run the same chunks: "
+            f"{setting}memory= fits chunks to what one process has left, but {processes} must run the same chunks: "
             "give chunk_size instead"
         )
 

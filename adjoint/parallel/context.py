@@ -383,7 +383,7 @@ class SequenceGroup(Distribution):
             raise UserError(
                 'sequence_group: window "auto" needs the whole sequence in one place; give a number'
             )
-        refuse_budget(spec.storage.memory, "all ranks of a sequence_group")
+        refuse_budget(spec.storage.memory, "all ranks", "sequence_group: ")
         if spec.storage.checkpoints is not None:
             raise UserError(
                 "sequence_group: checkpoints= computes states again from chunks before them, which other "
