@@ -171,6 +171,8 @@ def test_a_process_has_no_more_memory_than_the_limit(model: Path, limit: int) ->
         "batch": 1,
         "repeat": 1,
         "trust_remote_code": False,
+        "quantized": None,
+        "lora_rank": None,
     }
     process = Process("adjoint.tools.compare.measure")
     try:
