@@ -136,10 +136,11 @@ def example_tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     usual_tokens = usual_tokens or list(range(vocab_size))
     generator = torch.Generator("cpu").manual_seed(0)
     indices = torch.randint(len(usual_tokens), (1, TOKENS), generator=generator, device="cpu")
-    ids = torch.tensor(usual_tokens, device="cpu")[indices].to(device_of(model))
+    ids = torch.tensor(usual_tokens, device="cpu")[indices]
     labels = ids.clone()
     labels[:, [3, 8]] = IGNORE_INDEX
-    return ids, labels
+    device = device_of(model)
+    return ids.to(device), labels.to(device)
 
 
 @contextlib.contextmanager

@@ -179,7 +179,7 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
     """A step of a model on its device, and one with its weights in host memory: the device's peak, the bytes
     that are copied, and those of the weights."""
     make, method, _ = case
-    layers, chunks, chunk = 8, 3, 64
+    layers, chunks, chunk = 8, 3, 32
     method = dataclasses.replace(method, chunk_size=chunk, recompute="full")
     counted: dict[str, Any] = {}
     for place in ("device", "host"):
