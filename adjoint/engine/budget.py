@@ -98,8 +98,8 @@ def refuse_budget(memory: float | str | None, processes: str, setting: str = "")
     """
     if memory is not None:
         raise UserError(
-            f"{setting}memory= fits chunks to what one process has left, but {processes} must run the same chunks: "
-            "give chunk_size instead"
+            f"{setting}memory= fits chunks to what one process has left, but {processes} must run the same "
+            "chunks: give chunk_size instead"
         )
 
 
