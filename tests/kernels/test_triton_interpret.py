@@ -3,10 +3,13 @@ in a process of its own; the slow ones in several."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from adjoint.kernels.operation import all_operations
 from tests.kernels.helpers import INTERPRETED, run_interpreted
 
 pytest.importorskip("triton")
@@ -24,3 +27,15 @@ def test_under_the_interpreter(marks: str, part: str) -> None:
     how = "-q", "-x", "-p", "no:cacheprovider", "-m", marks, "-k", f"triton {part}"
     said = run_interpreted("-m", "pytest", *how, *FILES)
     assert " passed" in said and " skipped" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is there only where it is touched")
+@pytest.mark.parametrize(
+    "name", [n for n, record in all_operations().items() if record.backends.get("triton")]
+)
+def test_offsets_beyond_32_bits(name: str) -> None:
+    """In every kind of call: a slice of a wide projection's output gets there at 60 thousand tokens."""
+    for line in run_interpreted("-m", "tests.kernels.far_offsets", name).splitlines():
+        errors = json.loads(line)
+        assert errors and max(errors.values()) < 1e-5, errors

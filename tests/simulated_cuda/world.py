@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from adjoint.engine.budget import LiveBytes
 
 LIMITS = (1 << 31) - 1, 65535, 65535  # of a grid's three dimensions
-SMALL = 1 << 31  # elements that 32-bit offsets reach
+SMALL = 1 << 31  # the first offset that 32 bits do not hold
 # Operators that make views or allocate, and launch nothing.
 WITHOUT_LAUNCH = {
     *("view", "_unsafe_view", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze", "split"),
@@ -319,8 +319,13 @@ def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) ->
         record.wrong.append(f"{name} gets a tensor of the CPU: {where()}")
     if not all(0 < size <= limit for size, limit in zip(sizes, LIMITS, strict=False)):
         record.wrong.append(f"{name} has the grid {sizes}: {where()}")
-    if any(t.numel() >= SMALL for t in tensors) and "int64" not in _source(kernel):
+    if any(_last_offset(t) >= SMALL for t in tensors) and "int64" not in _source(kernel):
         record.wrong.append(f"{name} reaches over {SMALL} elements with 32-bit offsets: {where()}")
+
+
+def _last_offset(tensor: Any) -> int:
+    """The last element's offset from the first; rows of a slice are as far apart as those of the whole."""
+    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _source(kernel: Any) -> str:
