@@ -61,9 +61,9 @@ def run(tests: Sequence[str], python: str = sys.executable, **environment: str) 
     began, tested, env = time.monotonic(), commit(), os.environ | environment
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        how = ["-q", "--durations=5", "-n", os.environ.get("JOBS", "2"), "--dist", "loadgroup"]
-        how += [f"--junitxml={report}"]
-        if subprocess.call([python, "-m", "pytest", *how, *tests], cwd=ROOT, env=env) != 0:
+        options = ["-q", "--durations=5", "-n", os.environ.get("JOBS", "2"), "--dist", "loadgroup"]
+        options.append(f"--junitxml={report}")
+        if subprocess.call([python, "-m", "pytest", *options, *tests], cwd=ROOT, env=env) != 0:
             return None
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     if commit() != tested:  # files were changed meanwhile

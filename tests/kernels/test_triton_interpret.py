@@ -35,7 +35,7 @@ def test_under_the_interpreter(marks: str, part: str) -> None:
     "name", [n for n, record in all_operations().items() if record.backends.get("triton")]
 )
 def test_offsets_beyond_32_bits(name: str) -> None:
-    """In every kind of call: a slice of a wide projection's output gets there at 60 thousand tokens."""
+    """A slice of a wide projection's output has such offsets from 60 thousand tokens on."""
     for line in run_interpreted("-m", "tests.kernels.far_offsets", name).splitlines():
         errors = json.loads(line)
         assert errors and max(errors.values()) < 1e-5, errors
