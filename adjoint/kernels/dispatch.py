@@ -190,15 +190,15 @@ def fitting(
         return "triton"
     if backend not in (None, *LIBRARIES) or (backend is None and tensor.device.type == "cpu"):
         return backend
-    last_offset = max(numel, *map(_last_offset, (tensor, *others)))
-    needs[OFFSET_BITS] = 32 if last_offset < 1 << 31 else 64
+    furthest = max(numel, *map(last_offset, (tensor, *others)))
+    needs[OFFSET_BITS] = 32 if furthest < 1 << 31 else 64
     numbers = tuple((name, int(size)) for name, size in needs.items())
     windowed = window is not None or halo > 0
     dtype = dtype or tensor.dtype
     return _fitting(operation, backend, tensor.device, dtype, windowed, reset is not None, numbers)
 
 
-def _last_offset(tensor: Tensor) -> int:
+def last_offset(tensor: Tensor) -> int:
     """Return how many elements the last element of a tensor is behind its first in memory."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -311,6 +311,8 @@ class _Stream:
 
 def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) -> None:
     """Notes a launch of one of our kernels, and what is wrong with it."""
+    from adjoint.kernels.dispatch import last_offset
+
     name, grid = kernel.__name__, how["grid"]
     sizes = tuple(grid(how) if callable(grid) else grid)
     tensors = _tensors((args, how))
@@ -319,13 +321,8 @@ def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) ->
         record.wrong.append(f"{name} gets a tensor of the CPU: {where()}")
     if not all(0 < size <= limit for size, limit in zip(sizes, LIMITS, strict=False)):
         record.wrong.append(f"{name} has the grid {sizes}: {where()}")
-    if any(_last_offset(t) >= SMALL for t in tensors) and "int64" not in _source(kernel):
+    if any(last_offset(t) >= SMALL for t in tensors) and "int64" not in _source(kernel):
         record.wrong.append(f"{name} reaches over {SMALL} elements with 32-bit offsets: {where()}")
-
-
-def _last_offset(tensor: Any) -> int:
-    """The last element's offset from the first; rows of a slice are as far apart as those of the whole."""
-    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _source(kernel: Any) -> str:

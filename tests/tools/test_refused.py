@@ -159,7 +159,10 @@ VALUES = [
     ("--training.carry_state previous --cluster.shards 1 --cluster.sequence 2", "leave out cluster.replicas"),
     ("--cluster.shards -1", "--cluster.shards: expected a whole number (0 or more) or auto"),
     ("--cluster.sequence 2", "cluster.sequence: 2 needs worker processes"),
-    ("--cluster.tensor 2", "cluster.tensor: 2 needs worker processes"),
+    (
+        "--cluster.tensor 2",
+        "cluster.tensor: 2 needs worker processes; set --cluster.shards to 1 or more, or start them",
+    ),
     ("--training.profile 2 --cluster.shards 1", "training.profile: records one process"),
     ("--training.save_async true --cluster.shards 1", "training.save_async: shards save between steps"),
 ]

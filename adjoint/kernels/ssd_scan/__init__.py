@@ -6,6 +6,7 @@ from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.libraries import MambaSSM
 from adjoint.kernels.operation import CPU, Code, Operation, register
 from adjoint.kernels.ssd_scan import reference, trial
 
@@ -94,7 +95,7 @@ def ssd_scan(
     checks.shape("initial_state", initial_state, batch, nheads, headdim, B.shape[-1])
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    products = batch * seqlen * B.shape[2] * 256  # C and B of 256 tokens, which mamba-ssm stores
+    products = batch * seqlen * B.shape[2] * MambaSSM.CHUNK  # of C and B, which mamba-ssm stores
     backend = dispatch.fitting(
         "ssd_scan",
         backend,
