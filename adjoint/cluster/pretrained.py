@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
 from adjoint.checkpoint import StoredTensors
 from adjoint.cluster.shard import PipelineWorker
@@ -20,6 +19,7 @@ from adjoint.errors import UserError
 from adjoint.hf.chunking import check_method
 from adjoint.hf.model_parts import PassThrough, backbone_of
 from adjoint.hf.split import Pretrained, verify_description
+from adjoint.hf.transformers_api import loads_unchanged
 from adjoint.hf.trial_copy import duplicate_layers
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
@@ -120,7 +120,7 @@ def described_by_files(directory: str, method: Method, trust_remote_code: bool =
 
 def _has_all(stored: StoredTensors, model: PreTrainedModel, pretrained: Pretrained) -> bool:
     """Whether the files hold all of a model's parameters unchanged, under the model's own names."""
-    if any(type(change) is not WeightRenaming for change in get_model_conversion_mapping(model)):
+    if not loads_unchanged(model):
         return False
     if pretrained.tie_embeddings and pretrained.head in stored.files_by_name:
         return False  # perhaps not tied after all

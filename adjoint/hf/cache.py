@@ -16,12 +16,18 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, cache_utils
-from transformers.cache_utils import CacheLayerMixin
+from transformers import DynamicCache, PreTrainedConfig
 
 from adjoint.engine.step import uncompiled
 from adjoint.engine.storage import Past
 from adjoint.hf.kernels.fla import is_of_fla
+from adjoint.hf.transformers_api import (
+    CACHE_LAYERS,
+    REQUIRED_CACHE_CLASS,
+    CacheLayerMixin,
+    LinearAttentionLayer,
+    recurrent_layers_unnamed,
+)
 from adjoint.kernels.attention import join
 from adjoint.layers import State
 from adjoint.parallel.handoff import StateHandoff
@@ -134,13 +140,24 @@ class _LazyStates(dict[int, "Tensor | Callable[[], Tensor] | None"]):
     def get(self, index: int, default: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
         if index not in self:
             return default
-        return self[index]
+        return _LazyStates.__getitem__(self, index)
 
     def values(self) -> list[Tensor | None]:  # type: ignore[override]
-        return [self[index] for index in self]
+        return [self.get(index) for index in self]
 
     def items(self) -> list[tuple[int, Tensor | None]]:  # type: ignore[override]
-        return [(index, self[index]) for index in self]
+        return [(index, self.get(index)) for index in self]
+
+
+class _RecurrentStatesByIndex(_LazyStates):
+    """Recurrent states of a layer, which note in `last_read` that the model's code has read one.
+
+    Mamba-1's mixers do not pass the state that they read to their scan. Releases differ in how they read it:
+    since 5.21 by `get_recurrent_state`, before from the layer."""
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        last_read.state = value = super().__getitem__(index)
+        return value
 
 
 class RecurrentLayer(_StateLayer):
@@ -195,9 +212,6 @@ class RecurrentLayer(_StateLayer):
         """Store the state before the chunk, or what receives it when it is read."""
         if isinstance(value, Tensor):
             return self._assign(slot.name, slot.index, value.to(slot.dtype), slot.shape[-1])
-        attribute = f"{slot.name}_states"
-        if not isinstance(getattr(self, attribute), _LazyStates):
-            setattr(self, attribute, _LazyStates(getattr(self, attribute)))
         self._assign(slot.name, slot.index, lambda: value.receive().to(slot.dtype), slot.shape[-1])
 
     def _assign(self, name: str, index: int, value: Tensor | Callable[[], Tensor], taps: int) -> None:
@@ -270,13 +284,16 @@ class _BlockIndexedAttentionLayer(_AttentionLayer):
 
 
 # The mixins that make our cache layer of each of transformers'; some layers have a recurrence and attention.
-CACHE_MIXINS: dict[type, tuple[type, ...]] = {
-    cache_utils.DynamicLayer: (_AttentionLayer,),
-    cache_utils.DynamicIndexedLayer: (_IndexedAttentionLayer,),
-    cache_utils.DynamicSlidingWindowLayer: (_AttentionLayer,),
-    cache_utils.LinearAttentionLayer: (RecurrentLayer,),
-    cache_utils.LinearAttentionAndFullAttentionLayer: (_AttentionLayer, RecurrentLayer),
-    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: (_AttentionLayer, RecurrentLayer),
+_MIXINS_BY_NAME: dict[str, tuple[type, ...]] = {
+    "DynamicLayer": (_AttentionLayer,),
+    "DynamicIndexedLayer": (_IndexedAttentionLayer,),
+    "DynamicSlidingWindowLayer": (_AttentionLayer,),
+    "LinearAttentionLayer": (RecurrentLayer,),
+    "LinearAttentionAndFullAttentionLayer": (_AttentionLayer, RecurrentLayer),
+    "LinearAttentionAndSlidingWindowAttentionLayer": (_AttentionLayer, RecurrentLayer),
+}
+CACHE_MIXINS = {
+    CACHE_LAYERS[name]: mixins for name, mixins in _MIXINS_BY_NAME.items() if name in CACHE_LAYERS
 }
 CHUNK_LAYER_CLASSES: dict[type, type] = {
     kind: type(kind.__name__, (*others, kind), {}) for kind, others in CACHE_MIXINS.items()
@@ -290,10 +307,6 @@ STATES_PER_LAYER = {"xlstm": 3}
 # flash-linear-attention's layers have up to three tails of convolutions, and up to two recurrent states,
 # which their MLP's state follows.
 FLA_STATES, FLA_RECURRENT_STATES = 3, 2
-# The cache class that a model checks for, by model_type: prefix of our subclass's name, module, class.
-REQUIRED_CACHE_CLASS = {
-    "minimax": ("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")
-}
 
 
 class ChunkCache(DynamicCache):
@@ -316,16 +329,10 @@ class ChunkCache(DynamicCache):
         states = FLA_STATES if is_of_fla(config) else STATES_PER_LAYER.get(config.model_type)
         if states is not None:
             layers = config.num_hidden_layers
-            self.original_layers = [
-                cache_utils.LinearAttentionLayer(number_of_states=states) for _ in range(layers)
-            ]
+            self.original_layers = [LinearAttentionLayer(number_of_states=states) for _ in range(layers)]
+        for index in recurrent_layers_unnamed(config):
+            self.original_layers[index] = LinearAttentionLayer()
         self.layers: list[_StateLayer] = [_to_chunk_layer(layer) for layer in self.original_layers]
-
-    @uncompiled
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        state = super().get_recurrent_state(layer_idx, state_idx)
-        last_read.state = state  # Mamba-1's mixers do not pass it to their scan
-        return state
 
     @property
     def rnn_state(self) -> list[_RecurrentStates]:
@@ -496,7 +503,7 @@ def _to_chunk_layer(layer: CacheLayerMixin) -> _StateLayer:
     Raises:
         ValueError: layers of this class are not supported.
     """
-    if type(layer) is getattr(cache_utils, "DummyLayer", None):  # since 5.22
+    if type(layer) is CACHE_LAYERS.get("DummyLayer"):
         return layer
     if (kind := type(layer)) not in CHUNK_LAYER_CLASSES:
         if kind.__name__ not in MODELS_CACHE_MIXINS:
@@ -508,4 +515,7 @@ def _to_chunk_layer(layer: CacheLayerMixin) -> _StateLayer:
     settings = {name: getattr(layer, name) for name in names}
     chunk_layer: _StateLayer = CHUNK_LAYER_CLASSES[type(layer)](**settings)
     chunk_layer.pasts, chunk_layer.pieces, chunk_layer.handoffs, chunk_layer.handed_off = {}, {}, {}, {}
+    if isinstance(chunk_layer, RecurrentLayer):
+        chunk_layer.conv_states = _LazyStates(chunk_layer.conv_states)
+        chunk_layer.recurrent_states = _RecurrentStatesByIndex(chunk_layer.recurrent_states)
     return chunk_layer

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.hf import check
@@ -30,10 +29,10 @@ from adjoint.hf.language_inputs import (
 )
 from adjoint.hf.model_parts import backbone_of, original_class
 from adjoint.hf.router_loss import TOKEN_MASK
+from adjoint.hf.transformers_api import CACHE_NAMES, ModelOutput
 
 # Inputs that ask for more than a loss; transformers' own forward handles them.
-CACHE_INPUTS = ("past_key_values", "cache_params")
-EXTRA_OUTPUTS = (*CACHE_INPUTS, "use_cache", "output_attentions", "output_hidden_states")
+EXTRA_OUTPUTS = (*CACHE_NAMES, "use_cache", "output_attentions", "output_hidden_states")
 # Inputs that do nothing but tell documents apart.
 DOCUMENT_NUMBERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 DOCUMENT_INPUTS = ("position_ids", *DOCUMENT_NUMBERS, "max_length_q", "max_length_k")
@@ -140,7 +139,7 @@ class Call:
     @property
     def is_chunk(self) -> bool:
         """Whether the engine makes this call, for one chunk."""
-        return any(isinstance(self.arguments.get(name), ChunkCache) for name in CACHE_INPUTS)
+        return any(isinstance(self.arguments.get(name), ChunkCache) for name in CACHE_NAMES)
 
     @property
     def has_labels(self) -> bool:
@@ -163,12 +162,12 @@ class Call:
     def carries_state(self) -> bool:
         """Whether the call asks for a loss and begins with a cache or returns one, and for nothing else."""
         names = self.extra_outputs
-        return self.has_labels and bool(names) and set(names) <= {*CACHE_INPUTS, "use_cache"}
+        return self.has_labels and bool(names) and set(names) <= {*CACHE_NAMES, "use_cache"}
 
     @property
     def cache(self) -> object:
         """The cache that the call begins with, or None."""
-        return next((self.arguments[name] for name in CACHE_INPUTS if self.has(name)), None)
+        return next((self.arguments[name] for name in CACHE_NAMES if self.has(name)), None)
 
     def after(self, carried: CarriedState | None) -> Call:
         """Return the call as one that begins with a state, or with none, in place of its cache.
@@ -176,7 +175,7 @@ class Call:
         Raises:
             Refused: rows are padded, or positions do not go on.
         """
-        arguments = {n: v for n, v in self.arguments.items() if n not in (*CACHE_INPUTS, "use_cache")}
+        arguments = {n: v for n, v in self.arguments.items() if n not in (*CACHE_NAMES, "use_cache")}
         seqlen = self.ids.shape[1]
         mask = arguments.pop("attention_mask", None)
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.grid import EngineSpec
@@ -19,7 +18,6 @@ from adjoint.hf import check
 from adjoint.hf.cache import (
     CACHE_MIXINS,
     MODELS_CACHE_MIXINS,
-    REQUIRED_CACHE_CLASS,
     STATES_PER_LAYER,
     CarriedState,
     Slot,
@@ -30,6 +28,7 @@ from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import calling_original_forwards
 from adjoint.hf.stage import CausalLM, make_step
+from adjoint.hf.transformers_api import REQUIRED_CACHE_CLASS, Cache
 from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 from adjoint.hf.verification import verification_of
 from adjoint.layers import State

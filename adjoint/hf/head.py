@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.utils import ModelOutput
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.verification import alike, some_numbers
 from adjoint.hf import check
 from adjoint.hf.model_parts import backbone_of, gathered_runner, original_class
+from adjoint.hf.transformers_api import ModelOutput, MoeModelOutputWithPast
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, tokens_per_slice
 

@@ -26,7 +26,6 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from adjoint.engine.verification import some_numbers
 from adjoint.hf import check
@@ -39,12 +38,12 @@ from adjoint.hf.model_parts import (
     replaced_forwards,
 )
 from adjoint.hf.snapshot import ForwardState, Snapshot
+from adjoint.hf.transformers_api import CACHE_NAMES, AttentionMaskInterface
 
 # Inputs that each chunk gets from its own call of the model around the language model.
 MADE_FOR_EACH_CHUNK = (
     "attention_mask",
-    "past_key_values",
-    "cache_params",
+    *CACHE_NAMES,
     "use_cache",
     "cache_position",
     "return_dict",

@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from adjoint.hf.transformers_api import GradientCheckpointingLayer
 from adjoint.parallel.fsdp import Gathering, uses_fsdp
 
 T = TypeVar("T")

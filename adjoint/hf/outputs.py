@@ -6,13 +6,19 @@ their metrics, as trainers do, get them from a second forward, without gradients
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import Field
 
 from torch import Tensor
 from torch.autograd.graph import Node
-from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+from adjoint.hf.transformers_api import (
+    CACHE_FIELD,
+    CACHE_NAMES,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+)
 
 _COMPUTE = "adjoint_compute_logits"
 _NODES_SEARCHED = 32  # what others put between the loss that they return and ours is one node or two
@@ -76,11 +82,6 @@ class _LogitsOnAccess:
             super().__post_init__()  # type: ignore[misc]
 
     @property
-    def cache_params(self) -> Cache | None:
-        """The cache, under the name that Mamba's classes give it."""
-        return self.past_key_values  # type: ignore[attr-defined]
-
-    @property
     def has_stored_logits(self) -> bool:
         """Whether logits are there: the call has asked for them, or they have been read."""
         return vars(self).get("_logits") is not None
@@ -121,6 +122,11 @@ class _LogitsOnAccess:
     def __reduce__(self) -> str | tuple[object, ...]:
         with self._as_stored():
             return super().__reduce__()
+
+
+for _name in CACHE_NAMES:  # the field's other names, without transformers' warning about them
+    if _name != CACHE_FIELD:
+        setattr(_LogitsOnAccess, _name, property(operator.attrgetter(CACHE_FIELD)))
 
 
 class LossOutput(_LogitsOnAccess, CausalLMOutputWithPast):

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
@@ -51,6 +50,7 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
+from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.methods import Method
@@ -229,7 +229,7 @@ class Backbone(Stage):
             inputs |= outer_inputs(self.model, language_inputs, chunk.inputs)
         else:
             inputs[EMBEDS if x.is_floating_point() else "input_ids"] = x
-        inputs["cache_params" if "cache_params" in self.forward_parameters else "past_key_values"] = cache
+        inputs[cache_argument(self.forward_parameters)] = cache
         if self.router is not None:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
         # Masks made of token types count tokens from the document's start.

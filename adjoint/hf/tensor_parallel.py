@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from adjoint.hf.transformers_api import TENSOR_PARALLEL_STYLES
 from adjoint.kernels.collectives import copy_to_ranks
 
 T = TypeVar("T")
-# modules whose objects are styles, by which layers are split
-_STYLES = ("torch.distributed.tensor.parallel.style", "transformers.distributed.tensor_parallel")
 # transformers' style of norms that see this rank's heads alone, such as Qwen3's q_norm
 _PARTIAL_GRADIENTS = "ReplicatedWithGradAllReduce."
 
@@ -95,7 +94,7 @@ def _shards_tokens(value: object) -> bool:
     """Whether a value is a placement, or a style, that splits tensors (batch, tokens, channels) by tokens."""
     if type(value).__name__ == "Shard":
         return getattr(value, "dim", None) == 1
-    return type(value).__module__ in _STYLES and getattr(value, "sequence_dim", None) == 1
+    return type(value).__module__ in TENSOR_PARALLEL_STYLES and getattr(value, "sequence_dim", None) == 1
 
 
 def _contents(value: object) -> Iterable[object]:
@@ -110,7 +109,7 @@ def _contents(value: object) -> Iterable[object]:
         return value
     if isinstance(value, dict):
         return value.values()
-    return vars(value).values() if type(value).__module__ in _STYLES else ()
+    return vars(value).values() if type(value).__module__ in TENSOR_PARALLEL_STYLES else ()
 
 
 def _closed_over(function: types.FunctionType) -> dict[int, object]:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
@@ -45,6 +44,7 @@ from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import find_slots
+from adjoint.hf.transformers_api import FALLBACK_LOGGER, install_output_hooks
 from adjoint.hf.trial_copy import (
     SHORT_WINDOW,
     TRIAL_CHUNK_SIZE,
@@ -88,7 +88,6 @@ PIECES = TrialKind(
     state=STATE,
 )
 # The trial of gradients runs transformers' own functions, which warn that they are slow; training runs ours.
-FALLBACK_LOGGER = "transformers.integrations.hub_kernels"
 FALLBACK_MESSAGE = "is falling back to its reference PyTorch implementation"
 
 
@@ -214,7 +213,7 @@ def verify(call: Call) -> Verification:
     model, kind = call.model, call.kind
     reshard(model)
     if kind.routed:
-        maybe_install_capturing_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
+        install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model)
     refuse_unknown_inputs(verification, call)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
@@ -62,6 +61,7 @@ from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
+from adjoint.hf.transformers_api import CACHE_FIELD, ModelOutput
 from adjoint.hf.verification import (
     Verification,
     refuse_documents_that_mix,
@@ -437,10 +437,10 @@ def _loss_by_chunks(
         hidden = hidden_states.hidden.reshape(rows, -1, width)[:, call.logits_index]
         logits = gathered_runner(model)(lambda: logits_by_slices(model, hidden))
     if not isinstance(stage.router, RouterLoss):
-        return LossOutput(loss=result.loss, logits=logits, past_key_values=cache)
+        return LossOutput(loss=result.loss, logits=logits, **{CACHE_FIELD: cache})
     router_loss = stage.router.loss(result.sums[0])
     loss = result.loss + router_loss_factor * router_loss
-    return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits, past_key_values=cache)
+    return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits, **{CACHE_FIELD: cache})
 
 
 def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations import moe
 
 from adjoint.batch import Batch
 from adjoint.engine.grid import EngineSpec
@@ -27,6 +26,7 @@ from adjoint.hf.kernels.replacements import rebound_functions
 from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
+from adjoint.hf.transformers_api import expert_functions
 from adjoint.layers import StackConfig, State
 from adjoint.methods import Method
 from adjoint.plan.machine import Machine
@@ -82,9 +82,10 @@ def _countable(kind: type[PreTrainedModel]) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     # PyTorch's grouped product of matrices says its shape for bfloat16 alone
-    other = {"_can_use_grouped_mm": lambda *_: False}
+    functions = expert_functions()
+    other = {name: lambda *_: False for name in ("_can_use_grouped_mm",) if name in functions}
     try:
-        with rebound_functions([(vars(moe), other)]):
+        with rebound_functions([(functions, other)]):
             yield
     except (RuntimeError, NotImplementedError, ValueError) as error:
         # a ValueError may come of a `Refused`, or of an operator's error inside the model's code

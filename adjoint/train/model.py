@@ -25,7 +25,8 @@ from adjoint.train.machine import pick_precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    from adjoint.hf.transformers_api import CausalLMOutputWithPast
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -22,6 +22,7 @@ from adjoint.files import flush
 from adjoint.formats.folders import refuse_adapter
 from adjoint.hf.quantized import keep_trainable, set_compute_dtype
 from adjoint.hf.split import Pretrained, examine
+from adjoint.hf.transformers_api import distributed_config_class, transformers_logging
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
@@ -32,8 +33,6 @@ from adjoint.train import quantization as quantized
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
-    from transformers.core_model_loading import WeightTransform
-    from transformers.distributed.configuration_utils import DistributedConfig
 
 
 KEY = "model.from_pretrained"
@@ -221,23 +220,22 @@ def check_tensor_parallel(config: PreTrainedConfig, ranks: int, quantization: st
             )
 
 
-def tensor_parallel_config(ranks: int) -> DistributedConfig:
+def tensor_parallel_config(ranks: int) -> Any:
     """Return transformers' configuration that splits weights over each run of so many ranks.
 
     Raises:
         UserError: this version of transformers has no such configuration.
     """
-    try:
-        from transformers.distributed.configuration_utils import DistributedConfig
-    except ImportError:
-        raise UserError(f"cluster.tensor: {_NEEDS_NEWER}") from None
+    config_class = distributed_config_class()
+    if config_class is None:
+        raise UserError(f"cluster.tensor: {_NEEDS_NEWER}")
     groups = dist.get_world_size() // ranks
     if groups == 1:
-        return DistributedConfig(tp_size=ranks)
-    if not hasattr(DistributedConfig, "dp_size"):
+        return config_class(tp_size=ranks)
+    if not hasattr(config_class, "dp_size"):
         raise UserError(f"cluster.tensor: {groups} groups of {ranks} processes: {_NEEDS_NEWER}")
 
-    class TensorParallel(DistributedConfig):
+    class TensorParallel(config_class):  # type: ignore[valid-type,misc]
         """Tensor parallelism alone: over the groups transformers is not to spread weights by FSDP."""
 
         @property
@@ -268,7 +266,7 @@ def dequantized(model: PreTrainedModel, directory: str) -> PreTrainedModel:
     return model
 
 
-def _is_reversible(conversion: WeightTransform) -> bool:
+def _is_reversible(conversion: Any) -> bool:
     """Whether transformers can undo a conversion of tensors, of its `core_model_loading`."""
     try:
         conversion.reverse_transform()
@@ -449,8 +447,6 @@ def _reading(place: str, key: str, trust_remote_code: bool, stored: str | None =
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' tables and advice of a load from the user, for whom what matters is an error; and
     its progress bars from what is no terminal."""
-    from transformers.utils import logging as transformers_logging
-
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     if not sys.stderr.isatty():

@@ -55,7 +55,7 @@ from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trackers import Trackers
 
 if TYPE_CHECKING:
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from adjoint.hf.transformers_api import CausalLMOutputWithPast
 
 
 _RESULTS = ("metrics.jsonl", "loss.png", "sample.txt", "trace.json", "config.yaml", "checkpoints/")

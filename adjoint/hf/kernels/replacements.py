@@ -22,11 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.integrations import hub_kernels
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adjoint.engine.host_weights import with_weights_fetched
 from adjoint.engine.step import uncompiled
@@ -34,6 +29,15 @@ from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.kernels import fla, fla_mixers
 from adjoint.hf.model_parts import Forward, original_class, override_attribute, replaced_forwards
+from adjoint.hf.transformers_api import (
+    ACT2FN,
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    CACHE_NAMES,
+    is_hub_function,
+    sdpa_attention_forward,
+    sdpa_mask,
+)
 from adjoint.kernels import attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
@@ -556,7 +560,7 @@ def pytorch_references(model: PreTrainedModel) -> Iterator[None]:
         table = _functions_for(names)
         always = table if table is fla.FUNCTIONS else ()
         ours = {
-            name: table.get(name, f) for name, f in originals.items() if name in always or _is_hub_function(f)
+            name: table.get(name, f) for name, f in originals.items() if name in always or is_hub_function(f)
         }
         functions.append((names, ours))
     with _dispatchers_installed(functions), _without_fused_loss(model):
@@ -575,12 +579,6 @@ def _without_fused_loss(model: PreTrainedModel) -> Iterator[None]:
             if getattr(model.config, setting, False):
                 stack.callback(override_attribute(model.config, setting, False))
         yield
-
-
-def _is_hub_function(value: object) -> bool:
-    """Whether transformers runs the function by another library if that is installed."""
-    module_globals = getattr(value, "__globals__", None)
-    return module_globals is vars(hub_kernels) and hasattr(value, "__wrapped__")
 
 
 @contextlib.contextmanager
@@ -622,7 +620,7 @@ def _pytorch_reference(theirs: Callable[..., object]) -> Callable[..., object]:
     """Return the function that transformers would run without other libraries.
 
     Any other function, such as a user's, is its own reference."""
-    if not _is_hub_function(theirs):
+    if not is_hub_function(theirs):
         return theirs
     reference_function: Callable[..., object] = theirs.__wrapped__  # type: ignore[attr-defined]
     parameters = inspect.signature(reference_function).parameters
@@ -733,12 +731,14 @@ def _forward_from_cache(module: nn.Module, ours: Forward, index: int) -> Forward
     """Return a forward that runs ours if it is given a `ChunkCache`, else the module's own."""
     original_forward = module.forward
 
-    def forward(*args: object, past_key_values: object = None, **kwargs: object) -> object:
-        if not isinstance(past_key_values, ChunkCache):
-            return original_forward(*args, past_key_values=past_key_values, **kwargs)
-        outputs = ours(module, past_key_values.layers[index], *args, **kwargs)
+    def forward(*args: object, **kwargs: object) -> object:
+        cache = next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
+        if not isinstance(cache, ChunkCache):
+            return original_forward(*args, **kwargs)
+        others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        outputs = ours(module, cache.layers[index], *args, **others)
         if fla.is_of_fla(module):  # whose blocks take the cache from one mixer to the next
-            return *cast(tuple[object, ...], outputs), past_key_values
+            return *cast(tuple[object, ...], outputs), cache
         return outputs
 
     return forward

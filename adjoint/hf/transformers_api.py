@@ -1,0 +1,194 @@
+"""What we use of transformers beyond the names of its top level, and the differences between its releases.
+
+Other files import names of transformers' inner modules from here, else from its top level alone. What only
+some releases have is looked up by name; a feature that needs it refuses by name where it is missing.
+`adjoint.versions` says which releases are tested.
+
+Raises:
+    UserError: on import, if this release lacks a name without which nothing runs by chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from adjoint import versions
+from adjoint.errors import UserError
+
+try:
+    from transformers import cache_utils
+    from transformers.activations import ACT2FN
+    from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_outputs import (
+        CausalLMOutputWithPast,
+        MoeCausalLMOutputWithPast,
+        MoeModelOutputWithPast,
+    )
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.utils import ModelOutput
+    from transformers.utils import logging as transformers_logging
+except ImportError as error:
+    raise UserError(
+        f"adjoint.wrap: {versions.untested('transformers')}transformers {transformers.__version__} lacks a "
+        f"name that chunks need ({error}): pip install '{versions.requirement('transformers')}'"
+    ) from error
+
+__all__ = [
+    "ACT2FN",
+    "ALL_ATTENTION_FUNCTIONS",
+    "ALL_MASK_ATTENTION_FUNCTIONS",
+    "AttentionMaskInterface",
+    "Cache",
+    "CacheLayerMixin",
+    "CausalLMOutputWithPast",
+    "GradientCheckpointingLayer",
+    "LinearAttentionLayer",
+    "ModelOutput",
+    "MoeCausalLMOutputWithPast",
+    "MoeModelOutputWithPast",
+    "sdpa_attention_forward",
+    "sdpa_mask",
+    "transformers_logging",
+]
+
+RELEASE = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+
+
+def optional(module: str, name: str) -> Any:
+    """Return a name of one of transformers' inner modules, or None where this release has none."""
+    try:
+        return getattr(importlib.import_module(f"transformers.{module}"), name, None)
+    except ImportError:
+        return None
+
+
+# ---------------------------------------------------------------------------------- the cache among arguments
+
+# Names of the cache among a forward's arguments and an output's fields, the newest first. Since 5.24 it is
+# "cache" everywhere; the older names, of attention models and of Mamba, are taken until 5.40.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+_fields = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
+# The field of outputs that holds it.
+CACHE_FIELD = next(name for name in CACHE_NAMES if name in _fields)
+
+
+def cache_argument(parameters: Mapping[str, object]) -> str:
+    """Return the name under which a forward takes the cache.
+
+    Args:
+        parameters: of the forward, by name. One that names no cache passes its keyword arguments on to
+            modules of this release.
+    """
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_FIELD)
+
+
+# ----------------------------------------------------------------------------------------------- cache layers
+
+# Cache layers are looked up by name: `DynamicIndexedLayer` is there since 5.11, a recurrence beside a sliding
+# window since 5.14, `DummyLayer` (of layers without a state) since 5.22.
+CACHE_LAYERS: dict[str, type] = {
+    name: kind
+    for name in (
+        "DynamicLayer",
+        "DynamicIndexedLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",
+    )
+    if (kind := getattr(cache_utils, name, None)) is not None
+}
+# The cache class that a model checks for, by model_type: prefix of our subclass's name, module, class.
+REQUIRED_CACHE_CLASS = {
+    "minimax": ("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")
+}
+
+
+def recurrent_layers_unnamed(config: PreTrainedConfig) -> list[int]:
+    """Return the layers that are recurrent where the cache that this release makes has attention alone.
+
+    Before 5.21 RecurrentGemma kept its states on its modules."""
+    if config.model_type != "recurrent_gemma" or RELEASE >= (5, 21):
+        return []
+    return [k for k, kind in enumerate(config.layers_block_type) if kind == "recurrent"]
+
+
+def why_no_recurrence(config: PreTrainedConfig) -> str | None:
+    """Return the reason why a model with recurrent states cannot run by chunks under this release, or None.
+
+    Before 5.14 a cache layer had a single state, and mixers began every call of several tokens at zero."""
+    if RELEASE >= (5, 14):
+        return None
+    if not any(isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=config).layers):
+        return None
+    return (
+        f"the recurrent layers of transformers {transformers.__version__} read a state for single tokens "
+        "alone: pip install 'transformers>=5.15'"
+    )
+
+
+# -------------------------------------------------------------------------------------------------- functions
+
+_HUB_KERNELS = "integrations.hub_kernels"
+# The logger that says where transformers runs PyTorch code because a kernel is missing.
+FALLBACK_LOGGER = f"transformers.{_HUB_KERNELS}"
+# Modules whose objects are styles by which layers are split over ranks.
+TENSOR_PARALLEL_STYLES = (
+    "torch.distributed.tensor.parallel.style",
+    "transformers.distributed.tensor_parallel",
+)
+
+
+def is_hub_function(function: object) -> bool:
+    """Whether transformers runs a function by another library if that is installed.
+
+    Then `function.__wrapped__` is its own code."""
+    kernels = optional("integrations", "hub_kernels")
+    return (
+        kernels is not None
+        and getattr(function, "__globals__", None) is vars(kernels)
+        and hasattr(function, "__wrapped__")
+    )
+
+
+def expert_functions() -> MutableMapping[str, Any]:
+    """Return the namespace in which transformers looks up the functions of its mixtures of experts; empty
+    where there is none."""
+    module = optional("integrations", "moe")
+    return {} if module is None else vars(module)
+
+
+def install_output_hooks(backbone: nn.Module) -> None:
+    """Register the hooks by which transformers collects hidden states and routers' logits.
+
+    It does so itself in the first call that asks for them."""
+    if (install := optional("utils.output_capturing", "maybe_install_capturing_hooks")) is not None:
+        install(backbone)
+
+
+# --------------------------------------------------------------------------------------- loading and sharding
+
+
+def distributed_config_class() -> type | None:
+    """Return transformers' `DistributedConfig`, of tensor parallelism, or None."""
+    kind: type | None = optional("distributed.configuration_utils", "DistributedConfig")
+    return kind
+
+
+def loads_unchanged(model: PreTrainedModel) -> bool:
+    """Whether a checkpoint's tensors are the model's parameters, under its own names or others."""
+    mapping = optional("conversion_mapping", "get_model_conversion_mapping")
+    renaming = optional("conversion_mapping", "WeightRenaming")
+    return mapping is not None and all(type(change) is renaming for change in mapping(model))
