@@ -1,8 +1,9 @@
 """Run tests under other versions than the pinned ones: ``make test-versions [ROWS="triton-3.6 torch-2.15"]``.
 
 A row is the pinned environment with other versions of some packages put before its own, or, where Python or
-torch is another one, an environment of its own, of some gigabytes. What passes gets its row in
-docs/versions.md, as in ``make test-slow``.
+torch is another one, an environment of its own, of some gigabytes. The row `newest` asks the package index
+for the newest release of each package of `NEWEST`. What passes gets its row in docs/versions.md, as in
+``make test-slow``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from typing import NamedTuple
 
 from slow_tests import ROOT, record, run
 
+from adjoint.releases import TESTED, parse
+
 RECORD, PLACE = ROOT / "docs" / "versions.md", ROOT / ".venv" / "versions"
 COMPILED, WRAPPED = "tests/kernels/test_triton_compile.py", "tests/hf/test_wrap.py"
 PLAIN = ("tests/layers/test_layers.py", "tests/data/test_data.py", "tests/data/test_corpus.py")
 LAYOUTS = ("-k", "keeps_its_layout", COMPILED)
 KERNELS = ("-k", "keeps_its_layout or interpreter", COMPILED, "tests/kernels/test_triton_interpret.py")
-MODELS = ("-k", "models_own or again or refused or packed", WRAPPED)
+MODELS = ("tests/hf",)
+TRAINERS = ("tests/hf/test_loops.py", "tests/hf/test_trl_options.py")
+QUICK = ("-k", "models_own or again or refused or packed or trl or trainer", WRAPPED, TRAINERS[0])
 DATA = ("-k", "not parquet and not zst and not datasets", *PLAIN)  # pyarrow needs NumPy 2
 ALL = ("-k", "not triton_compile or keeps_its_layout", *PLAIN, WRAPPED, COMPILED)
 
@@ -43,7 +48,19 @@ class Row(NamedTuple):
     environment: tuple[tuple[str, str], ...] = ()
 
 
+# What transformers before 5.18 needs instead of the pinned packages, and before 5.16 besides.
+HUB = ("huggingface-hub==1.33.0", "httpx==0.28.1", "httpcore==1.0.9", "sniffio==1.3.1")
+TOKENIZERS = ("tokenizers==0.22.2",)
+# The oldest releases of trainers, and those that a release of transformers came with.
+OLDEST = ("accelerate==1.10.0", "peft==0.18.0", "trl==1.3.0", "datasets==4.0.0", "dill==0.3.8")
+OLDEST += ("multiprocess==0.70.16", "fsspec==2025.3.0")
+AT_516 = ("accelerate==1.13.0", "peft==0.20.0", "trl==1.9.0", "datasets==4.8.4", "fsspec==2026.2.0")
+# Of these the newest release is looked for.
+NEWEST = ("transformers", "trl", "peft", "accelerate", "datasets", "ray")
+
 ROWS = {
+    "newest": Row(QUICK, NEWEST),
+    "newest-torch": Row(ALL, ("torch", "triton"), "3.11"),
     "numpy-1.26": Row(DATA, ("numpy==1.26.0",)),
     "triton-3.6": Row(LAYOUTS, ("triton==3.6.0",)),
     # The selective scan's forward spills 28 bytes on sm_90 under it.
@@ -51,7 +68,16 @@ ROWS = {
         ("-k", "windowed_selective_scan_keeps or interpreter", *KERNELS[2:]), ("triton==3.8.0",)
     ),
     "triton-3.9": Row(KERNELS, ("triton==3.9.0",)),
+    "transformers-5.6": Row(MODELS, ("transformers==5.6.2", *HUB, *TOKENIZERS)),
+    "transformers-5.10": Row(MODELS, ("transformers==5.10.4", *HUB, *TOKENIZERS)),
+    "transformers-5.15": Row(MODELS, ("transformers==5.15.0", *HUB, *TOKENIZERS)),
+    "transformers-5.16": Row(TRAINERS, ("transformers==5.16.1", *HUB, *AT_516)),
+    "transformers-5.18": Row(MODELS, ("transformers==5.18.0",)),
+    "transformers-5.20": Row(MODELS, ("transformers==5.20.2",)),
     "transformers-5.21": Row(MODELS, ("transformers==5.21.0",)),
+    "transformers-5.23": Row(MODELS, ("transformers==5.23.0",)),
+    "transformers-5.24": Row(MODELS, ("transformers==5.24.0",)),
+    "oldest-trainers": Row(TRAINERS, ("transformers==5.15.0", *HUB, *TOKENIZERS, *OLDEST)),
     # the compiled kernels for other processors; aarch64 by qemu (tests/kernels/emulated.py)
     "x86-64-v2": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v2"),)),
     "x86-64-v3": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v3"),)),
@@ -66,30 +92,56 @@ ROWS = {
 
 def run_row(name: str) -> list[str] | None:
     """What the record says of a row; None if it did not pass, or there is no such Python here."""
-    row, folder = ROWS[name], PLACE / name
+    row = ROWS[name]
     if row.environment:
         return run(row.tests, **dict(row.environment))
-    stamp = folder / " ".join(["ready", row.python, *row.packages]).replace("/", " ")
-    cache = str(folder / "cache")
-    if row.python:
-        found = interpreter(row.python)
-        if found is None:
-            print(f"no Python {row.python} here: put python{row.python} on the PATH", file=sys.stderr)
-            return None
-        make = ["scripts/setup.sh", str(folder), "dev", *row.packages]
-    else:
-        found = sys.executable
-        make = [found, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(folder)]
-        make += row.packages
-    if not stamp.exists():  # of these packages
+    placed = place(name)
+    if placed is None:
+        return None
+    python, environment = placed
+    return run(row.tests, python, **environment)
+
+
+def place(name: str) -> tuple[str, dict[str, str]] | None:
+    """Install a row's packages, unless they are there.
+
+    Returns:
+        The Python of the row and the environment's variables it needs; None if there is none here.
+    """
+    row, folder = ROWS[name], PLACE / name
+    packages = [package if "==" in package else f"{package}=={newest(package)}" for package in row.packages]
+    stamp = folder / " ".join(["ready", row.python, *packages]).replace("/", " ")
+    python = interpreter(row.python) if row.python else sys.executable
+    if python is None:
+        print(f"no Python {row.python} here: put python{row.python} on the PATH", file=sys.stderr)
+        return None
+    install = ["-m", "pip", "install", "-q", "--no-compile"]
+    target = [python, *install, "--no-deps", "--target", str(folder), *packages]
+    commands: list[list[str]] = [] if stamp.exists() else [target]
+    if commands and row.python:
+        commands = [["scripts/setup.sh", str(folder), "dev", *packages]]
+        own = next((package for package in packages if package.startswith("torch==")), None)
+        if own is not None:  # the build for CUDA where the index has no other: set-up leaves it as it is
+            make = [python, "-m", "venv", str(folder)]
+            commands = [make, [str(folder / "bin" / "python"), *install, own], *commands]
+    if commands:  # of other packages
         shutil.rmtree(folder, ignore_errors=True)
-        if subprocess.call(make, cwd=ROOT, env=os.environ | {"PYTHON": found}) != 0:
+    for command in commands:
+        if subprocess.call(command, cwd=ROOT, env=os.environ | {"PYTHON": python}) != 0:
             return None
-        stamp.touch()
+    stamp.touch()
+    cache = {"TRITON_CACHE_DIR": str(folder / "cache")}
     if row.python:
-        return run(row.tests, str(folder / "bin" / "python"), TRITON_CACHE_DIR=cache)
+        return str(folder / "bin" / "python"), cache
     before = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return run(row.tests, found, TRITON_CACHE_DIR=cache, PYTHONPATH=os.pathsep.join(before))
+    return python, cache | {"PYTHONPATH": os.pathsep.join(before)}
+
+
+def newest(package: str) -> str:
+    """Ask the package index for the newest release of a package."""
+    command = [sys.executable, "-m", "pip", "index", "versions", package]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return said.partition("(")[2].partition(")")[0]
 
 
 def interpreter(version: str) -> str | None:
@@ -101,5 +153,25 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+def check_newest() -> int:
+    """Run the row of the newest releases: exit code 1 only if it fails although pyproject.toml admits them.
+
+    A release beyond its bounds that fails is told in a line, and stops nobody's change."""
+    if run_row("newest") is not None:
+        return 0
+    releases = {package: newest(package) for package in NEWEST}
+    beyond = [
+        f"{package} {version}"
+        for package, version in releases.items()
+        if parse(version) > TESTED[package].newest
+    ]
+    print(f"versions: newest releases failed; beyond pyproject.toml's bounds: {', '.join(beyond) or 'none'}")
+    return 0 if beyond else 1
+
+
 if __name__ == "__main__":
-    sys.exit(record(sys.argv[1:], list(ROWS), run_row, RECORD))
+    sys.exit(
+        check_newest()
+        if sys.argv[1:] == ["--check-newest"]
+        else record(sys.argv[1:], list(ROWS), run_row, RECORD)
+    )

@@ -19,12 +19,14 @@ from pathlib import Path
 import pytest
 
 import adjoint
+from adjoint import releases
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # The house from the ground up: a file imports only from entries before its own, and within its own folder.
 FLOORS = [
     "errors",
+    "releases",
     "settings",
     "batch",
     "interrupt",
@@ -229,7 +231,7 @@ def test_no_import_goes_round_in_a_circle_and_the_house_is_low() -> None:
         return 1 + max(map(height, entries[name]), default=0)
 
     assert max(map(height, entries)) <= HIGHEST
-    assert len(entries) <= 25
+    assert len(entries) <= 26
 
 
 def test_imports_are_not_hidden_from_the_interpreter() -> None:
@@ -316,10 +318,30 @@ def test_constraints_pin_every_requirement_within_its_range() -> None:
         assert requirement.specifier.contains(version), f"{requirement} does not admit the pinned {version}"
 
 
-def test_the_extra_admits_no_transformers_that_wrap_refuses() -> None:
-    hf = pytest.importorskip("adjoint.hf")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert f"transformers>={'.'.join(map(str, hf.OLDEST))},<6" in extras["hf"]
+def test_the_bounds_of_packages_are_those_that_are_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for e in project["optional-dependencies"].values() for line in e),
+    ]
+    checked = set()
+    for line in lines:
+        name = re.match(r"[\w-]+", line)
+        if name is not None and name[0] in releases.TESTED:
+            bounds = releases.requirement(name[0]).removeprefix(name[0])
+            assert re.sub(r"\[.*?\]|;.*", "", line).strip() == f"{name[0]}{bounds}"
+            checked.add(name[0])
+    assert checked == releases.TESTED.keys()
+
+
+def test_one_file_imports_inner_modules_of_transformers() -> None:
+    others = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in python_files("adjoint")
+        for line, name in imports_of(path)
+        if re.match(r"transformers\.[a-z_]+(\.|$)", name) and path.name != "transformers_api.py"
+    ]
+    assert not others, "\n".join(others)
 
 
 def test_wheel_holds_all_sources_and_configurations_and_no_short_names(tmp_path: Path) -> None:

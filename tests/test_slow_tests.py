@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from packaging.requirements import Requirement
+
+from adjoint import releases
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,19 +63,40 @@ def test_a_part_that_passes_gets_its_row_and_one_that_fails_keeps_it(
     assert script.main(["third"]) == 2
 
 
-def test_the_oldest_versions_that_are_promised_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_and_newest_releases_that_are_promised_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is in a row, or is the pinned release."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     rows = load("versions").ROWS
-    tested = {pin for row in rows.values() for pin in row.packages}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [
-        *project["dependencies"],
-        *project["optional-dependencies"]["hf"],
-        *project["optional-dependencies"]["gpu"],
-    ]
-    for requirement in map(Requirement, asked):
-        if requirement.name in ("torch", "numpy", "transformers", "triton"):
-            (floor,) = [one.version for one in requirement.specifier if one.operator == ">="]
-            assert f"{requirement.name}=={floor}.0" in tested
+    pins = (ROOT / "constraints.txt").read_text().split()
+    tested = {pin for row in rows.values() for pin in row.packages} | {*pins}
+    for package in ("torch", "transformers", "triton", "trl", "peft", "accelerate", "datasets"):
+        for release in (releases.oldest(package), releases.newest(package)):
+            assert any(pin.startswith(f"{package}=={release}.") for pin in tested), f"{package} {release}"
+    assert "numpy==1.26.0" in tested
     for row in rows.values():
-        assert all((ROOT / word).is_file() for word in row.tests if word.startswith("tests/"))
+        assert all((ROOT / word).exists() for word in row.tests if word.startswith("tests/"))
+
+
+def test_a_row_of_newest_releases_asks_the_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = load("versions")
+    ran: list[list[str]] = []
+    monkeypatch.setattr(script, "PLACE", tmp_path)
+    monkeypatch.setattr(script, "newest", lambda package: f"9.{len(package)}.0")
+    monkeypatch.setattr(script.subprocess, "call", lambda command, **_: ran.append(command) or 0)
+    monkeypatch.setattr(script.shutil, "rmtree", lambda folder, **_: folder.mkdir())
+    assert script.place("newest") is not None
+    assert "transformers==9.12.0" in ran[0] and "ray==9.3.0" in ran[0]
+
+
+def test_only_what_is_promised_of_the_newest_releases_must_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = load("versions")
+    monkeypatch.setattr(script, "run_row", lambda _: None)
+    monkeypatch.setattr(script, "newest", lambda package: releases.newest(package) + ".0")
+    assert script.check_newest() == 1
+    monkeypatch.setattr(script, "newest", lambda package: "99.0.0" if package == "trl" else "0.0.0")
+    assert script.check_newest() == 0
+    assert "bounds: trl 99.0.0" in capsys.readouterr().out

@@ -29,6 +29,7 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.errors import LOGGER, VERBOSITY, UserError, is_heard
 from adjoint.layers import State
+from adjoint.releases import untested_now
 
 TOKENS = 13
 # Largest relative L2 distance that rounding may cause, by the dtype of the computation. float64's leaves room
@@ -47,7 +48,7 @@ class Refused(UserError):
 
 def refuse(subject: str, reason: str, remedy: str, cause: BaseException | None = None) -> NoReturn:
     """Raise `Refused` with the reason and with an alternative that works."""
-    raise Refused(f"{subject} cannot be trained by chunks: {reason}; {remedy}") from cause
+    raise Refused(f"{untested_now()}{subject} cannot be trained by chunks: {reason}; {remedy}") from cause
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
@@ -22,6 +23,7 @@ from adjoint.engine.step import uncompiled
 from adjoint.engine.storage import Past
 from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.hf.transformers_api import (
+    BEGINS_WITH_STATES,
     CACHE_LAYERS,
     REQUIRED_CACHE_CLASS,
     CacheLayerMixin,
@@ -164,8 +166,8 @@ class RecurrentLayer(_StateLayer):
     """A cache layer with convolution tails and recurrent states."""
 
     # By index of the layer's several states: transformers' own attributes.
-    conv_states: dict[int, Tensor | None]
-    recurrent_states: dict[int, Tensor | None]
+    conv_states: _LazyStates
+    recurrent_states: _LazyStates
     conv_kernel_size: dict[int, int | None]
     has_previous_state: dict[int, bool]
 
@@ -455,6 +457,24 @@ def make_chunk_cache(config: PreTrainedConfig) -> ChunkCache:
     return ChunkCache(config) if required is None else _chunk_cache_class(*required)(config)
 
 
+def why_no_recurrence(config: PreTrainedConfig) -> str | None:
+    """Return the reason why a model's recurrent layers cannot run by chunks under this release, or None."""
+    if BEGINS_WITH_STATES:
+        return None
+    is_recurrent = (
+        is_of_fla(config)
+        or config.model_type in STATES_PER_LAYER
+        or bool(recurrent_layers_unnamed(config))
+        or any(isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=config).layers)
+    )
+    if not is_recurrent:
+        return None
+    return (
+        f"recurrent layers of transformers {transformers.__version__} begin several tokens without the state "
+        "before them: pip install 'transformers>=5.15'"
+    )
+
+
 @functools.cache  # a cache is made for every chunk
 def _chunk_cache_class(prefix: str, module: str, name: str, *mixins: type) -> type[ChunkCache]:
     """Return a subclass of `ChunkCache` and of a class that a model requires.
@@ -504,7 +524,7 @@ def _to_chunk_layer(layer: CacheLayerMixin) -> _StateLayer:
         ValueError: layers of this class are not supported.
     """
     if type(layer) is CACHE_LAYERS.get("DummyLayer"):
-        return layer
+        return cast(_StateLayer, layer)
     if (kind := type(layer)) not in CHUNK_LAYER_CLASSES:
         if kind.__name__ not in MODELS_CACHE_MIXINS:
             raise ValueError(f"its cache has a {kind.__name__}, a kind of state that chunks cannot carry")

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adjoint.engine import verification
+from adjoint.hf.cache import why_no_recurrence
 from adjoint.hf.kernels import fla
 from adjoint.hf.model_parts import original_class, root_of
 from adjoint.hf.tensor_parallel import splits_tokens
@@ -129,6 +130,8 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
     for kind in (k.get("rope_type", k.get("type")) for k in kinds):
         if kind in ("dynamic", "longrope"):
             refuse(model, f"rope_type {kind!r} depends on the length so far, which a chunk does not know")
+    if why_not_recurrent := why_no_recurrence(config):
+        refuse(model, why_not_recurrent)
     adapters = getattr(root_of(model), "peft_config", {}).values()
     if any(getattr(adapter, "peft_type", "") == "CPT" for adapter in adapters):
         refuse(model, "PEFT's CPT computes its loss from the logits, which a call with labels does not make")

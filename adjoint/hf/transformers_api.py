@@ -1,8 +1,8 @@
-"""What we use of transformers beyond the names of its top level, and the differences between its releases.
+"""Inner names of transformers that we use, and the differences between its releases.
 
 Other files import names of transformers' inner modules from here, else from its top level alone. What only
 some releases have is looked up by name; a feature that needs it refuses by name where it is missing.
-`adjoint.versions` says which releases are tested.
+`adjoint.releases` says which releases are tested.
 
 Raises:
     UserError: on import, if this release lacks a name without which nothing runs by chunks.
@@ -13,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping
 
 import transformers
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from adjoint import versions
+from adjoint import releases
 from adjoint.errors import UserError
 
 try:
@@ -40,8 +39,8 @@ try:
     from transformers.utils import logging as transformers_logging
 except ImportError as error:
     raise UserError(
-        f"adjoint.wrap: {versions.untested('transformers')}transformers {transformers.__version__} lacks a "
-        f"name that chunks need ({error}): pip install '{versions.requirement('transformers')}'"
+        f"adjoint.wrap: {releases.untested('transformers')}transformers {transformers.__version__} lacks a "
+        f"name that chunks need ({error}): pip install '{releases.requirement('transformers')}'"
     ) from error
 
 __all__ = [
@@ -65,7 +64,7 @@ __all__ = [
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
 
 
-def optional(module: str, name: str) -> Any:
+def optional(module: str, name: str) -> object:
     """Return a name of one of transformers' inner modules, or None where this release has none."""
     try:
         return getattr(importlib.import_module(f"transformers.{module}"), name, None)
@@ -125,18 +124,8 @@ def recurrent_layers_unnamed(config: PreTrainedConfig) -> list[int]:
     return [k for k, kind in enumerate(config.layers_block_type) if kind == "recurrent"]
 
 
-def why_no_recurrence(config: PreTrainedConfig) -> str | None:
-    """Return the reason why a model with recurrent states cannot run by chunks under this release, or None.
-
-    Before 5.14 a cache layer had a single state, and mixers began every call of several tokens at zero."""
-    if RELEASE >= (5, 14):
-        return None
-    if not any(isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=config).layers):
-        return None
-    return (
-        f"the recurrent layers of transformers {transformers.__version__} read a state for single tokens "
-        "alone: pip install 'transformers>=5.15'"
-    )
+# Before 5.14 a layer had a single state, with which mixers began calls of one token alone.
+BEGINS_WITH_STATES = RELEASE >= (5, 14)
 
 
 # -------------------------------------------------------------------------------------------------- functions
@@ -163,7 +152,7 @@ def is_hub_function(function: object) -> bool:
     )
 
 
-def expert_functions() -> MutableMapping[str, Any]:
+def expert_functions() -> MutableMapping[str, Callable[..., object]]:
     """Return the namespace in which transformers looks up the functions of its mixtures of experts; empty
     where there is none."""
     module = optional("integrations", "moe")
@@ -174,7 +163,7 @@ def install_output_hooks(backbone: nn.Module) -> None:
     """Register the hooks by which transformers collects hidden states and routers' logits.
 
     It does so itself in the first call that asks for them."""
-    if (install := optional("utils.output_capturing", "maybe_install_capturing_hooks")) is not None:
+    if callable(install := optional("utils.output_capturing", "maybe_install_capturing_hooks")):
         install(backbone)
 
 
@@ -183,12 +172,12 @@ def install_output_hooks(backbone: nn.Module) -> None:
 
 def distributed_config_class() -> type | None:
     """Return transformers' `DistributedConfig`, of tensor parallelism, or None."""
-    kind: type | None = optional("distributed.configuration_utils", "DistributedConfig")
-    return kind
+    kind = optional("distributed.configuration_utils", "DistributedConfig")
+    return kind if isinstance(kind, type) else None
 
 
 def loads_unchanged(model: PreTrainedModel) -> bool:
     """Whether a checkpoint's tensors are the model's parameters, under its own names or others."""
     mapping = optional("conversion_mapping", "get_model_conversion_mapping")
     renaming = optional("conversion_mapping", "WeightRenaming")
-    return mapping is not None and all(type(change) is renaming for change in mapping(model))
+    return callable(mapping) and all(type(change) is renaming for change in mapping(model))

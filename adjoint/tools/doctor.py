@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from adjoint import releases
 from adjoint.cluster.devices import find
 from adjoint.cluster.transport import meet
 from adjoint.errors import UserError, install_command
@@ -45,6 +46,7 @@ PACKAGES = {  # by the extra that brings them; "" is always there
     "hf": ("transformers", "accelerate"),
     "data": ("tokenizers", "pyarrow"),
     "finetune": ("datasets", "peft"),
+    "examples": ("trl",),
     "tensorboard": ("tensorboard",),
     "cluster": ("ray", "nvidia-ml-py"),
     "bench": ("mambapy",),
@@ -125,9 +127,27 @@ def packages() -> list[Finding]:
     rows = []
     for extra, name in ((extra, name) for extra, names in PACKAGES.items() for name in names):
         version = versions(name).get(name)
-        status = version or f"missing ({install_command(extra) if extra else f'pip install {name}'})"
-        rows.append(row(name, status, None if version is None else True, version=version))
+        if version is None:
+            missing = f"missing ({install_command(extra) if extra else f'pip install {name}'})"
+            rows.append(row(name, missing, version=version))
+        else:
+            status, works = _tested(name)
+            rows.append(row(name, f"{version}{status}", works, version=version))
     return rows
+
+
+def _tested(package: str) -> tuple[str, bool | None]:
+    """Say whether an installed package's release is tested, and whether it works: None where nobody knows."""
+    if package not in releases.TESTED:
+        return "", True
+    status = releases.status(package)
+    newest = releases.newest(package)
+    words = {
+        "tested": ", tested",
+        "untested": f", untested: newer than {newest}, the newest that is",
+        "too old": f", too old: pip install -U '{releases.requirement(package)}'",
+    }
+    return words[status], {"tested": True, "untested": None, "too old": False}[status]
 
 
 def devices(host: Environment) -> list[Finding]:

@@ -26,11 +26,15 @@ from adjoint.train.machine import pick_precision
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from adjoint.hf.transformers_api import CausalLMOutputWithPast
-
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Device = torch.device | str | None
+
+
+class OutputWithLoss(Protocol):
+    """The output of transformers for a call with labels."""
+
+    loss: Tensor | None
 
 
 class LanguageModel(Protocol):
@@ -85,7 +89,7 @@ class LanguageModel(Protocol):
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
-    ) -> StackOutput | CausalLMOutputWithPast:
+    ) -> StackOutput | OutputWithLoss:
         """Return an output with the mean `loss` of a batch. Arguments are those of `Stack.forward`, with
         `state` and `return_state` where states are carried."""
 
@@ -148,7 +152,7 @@ class StackLM(LanguageModel):
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
-    ) -> StackOutput | CausalLMOutputWithPast:
+    ) -> StackOutput | OutputWithLoss:
         options = {"method": self.method, "sequence_group": self.group, **states}
         return self.module(ids, labels=labels, seq_idx=seq_idx, **options)
 
@@ -264,7 +268,7 @@ class PretrainedLM(LanguageModel):
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
-    ) -> StackOutput | CausalLMOutputWithPast:
+    ) -> StackOutput | OutputWithLoss:
         if "return_state" in states:
             return self._output_with_state(ids, labels, states["state"])
         targets = shift_labels(labels, seq_idx)

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -220,7 +220,7 @@ def check_tensor_parallel(config: PreTrainedConfig, ranks: int, quantization: st
             )
 
 
-def tensor_parallel_config(ranks: int) -> Any:
+def tensor_parallel_config(ranks: int) -> object:
     """Return transformers' configuration that splits weights over each run of so many ranks.
 
     Raises:
@@ -266,7 +266,13 @@ def dequantized(model: PreTrainedModel, directory: str) -> PreTrainedModel:
     return model
 
 
-def _is_reversible(conversion: Any) -> bool:
+class _Conversion(Protocol):
+    """A conversion of tensors that transformers does as it loads them."""
+
+    def reverse_transform(self) -> object: ...
+
+
+def _is_reversible(conversion: _Conversion) -> bool:
     """Whether transformers can undo a conversion of tensors, of its `core_model_loading`."""
     try:
         conversion.reverse_transform()

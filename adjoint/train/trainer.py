@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,16 +47,12 @@ from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.gpus import peak_flops
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
 from adjoint.train.metrics import MetricsRow
-from adjoint.train.model import LanguageModel, model_class
+from adjoint.train.model import LanguageModel, OutputWithLoss, model_class
 from adjoint.train.optimizer import SteppedInBackward, learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.quantization import described
 from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trackers import Trackers
-
-if TYPE_CHECKING:
-    from adjoint.hf.transformers_api import CausalLMOutputWithPast
-
 
 _RESULTS = ("metrics.jsonl", "loss.png", "sample.txt", "trace.json", "config.yaml", "checkpoints/")
 Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
@@ -200,14 +196,15 @@ class Trainer:
         with autocast(self.precision, self.device):
             output = self._output(ids, **states)
         if carries:
-            assert output.state is not None
-            self.carried.end(output.state, self.data.ended(ids).to(self.device))
+            state = getattr(output, "state", None)
+            assert state is not None
+            self.carried.end(state, self.data.ended(ids).to(self.device))
         assert output.loss is not None
         loss = output.loss / loss_divisor
         loss.backward()
         return loss.item(), getattr(output, "windows", None)
 
-    def _output(self, ids: torch.Tensor, **states: object) -> StackOutput | CausalLMOutputWithPast:
+    def _output(self, ids: torch.Tensor, **states: object) -> StackOutput | OutputWithLoss:
         """Return the model's output on a batch, by the method."""
         tokens, labels = (t.to(self.device) for t in labelled(ids))
         return self.model.output(tokens, labels, self.data.seq_idx(tokens), **states)

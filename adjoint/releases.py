@@ -6,7 +6,9 @@ oldest and the newest, `make test-versions ROWS=newest` under whatever the packa
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import warnings
 from importlib import metadata
 from typing import NamedTuple
@@ -22,7 +24,7 @@ class Tested(NamedTuple):
 TESTED = {
     "torch": Tested((2, 11), (2, 15)),
     "transformers": Tested((5, 6), (5, 24)),
-    "trl": Tested((1, 9), (1, 16)),
+    "trl": Tested((1, 3), (1, 16)),
     "peft": Tested((0, 18), (0, 21)),
     "accelerate": Tested((1, 10), (1, 15)),
     "datasets": Tested((4, 0), (5, 2)),
@@ -38,6 +40,7 @@ def parse(version: str) -> tuple[int, int]:
     return major, minor
 
 
+@functools.cache
 def installed(package: str) -> str | None:
     """Return the installed version of a package, or None."""
     try:
@@ -59,6 +62,11 @@ def oldest(package: str) -> str:
     return ".".join(map(str, TESTED[package].oldest))
 
 
+def newest(package: str) -> str:
+    """Return the newest tested release of a package, such as 5.24."""
+    return ".".join(map(str, TESTED[package].newest))
+
+
 def requirement(package: str) -> str:
     """Return the tested releases of a package as pip takes them, such as transformers>=5.6,<5.25."""
     (old_major, old_minor), (major, minor) = TESTED[package]
@@ -69,8 +77,12 @@ def untested(package: str) -> str:
     """Return the beginning of an error message under a release newer than the tested ones, else ""."""
     if status(package) != "untested":
         return ""
-    newest = ".".join(map(str, TESTED[package].newest))
-    return f"{package} {installed(package)} is newer than {newest}, the newest that is tested here; "
+    return f"{package} {installed(package)} is newer than {newest(package)}, the newest tested; "
+
+
+def untested_now() -> str:
+    """Return the beginning of an error about a model: untested releases among torch and transformers."""
+    return "".join(untested(package) for package in ("torch", "transformers") if package in sys.modules)
 
 
 def warn_if_untested(package: str) -> None:
