@@ -101,6 +101,13 @@ def test_top_level_links(name: str) -> None:
     assert os.readlink(ROOT / name) == f"adjoint/{name}"
 
 
+def test_a_checkout_beside_a_script_does_not_hide_the_package(tmp_path: Path) -> None:
+    """Python would take a folder called adjoint beside a script for a namespace package of that name."""
+    (tmp_path / "adjoint" / "adjoint").mkdir(parents=True)
+    (tmp_path / "adjoint" / "adjoint" / "__init__.py").touch()
+    assert run_python("import adjoint; print(adjoint.Exact.__name__)", tmp_path).strip() == "Exact"
+
+
 def test_a_hugging_face_kernels_package_wins_over_the_link(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("OWNER = 'hugging face'\n")
@@ -347,7 +354,8 @@ def test_one_file_imports_inner_modules_of_transformers() -> None:
 def test_wheel_holds_all_sources_and_configurations_and_no_short_names(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "adjoint", source / "adjoint", ignore=shutil.ignore_patterns("__pycache__"))
+    package = source / "src" / "adjoint"
+    shutil.copytree(ROOT / "adjoint", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     (source / "kernels").symlink_to("adjoint/kernels")
