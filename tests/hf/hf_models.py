@@ -19,6 +19,9 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 # Tables of precisions, ours and PyTorch's, are made before float32 is float64.
 pytest.importorskip("adjoint.hf.wrap")
+from adjoint.hf.cache import why_no_recurrence  # noqa: E402
+from adjoint.hf.transformers_api import cache_argument  # noqa: E402
+
 pickle.dumps(torch.zeros(1))
 
 VOCAB = 61
@@ -268,6 +271,8 @@ def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **options
     }[name]
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = cls(cls.config_class(**{**tokens, **model_options, **options}))
+    if reason := why_no_recurrence(model.config.get_text_config()):
+        pytest.skip(reason)
     model = perturb_weights(model).to(dtype).train()
     return to_float64(model) if dtype == torch.float64 else model
 
@@ -325,14 +330,15 @@ def by_spans(model: Any, ids: Tensor, targets: Tensor, span: int) -> tuple[Tenso
     Each span continues from transformers' own cache of all tokens before it, which is a constant."""
     model.zero_grad()
     total = torch.zeros(())
-    mamba = "cache_params" in model.forward.__code__.co_varnames
+    name = cache_argument(inspect.signature(model.forward).parameters)
+    has_positions = "position_ids" in inspect.signature(model.forward).parameters
     for start in range(0, ids.shape[1], span):
         cache = transformers.DynamicCache(config=model.config)
-        cache_arguments = {("cache_params" if mamba else "past_key_values"): cache, "use_cache": True}
+        cache_arguments = {name: cache, "use_cache": True}
         if start:
             with torch.no_grad():
                 model(input_ids=ids[:, :start], **cache_arguments)
-        if not mamba:
+        if has_positions:
             cache_arguments["position_ids"] = torch.arange(start, min(start + span, ids.shape[1]))[None]
         for layer in cache.layers:  # new recurrent states go over the old, which the backward still needs
             layer.update_recurrent_state = lambda state, *_, **__: state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from typing import Any
 
@@ -23,6 +24,8 @@ from tests.hf.hf_models import (
 from tests.hf.multimodal_models import make_multimodal, make_multimodal_batch
 
 transformers = pytest.importorskip("transformers")
+from adjoint.hf.transformers_api import cache_argument  # noqa: E402
+
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("double")]
 
 BAMBA, MAMBA, LLAMA, MISTRAL = (f"{n}ForCausalLM" for n in ("Bamba", "Mamba2", "Llama", "Mistral"))
@@ -34,18 +37,13 @@ def wrapped_copy(model: Any, chunk_size: int = 3) -> Any:
     return adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=chunk_size))
 
 
-def cache_argument(model: Any) -> str:
-    """Return what a model calls its cache."""
-    return "cache_params" if "cache_params" in model.forward.__code__.co_varnames else "past_key_values"
-
-
 def tokens(seqlen: int, seed: int = 3) -> Tensor:
     return torch.randint(3, VOCAB, (2, seqlen), generator=torch.Generator().manual_seed(seed))
 
 
 def run_segments(model: Any, ids: Tensor, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
     """Backpropagate the loss of each segment; return their sum and the last cache."""
-    name, total = cache_argument(model), torch.zeros(())
+    name, total = cache_argument(inspect.signature(model.forward).parameters), torch.zeros(())
     for segment in ids.split(SEGMENT, dim=1):
         out = model(input_ids=segment, labels=segment, use_cache=True, **{name: cache}, **inputs)
         out.loss.backward()
