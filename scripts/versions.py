@@ -26,6 +26,7 @@ LAYOUTS = ("-k", "keeps_its_layout", COMPILED)
 KERNELS = ("-k", "keeps_its_layout or interpreter", COMPILED, "tests/kernels/test_triton_interpret.py")
 MODELS = ("tests/hf",)
 TRAINERS = ("tests/hf/test_loops.py", "tests/hf/test_trl_options.py")
+QUICK_OLD = ("-k", "models_own or again or refused or packed", WRAPPED)
 QUICK = ("-k", "models_own or again or refused or packed or trl or trainer", WRAPPED, TRAINERS[0])
 DATA = ("-k", "not parquet and not zst and not datasets", *PLAIN)  # pyarrow needs NumPy 2
 ALL = ("-k", "not triton_compile or keeps_its_layout", *PLAIN, WRAPPED, COMPILED)
@@ -77,6 +78,7 @@ ROWS = {
     "transformers-5.21": Row(MODELS, ("transformers==5.21.0",)),
     "transformers-5.23": Row(MODELS, ("transformers==5.23.0",)),
     "transformers-5.24": Row(MODELS, ("transformers==5.24.0",)),
+    "quick-5.15": Row(QUICK_OLD, ("transformers==5.15.0", *HUB, *TOKENIZERS)),
     "oldest-trainers": Row(TRAINERS, ("transformers==5.15.0", *HUB, *TOKENIZERS, *OLDEST)),
     # the compiled kernels for other processors; aarch64 by qemu (tests/kernels/emulated.py)
     "x86-64-v2": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v2"),)),

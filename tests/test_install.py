@@ -112,10 +112,13 @@ class Clean:
 
     def install(self, commands: str) -> None:
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        pins = self.checkout / "constraints.txt"
+        env["PIP_RETRIES"] = "0"
         if shutil.which("nvidia-smi") is None:  # else a line without CPU in it would fetch gigabytes here
-            pins.write_text(re.sub(r"^(torch==[\d.]+)$", r"\1+cpu", pins.read_text(), flags=re.M))
-        env |= {"PIP_CONSTRAINT": str(pins), "UV_CONSTRAINT": str(pins), "PIP_RETRIES": "0"}
+            pins = (self.checkout / "constraints.txt").read_text()
+            (torch,) = re.findall(r"^torch==[\d.]+$", pins, re.M)
+            build = self.checkout / "torch.txt"  # every other package is what the index has newest
+            build.write_text(f"{torch}+cpu\n")
+            env |= {"PIP_CONSTRAINT": str(build), "UV_CONSTRAINT": str(build)}
         env["PATH"] = f"{self.venv}/bin:{env['PATH']}"
         try:
             socket.getaddrinfo("download.pytorch.org", 443)
@@ -187,6 +190,7 @@ def test_what_the_readme_shows_runs_as_it_was_installed(way: str, clean: Clean, 
         place = f"README.md#{heading}"
         if heading == "Your own model":
             ran.append(trains_as_printed(clean))
+            wraps_as_printed(clean)
         if heading == "Train from scratch":
             (block,) = re.findall(r"```python\n(.*?)```", README.split(f"## {heading}")[1], re.S)[:1]
             clean.python(block.replace("65_536", "300"))
@@ -210,10 +214,32 @@ def test_what_the_readme_shows_runs_as_it_was_installed(way: str, clean: Clean, 
     print(f"| {way} | {'; '.join(ran) or 'adjoint doctor'} | {times} |")
 
 
-def trains_as_printed(clean: Clean) -> str:
-    """The Trainer's example, to which the README leads, with a small model and shorter rows."""
+@pytest.mark.slow
+def test_the_readmes_line_installs_what_its_snippet_needs(clean: Clean) -> None:
+    """Run the line for machines without a GPU as it is printed, and the snippet on a small model's folder."""
+    clean.install(next(iter(readme_ways().values())))
+    wraps_as_printed(clean)
+    assert re.search(r"transformers +[\d.]+, tested", clean.run("adjoint doctor"))
+
+
+def make_tiny(clean: Clean) -> None:
     (clean.work / "tiny.py").write_text(TINY_MODEL)
     clean.run("python tiny.py tiny")
+
+
+def wraps_as_printed(clean: Clean) -> None:
+    """Run the README's snippet on a small model, with fewer tokens."""
+    make_tiny(clean)
+    (block,) = re.findall(r"```python\n(.*?)```", README.split("## Your own model")[1], re.S)[:1]
+    assert MODEL in block and "65_536" in block
+    gradient = "\nprint('gradient', sum(p.grad.norm() for p in model.parameters()).isfinite().item())"
+    said = clean.python(block.replace(MODEL, "tiny").replace("65_536", "1_000") + gradient)
+    assert "gradient True" in said
+
+
+def trains_as_printed(clean: Clean) -> str:
+    """The Trainer's example, to which the README leads, with a small model and shorter rows."""
+    make_tiny(clean)
     (clean.work / "book.txt").write_text("a book of few words " * 200)
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "models.md").read_text(), re.S)
     assert MODEL in block and "65_536" in block
