@@ -18,6 +18,7 @@ _MODULES = {
     "StackOutput": "stack",
     "Truncated": "methods",
     "backends": "kernels.dispatch",
+    "checkpoint_sequence": "engine.recurrence",
     "linear_scan": "kernels.linear_scan",
     "offload_weights": "engine.host_weights",
     "optimizer_in_backward": "train.in_backward",

@@ -1,4 +1,5 @@
 from adjoint.engine.host_weights import offload_weights as offload_weights
+from adjoint.engine.recurrence import checkpoint_sequence as checkpoint_sequence
 from adjoint.hf.wrap import unwrap as unwrap
 from adjoint.hf.wrap import wrap as wrap
 from adjoint.kernels.dispatch import backends as backends

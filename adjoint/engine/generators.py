@@ -99,6 +99,48 @@ class Generators:
         return self.states_since(since) is not since
 
 
+class ChunkGenerators(Generators):
+    """Generators replayed chunk by chunk: a chunk that is recomputed draws the numbers of its forward again.
+
+    Args:
+        others: as in `Generators`.
+
+    Attributes:
+        has_drawn: whether any chunk has drawn.
+        states_by_chunk: generators' states at the start of each chunk that may be computed again, by its
+            first token. States that are equal are stored once.
+    """
+
+    def __init__(self, others: Sequence[object] = ()) -> None:
+        super().__init__(others)
+        self.has_drawn = False
+        self.states_by_chunk: dict[int, list[Any]] = {}
+        self.latest_states: list[Any] = []
+
+    @contextlib.contextmanager
+    def at_chunk(self, start: int, next_start: int | None = None) -> Iterator[None]:
+        """Run the chunk that begins at token `start`, with the numbers of its first run if there was one.
+
+        Args:
+            next_start: first token of the chunk after it, to be noted if this chunk draws again: the states
+                at its start may have been forgotten.
+        """
+        if start not in self.states_by_chunk:
+            self._note(start)
+            yield
+            self.has_drawn = self.has_drawn or self.have_drawn(self.states_by_chunk[start])
+        elif self.has_drawn:
+            with self.again(self.states_by_chunk[start]):
+                yield
+                if next_start is not None:
+                    self._note(next_start)
+        else:
+            yield
+
+    def _note(self, start: int) -> None:
+        self.states_by_chunk[start] = self.latest_states = self.states_since(self.latest_states)
+
+
 def _access(generator: object) -> tuple[Any, Any]:
     return next(access for kind, access in ACCESS.items() if isinstance(generator, kind))
 

@@ -499,6 +499,7 @@ def test_what_wrapping_leaves_alone(name: str, tmp_path: Path) -> None:
         pytest.param("ddp", None, marks=pytest.mark.slow),
         pytest.param("fsdp", None, marks=pytest.mark.slow),
         pytest.param("sequence", None, marks=pytest.mark.slow),
+        ("lstm", None),
         pytest.param("peft_lora", "peft", marks=pytest.mark.slow),
         pytest.param("trl_sft", "trl", marks=pytest.mark.slow),
     ],

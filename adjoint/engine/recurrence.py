@@ -1,0 +1,521 @@
+"""`checkpoint_sequence`: any recurrence by chunks, as `torch.utils.checkpoint` along the sequence.
+
+A function (x of a chunk, state) → (y of the chunk, state) becomes the only stage of a step. The adjoint state
+crosses the chunks' edges from right to left. Only states at the edges are stored, and the backward computes
+each chunk again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from adjoint.batch import Batch
+from adjoint.engine import tile
+from adjoint.engine.chunk_size import Sizes, chunk_size_on
+from adjoint.engine.generators import KINDS, ChunkGenerators
+from adjoint.engine.grid import EngineSpec, Storage
+from adjoint.engine.leaves import leaves_of, suspend_hooks
+from adjoint.engine.module_tensors import UntrainedTensors
+from adjoint.engine.stage import Stage
+from adjoint.engine.step import ChunkedStep, uncompiled
+from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.engine.verification import (
+    TOKENS,
+    Results,
+    Trial,
+    TrialKind,
+    some_numbers,
+    tolerance,
+    verify,
+)
+from adjoint.errors import UserError
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.layers import State
+
+# (x of a chunk, state before it) → (y of the chunk, state after it), each any nesting of tensors.
+Function = Callable[[Any, Any], tuple[Any, Any]]
+# (y of a chunk, target of the chunk) → the sum of the loss over the chunk's tokens.
+Loss = Callable[[Any, Any], Tensor]
+
+CHUNK_SIZE = 5  # of the trial
+RECURRENCE = TrialKind(
+    claim=f"the gradient of {TOKENS} tokens in chunks is not that of the whole",
+    likely_reason="it keeps or reads something besides its input and its state",
+    remedy="return all of it as the state",
+    chunk_size=CHUNK_SIZE,
+)
+# For each function, or the module that it is a method of: the kinds of calls that have been verified, and the
+# bytes per token and row that autograd saves in each.
+_verified: weakref.WeakKeyDictionary[Any, dict[Hashable, float]] = weakref.WeakKeyDictionary()
+
+
+@uncompiled
+def checkpoint_sequence(
+    function: Function,
+    x: Any,
+    state: Any,
+    chunk_size: int | None = None,
+    checkpoints: int | None = None,
+    loss: Loss | None = None,
+    target: Any = None,
+) -> tuple[Any, Any]:
+    """Run a recurrence over a long sequence in memory that grows by one state per chunk.
+
+    It is `function(x, state)` with the same gradients, exactly, of x, of the initial state and of all
+    parameters that the function reaches. The forward stores the states at the edges of chunks, and the
+    backward computes each chunk again, the last one first (docs/method.md, section 4).
+
+        lstm = torch.nn.LSTM(64, 64, batch_first=True)
+        y, (h, c) = adjoint.checkpoint_sequence(lstm, x, (h, c))
+
+    On first use 13 tokens run both ways and the gradients are compared. Random numbers, such as dropout's,
+    are drawn again where a chunk is computed again. Do not use it if the activations of the sequence fit in
+    memory and only time counts.
+
+    Args:
+        function: any module or callable (x of a chunk, state) → (y of the chunk, state). All that it carries
+            from token to token must be in the state, which has the same shapes after every chunk.
+        x: a tensor (batch, seqlen, …), or any nesting of such tensors.
+        state: before the first token: any nesting of tensors of any shapes and dtypes.
+        chunk_size: tokens per chunk; it need not divide seqlen. By default so many that the activations of a
+            chunk take as much memory as the states at all edges, or enough to keep the device busy.
+        checkpoints: the number of states that are stored at a time, instead of one per chunk; the others are
+            computed again by the binomial schedule (Griewank and Walther 2000).
+        loss: a function (y of a chunk, target of the chunk) → its loss, summed over tokens. Then y is never
+            whole: the first result is the sum over all chunks.
+        target: for `loss`: any nesting of tensors (batch, seqlen, …).
+
+    Returns:
+        y (batch, seqlen, …), or with `loss` a scalar; and the state after the last token. Both are
+        differentiable.
+
+    Raises:
+        UserError: x, state, chunk_size or checkpoints is not of this kind, or the state changes its shape.
+        Refused: on first use, if the gradient by chunks is not that of the whole.
+    """
+    call = _Call.of_arguments(function, x, state, loss, target)
+    for name, value in (("chunk_size", chunk_size), ("checkpoints", checkpoints)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UserError(
+                f"checkpoint_sequence: {name}: expected a whole number (1 or more), got {value!r}"
+            )
+    kept = _verify_once(call)
+    if chunk_size is None:
+        states = sum(s.nbytes for s in call.state)
+        sizes = Sizes(max(kept, 1.0), states / call.rows)
+        chunk_size = chunk_size_on(call.device, sizes, call.rows, call.seqlen, checkpoints)
+    return call.by_chunks(min(chunk_size, call.seqlen), checkpoints)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call's arguments, their tensors in flat lists.
+
+    Attributes:
+        inputs: the tensors of x, then those of the target.
+        x_spec, target_spec, state_spec: how the arguments are nested.
+    """
+
+    function: Function
+    loss: Loss | None
+    inputs: list[Tensor]
+    state: list[Tensor]
+    x_spec: TreeSpec
+    target_spec: TreeSpec
+    state_spec: TreeSpec
+
+    @staticmethod
+    def of_arguments(function: Function, x: Any, state: Any, loss: Loss | None, target: Any) -> _Call:
+        """Flatten and check the arguments.
+
+        Raises:
+            UserError: one is not of the kind that `checkpoint_sequence` says.
+        """
+        if not callable(function):
+            raise UserError(f"checkpoint_sequence: function is a {type(function).__name__}, not callable")
+        x_tensors, x_spec = tree_flatten(x)
+        targets, target_spec = tree_flatten(target if loss is not None else ())
+        states, state_spec = tree_flatten(state)
+        for name, tensors in (("x", x_tensors), ("target", targets), ("state", states)):
+            for t in tensors:
+                if not isinstance(t, Tensor):
+                    hint = "; give zeros in its place" if name == "state" and t is None else ""
+                    raise UserError(f"checkpoint_sequence: {name} has a {type(t).__name__}, no tensor{hint}")
+        shapes = [tuple(t.shape) for t in (*x_tensors, *targets)]
+        if not x_tensors or any(len(shape) < 2 or shape[:2] != shapes[0][:2] for shape in shapes):
+            raise UserError(
+                "checkpoint_sequence: x and target are tensors (batch, seqlen, …) with the same batch and "
+                f"seqlen; got {', '.join(map(str, shapes)) or 'no tensor'}"
+            )
+        if not shapes[0][0] or not shapes[0][1]:
+            raise UserError(f"checkpoint_sequence: x is empty, {shapes[0]}")
+        if any(t.is_complex() for t in x_tensors):
+            raise UserError("checkpoint_sequence: x has complex numbers; give torch.view_as_real(x)")
+        return _Call(function, loss, [*x_tensors, *targets], states, x_spec, target_spec, state_spec)
+
+    @property
+    def rows(self) -> int:
+        return self.inputs[0].shape[0]
+
+    @property
+    def seqlen(self) -> int:
+        return self.inputs[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
+    @property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """The function's own modules, if it is one or a method of one."""
+        owner = getattr(self.function, "__self__", self.function)
+        return list(owner.named_modules()) if isinstance(owner, nn.Module) else []
+
+    @property
+    def subject(self) -> str:
+        """The function's name, for errors."""
+        owner = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        return f"checkpoint_sequence of {owner}"
+
+    def run(
+        self, inputs: Sequence[Tensor], state: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], TreeSpec]:
+        """Call the function, and the loss of its output.
+
+        Returns:
+            The tensors of the output, those of the state after it, and how the output is nested.
+        """
+        count = self.x_spec.num_leaves
+        x = tree_unflatten(list(inputs[:count]), self.x_spec)
+        result = self.function(x, tree_unflatten(list(state), self.state_spec))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise UserError(f"{self.subject}: expected (y, state), it returned a {type(result).__name__}")
+        y, after = result
+        after_tensors, after_spec = tree_flatten(after)
+        shapes = [tuple(getattr(s, "shape", ())) for s in after_tensors]
+        if after_spec != self.state_spec or shapes != [tuple(s.shape) for s in state]:
+            raise UserError(
+                f"{self.subject}: the state that it returned has the shapes {shapes}, the one before it "
+                f"{[tuple(s.shape) for s in state]}: it must be the same after every chunk"
+            )
+        if self.loss is not None:
+            total = self.loss(y, tree_unflatten(list(inputs[count:]), self.target_spec))
+            if not isinstance(total, Tensor) or total.dim():
+                raise UserError(f"{self.subject}: loss must return a scalar, the sum over the chunk's tokens")
+            return [total], after_tensors, tree_flatten(total)[1]
+        outputs, y_spec = tree_flatten(y)
+        tokens = inputs[0].shape[:2]
+        for t in outputs:
+            if not isinstance(t, Tensor) or t.shape[:2] != tokens:
+                shape = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+                raise UserError(f"{self.subject}: y must be (batch, tokens, …), {tuple(tokens)}, got {shape}")
+        return outputs, after_tensors, y_spec
+
+    def first_tokens(self, count: int) -> _Call:
+        """Return the call on the first tokens, of leaves that require gradients where tensors can."""
+
+        def leaf(t: Tensor) -> Tensor:
+            return t.detach().requires_grad_(t.is_floating_point())
+
+        inputs = [leaf(t[:, :count]) for t in self.inputs]
+        return dataclasses.replace(self, inputs=inputs, state=[leaf(s) for s in self.state])
+
+    def by_chunks(self, chunk_size: int, checkpoints: int | None = None) -> tuple[Any, Any]:
+        """Return (y, state), differentiable."""
+        stage = _RecurrenceStage(self)
+        tokens = torch.zeros((), dtype=torch.long, device=self.device).expand(self.rows, self.seqlen)
+        state = tuple(map(_encoded, self.state))
+        batch = Batch(tokens, tokens, states=[state])
+        spec = EngineSpec(chunk_size, storage=Storage(checkpoints=checkpoints))
+        step = ChunkedStep([stage], batch, spec, width=0)
+        total, final = step.forward()
+        outputs = [total] if self.loss is not None else [y.detach() for y in stage.outputs]
+
+        def backward(*cotangents: Tensor | None) -> tuple[Gradients, Sequence[Tensor | None]]:
+            d_outputs, d_final = cotangents[: len(outputs)], cotangents[len(outputs) :]
+            d_total = d_outputs[0] if self.loss is not None else None
+            stage.begin_backward(() if self.loss is not None else d_outputs)
+            gradients, d_initial = step.backward(d_total, d_final)
+            return gradients, [*d_initial, *stage.d_inputs]
+
+        step.initial = [*step.initial, *self.inputs]
+        count = len(outputs)
+        results = step.differentiable([*outputs, *final], backward)
+        after = [_decoded(s, like) for s, like in zip(results[count:], self.state, strict=True)]
+        y = results[0] if self.loss is not None else tree_unflatten(list(results[:count]), stage.y_spec)
+        return y, tree_unflatten(after, self.state_spec)
+
+
+class _RecurrenceStage(Stage):
+    """A function of a call as the only stage of a step.
+
+    Its output for the engine is a scalar: the chunk's loss, or a norm of y, by which a recomputed chunk is
+    compared with its first run.
+
+    Attributes:
+        outputs: the tensors of y, whole, once the forward has run. y_spec: how they are nested.
+        d_inputs: cotangents of the inputs after the backward; None for those without.
+    """
+
+    outputs: list[Tensor]
+    y_spec: TreeSpec
+
+    def __init__(self, call: _Call) -> None:
+        self.call, self.outputs = call, []
+        modules = [module for _, module in call.modules]
+        own = [v for module in modules for v in vars(module).values() if isinstance(v, KINDS)]
+        self.generators = ChunkGenerators(own)
+        self.d_outputs: Sequence[Tensor | None] = ()
+        self.d_inputs: list[Tensor | None] = [None] * len(call.inputs)
+
+    @property
+    def stateful(self) -> bool:
+        return bool(self.call.state)
+
+    @property
+    def grows(self) -> tuple[int | None, ...]:
+        return (None,) * len(self.call.state)
+
+    @property
+    def precisions(self) -> Set[torch.dtype]:
+        return {t.dtype for t in (*self.call.inputs, *self.call.state) if t.is_floating_point()}
+
+    def parameters(self) -> Iterable[Tensor]:
+        return [p for _, module in self.call.modules[:1] for p in module.parameters() if p.requires_grad]
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.call.modules
+
+    def begin_backward(self, d_outputs: Sequence[Tensor | None]) -> None:
+        """Set the cotangents of the tensors of y."""
+        self.d_outputs = d_outputs
+        self.d_inputs = [torch.zeros_like(t) if t.requires_grad else None for t in self.call.inputs]
+
+    def _pieces(self, tensors: Iterable[Tensor], chunk: Batch) -> list[Tensor]:
+        return [t[:, chunk.start : chunk.start + chunk.seqlen] for t in tensors]
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        with self.generators.at_chunk(chunk.start):
+            y, after = self._run(self._pieces(self.call.inputs, chunk), state)
+            return self._summary(y, chunk), after
+
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        with self.generators.at_chunk(chunk.start, chunk.start + chunk.seqlen):
+            y, after = self._run(self._pieces(self.call.inputs, chunk), state)
+            return _norm(y), after
+
+    def forget(self, start: int) -> None:
+        self.generators.states_by_chunk.pop(start, None)
+
+    def _run(self, inputs: Sequence[Tensor], state: State) -> tuple[list[Tensor], State]:
+        """Call the function on a chunk; return the tensors of y, and the state as the engine stores it."""
+        # clones: what the function writes to in place must not be what is stored at the edge
+        states = [_decoded(s, like).clone() for s, like in zip(state, self.call.state, strict=True)]
+        y, after, self.y_spec = self.call.run(inputs, states)
+        return y, tuple(map(_encoded, after))
+
+    def _summary(self, y: Sequence[Tensor], chunk: Batch) -> Tensor:
+        """Store the chunk's y; return its scalar."""
+        if self.call.loss is not None:
+            return y[0]
+        if not chunk.start:
+            seqlen = self.call.seqlen
+            self.outputs = [t.new_empty(t.shape[0], seqlen, *t.shape[2:], requires_grad=False) for t in y]
+        for whole, t in zip(self.outputs, y, strict=True):
+            whole[:, chunk.start : chunk.start + chunk.seqlen] = t.detach()
+        return _norm(y)
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        inputs = self._pieces((t.detach() for t in self.call.inputs), chunk)
+        first_run = self.call.loss is None and not self.d_outputs
+        count, has_loss = len(state), self.call.loss is not None
+
+        def call(_: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            y, after = self._run(state[count:], state[:count])
+            if has_loss:
+                return y[0], after
+            return self._summary(y, chunk) if first_run else _norm(y), (*after, *y)
+
+        with self.generators.at_chunk(chunk.start):
+            total, results, pull = tile.linearize(call, [], x, (*state, *inputs), gradients)
+
+        def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
+            d_outputs = () if has_loss else self._d_pieces(chunk)
+            _, d = pull(dy if has_loss else None, (*dstate, *d_outputs))
+            for whole, piece in zip(self.d_inputs, d[count:], strict=True):
+                if whole is not None and piece is not None:
+                    whole[:, chunk.start : chunk.start + chunk.seqlen] = piece
+            return None, d[:count]
+
+        return total, results[:count], pullback
+
+    def _d_pieces(self, chunk: Batch) -> list[Tensor | None]:
+        tokens = slice(chunk.start, chunk.start + chunk.seqlen)
+        return [None if d is None else d[:, tokens] for d in self.d_outputs]
+
+
+def _norm(y: Sequence[Tensor]) -> Tensor:
+    """Return the norm of a chunk's y, in the place of a loss."""
+    norms = [torch.linalg.vector_norm(_real(t.detach())) for t in y]
+    return torch.stack([norm.to(torch.float64) for norm in norms]).sum()
+
+
+def _real(t: Tensor) -> Tensor:
+    """Return a tensor of floating point that has the same values, for `_norm` and for storage."""
+    if t.is_complex():
+        return torch.view_as_real(t)
+    return t if t.is_floating_point() else t.to(torch.float64)
+
+
+def _encoded(t: Tensor) -> Tensor:
+    """Return a state's tensor as the engine stores states: in floating point; whole numbers up to 2**53."""
+    return _real(t)
+
+
+def _decoded(stored: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor that `_encoded` has stored, of `like`'s dtype."""
+    if like.is_complex():
+        return torch.view_as_complex(stored.to(accumulate_dtype(like.real.dtype)).contiguous()).to(like.dtype)
+    return stored.to(like.dtype)
+
+
+# ---------------------------------------------------------------------------------- verification on first use
+
+
+def _verify_once(call: _Call) -> float:
+    """Verify a kind of call on first use; return the bytes per token and row that autograd saves in it."""
+    owner = getattr(call.function, "__self__", call.function)
+    try:
+        kinds = _verified.setdefault(owner, {})
+    except TypeError:  # no weak reference to it can be made
+        kinds = {}
+    autocast = (
+        torch.get_autocast_dtype(call.device.type) if torch.is_autocast_enabled(call.device.type) else None
+    )
+    tensors = [(t.dtype, t.shape[2:]) for t in call.inputs] + [(s.dtype, s.shape) for s in call.state]
+    training = tuple(module.training for _, module in call.modules)
+    kind = (
+        getattr(call.function, "__name__", ""),
+        *tensors,
+        *training,
+        autocast,
+        call.device.type,
+        call.x_spec,
+    )
+    if kind not in kinds:
+        kinds[kind] = _verify(call)
+    return kinds[kind]
+
+
+def _verify(call: _Call) -> float:
+    """Compare a few tokens in chunks with the whole; return the bytes per token and row that autograd saves.
+
+    Raises:
+        Refused: they differ.
+    """
+    count = min(TOKENS, call.seqlen)
+    first, generators = call.first_tokens(count), _RecurrenceStage(call).generators
+    modules = [module for _, module in call.modules]
+    saved: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        if not isinstance(t, nn.Parameter):
+            saved[t.data_ptr()] = t.nbytes
+        return t
+
+    def whole() -> tuple[list[Tensor], list[Tensor]]:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            y, after, _ = first.run(first.inputs, [s.clone() for s in first.state])
+        return y, after
+
+    unchanged = UntrainedTensors(call.modules, frozen=False).restored()
+    with torch.inference_mode(False), torch.enable_grad(), generators.undone(), unchanged:
+        before = generators.states()
+        try:
+            y, after = whole()
+            with _evaluating(modules if generators.have_drawn(before) else ()):
+                if generators.have_drawn(before):
+                    before = generators.states()
+                    y, after = whole()
+                if generators.have_drawn(before):
+                    return _not_compared(call, saved, count, "it draws random numbers")
+                reference, leaves = _results(call, y, after, first)
+                trial = Trial(
+                    call.subject,
+                    RECURRENCE,
+                    lambda: _results_by_chunks(first, leaves),
+                    tolerance([t.dtype for t in (*y, *after) if t.is_floating_point()] or [torch.float32]),
+                )
+                verify(trial, reference)
+        except UserError:
+            raise
+        except Exception as error:  # such as a function that needs a multiple of 8 tokens
+            return _not_compared(call, saved, count, f"it fails on {count} tokens: {error}")
+    return sum(saved.values()) / (count * call.rows)
+
+
+def _not_compared(call: _Call, saved: dict[int, int], count: int, reason: str) -> float:
+    """Warn that a function is not verified; return the bytes per token and row that autograd saves."""
+    warnings.warn(
+        f"{call.subject}: {reason}; its gradients by chunks are not compared with those of the whole",
+        stacklevel=6,
+    )
+    return sum(saved.values()) / (count * call.rows)
+
+
+@contextlib.contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules into evaluation mode for the time of the context."""
+    trained = [module for module in modules if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def _results(
+    call: _Call, y: Sequence[Tensor], after: Sequence[Tensor], first: _Call
+) -> tuple[Results, dict[str, Tensor]]:
+    """Return the outputs, and the gradients of a weighted sum of them, by readable names; and the leaves."""
+    outputs = [*y, *after]
+    names: dict[Tensor, str] = {
+        p: name for _, module in call.modules[:1] for name, p in module.named_parameters()
+    }
+    names |= {t: f"x {i}" for i, t in enumerate(first.inputs)}
+    names |= {s: f"the initial state {i}" for i, s in enumerate(first.state)}
+    reached = [t for t in dict.fromkeys(leaves_of(outputs)) if t.requires_grad]
+    leaves = {names.get(t, f"tensor {i} that it reads"): t for i, t in enumerate(reached)}
+    return _results_of(outputs, leaves), leaves
+
+
+def _results_by_chunks(first: _Call, leaves: dict[str, Tensor]) -> Results:
+    y, after = first.by_chunks(CHUNK_SIZE)
+    return _results_of([*tree_flatten(y)[0], *tree_flatten(after)[0]], leaves)
+
+
+def _results_of(outputs: Sequence[Tensor], leaves: dict[str, Tensor]) -> Results:
+    weighted = [
+        (_real(t).double() * some_numbers(*_real(t).shape, seed=i).to(t.device)).sum()
+        for i, t in enumerate(outputs)
+        if t.requires_grad
+    ]
+    gradients: Sequence[Tensor | None] = ()
+    if leaves and weighted:
+        with suspend_hooks([*leaves.values()]):  # graphs from before the call stay for the caller's backward
+            value, inputs = torch.stack(weighted).sum(), [*leaves.values()]
+            gradients = torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=True)
+    named_outputs = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    return Results(dict(zip(leaves, gradients, strict=True)), outputs=named_outputs)
