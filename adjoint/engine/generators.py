@@ -114,8 +114,8 @@ class ChunkGenerators(Generators):
     def __init__(self, others: Sequence[object] = ()) -> None:
         super().__init__(others)
         self.has_drawn = False
-        self.states_by_chunk: dict[int, list[Any]] = {}
-        self.latest_states: list[Any] = []
+        self.states_by_chunk: dict[int, list[object]] = {}
+        self.latest_states: list[object] = []
 
     @contextlib.contextmanager
     def at_chunk(self, start: int, next_start: int | None = None) -> Iterator[None]:

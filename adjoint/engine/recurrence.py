@@ -11,7 +11,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
-from typing import Any
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,15 @@ from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 
-# (x of a chunk, state before it) → (y of the chunk, state after it), each any nesting of tensors.
-Function = Callable[[Any, Any], tuple[Any, Any]]
+# Any nesting of tensors: inputs, outputs, states, targets.
+X = TypeVar("X")
+Y = TypeVar("Y")
+S = TypeVar("S")
+T = TypeVar("T")
+# (x of a chunk, state before it) → (y of the chunk, state after it).
+Function = Callable[..., object]
 # (y of a chunk, target of the chunk) → the sum of the loss over the chunk's tokens.
-Loss = Callable[[Any, Any], Tensor]
+Loss = Callable[..., Tensor]
 
 CHUNK_SIZE = 5  # of the trial
 RECURRENCE = TrialKind(
@@ -54,19 +59,42 @@ RECURRENCE = TrialKind(
 )
 # For each function, or the module that it is a method of: the kinds of calls that have been verified, and the
 # bytes per token and row that autograd saves in each.
-_verified: weakref.WeakKeyDictionary[Any, dict[Hashable, float]] = weakref.WeakKeyDictionary()
+_verified: weakref.WeakKeyDictionary[object, dict[Hashable, float]] = weakref.WeakKeyDictionary()
+
+
+@overload
+def checkpoint_sequence(
+    function: Callable[[X, S], tuple[Y, S]],
+    x: X,
+    state: S,
+    chunk_size: int | None = None,
+    checkpoints: int | None = None,
+) -> tuple[Y, S]: ...
+
+
+@overload
+def checkpoint_sequence(
+    function: Callable[[X, S], tuple[Y, S]],
+    x: X,
+    state: S,
+    chunk_size: int | None = None,
+    checkpoints: int | None = None,
+    *,
+    loss: Callable[[Y, T], Tensor],
+    target: T,
+) -> tuple[Tensor, S]: ...
 
 
 @uncompiled
 def checkpoint_sequence(
     function: Function,
-    x: Any,
-    state: Any,
+    x: object,
+    state: object,
     chunk_size: int | None = None,
     checkpoints: int | None = None,
     loss: Loss | None = None,
-    target: Any = None,
-) -> tuple[Any, Any]:
+    target: object = None,
+) -> tuple[object, object]:
     """Run a recurrence over a long sequence in memory that grows by one state per chunk.
 
     It is `function(x, state)` with the same gradients, exactly, of x, of the initial state and of all
@@ -107,10 +135,10 @@ def checkpoint_sequence(
             raise UserError(
                 f"checkpoint_sequence: {name}: expected a whole number (1 or more), got {value!r}"
             )
-    kept = _verify_once(call)
+    saved_bytes = _verify_once(call)
     if chunk_size is None:
         states = sum(s.nbytes for s in call.state)
-        sizes = Sizes(max(kept, 1.0), states / call.rows)
+        sizes = Sizes(max(saved_bytes, 1.0), states / call.rows)
         chunk_size = chunk_size_on(call.device, sizes, call.rows, call.seqlen, checkpoints)
     return call.by_chunks(min(chunk_size, call.seqlen), checkpoints)
 
@@ -133,7 +161,9 @@ class _Call:
     state_spec: TreeSpec
 
     @staticmethod
-    def of_arguments(function: Function, x: Any, state: Any, loss: Loss | None, target: Any) -> _Call:
+    def of_arguments(
+        function: Function, x: object, state: object, loss: Loss | None, target: object
+    ) -> _Call:
         """Flatten and check the arguments.
 
         Raises:
@@ -228,7 +258,7 @@ class _Call:
         inputs = [leaf(t[:, :count]) for t in self.inputs]
         return dataclasses.replace(self, inputs=inputs, state=[leaf(s) for s in self.state])
 
-    def by_chunks(self, chunk_size: int, checkpoints: int | None = None) -> tuple[Any, Any]:
+    def by_chunks(self, chunk_size: int, checkpoints: int | None = None) -> tuple[object, object]:
         """Return (y, state), differentiable."""
         stage = _RecurrenceStage(self)
         tokens = torch.zeros((), dtype=torch.long, device=self.device).expand(self.rows, self.seqlen)
@@ -271,8 +301,8 @@ class _RecurrenceStage(Stage):
     def __init__(self, call: _Call) -> None:
         self.call, self.outputs = call, []
         modules = [module for _, module in call.modules]
-        own = [v for module in modules for v in vars(module).values() if isinstance(v, KINDS)]
-        self.generators = ChunkGenerators(own)
+        generators = [v for module in modules for v in vars(module).values() if isinstance(v, KINDS)]
+        self.generators = ChunkGenerators(generators)
         self.d_outputs: Sequence[Tensor | None] = ()
         self.d_inputs: list[Tensor | None] = [None] * len(call.inputs)
 
@@ -329,8 +359,8 @@ class _RecurrenceStage(Stage):
         if not chunk.start:
             seqlen = self.call.seqlen
             self.outputs = [t.new_empty(t.shape[0], seqlen, *t.shape[2:], requires_grad=False) for t in y]
-        for whole, t in zip(self.outputs, y, strict=True):
-            whole[:, chunk.start : chunk.start + chunk.seqlen] = t.detach()
+        for output, t in zip(self.outputs, y, strict=True):
+            output[:, chunk.start : chunk.start + chunk.seqlen] = t.detach()
         return _norm(y)
 
     def linearize(
@@ -352,9 +382,9 @@ class _RecurrenceStage(Stage):
         def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
             d_outputs = () if has_loss else self._d_pieces(chunk)
             _, d = pull(dy if has_loss else None, (*dstate, *d_outputs))
-            for whole, piece in zip(self.d_inputs, d[count:], strict=True):
-                if whole is not None and piece is not None:
-                    whole[:, chunk.start : chunk.start + chunk.seqlen] = piece
+            for d_input, piece in zip(self.d_inputs, d[count:], strict=True):
+                if d_input is not None and piece is not None:
+                    d_input[:, chunk.start : chunk.start + chunk.seqlen] = piece
             return None, d[:count]
 
         return total, results[:count], pullback
@@ -433,7 +463,7 @@ def _verify(call: _Call) -> float:
             saved[t.data_ptr()] = t.nbytes
         return t
 
-    def whole() -> tuple[list[Tensor], list[Tensor]]:
+    def run_whole() -> tuple[list[Tensor], list[Tensor]]:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             y, after, _ = first.run(first.inputs, [s.clone() for s in first.state])
         return y, after
@@ -442,11 +472,11 @@ def _verify(call: _Call) -> float:
     with torch.inference_mode(False), torch.enable_grad(), generators.undone(), unchanged:
         before = generators.states()
         try:
-            y, after = whole()
+            y, after = run_whole()
             with _evaluating(modules if generators.have_drawn(before) else ()):
                 if generators.have_drawn(before):
                     before = generators.states()
-                    y, after = whole()
+                    y, after = run_whole()
                 if generators.have_drawn(before):
                     return _not_compared(call, saved, count, "it draws random numbers")
                 reference, leaves = _results(call, y, after, first)

@@ -130,7 +130,7 @@ def assert_same(got: Any, expected: Any) -> None:
             assert torch.equal(a, b)
 
 
-def whole(function: Any, x: Any, state: Any) -> Any:
+def call_once(function: Any, x: Any, state: Any) -> Any:
     return function(x, state)
 
 
@@ -142,7 +142,7 @@ def whole(function: Any, x: Any, state: Any) -> Any:
 def test_results_and_gradients_are_the_wholes(name: str, options: dict[str, int], seed: int) -> None:
     function, x, state = make(name, seed)
     run = functools.partial(adjoint.checkpoint_sequence, **options)
-    assert_same(results(function, x, state, run), results(function, x, state, whole))
+    assert_same(results(function, x, state, run), results(function, x, state, call_once))
 
 
 @RECURRENCES
@@ -165,13 +165,13 @@ def test_a_loss_by_chunks(name: str) -> None:
 
 def test_backward_fills_grad_once_with_hooks_and_twice_if_asked() -> None:
     function, x, state = make("LSTM")
-    seen: list[Tensor] = []
-    function.weight_ih_l0.register_hook(seen.append)
+    hooked: list[Tensor] = []
+    function.weight_ih_l0.register_hook(hooked.append)
     y, _ = adjoint.checkpoint_sequence(function, x, state, chunk_size=8)
     y.sum().backward(retain_graph=True)
     first = function.weight_ih_l0.grad.clone()
     y.sum().backward()
-    assert len(seen) == 2 and torch.equal(seen[0], first)
+    assert len(hooked) == 2 and torch.equal(hooked[0], first)
     assert torch.allclose(function.weight_ih_l0.grad, 2 * first, rtol=1e-12)
 
 
@@ -200,15 +200,15 @@ def test_random_numbers_are_drawn_again(checkpoints: int | None) -> None:
     """The gradient of x is zero just where its input was dropped."""
     torch.manual_seed(0)
     noisy, x = Noisy().double(), torch.randn(ROWS, SEQLEN, WIDTH, requires_grad=True)
-    kept: list[Tensor] = []
-    noisy.drop.register_forward_hook(lambda *arguments: kept.append(arguments[2].detach() != 0))
+    masks: list[Tensor] = []
+    noisy.drop.register_forward_hook(lambda *arguments: masks.append(arguments[2].detach() != 0))
     state = torch.zeros(1, ROWS, 7)
     adjoint.checkpoint_sequence(noisy, x, state, chunk_size=8)  # verified in evaluation mode
-    kept.clear()
+    masks.clear()
     y, _ = adjoint.checkpoint_sequence(noisy, x, state, chunk_size=8, checkpoints=checkpoints)
-    masks = kept[:5]  # of the forward; later ones are recomputed
+    forward_masks = masks[:5]  # later ones are recomputed
     y.sum().backward()
-    assert x.grad is not None and torch.equal(x.grad != 0, torch.cat(masks, dim=1))
+    assert x.grad is not None and torch.equal(x.grad != 0, torch.cat(forward_masks, dim=1))
 
 
 class Forgetful(nn.Module):
@@ -216,11 +216,11 @@ class Forgetful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru, self.kept = nn.GRU(WIDTH, 7, batch_first=True), torch.zeros(1, ROWS, 7)
+        self.gru, self.memory = nn.GRU(WIDTH, 7, batch_first=True), torch.zeros(1, ROWS, 7)
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        y, kept = self.gru(x, self.kept)
-        self.kept = kept.detach()
+        y, memory = self.gru(x, self.memory)
+        self.memory = memory.detach()
         return y, state
 
 
@@ -310,10 +310,10 @@ def test_mixed_precision_and_half_precision_states() -> None:
         y.float().sum().backward()
         return torch.cat([p.grad.flatten() for p in cell.parameters()])
 
-    exact = gradient(torch.float32, whole)
-    own = (gradient(torch.bfloat16, whole) - exact).norm()
+    exact = gradient(torch.float32, call_once)
+    own_error = (gradient(torch.bfloat16, call_once) - exact).norm()
     run = functools.partial(adjoint.checkpoint_sequence, chunk_size=8)
-    assert (gradient(torch.bfloat16, run) - exact).norm() <= 1.1 * own
+    assert (gradient(torch.bfloat16, run) - exact).norm() <= 1.1 * own_error
 
 
 def test_memory_grows_by_states_alone() -> None:

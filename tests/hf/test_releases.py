@@ -59,7 +59,7 @@ def test_a_release_newer_than_the_tested_ones_warns_once_and_goes_on(another_rel
 
 @pytest.mark.parametrize("name", ["MambaForCausalLM", "LlamaForCausalLM"])
 def test_the_cache_goes_by_every_name(name: str) -> None:
-    """It is an argument and an output by each of its names, and our own calls use this release's name."""
+    """Arguments and outputs take each of its names, and our own calls use this release's name."""
     model = adjoint.wrap(make(name, torch.float32), adjoint.Exact(chunk_size=4))
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
