@@ -22,10 +22,12 @@ from adjoint.checkpoint import (
     FORMAT,
     MANIFEST,
     REMOVING,
+    RNG,
     FileEntry,
     StoredTensors,
     TrainerState,
     list_checkpoints,
+    read_rng,
     read_trainer,
     remove_checkpoint,
     sha256,
@@ -76,9 +78,9 @@ def save_checkpoint(
     work.mkdir()
     try:
         files = dict(write(work))
-        torch.save(dict(rng or {}), work / "rng.pt")
+        torch.save(dict(rng or {}), work / RNG)
         (work / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1), encoding="utf-8")
-        files |= {name: _flushed(work / name) for name in ("rng.pt", "trainer.json")}
+        files |= {name: _flushed(work / name) for name in (RNG, "trainer.json")}
         manifest = {"format": FORMAT, "step": step, "files": files}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         flush(work / MANIFEST)
@@ -184,8 +186,7 @@ def load_checkpoint(
         load_optimizer(
             optimizer, {name: stored.read_entries(name) for name in names}, dict(model.named_parameters())
         )
-    rng = torch.load(path / "rng.pt", weights_only=True, map_location="cpu")
-    return trainer, rng
+    return trainer, read_rng(path)
 
 
 def trained_model(

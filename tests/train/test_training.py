@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -25,6 +26,7 @@ from adjoint import Exact, Stack, StackConfig
 from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
 from adjoint.cli import main
 from adjoint.cluster import training as sharded
+from adjoint.cluster.recovery import Cause, ShardFailure
 from adjoint.errors import UserError
 from adjoint.plan.memory import Setup, needs
 from adjoint.plan.stack import model_of
@@ -135,6 +137,50 @@ def test_kill_in_a_step_and_in_a_checkpoint_write_then_resume_is_the_undisturbed
     said = capsys.readouterr()
     assert str(damaged) in said.err and "resuming after step 3" in said.out
     assert_same_run(run, reference)
+
+
+DAMAGE = {
+    "rng.pt": lambda checkpoints: [file.unlink() for file in checkpoints.glob("*/rng.pt")],
+    "MANIFEST.json": lambda checkpoints: [file.unlink() for file in checkpoints.glob("*/MANIFEST.json")],
+    "model.safetensors": lambda checkpoints: [f.unlink() for f in checkpoints.glob("*/model.safetensors")],
+    "no checkpoint": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("lost", DAMAGE)
+def test_a_run_all_of_whose_checkpoints_are_damaged_is_not_begun_again(
+    reference: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+    lost: str,
+) -> None:
+    """Nothing is overwritten; a checkpoint that lacks no trained state goes on if it is named."""
+    shutil.copytree(reference, run := tmp_path / "run")
+    DAMAGE[lost](run / "checkpoints")
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != ".lock"}
+    flags = {"data__path": reference.parent / "text.txt", "training__steps": 9}
+    assert train_tiny(tmp_path, **flags, run__resume="auto") == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
+    assert len(said) == 1 and lost in said[0] and "nothing was changed; copy" in said[0]
+    assert {file: file.read_bytes() for file in before} == before
+    newest = run / "checkpoints" / "step-00000008"
+    restorable = lost in ("rng.pt", "MANIFEST.json")
+    assert (f"--resume {newest}" in said[0]) == restorable
+    assert train_tiny(tmp_path, **flags, run__resume=newest) == (0 if restorable else 2)
+    assert any(f"{newest}: {lost} is missing" in str(each.message) for each in recwarn) == restorable
+    assert [row["step"] for row in metrics(run)] == list(range(1, 10 if restorable else 9))
+
+
+def test_shards_that_fail_are_not_begun_again_over_damaged_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    run = object.__new__(sharded.ShardedTrainer)
+    run.folder, run.origin = RunFolder(tmp_path), None
+    with (
+        contextlib.closing(run.folder),
+        pytest.raises(UserError, match=r"MANIFEST.json .*nothing was changed"),
+    ):
+        run._recover(ShardFailure([Cause("error", 0, "lost")], "a step"))
 
 
 def test_a_thread_saves_the_same_bits_while_later_steps_are_done(
