@@ -39,7 +39,7 @@ from adjoint.files import (
     write_atomically,
 )
 
-_FORMAT = 4  # increase it whenever the same sources would give other tokens or another file layout
+_FORMAT = 5  # increase it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick
 _SPAN = 1 << 22  # tokens counted at once
 _PIECE = 4 << 20  # characters per call of a tokenizer, which takes about a hundred times as much memory
@@ -56,7 +56,7 @@ class TokenCache:
         apart: whether the separator occurs only at the ends of documents.
         documents: (documents, 2) uint64, memory-mapped: a digest of each document's tokens, and their
             number.
-        notes: lines about what records hold and nobody reads.
+        notes: lines about what records hold and nobody reads, and about answers that tokens change.
     """
 
     train: np.ndarray

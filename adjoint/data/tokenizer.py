@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,6 +102,29 @@ class FileTokenizer:
     def continues(self) -> str | None:
         """The prefix of tokens that continue a word, such as "##"."""
         return getattr(getattr(self._backend, "model", None), "continuing_subword_prefix", None)
+
+    def is_token(self, token: int, text: str) -> bool:
+        """Whether a token is written as the text in the vocabulary, as special tokens are."""
+        return self._vocab.get(text) == token
+
+    def changed_by_normalizer(self, text: str) -> str | None:
+        """Return what the tokenizer makes of a text before it cuts it into tokens; None if it is the same.
+
+        Whitespace at the ends, "\N{LOWER ONE EIGHTH BLOCK}" for a space, and special tokens do not count."""
+        normalizer = getattr(self._backend, "normalizer", None)
+        if normalizer is None:
+            return None
+
+        def normalized(piece: str) -> str:
+            return str(normalizer.normalize_str(piece)).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").strip()
+
+        if (changed := normalized(text)) == text.strip():
+            return None
+        special = sorted(
+            (token.content for token in self._backend.get_added_tokens_decoder().values()), key=len
+        )
+        pieces = re.split("|".join(map(re.escape, reversed(special))), text) if special else [text]
+        return changed if any(normalized(piece) != piece.strip() for piece in pieces) else None
 
     @property
     def _template(self) -> Any:
