@@ -103,8 +103,8 @@ def newest_checkpoint(directory: str | Path) -> Path | None:
         except DamagedCheckpoint as error:
             refusals.append(error)
             continue
-        for error in refusals:
-            print(f"warning: {error}; using the one before it", file=sys.stderr, flush=True)
+        for refusal in refusals:
+            print(f"warning: {refusal}; using the one before it", file=sys.stderr, flush=True)
         return path
     if refusals:
         more = ", and all earlier ones are damaged too" if len(refusals) > 1 else ""

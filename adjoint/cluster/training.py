@@ -183,6 +183,7 @@ class ShardedTrainer(Trainer):
             self.step = self.saved_step = self.tokens = 0
             data, rng = self.beginning
             self.data.train.load_state_dict(data)
+            self.begins_again = False
             set_torch_states(rng)
         else:
             self._resume(checkpoint)

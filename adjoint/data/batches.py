@@ -39,6 +39,8 @@ from adjoint.settings import (
     option,
 )
 
+# Keys by which a user names other text.
+TEXT_KEYS = ("path", "weights", "validation_path", "text_field", "max_tokens", "eval_fraction")
 _COUNTED = 1 << 22  # training tokens that are looked at before a run for windows without a prediction
 
 
@@ -210,13 +212,8 @@ class Batches:
         return {"epoch": self.epoch, "position": self.position, "few": self.few, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a cursor of `state_dict`. Raises UserError if it is from another run."""
-        older = {"carry_state_previous": self.consecutive}  # missing in cursors of older versions
-        for name, current in self._identity().items():
-            if (saved := state.get(name, older.get(name))) != current:
-                raise UserError(
-                    f"the checkpoint's place in the data has {name} {saved!r}, this run has {current!r}"
-                )
+        """Resume from a cursor of `state_dict`. Raises OtherPlace if it is from another run."""
+        _check_place(state, self.state_dict())
         self.epoch, self.position = state["epoch"], state["position"]
         self.few, self._starts_epoch = state.get("few", False), -1  # as the older ones cut the stream
 
@@ -263,14 +260,51 @@ class Mixture:
         return {"weights": self.weights, "taken": list(self.taken), "batch": self.batch, "parts": parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if (state.get("weights"), state.get("batch")) != (self.weights, self.batch):
-            raise UserError(
-                f"the checkpoint's place in the data has weights {state.get('weights')} and batch "
-                f"{state.get('batch')}, this run has {self.weights} and {self.batch}"
-            )
+        """Resume from a cursor of `state_dict`. Raises OtherPlace if it is from another run."""
+        _check_place(state, self.state_dict())
         for stream, cursor in zip(self.parts, state["parts"], strict=True):
             stream.load_state_dict(cursor)
         self.taken = list(state["taken"])
+
+
+class OtherPlace(UserError):
+    """A cursor of batches that this run does not draw.
+
+    Attributes:
+        differing: what the cursor has and what this run has, by the key of the configuration; "data.path"
+            where the text itself differs.
+    """
+
+    def __init__(self, differing: dict[str, tuple[Any, Any]]) -> None:
+        self.differing = differing
+        key, (saved, current) = next(iter(differing.items()))
+        super().__init__(
+            f"the checkpoint's place in the data has {key} {saved!r}, this run has {current!r}; set it back"
+        )
+
+
+def _check_place(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise OtherPlace where two cursors are not of the same batches."""
+    before, now = _identity_of(saved, current), _identity_of(current, current)
+    if differing := {key: (before[key], now[key]) for key in now if before[key] != now[key]}:
+        raise OtherPlace(differing)
+
+
+def _identity_of(cursor: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what determines a cursor's batches, by keys of the configuration; what cursors of older versions
+    lack is as in the current one."""
+    streams, others = (each.get("parts", [each]) for each in (cursor, current))
+    carries = streams[0].get("carry_state_previous", others[0]["carry_state_previous"])
+    return {
+        "data.seqlen": streams[0]["seqlen"],
+        "data.batch": cursor["batch"],
+        "data.weights": cursor.get("weights"),
+        "training.seed": streams[0]["seed"],
+        "training.carry_state": "previous" if carries else "another",
+        "data.path": " and ".join(
+            f"{stream['n_tokens']} tokens ({stream['fingerprint']})" for stream in streams
+        ),
+    }
 
 
 def fingerprint_of(cursor: Mapping[str, Any]) -> str:

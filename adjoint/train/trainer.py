@@ -26,7 +26,7 @@ from adjoint.checkpoint import (
     set_aside_after,
     step_of,
 )
-from adjoint.data.batches import Data, open_data
+from adjoint.data.batches import TEXT_KEYS, Data, OtherPlace, open_data
 from adjoint.data.tokenizer import describe_boundaries
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
@@ -93,6 +93,7 @@ class Trainer:
     sequence_group: dist.ProcessGroup | None = None  # of processes that share each sequence
     tensor_group: dist.ProcessGroup | None = None  # of processes that share each weight
     writes = True  # the checkpoints' files, or else only gives parts of tensors to the process that does
+    begins_again = False  # the next batch is the first of another text, length or batch size
     launcher = ""  # what has started the processes of the run: see `resume_command`
 
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
@@ -301,10 +302,9 @@ class Trainer:
         loss, tokens, windows = 0.0, 0, None
         drawn: list[tuple[Start, torch.Tensor]] = []
         for _ in range(batches):
-            start = (
-                carry_state != "previous" or not self.data.train.begins,
-                draw_seed() if carry_state == "noise" else 0,
-            )
+            goes_on = not self.begins_again and (carry_state != "previous" or not self.data.train.begins)
+            start = goes_on, draw_seed() if carry_state == "noise" else 0
+            self.begins_again = False
             drawn.append((start, next(self.data.train)))
         counts = [self._predictions(ids) for _, ids in drawn]
         for i, (start, ids) in enumerate(drawn):
@@ -374,7 +374,7 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> None:
         trainer, rng = self._load(checkpoint)  # open_run has compared the checksums already
-        self.data.train.load_state_dict(trainer["data"])
+        begins_again = self._go_to_place(checkpoint, trainer)
         self.step, self.tokens = trainer["step"], trainer["tokens"]
         if checkpoint.absolute().parent == (self.folder.path / "checkpoints").absolute():
             self.saved_step = self.step
@@ -385,6 +385,36 @@ class Trainer:
         print(f"resuming after step {self.step} from {checkpoint}")
         if changed := changed_keys(trainer.get("config", {}), self.config.to_dict()):
             print(f"changed since the checkpoint: {', '.join(changed)}")
+        if begins_again:
+            print(f"the text begins again: {begins_again}; weights, optimizer and schedule go on")
+
+    def _go_to_place(self, checkpoint: Path, trainer: TrainerState) -> str:
+        """Go to the checkpoint's place in the data, or to the beginning if this run's batches are others.
+
+        Return what makes them others, such as longer sequences or text that the user names; "" if nothing.
+
+        Raises:
+            UserError: the text has changed, and no setting says so.
+        """
+        self.begins_again = False
+        try:
+            self.data.train.load_state_dict(trainer["data"])
+        except OtherPlace as error:
+            if (text := error.differing.get("data.path")) and not self._names_other_text(trainer):
+                raise UserError(
+                    f"{checkpoint}: was trained on {text[0]}, data.path has {text[1]} now; put text and "
+                    "tokenizer back, or name other text with another --data.path"
+                ) from None
+            self.begins_again = True
+            return ", ".join(f"{key} {now}, was {was}" for key, (was, now) in error.differing.items())
+        return ""
+
+    def _names_other_text(self, trainer: TrainerState) -> bool:
+        """Whether the settings name other text than the checkpoint's, read by the same tokenizer."""
+        current = self.config.to_dict()["data"]
+        stored = current | trainer.get("config", {}).get("data", {})
+        same_tokenizer = all(stored[key] == current[key] for key in ("tokenizer", "separator"))
+        return same_tokenizer and any(stored[key] != current[key] for key in TEXT_KEYS)
 
     def _plot(self) -> None:
         if self.folder.rows:

@@ -322,6 +322,38 @@ def test_resuming_from_a_checkpoint_of_another_run_starts_a_run_of_its_own(
     assert (reference / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize("flags", [{"data__seqlen": 128}, {"data__batch": 2}, {"data__path": "other.txt"}])
+def test_longer_sequences_other_batches_and_other_text_go_on_with_all_but_the_place_in_the_text(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any]
+) -> None:
+    """Training goes on as if the text began at this step: weights, optimizer and schedule are the same."""
+    (tmp_path / "other.txt").write_text((reference.parent / "text.txt").read_text().upper())
+    shutil.copytree(reference, tmp_path / "run")
+    text = {"data__path": reference.parent / "text.txt", "training__carry_state": "other"}
+    flags = text | {key: tmp_path / value if key == "data__path" else value for key, value in flags.items()}
+    assert train_tiny(tmp_path, **flags, training__steps=10, run__resume="auto") == 0
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if line.startswith("the text begins again: "))
+    key = list(flags)[-1].replace("__", ".") if len(flags) > 2 else "data.path"
+    assert key in line and "weights, optimizer and schedule go on" in line and "resuming after step 8" in said
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert rows[-1]["lr"] == learning_rate(10, TrainingConfig(steps=10, warmup_steps=2))
+    place = json.loads((tmp_path / "run/checkpoints/step-00000010/trainer.json").read_text())["data"]
+    assert (place["epoch"], place["position"]) == (0, 2 * flags.get("data__batch", 1))
+
+
+def test_text_that_changed_unasked_is_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_tiny(tmp_path, training__steps=2) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    (tmp_path / "text.txt").write_text("other text " * 1000)
+    assert train_tiny(tmp_path, training__steps=3, run__resume="auto") == 2
+    assert "put text and tokenizer back, or name other text" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
 def test_two_processes_never_write_to_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(tmp_path / "run")
     assert train_tiny(tmp_path, run__resume="auto") == 2
