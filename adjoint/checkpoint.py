@@ -30,6 +30,7 @@ from typing import Any, TypedDict
 import torch
 
 from adjoint.errors import UserError
+from adjoint.files import is_utf8
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -330,6 +331,10 @@ class StoredTensors:
                 stored = safe_open(str(file), "pt")
             except SafetensorError as error:
                 reason = " ".join(str(error).split())
+                if not is_utf8(file):
+                    raise UserError(
+                        f"{file}: its name is not UTF-8, which safetensors needs; rename"
+                    ) from None
                 raise UserError(f"{file}: is damaged ({reason}); download or write it again") from None
             self.files_by_name |= dict.fromkeys(stored.keys(), stored)
 

@@ -285,7 +285,12 @@ def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
 def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat]:
     """Yield the document of one record, if it has one."""
     if not isinstance(record, dict):
-        raise UserError(f"{place}: expected a JSON object with a field {_fields(field)[0]!r}")
+        forms = " or ".join(
+            '{"messages": […]}' if f == "messages" else f'{{"{f}": "…"}}' for f in _fields(field)
+        )
+        raise UserError(
+            f"{place}: is {json.dumps(record)[:60]}, not a JSON object; write {forms} for each document"
+        )
     fields = _present(record, field, place)
     name = next((name for name in fields if record[name] is not None), fields[0])
     value = record[name]

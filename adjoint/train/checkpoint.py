@@ -35,7 +35,7 @@ from adjoint.checkpoint import (
     verify_checkpoint,
 )
 from adjoint.errors import UserError
-from adjoint.files import flush
+from adjoint.files import disk_errors, flush
 from adjoint.methods import Method
 from adjoint.parallel.split_tensors import gather, is_split, split_like
 from adjoint.train.carried_state import STEM
@@ -78,11 +78,13 @@ def save_checkpoint(
     work.mkdir()
     try:
         files = dict(write(work))
-        torch.save(dict(rng or {}), work / RNG)
-        (work / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1), encoding="utf-8")
-        files |= {name: _flushed(work / name) for name in (RNG, "trainer.json")}
-        manifest = {"format": FORMAT, "step": step, "files": files}
-        (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        with disk_errors(final):
+            torch.save(dict(rng or {}), work / RNG)
+            text = json.dumps({"step": step, **trainer}, indent=1)
+            (work / "trainer.json").write_text(text, encoding="utf-8")
+            files |= {name: _flushed(work / name) for name in (RNG, "trainer.json")}
+            manifest = {"format": FORMAT, "step": step, "files": files}
+            (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         flush(work / MANIFEST)
         flush(work)
     except BaseException:
@@ -147,13 +149,10 @@ def write_file(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> FileEntry:
     """Write tensors by name, flushed to the disk; return the file's entry for the manifest."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    try:
+    with disk_errors(path):
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, str(path), metadata)
-    except SafetensorError as error:  # its way to say that the disk is full
-        raise OSError(None, str(error), str(path)) from error
     path.chmod(path.parent.stat().st_mode & 0o666)  # as the umask says: safetensors makes its files private
     return _flushed(path)
 

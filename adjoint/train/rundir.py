@@ -13,7 +13,7 @@ from typing import IO
 
 from adjoint.checkpoint import checkpoint_at, newest_checkpoint, warn_of_lost_files
 from adjoint.errors import UserError
-from adjoint.files import remove_unfinished, write_atomically
+from adjoint.files import disk_errors, is_utf8, remove_unfinished, write_atomically
 from adjoint.train.config import RunConfig
 from adjoint.train.metrics import MetricsRow
 
@@ -140,6 +140,8 @@ class RunFolder:
         it."""
         if path.exists() and not path.is_dir():
             raise UserError(f"run.dir {path}: is a file; name a folder")
+        if not is_utf8(path):
+            raise UserError(f"run.dir {path}: its name is not UTF-8, which safetensors needs; name another")
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.rows: list[MetricsRow] = []
@@ -187,8 +189,9 @@ class RunFolder:
         self.check()
         assert self._metrics is not None
         self.rows.append(row)
-        self._metrics.write(json.dumps(row) + "\n")
-        self._metrics.flush()
+        with disk_errors(self.path / "metrics.jsonl"):
+            self._metrics.write(json.dumps(row) + "\n")
+            self._metrics.flush()
 
     def close(self) -> None:
         """Give the folder free; one in which nothing was written disappears."""

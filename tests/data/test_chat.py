@@ -324,6 +324,10 @@ def test_a_json_file_is_read_as_its_elements(chatty: Path) -> None:
     assert [file.name for file in find_sources(str(folder)).files] == ["d.jsonl"]
     assert [file.name for file in find_sources(str(folder / "*")).files] == ["d.jsonl"]
     assert len(find_sources(str(folder / "*.json")).files) == 3
+    (folder / "a.json").write_text('["Why?", "Because."]')
+    said = r'element 1: is "Why\?", not a JSON object; write {"messages": \[…\]} or {"text": "…"} for'
+    with pytest.raises(UserError, match=said):
+        open_data(DataConfig(path=str(folder / "a.json"), tokenizer=str(chatty), seqlen=2))
     (folder / "a.json").write_text('[{"messages": []}]')
     with pytest.raises(UserError, match=r"a\.json, element 1: field 'messages' is an empty list"):
         open_data(DataConfig(path=str(folder / "a.json"), tokenizer=str(chatty), seqlen=2))

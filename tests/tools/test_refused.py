@@ -147,6 +147,7 @@ VALUES = [
     ),
     ("--run.name a/b", "--run.name: expected a folder's name"),
     ("--run.dir short.txt", "is a file"),
+    ("--run.dir caf\udce9", "its name is not UTF-8"),
     ("--run.resume step-00000003", "no such checkpoint"),
     ("--run.resume other/checkpoints/step-00000003", "damaged checkpoint"),
     ("--run.resume run", "run: is a run, not a checkpoint"),
