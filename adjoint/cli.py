@@ -19,7 +19,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from adjoint.errors import UserError
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         warnings.formatwarning = format_before
 
 
-def _run(argv: list[str], streams: list[_Output | None]) -> int:
+def _run(argv: list[str], streams: Sequence[Any]) -> int:
     try:
         try:
             return _dispatch(argv)
