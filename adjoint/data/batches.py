@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
-from adjoint.data.cache import TokenCache, entropy, frequencies, open_tokens
+from adjoint.data.cache import TokenCache, characters_of, entropy, frequencies, open_tokens
 from adjoint.data.sources import Sources, check_apart, find_sources
-from adjoint.data.tokenizer import Tokenizer, load_tokenizer
+from adjoint.data.tokenizer import CHARS, Tokenizer, load_tokenizer, needs_text
 from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError
 from adjoint.settings import (
@@ -40,7 +40,7 @@ from adjoint.settings import (
 )
 
 # Keys by which a user names other text.
-TEXT_KEYS = ("path", "weights", "validation_path", "text_field", "max_tokens", "eval_fraction")
+TEXT_KEYS = ("path", "weights", "validation_path", "text_field", "max_tokens", "eval_fraction", "upper_case")
 _COUNTED = 1 << 22  # training tokens that are looked at before a run for windows without a prediction
 
 
@@ -59,8 +59,9 @@ class DataConfig:
     path: Paths = option(
         None,
         "a file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
-        ".parquet .json, each also as .gz or .zst (.json is read only if it is named, as an array of "
-        "records). Records with `messages` are chats: the tokenizer's chat template is applied, and only "
+        ".parquet .json and FASTA (.fa .fasta .fna), each also as .gz or .zst (.json is read only if it is "
+        "named, as an array of records). Each record of FASTA is a document, whose N's are read and not "
+        "predicted. Records with `messages` are chats: the tokenizer's chat template is applied, and only "
         "the assistant's tokens are trained on; `weight: 0`, `loss: 0` or `train: false` leaves an answer "
         "out. hf:NAME or hf:NAME:split "
         "is a dataset of the datasets library, from the hub or a folder. null is the source code of the "
@@ -78,13 +79,17 @@ class DataConfig:
     batch: Positive = option(1, "sequences per step.")
     tokenizer: Text | None = option(
         None,
-        '"byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a Hugging Face '
-        "tokenizer folder. null is the one in the folder of model.from_pretrained, else bytes.",
+        '"byte" (256 tokens, the UTF-8 bytes), "chars" (a token for each character of the text), or the '
+        "path of a tokenizer.json or of a Hugging Face tokenizer folder. null is the one in the folder of "
+        "model.from_pretrained, else bytes.",
     )
     text_field: Text | None = option(
         None,
         "the field (.jsonl) or column (.parquet) with a document's text or messages. null is `messages`, or "
         "else `text`.",
+    )
+    upper_case: bool = option(
+        False, "read plain text in upper case, as for genomes whose repeats are written in lower case."
     )
     documents: Literal["stream", "packed"] = option(
         "stream",
@@ -364,6 +369,19 @@ class Data:
         stream."""
         return from_separator(labelled(ids)[0], self.tokenizer.separator_ids) if self.packed else None
 
+    def beginning(self, tokens: int) -> list[int]:
+        """Return the first tokens of the held-out text, or else of the training text, in one document."""
+        streams = self.train.parts if isinstance(self.train, Mixture) else [self.train]
+        text = self.eval.tokens if len(self.eval.tokens) else streams[0].tokens
+        ids = labelled(torch.from_numpy(text[:tokens].astype(np.int64))[None])[0]
+        ends = (
+            document_ends(ids, self.tokenizer.separator_ids)[0]
+            if self.tokenizer.separator_ids
+            else ids[0] < 0
+        )
+        end = int(ends.int().argmax()) if ends.any() else tokens
+        return ids[0, : end or tokens].tolist()
+
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the target of each token of a batch, -100 for none."""
         return shift_labels(labelled(ids)[1], self.seq_idx(ids))
@@ -430,7 +448,6 @@ def open_data(
     Raises:
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
     """
-    tokenizer = load_tokenizer(config.tokenizer, config.separator, trust_remote_code)
     weights, splits_training_text = config.weights, config.validation_path is None
     if weights is not None and consecutive:
         raise UserError("data.weights: training.carry_state previous needs one stream; leave one of them out")
@@ -443,11 +460,16 @@ def open_data(
         else [find_sources(config.validation_path, "data.validation_path", streaming=streaming)]
     )
     check_apart(parts, others)
+    setting = config.tokenizer
+    if needs_text(setting):
+        arguments = config.text_field, config.cache_dir, config.max_tokens, config.upper_case
+        characters = [characters_of(sources, *arguments) for sources in (*parts, *others)]
+        setting = f"{CHARS}:{''.join(sorted(set().union(*characters)))}"
+    tokenizer = load_tokenizer(setting, config.separator, trust_remote_code)
 
     def tokens_of(sources: Sources, fraction: float) -> TokenCache:
-        return open_tokens(
-            sources, tokenizer, config.text_field, fraction, config.cache_dir, config.max_tokens
-        )
+        limits = config.cache_dir, config.max_tokens, config.upper_case
+        return open_tokens(sources, tokenizer, config.text_field, fraction, *limits)
 
     caches = [tokens_of(sources, config.eval_fraction if splits_training_text else 0.0) for sources in parts]
     held_out = [tokens_of(sources, 0.0) for sources in others]

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from adjoint.checkpoint import read_trainer
-from adjoint.data.tokenizer import byte_tokenizer_files, tokenizer_files
+from adjoint.data.tokenizer import (
+    CharTokenizer,
+    byte_tokenizer_files,
+    char_tokenizer_files,
+    has_no_files,
+    load_tokenizer,
+    tokenizer_files,
+)
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush, unfinished_path
 from adjoint.formats import FORMATS
@@ -151,15 +158,24 @@ def _named_dtypes(weights: Weights) -> str:
 def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
     """Write the tokenizer that a run was trained with, by its `data` settings; return what was written, in
     words."""
-    tokenizer = data.get("tokenizer")
-    if tokenizer in (None, "byte"):
-        for name, content in byte_tokenizer_files(data.get("separator")).items():
+    tokenizer: str = data.get("tokenizer") or "byte"
+    if has_no_files(tokenizer):
+        loaded = load_tokenizer(tokenizer, data.get("separator"))
+        if isinstance(loaded, CharTokenizer):
+            files, kind = char_tokenizer_files(loaded), "characters"
+        else:
+            files, kind = byte_tokenizer_files(data.get("separator")), "bytes"
+        for name, content in files.items():
             (work / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        return ", its tokenizer (bytes)"
-    files = tokenizer_files(tokenizer)
-    for file in files:
+        return f", its tokenizer ({kind})"
+    originals = tokenizer_files(tokenizer)
+    for file in originals:
         shutil.copyfile(file, work / ("tokenizer.json" if Path(tokenizer) == file else file.name))
-    return ", its tokenizer" if files else f", without its tokenizer {tokenizer}, which is not there any more"
+    return (
+        ", its tokenizer"
+        if originals
+        else f", without its tokenizer {tokenizer}, which is not there any more"
+    )
 
 
 def _write(work: Path, layout: str, config: dict[str, Any], weights: Weights) -> str:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
+SAMPLE_PROMPT_TOKENS = 16  # of the held-out text, if no prompt is set
 _RESULTS = ("metrics.jsonl", "loss.png", "sample.txt", "trace.json", "config.yaml", "checkpoints/")
 Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
 LossAndWindows = tuple[float, list[int] | None]  # of a batch; None unless the method picked the windows
@@ -105,6 +106,11 @@ class Trainer:
         on = settings.carry_state == "previous"
         trusted = config.model.trust_remote_code
         self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, on, trusted)
+        if (
+            setting := self.data.tokenizer.setting
+        ) is not None:  # so that other commands need not see the text
+            data = dataclasses.replace(config.data, tokenizer=setting)
+            config = self.config = dataclasses.replace(config, data=data)
         self.method = config.method
         self.step = self.saved_step = 0
         self.tokens = 0
@@ -428,7 +434,10 @@ class Trainer:
         if settings.sample_tokens == 0:
             return
         tokenizer = self.data.tokenizer
-        prompt = [*tokenizer.bos_ids, *tokenizer.encode(settings.sample_prompt)]
+        if settings.sample_prompt is None:
+            prompt = self.data.beginning(SAMPLE_PROMPT_TOKENS)
+        else:
+            prompt = [*tokenizer.bos_ids, *tokenizer.encode(settings.sample_prompt)]
         prompt = prompt or list(tokenizer.separator_ids) or [0]
         try:
             ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
@@ -479,6 +488,12 @@ class Trainer:
             print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen{stored}")
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
+        unused = self.config.model.vocab_size - data.tokenizer.vocab_size
+        if pretrained is None and unused > 0:
+            print(
+                f"note: the tokenizer has {data.tokenizer.vocab_size:,} tokens and model.vocab_size is "
+                f"{self.config.model.vocab_size:,}; --model.vocab_size {data.tokenizer.vocab_size} is enough"
+            )
         left = settings.steps - self.step
         for line in data.describe_unpredicted(left, settings.grad_accumulation):
             warnings.warn(line, stacklevel=2)
