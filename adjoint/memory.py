@@ -70,8 +70,23 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and match is not None)
 
 
+def begin_peak(device: torch.device) -> None:
+    """Begin to measure the peak that `peak_memory_bytes` returns; off Linux it stays the process's."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        reset_peak_rss()
+
+
+def release_freed_memory() -> None:
+    """Hand freed memory back to the system, so that it does not count as resident; with glibc alone."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory. CUDA: of all tensors. CPU: of the resident set, imports included."""
+    """Return the peak memory since `begin_peak`. CUDA: of all tensors. CPU: of the resident set, imports
+    included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return rss_bytes()[1]
@@ -97,8 +112,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
         else:
-            with contextlib.suppress(OSError, AttributeError):  # not glibc
-                ctypes.CDLL(None).malloc_trim(0)
+            release_freed_memory()
             self._resettable = reset_peak_rss()
             self._before = rss_bytes()[0]
         return self

@@ -32,7 +32,7 @@ from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
-from adjoint.memory import peak_memory_bytes
+from adjoint.memory import begin_peak, peak_memory_bytes, release_freed_memory
 from adjoint.parallel.split_tensors import local
 from adjoint.stack import StackOutput
 from adjoint.train import dependencies, machine
@@ -125,6 +125,7 @@ class Trainer:
     def run(self) -> Outcome:
         """Do the steps that are left, then evaluate, sample and plot."""
         self._announce()
+        release_freed_memory()  # of tokenizing, and of weights as they were read
         trace = self.folder.path / "trace.json"
         with (
             StopRequest() as stop,
@@ -191,6 +192,7 @@ class Trainer:
             return self.model.chunk_size(self.rows, self.config.data.seqlen)
 
     def _zero_grad(self) -> None:
+        begin_peak(self.device)  # of this step, without tokenizing, evaluation and checkpoints
         self.optimizer.zero_grad(set_to_none=True)
         if self.in_backward is not None:
             self.in_backward.lr = learning_rate(self.step + 1, self.settings)

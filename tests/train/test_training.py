@@ -28,6 +28,7 @@ from adjoint.cli import main
 from adjoint.cluster import training as sharded
 from adjoint.cluster.recovery import Cause, ShardFailure
 from adjoint.errors import UserError
+from adjoint.memory import rss_bytes
 from adjoint.plan.memory import Setup, needs
 from adjoint.plan.stack import model_of
 from adjoint.train import checkpoint, trainer
@@ -353,6 +354,20 @@ def test_text_that_changed_unasked_is_not_gone_on_with(
     assert train_tiny(tmp_path, training__steps=3, run__resume="auto") == 2
     assert "put text and tokenizer back, or name other text" in capsys.readouterr().err
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_the_peak_of_a_step_is_not_that_of_tokenizing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hungry(*arguments: Any) -> Any:
+        del [b"\1" * (700 << 20)][0]
+        return open_data(*arguments)
+
+    open_data = trainer.open_data
+    monkeypatch.setattr(trainer, "open_data", hungry)
+    before = rss_bytes()[0]
+    assert train_tiny(tmp_path, training__steps=2) == 0
+    assert max(row["peak_memory_bytes"] for row in metrics(tmp_path / "run")) < before + 600e6
 
 
 def test_two_processes_never_write_to_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
