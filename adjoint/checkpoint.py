@@ -23,15 +23,18 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 
 from adjoint.errors import UserError
+from adjoint.files import is_utf8
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
+RNG = "rng.pt"
 REMOVING = ".removing-"  # a folder that a kill may leave; the next save deletes it
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -65,6 +68,14 @@ class DamagedCheckpoint(UserError):
     """A checkpoint whose files are missing, cut short or changed."""
 
 
+class MissingManifest(DamagedCheckpoint):
+    """A checkpoint without the list of its files."""
+
+
+class NoWholeCheckpoint(UserError):
+    """A run all of whose checkpoints are damaged."""
+
+
 def list_checkpoints(directory: str | Path) -> list[Path]:
     """Return the checkpoints of a folder by step, oldest first; unverified."""
     directory = Path(directory)
@@ -80,14 +91,40 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_checkpoint(directory: str | Path) -> Path | None:
-    """Return the newest checkpoint whose checksums hold, or None; warn of damaged ones on stderr."""
-    for path in reversed(list_checkpoints(directory)):
+    """Return the newest checkpoint whose checksums hold, None if there is no checkpoint; warn of damaged ones
+    on stderr.
+
+    Raises:
+        NoWholeCheckpoint: all are damaged. A run must not begin again over what may be restored.
+    """
+    checkpoints, refusals = list_checkpoints(directory), list[DamagedCheckpoint]()
+    for path in reversed(checkpoints):
         try:
             verify_checkpoint(path)
-            return path
         except DamagedCheckpoint as error:
-            print(f"warning: {error}; using the one before it", file=sys.stderr, flush=True)
+            refusals.append(error)
+            continue
+        for refusal in refusals:
+            print(f"warning: {refusal}; using the one before it", file=sys.stderr, flush=True)
+        return path
+    if refusals:
+        more = ", and all earlier ones are damaged too" if len(refusals) > 1 else ""
+        raise NoWholeCheckpoint(f"{refusals[0]}{more}; {_restoring(checkpoints)}")
     return None
+
+
+def _restoring(checkpoints: list[Path]) -> str:
+    """Say what can be restored of checkpoints none of which is whole, and how."""
+    for path in reversed(checkpoints):
+        try:
+            verify_trained_state(path)
+        except UserError:
+            continue
+        return (
+            "nothing was changed; copy the missing files back, or go on with the weights, optimizer and "
+            f"place in the data of this one: --resume {path}"
+        )
+    return "nothing was changed; copy the files back, or begin again in another folder"
 
 
 def checkpoint_at(path: Path, called: str) -> Path:
@@ -101,16 +138,18 @@ def checkpoint_at(path: Path, called: str) -> Path:
     """
     if not (path / "checkpoints").is_dir():
         try:
-            verify_checkpoint(path)
+            warn_of_lost_files(path)
         except UserError as error:
             raise UserError(
                 f"{called}: not a run and not a good checkpoint ({error}); name a run's folder"
             ) from None
         return path.absolute()
-    newest = newest_checkpoint(path / "checkpoints")
+    try:
+        newest = newest_checkpoint(path / "checkpoints")
+    except NoWholeCheckpoint as error:
+        raise NoWholeCheckpoint(f"{called}: {error}") from None
     if newest is None:
-        state = "no good checkpoint" if list_checkpoints(path / "checkpoints") else "no checkpoint yet"
-        raise UserError(f"{called}: the run has {state}; train on, or name another run")
+        raise UserError(f"{called}: the run has no checkpoint yet; train on, or name another run")
     return newest.absolute()
 
 
@@ -122,42 +161,122 @@ def verify_checkpoint(path: str | Path) -> None:
         UserError: there is no checkpoint of that name.
     """
     path = Path(path)
+    for file, entry in _read_manifest(path).items():
+        _verify_file(path, file, entry)
 
-    def damaged(problem: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"damaged checkpoint {path}: {problem}")
 
+def verify_trained_state(path: str | Path) -> list[str]:
+    """Check all of a checkpoint that a run cannot go on without; return a line for each file that it lacks.
+
+    The manifest and the states of random number generators may be missing, as after a copy that left files
+    out. Without the manifest, files are complete if their names and their own headers say so.
+
+    Raises:
+        DamagedCheckpoint: naming the file that is not as it was written.
+        UserError: there is no checkpoint of that name.
+    """
+    path, lost = Path(path), list[str]()
+    try:
+        entries = _read_manifest(path)
+    except MissingManifest:
+        _verify_without_manifest(path)
+        lost.append(f"{path}: {MANIFEST} is missing, so that no checksum was compared")
+    else:
+        for file, entry in entries.items():
+            if file != RNG or (path / RNG).exists():
+                _verify_file(path, file, entry)
+    if not (path / RNG).exists():
+        lost.append(f"{path}: {RNG} is missing; dropout and other noise are drawn again from training.seed")
+    return lost
+
+
+def warn_of_lost_files(path: Path) -> None:
+    """Check a checkpoint that the user has named, and warn of what it lacks.
+
+    Raises:
+        UserError: as `verify_trained_state` does.
+    """
+    for line in verify_trained_state(path):
+        warnings.warn(line, stacklevel=2)
+
+
+def _damaged(path: Path, problem: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"damaged checkpoint {path}: {problem}")
+
+
+def _read_manifest(path: Path) -> dict[str, FileEntry]:
+    """Return the entries of a checkpoint's files."""
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint; name a folder like RUN/checkpoints/step-00000100")
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files, version = manifest["files"], manifest["format"]
-        entries = [(name, entry["sha256"], entry["bytes"]) for name, entry in files.items()]
+        entries: dict[str, FileEntry] = {
+            name: {"sha256": entry["sha256"], "bytes": entry["bytes"]} for name, entry in files.items()
+        }
     except FileNotFoundError:
         if (path / "checkpoints").is_dir():
             raise UserError(
                 f"{path}: is a run, not a checkpoint; continue it with --run.dir {path} --resume auto"
             ) from None
-        raise damaged(f"{MANIFEST} is missing") from None
+        raise MissingManifest(f"damaged checkpoint {path}: {MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise damaged(f"{MANIFEST} cannot be read") from None
+        raise _damaged(path, f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
         raise UserError(
             f"{path}: has checkpoint format {version}, this version reads {FORMAT}; use the version that "
             "wrote it"
         )
-    stems = {name.partition(".")[0].partition("-")[0] for name, *_ in entries}
+    stems = {name.partition(".")[0].partition("-")[0] for name in entries}
     if missing := {"model", "rng", "trainer"} - stems:
-        raise damaged(f"{MANIFEST} does not list {min(missing)}")
+        raise _damaged(path, f"{MANIFEST} does not list {min(missing)}")
     if _NAME.fullmatch(path.name) and manifest.get("step") != step_of(path):
-        raise damaged(f"it is the one of step {manifest.get('step')}")
-    for name, digest, size in entries:
-        file = path / name
-        if not file.is_file():
-            raise damaged(f"{name} is missing")
-        if file.stat().st_size != size:
-            raise damaged(f"{name} has {file.stat().st_size} bytes, not {size}")
-        if sha256(file) != digest:
-            raise damaged(f"the checksum of {name} does not match")
+        raise _damaged(path, f"it is the one of step {manifest.get('step')}")
+    return entries
+
+
+def _verify_file(path: Path, name: str, entry: FileEntry) -> None:
+    file = path / name
+    if not file.is_file():
+        raise _damaged(path, f"{name} is missing")
+    if file.stat().st_size != entry["bytes"]:
+        raise _damaged(path, f"{name} has {file.stat().st_size} bytes, not {entry['bytes']}")
+    if sha256(file) != entry["sha256"]:
+        raise _damaged(path, f"the checksum of {name} does not match")
+
+
+def _verify_without_manifest(path: Path) -> None:
+    """Check that weights, optimizer and trainer.json are there, and complete by their own headers."""
+    try:
+        step = read_trainer(path)["step"]
+    except FileNotFoundError:
+        raise _damaged(path, f"{MANIFEST} and trainer.json are missing") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise _damaged(path, f"{MANIFEST} is missing, and trainer.json cannot be read") from None
+    if _NAME.fullmatch(path.name) and step != step_of(path):
+        raise _damaged(path, f"it is the one of step {step}")
+    parts = {stem: sorted(path.glob(f"{stem}*.safetensors")) for stem in ("model", "optimizer")}
+    if not all(parts.values()):
+        lacking = next(stem for stem, files in parts.items() if not files)
+        raise _damaged(path, f"{MANIFEST} is missing, and {lacking}.safetensors too")
+    files = [file for stem in parts.values() for file in stem] + list(path.glob("state*.safetensors"))
+    for file in files:
+        numbered = re.fullmatch(r"([a-z]+)-\d+-of-(\d+)\.safetensors", file.name)
+        if numbered and len(list(path.glob(f"{numbered[1]}-*-of-{numbered[2]}.safetensors"))) != int(
+            numbered[2]
+        ):
+            raise _damaged(path, f"{MANIFEST} is missing, and a file of {numbered[1]} too")
+    for stem in parts:
+        try:
+            StoredTensors(path, stem)
+        except UserError as error:
+            raise _damaged(path, str(error)) from None
+
+
+def read_rng(path: Path) -> dict[str, Any]:
+    """Return the states of random number generators in a checkpoint; empty if it lacks them."""
+    file = path / RNG
+    return torch.load(file, weights_only=True, map_location="cpu") if file.exists() else {}
 
 
 def read_trainer(path: Path) -> TrainerState:
@@ -212,6 +331,10 @@ class StoredTensors:
                 stored = safe_open(str(file), "pt")
             except SafetensorError as error:
                 reason = " ".join(str(error).split())
+                if not is_utf8(file):
+                    raise UserError(
+                        f"{file}: its name is not UTF-8, which safetensors needs; rename"
+                    ) from None
                 raise UserError(f"{file}: is damaged ({reason}); download or write it again") from None
             self.files_by_name |= dict.fromkeys(stored.keys(), stored)
 

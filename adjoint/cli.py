@@ -19,7 +19,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from adjoint.errors import UserError
@@ -48,16 +48,18 @@ def main(argv: list[str] | None = None) -> int:
     streams = [stream and _Output(stream) for stream in (sys.stdout, sys.stderr)]
     try:
         with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
-            return _run(sys.argv[1:] if argv is None else argv)
+            return _run(sys.argv[1:] if argv is None else argv, streams)
     finally:
         warnings.formatwarning = format_before
-        for stream in filter(None, streams):
-            stream.flush()  # while what cannot be written may still be dropped
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], streams: Sequence[Any]) -> int:
     try:
-        return _dispatch(argv)
+        try:
+            return _dispatch(argv)
+        finally:
+            for stream in filter(None, streams):
+                stream.flush()  # while what cannot be written may still be dropped, or told
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -65,7 +67,8 @@ def _run(argv: list[str]) -> int:
         line = None if os.environ.get("ADJOINT_DEBUG") == "1" else _explain(error)
         if line is None:
             raise
-        print(f"error: {line}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # also where stderr is the file that cannot be written
+            print(f"error: {line}", file=sys.stderr, flush=True)
         return 2
 
 
@@ -116,13 +119,18 @@ def _explain(error: Exception) -> str | None:
 
 class _Output:
     """A stream whose reader may go away, as under ``| head`` or when a terminal closes. What is written then
-    is dropped, and the command goes on: a run writes its metrics and checkpoints all the same."""
+    is dropped, and the command goes on: a run writes its metrics and checkpoints all the same. Characters
+    that the stream cannot encode, as in a file's name that is no UTF-8, are written as escapes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._or_drop(self._stream.write, text)
+        try:
+            self._or_drop(self._stream.write, text)
+        except UnicodeEncodeError as error:
+            escaped = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
+            self._or_drop(self._stream.write, escaped)
         return len(text)
 
     def flush(self) -> None:
@@ -133,11 +141,17 @@ class _Output:
             call(*text)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
+                raise OSError(error.errno, error.strerror, self._file()) from None
             # what is buffered has to go somewhere, at the latest when the process ends
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+
+    def _file(self) -> str:
+        """Return the path of the file that the stream goes to, else the stream's name."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return os.readlink(f"/proc/self/fd/{self._stream.fileno()}")
+        return str(getattr(self._stream, "name", "output"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

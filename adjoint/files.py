@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+# In errors of safetensors and of torch.save, where a disk is full.
+_DISK_REFUSES = ("Error while serializing", "I/O error", "inline_container", "StreamWriter", "iostream error")
 _UNFINISHED = re.compile(r".+\.tmp-\d+-[0-9a-f]+")  # the names of `unfinished_path`, and no user's
 
 
@@ -25,10 +29,38 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     """
     unfinished = unfinished_path(Path(path))
     try:
-        yield unfinished
-        publish(unfinished, Path(path))
+        with disk_errors(path):
+            yield unfinished
+            publish(unfinished, Path(path))
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_errors(path: str | Path) -> Iterator[None]:
+    """Raise an error of a disk that refuses as an OSError that names the path.
+
+    Python's own lacks the name once a file is open. PyTorch and safetensors raise errors of other types,
+    whose messages alone tell that the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if not any(words in text for words in _DISK_REFUSES):
+            raise
+        if f"os error {errno.ENOSPC}" in text or _is_full(Path(path)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise OSError(None, text[:200], str(path)) from error
+
+
+def _is_full(path: Path) -> bool:
+    """Whether the disk of a path has less than a megabyte left."""
+    folder = next(each for each in (path, *path.absolute().parents) if each.is_dir())
+    return shutil.disk_usage(folder).free < 1 << 20
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -46,8 +78,21 @@ def new_figure(width: float, height: float) -> Any:
 
 def save_figure(figure: Any, path: str | Path) -> None:
     """Write a Matplotlib figure in one piece; the path's suffix gives the format, PNG if it has none."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):  # a file's name that is no UTF-8 cannot be drawn
+        text.set_text(text.get_text().encode("utf-8", "backslashreplace").decode())
     with atomic_file(path) as unfinished:
         figure.savefig(unfinished, format=Path(path).suffix.removeprefix(".") or "png")
+
+
+def is_utf8(path: str | Path) -> bool:
+    """Whether a path is UTF-8: safetensors reads no other."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def unfinished_path(path: Path) -> Path:
@@ -65,7 +110,8 @@ def flush(path: Path) -> None:
     """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with disk_errors(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
+import math
 import os
 import re
 import sys
@@ -11,13 +13,51 @@ from pathlib import Path
 
 import torch
 
+# Whether sizes are printed in powers of ten, as GB; else of two, as GiB.
+_decimal: contextvars.ContextVar[bool] = contextvars.ContextVar("decimal", default=False)
 
-def size_bytes(text: str) -> float:
+
+class Size(float):
+    """Bytes that a user has written.
+
+    Attributes:
+        decimal: whether in powers of ten, as 40GB.
+    """
+
+    decimal: bool
+
+
+def size_bytes(text: str) -> Size:
     """Return the bytes of ``40GB`` (10⁹ each) or ``40GiB`` (2³⁰ each). Raise ValueError for other texts."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT])(i?)B?\s*", text, re.IGNORECASE)
     if not match or float(match[1]) == 0:
         raise ValueError(f"expected a size such as 40GB or 512MiB; got {text!r}")
-    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** ("KMGT".index(match[2].upper()) + 1)
+    size = Size(float(match[1]) * (1024.0 if match[3] else 1000.0) ** ("KMGT".index(match[2].upper()) + 1))
+    size.decimal = not match[3]
+    return size
+
+
+def print_sizes_as(written: float | None) -> None:
+    """Have `size_text` use the unit in which a size was written: GB or GiB; GiB if none was."""
+    _decimal.set(written.decimal if isinstance(written, Size) else False)
+
+
+def size_unit(size: float) -> tuple[str, float]:
+    """Return the unit in which a size is printed, and its bytes: GB or MB, or GiB or MiB."""
+    base, letter = (1000.0, "B") if _decimal.get() else (1024.0, "iB")
+    return (f"M{letter}", base**2) if size < 0.9995 * base**3 else (f"G{letter}", base**3)
+
+
+def size_text(size: float, round_up: bool = False) -> str:
+    """Return a size in bytes as text: 0.0123 MiB, 812 MiB or 1.50 GiB; see `print_sizes_as`."""
+    unit, scale = size_unit(size)
+    number = math.ceil(size / scale * 100) / 100 if round_up else size / scale
+    return f"{number:.3g} {unit}" if unit[0] == "M" else f"{number:,.2f} {unit}"
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """Return a rate in bytes per second as text, in powers of ten as data sheets have it."""
+    return f"{bytes_per_second / 1e9:,.3g} GB/s"
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -30,8 +70,23 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and match is not None)
 
 
+def begin_peak(device: torch.device) -> None:
+    """Begin to measure the peak that `peak_memory_bytes` returns; off Linux it stays the process's."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        reset_peak_rss()
+
+
+def release_freed_memory() -> None:
+    """Hand freed memory back to the system, so that it does not count as resident; with glibc alone."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory. CUDA: of all tensors. CPU: of the resident set, imports included."""
+    """Return the peak memory since `begin_peak`. CUDA: of all tensors. CPU: of the resident set, imports
+    included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return rss_bytes()[1]
@@ -57,8 +112,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
         else:
-            with contextlib.suppress(OSError, AttributeError):  # not glibc
-                ctypes.CDLL(None).malloc_trim(0)
+            release_freed_memory()
             self._resettable = reset_peak_rss()
             self._before = rss_bytes()[0]
         return self

@@ -20,6 +20,19 @@ def lay(folder: Path, files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "written, shown",
+    [("40GB", "1.61 GB, 1.5 MB"), ("40GiB", "1.50 GiB, 1.43 MiB"), (None, "1.50 GiB, 1.43 MiB")],
+)
+def test_sizes_are_printed_in_the_unit_that_was_written(written: str | None, shown: str) -> None:
+    memory.print_sizes_as(None if written is None else memory.size_bytes(written))
+    try:
+        assert f"{memory.size_text(1.5 * 2**30)}, {memory.size_text(1.5e6)}" == shown
+        assert memory.size_text(2**30 + 1, round_up=True)[:4] == ("1.08" if written == "40GB" else "1.01")
+    finally:
+        memory.print_sizes_as(None)
+
+
+@pytest.mark.parametrize(
     ("groups", "files", "quota"),
     [
         ("0::/", {"cpu.max": "150000 100000"}, 1.5),  # version 2, in a container

@@ -9,11 +9,12 @@ from adjoint.cluster.devices import Device, shares
 from adjoint.cluster.spec import ProcessDescription, ShardSpec
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
+from adjoint.memory import size_text
 from adjoint.methods import Method
 from adjoint.plan.capacity import Fit
 from adjoint.plan.machine import Machine
 from adjoint.plan.memory import Setup, needs
-from adjoint.plan.partition import GB, partition
+from adjoint.plan.partition import partition
 from adjoint.plan.stack import model_of
 from adjoint.plan.stage_memory import Uncountable
 from adjoint.train.config import TrainingConfig
@@ -95,6 +96,6 @@ def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[ProcessD
         if needed[name] > memory:
             count = sum(look["node"] == name for look in owners)
             raise UserError(
-                f"{count} shards on a node of {memory / GB:.1f} GB need {needed[name] / GB:.1f} GB; shorten "
+                f"{count} shards on a node of {size_text(memory)} need {size_text(needed[name])}; shorten "
                 "--data.seqlen, or use more nodes or a smaller model"
             )

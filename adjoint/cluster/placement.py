@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 STARTS = 4  # attempts at a Ray on this machine
 REPORT = 5.0  # seconds between looks at what is still missing
 ANSWER_TIMEOUT = 3.0
+HEAD_ATTEMPTS = 4  # connections to the head of RAY_ADDRESS, which may just be starting
 OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, and helpers' tasks
+
+
+_settings_of_local_ray: dict[str, object] | None = None  # None unless this process has started a Ray
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ def connect(workers: int, each: Resources) -> bool:
     Raises:
         UserError: ray is not installed, the cluster does not answer, or Ray does not start here.
     """
+    global _settings_of_local_ray
+    _settings_of_local_ray = None
     ours = not _is_connected() and not os.environ.get("RAY_ADDRESS")
     if ours:  # they are read when ray is imported or starts
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # its name for: loopback only
@@ -82,6 +88,7 @@ def connect(workers: int, each: Resources) -> bool:
     if ray.is_initialized():
         return False
     if not ours:
+        _check_head()
         try:
             # What Ray and its workers print is not the run's output: a lost node alone brings pages of it.
             printed = os.environ.get("RAY_LOG_TO_DRIVER", "0").lower() in ("1", "true")
@@ -95,7 +102,15 @@ def connect(workers: int, each: Resources) -> bool:
             ) from None
         return False
     cpus = max(usable_cores(), workers * each.cpus)  # they may share cores: it is the user's laptop
-    settings = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE, "log_to_driver": False}
+    _start_here({"num_cpus": cpus, "object_store_memory": OBJECT_STORE, "log_to_driver": False})
+    return True
+
+
+def _start_here(settings: dict[str, object]) -> None:
+    """Start a Ray on this machine."""
+    import ray
+
+    global _settings_of_local_ray
     with _deaf_to_stop_requests():
         for left in reversed(range(STARTS)):
             try:
@@ -110,7 +125,44 @@ def connect(workers: int, each: Resources) -> bool:
                         f"cluster.shards: Ray did not start within its 30 s, tried {STARTS} times; other "
                         "programs may take all cores: try again later, or --cluster.shards 0"
                     ) from None
+    _settings_of_local_ray = settings
+
+
+def _restart_if_lost() -> bool:
+    """Start the Ray of this machine again if its only node has died, which nothing else would bring back.
+
+    Returns:
+        Whether it was started again: placement groups and actors of the earlier one are gone.
+    """
+    if _settings_of_local_ray is None or nodes():
+        return False
+    import ray
+
+    print("Ray's process on this machine died; starting it again", file=sys.stderr, flush=True)
+    ray.shutdown()
+    _start_here(_settings_of_local_ray)
     return True
+
+
+def _check_head() -> None:
+    """Raise a UserError if nobody listens at the address of RAY_ADDRESS: Ray would try for minutes."""
+    called = os.environ["RAY_ADDRESS"]
+    address = called.removeprefix("ray://")
+    with contextlib.suppress(Exception):  # not Ray's public interface; ray.init explains what fails here
+        from ray._private import services
+
+        address = services.canonicalize_bootstrap_address(address) or ""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return
+    for attempt in range(HEAD_ATTEMPTS):
+        if answers(host.strip("[]"), int(port)):
+            return
+        time.sleep(1.0 if attempt + 1 < HEAD_ATTEMPTS else 0.0)
+    raise UserError(
+        f"RAY_ADDRESS {called}: no cluster answers at {address}, tried {HEAD_ATTEMPTS} times; start its head "
+        "again (ray start --head), or unset RAY_ADDRESS to start a Ray on this machine"
+    )
 
 
 def _shorten_messages() -> None:
@@ -226,11 +278,15 @@ def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = F
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    if not await_nodes:
+    if await_nodes:
+        _restart_if_lost()
+    else:
         check_feasible(layout, each, nodes())
     group = placement_group([each.bundle] * layout.world, strategy="PACK")  # an autoscaler sees it wait
     deadline, reported = time.monotonic() + timeout, ""
     while not group.wait(min(REPORT, max(0.0, deadline - time.monotonic()))):
+        if await_nodes and _restart_if_lost():  # it may have been noticed only now
+            return place(layout, each, timeout, await_nodes)
         if time.monotonic() < deadline:
             if (line := missing(layout, each)) != reported:
                 print(f"{line}; waiting up to {timeout:.0f} s", file=sys.stderr, flush=True)

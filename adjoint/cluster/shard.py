@@ -36,7 +36,7 @@ from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
-from adjoint.memory import peak_memory_bytes
+from adjoint.memory import begin_peak, peak_memory_bytes
 from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
 from adjoint.parallel.tensor import TensorParallelAccess, reads_windows
@@ -209,6 +209,7 @@ class PipelineWorker:
     # ---------------------------------------------------------------------------------------------- a step
 
     def zero_grad(self) -> None:
+        begin_peak(self.device)
         for parameter in self.part.parameters():
             parameter.grad = None
 

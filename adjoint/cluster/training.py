@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from adjoint.checkpoint import FileEntry, TrainerState, newest_checkpoint, read_trainer
+from adjoint.checkpoint import (
+    FileEntry,
+    NoWholeCheckpoint,
+    TrainerState,
+    newest_checkpoint,
+    read_rng,
+    read_trainer,
+    verify_trained_state,
+)
 from adjoint.cluster import placement, torchrun
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
@@ -159,15 +167,23 @@ class ShardedTrainer(Trainer):
         """Makes the group again from the last checkpoint, or from the beginning where there is none yet.
 
         Raises:
-            UserError: that was one failure too many, or there is no place for the shards any more.
+            UserError: that was one failure too many, there is no place for the shards any more, or all
+                checkpoints are damaged.
         """
-        checkpoint = newest_checkpoint(self.folder.path / "checkpoints") or self.origin
+        try:
+            checkpoint = newest_checkpoint(self.folder.path / "checkpoints") or self.origin
+        except NoWholeCheckpoint:
+            if self.origin is None:
+                raise
+            verify_trained_state(self.origin)
+            checkpoint = self.origin
         self._count_failure(failure, checkpoint)
         self._build(checkpoint)
         if checkpoint is None:
             self.step = self.saved_step = self.tokens = 0
             data, rng = self.beginning
             self.data.train.load_state_dict(data)
+            self.begins_again = False
             set_torch_states(rng)
         else:
             self._resume(checkpoint)
@@ -303,8 +319,7 @@ class ShardedTrainer(Trainer):
         return write
 
     def _load(self, checkpoint: Path) -> tuple[TrainerState, dict[str, Any]]:
-        rng = torch.load(checkpoint / "rng.pt", weights_only=True, map_location="cpu")
-        return read_trainer(checkpoint), rng  # the shards have read the rest
+        return read_trainer(checkpoint), read_rng(checkpoint)  # the shards have read the rest
 
     def _sample(self) -> None:
         if self.whole.samples:

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
-from adjoint.data.cache import TokenCache, entropy, frequencies, open_tokens
+from adjoint.data.cache import TokenCache, characters_of, entropy, frequencies, open_tokens
 from adjoint.data.sources import Sources, check_apart, find_sources
-from adjoint.data.tokenizer import Tokenizer, load_tokenizer
+from adjoint.data.tokenizer import CHARS, Tokenizer, load_tokenizer, needs_text
 from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError
 from adjoint.settings import (
@@ -39,6 +39,8 @@ from adjoint.settings import (
     option,
 )
 
+# Keys by which a user names other text.
+TEXT_KEYS = ("path", "weights", "validation_path", "text_field", "max_tokens", "eval_fraction", "upper_case")
 _COUNTED = 1 << 22  # training tokens that are looked at before a run for windows without a prediction
 
 
@@ -57,8 +59,9 @@ class DataConfig:
     path: Paths = option(
         None,
         "a file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
-        ".parquet .json, each also as .gz or .zst (.json is read only if it is named, as an array of "
-        "records). Records with `messages` are chats: the tokenizer's chat template is applied, and only "
+        ".parquet .json and FASTA (.fa .fasta .fna), each also as .gz or .zst (.json is read only if it is "
+        "named, as an array of records). Each record of FASTA is a document, whose N's are read and not "
+        "predicted. Records with `messages` are chats: the tokenizer's chat template is applied, and only "
         "the assistant's tokens are trained on; `weight: 0`, `loss: 0` or `train: false` leaves an answer "
         "out. hf:NAME or hf:NAME:split "
         "is a dataset of the datasets library, from the hub or a folder. null is the source code of the "
@@ -76,13 +79,17 @@ class DataConfig:
     batch: Positive = option(1, "sequences per step.")
     tokenizer: Text | None = option(
         None,
-        '"byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a Hugging Face '
-        "tokenizer folder. null is the one in the folder of model.from_pretrained, else bytes.",
+        '"byte" (256 tokens, the UTF-8 bytes), "chars" (a token for each character of the text), or the '
+        "path of a tokenizer.json or of a Hugging Face tokenizer folder. null is the one in the folder of "
+        "model.from_pretrained, else bytes.",
     )
     text_field: Text | None = option(
         None,
         "the field (.jsonl) or column (.parquet) with a document's text or messages. null is `messages`, or "
         "else `text`.",
+    )
+    upper_case: bool = option(
+        False, "read plain text in upper case, as for genomes whose repeats are written in lower case."
     )
     documents: Literal["stream", "packed"] = option(
         "stream",
@@ -210,13 +217,8 @@ class Batches:
         return {"epoch": self.epoch, "position": self.position, "few": self.few, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a cursor of `state_dict`. Raises UserError if it is from another run."""
-        older = {"carry_state_previous": self.consecutive}  # missing in cursors of older versions
-        for name, current in self._identity().items():
-            if (saved := state.get(name, older.get(name))) != current:
-                raise UserError(
-                    f"the checkpoint's place in the data has {name} {saved!r}, this run has {current!r}"
-                )
+        """Resume from a cursor of `state_dict`. Raises OtherPlace if it is from another run."""
+        _check_place(state, self.state_dict())
         self.epoch, self.position = state["epoch"], state["position"]
         self.few, self._starts_epoch = state.get("few", False), -1  # as the older ones cut the stream
 
@@ -263,14 +265,51 @@ class Mixture:
         return {"weights": self.weights, "taken": list(self.taken), "batch": self.batch, "parts": parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if (state.get("weights"), state.get("batch")) != (self.weights, self.batch):
-            raise UserError(
-                f"the checkpoint's place in the data has weights {state.get('weights')} and batch "
-                f"{state.get('batch')}, this run has {self.weights} and {self.batch}"
-            )
+        """Resume from a cursor of `state_dict`. Raises OtherPlace if it is from another run."""
+        _check_place(state, self.state_dict())
         for stream, cursor in zip(self.parts, state["parts"], strict=True):
             stream.load_state_dict(cursor)
         self.taken = list(state["taken"])
+
+
+class OtherPlace(UserError):
+    """A cursor of batches that this run does not draw.
+
+    Attributes:
+        differing: what the cursor has and what this run has, by the key of the configuration; "data.path"
+            where the text itself differs.
+    """
+
+    def __init__(self, differing: dict[str, tuple[Any, Any]]) -> None:
+        self.differing = differing
+        key, (saved, current) = next(iter(differing.items()))
+        super().__init__(
+            f"the checkpoint's place in the data has {key} {saved!r}, this run has {current!r}; set it back"
+        )
+
+
+def _check_place(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise OtherPlace where two cursors are not of the same batches."""
+    before, now = _identity_of(saved, current), _identity_of(current, current)
+    if differing := {key: (before[key], now[key]) for key in now if before[key] != now[key]}:
+        raise OtherPlace(differing)
+
+
+def _identity_of(cursor: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what determines a cursor's batches, by keys of the configuration; what cursors of older versions
+    lack is as in the current one."""
+    streams, others = (each.get("parts", [each]) for each in (cursor, current))
+    carries = streams[0].get("carry_state_previous", others[0]["carry_state_previous"])
+    return {
+        "data.seqlen": streams[0]["seqlen"],
+        "data.batch": cursor["batch"],
+        "data.weights": cursor.get("weights"),
+        "training.seed": streams[0]["seed"],
+        "training.carry_state": "previous" if carries else "another",
+        "data.path": " and ".join(
+            f"{stream['n_tokens']} tokens ({stream['fingerprint']})" for stream in streams
+        ),
+    }
 
 
 def fingerprint_of(cursor: Mapping[str, Any]) -> str:
@@ -329,6 +368,19 @@ class Data:
         """Return the document index of each token of a batch (batch, seqlen); None if documents are one
         stream."""
         return from_separator(labelled(ids)[0], self.tokenizer.separator_ids) if self.packed else None
+
+    def beginning(self, tokens: int) -> list[int]:
+        """Return the first tokens of the held-out text, or else of the training text, in one document."""
+        streams = self.train.parts if isinstance(self.train, Mixture) else [self.train]
+        text = self.eval.tokens if len(self.eval.tokens) else streams[0].tokens
+        ids = labelled(torch.from_numpy(text[:tokens].astype(np.int64))[None])[0]
+        ends = (
+            document_ends(ids, self.tokenizer.separator_ids)[0]
+            if self.tokenizer.separator_ids
+            else ids[0] < 0
+        )
+        end = int(ends.int().argmax()) if ends.any() else tokens
+        return ids[0, : end or tokens].tolist()
 
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the target of each token of a batch, -100 for none."""
@@ -396,7 +448,6 @@ def open_data(
     Raises:
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
     """
-    tokenizer = load_tokenizer(config.tokenizer, config.separator, trust_remote_code)
     weights, splits_training_text = config.weights, config.validation_path is None
     if weights is not None and consecutive:
         raise UserError("data.weights: training.carry_state previous needs one stream; leave one of them out")
@@ -409,11 +460,16 @@ def open_data(
         else [find_sources(config.validation_path, "data.validation_path", streaming=streaming)]
     )
     check_apart(parts, others)
+    setting = config.tokenizer
+    if needs_text(setting):
+        arguments = config.text_field, config.cache_dir, config.max_tokens, config.upper_case
+        characters = [characters_of(sources, *arguments) for sources in (*parts, *others)]
+        setting = f"{CHARS}:{''.join(sorted(set().union(*characters)))}"
+    tokenizer = load_tokenizer(setting, config.separator, trust_remote_code)
 
     def tokens_of(sources: Sources, fraction: float) -> TokenCache:
-        return open_tokens(
-            sources, tokenizer, config.text_field, fraction, config.cache_dir, config.max_tokens
-        )
+        limits = config.cache_dir, config.max_tokens, config.upper_case
+        return open_tokens(sources, tokenizer, config.text_field, fraction, *limits)
 
     caches = [tokens_of(sources, config.eval_fraction if splits_training_text else 0.0) for sources in parts]
     held_out = [tokens_of(sources, 0.0) for sources in others]

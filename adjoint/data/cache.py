@@ -12,6 +12,7 @@ a file that was damaged, or put in the place of another, is noticed.
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import itertools
 import json
@@ -20,14 +21,22 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from adjoint.data.chat import ChatEncoder
-from adjoint.data.sources import Chat, Source, Sources, read_documents, split_sources
-from adjoint.data.tokenizer import Tokenizer
+from adjoint.data.sources import (
+    Chat,
+    Nucleotides,
+    Source,
+    Sources,
+    is_fasta,
+    read_documents,
+    split_sources,
+)
+from adjoint.data.tokenizer import Tokenizer, unknown_nucleotides
 from adjoint.documents import document_ends
 from adjoint.errors import UserError
 from adjoint.files import (
@@ -39,7 +48,7 @@ from adjoint.files import (
     write_atomically,
 )
 
-_FORMAT = 4  # increase it whenever the same sources would give other tokens or another file layout
+_FORMAT = 5  # increase it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick
 _SPAN = 1 << 22  # tokens counted at once
 _PIECE = 4 << 20  # characters per call of a tokenizer, which takes about a hundred times as much memory
@@ -56,7 +65,7 @@ class TokenCache:
         apart: whether the separator occurs only at the ends of documents.
         documents: (documents, 2) uint64, memory-mapped: a digest of each document's tokens, and their
             number.
-        notes: lines about what records hold and nobody reads.
+        notes: lines about what records hold and nobody reads, and about answers that tokens change.
     """
 
     train: np.ndarray
@@ -77,22 +86,31 @@ def open_tokens(
     eval_fraction: float,
     cache_dir: str | None,
     max_tokens: int | None = None,
+    upper_case: bool = False,
 ) -> TokenCache:
-    """Return the tokens of `sources`, from the cache or tokenised now; a damaged cache is rebuilt. At most
-    `max_tokens` are read, held-out ones included. Raises UserError for an unusable source or cache folder."""
+    """Return the tokens of `sources`, from the cache or tokenised now; a damaged cache is rebuilt.
+
+    Args:
+        max_tokens: how many are read at most, held-out ones included.
+        upper_case: whether plain text is read in upper case.
+
+    Raises:
+        UserError: a source or the cache folder is unusable.
+    """
     files = [source.identity for source in sources.files]
     settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, tokenizer.bos_ids]
     settings += [text_field, eval_fraction]
     settings += [] if max_tokens is None else [max_tokens]
+    settings += ["upper case"] if upper_case else []
     key = hashlib.blake2b(json.dumps([settings, files]).encode(), digest_size=16).hexdigest()
-    folder = Path(cache_dir).expanduser() if cache_dir else cache_folder()
+    folder = _folder_of(cache_dir)
     cached = _read_cache(folder, key)
     if cached is not None:
         return _noted(cached)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder, _STALE_SECONDS)
-        _build(folder / key, sources, tokenizer, text_field, eval_fraction, max_tokens)
+        _build(folder / key, sources, tokenizer, text_field, eval_fraction, max_tokens, upper_case)
     except OSError as error:
         raise UserError(
             f"the token cache cannot be written in {folder} ({error.strerror or error}): "
@@ -102,6 +120,51 @@ def open_tokens(
     if cached is None:
         raise UserError(f"the token cache in {folder} cannot be read back: is the disk full or damaged?")
     return _noted(cached)
+
+
+def _folder_of(cache_dir: str | None) -> Path:
+    return Path(cache_dir).expanduser() if cache_dir else cache_folder()
+
+
+def characters_of(
+    sources: Sources,
+    text_field: str | None,
+    cache_dir: str | None,
+    max_characters: int | None = None,
+    upper_case: bool = False,
+) -> str:
+    """Return the characters of a text, sorted, from the cache if they were found before.
+
+    Raises:
+        UserError: a source cannot be read, or holds conversations.
+    """
+    identity = [[source.identity for source in sources.files], text_field, max_characters, upper_case]
+    key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+    file = _folder_of(cache_dir) / f"{key}.chars.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(file.read_bytes())
+        if content["checksum"] == _checksum_of_characters(key, content["characters"]):
+            return str(content["characters"])
+    characters, left = set[str](), sys.maxsize if max_characters is None else max_characters
+    for document in _documents(sources.files, text_field, None, upper_case):
+        if isinstance(document, Chat):
+            raise UserError(f"{document.place}: data.tokenizer chars has no chat template; name a text field")
+        text = document[:left]
+        # counted by NumPy where a character is a byte: genomes are long
+        codes = np.frombuffer(text.encode(), np.uint8) if text.isascii() else None
+        characters |= set(text) if codes is None else set(map(chr, np.flatnonzero(np.bincount(codes))))
+        if (left := left - len(text)) <= 0:
+            break
+    text_characters = "".join(sorted(characters))
+    content = {"characters": text_characters, "checksum": _checksum_of_characters(key, text_characters)}
+    with contextlib.suppress(OSError):  # the cache of tokens, written next, says what is wrong
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(content))
+    return text_characters
+
+
+def _checksum_of_characters(key: str, characters: str) -> str:
+    return hashlib.blake2b(json.dumps([key, characters]).encode(), digest_size=16).hexdigest()
 
 
 def _noted(cached: TokenCache) -> TokenCache:
@@ -170,6 +233,7 @@ def _build(
     text_field: str | None,
     eval_fraction: float,
     max_tokens: int | None,
+    upper_case: bool,
 ) -> None:
     """Tokenise, and put both cache files in place."""
     from tqdm import tqdm
@@ -184,17 +248,17 @@ def _build(
     )
     try:
         with open(unfinished, "xb") as out, bar:
-            writer = _Writer(out, tokenizer)
-            writer.write(_documents(train, text_field, bar), most_train)
+            writer = _Writer(out, tokenizer, any(is_fasta(file) for file in sources.files))
+            writer.write(_documents(train, text_field, bar, upper_case), most_train)
             n_train = writer.tokens
-            writer.write(_documents(held_out, text_field, bar), most)
+            writer.write(_documents(held_out, text_field, bar, upper_case), most)
         if writer.tokens == 0:
             raise UserError(f"{sources.description}: there is no text in it")
         if not held_out:
             n_train = writer.tokens - round(writer.tokens * eval_fraction)
         tokens = np.memmap(unfinished, writer.dtype, mode="r")
         if not (tokens >= 0).any():
-            raise UserError("data.path: its conversations have no message of the role assistant to learn")
+            raise UserError("data.path: no token of it is predicted: there is no answer, or nothing but N's")
         shares = frequencies(tokens[:n_train])
         meta = {
             "dtype": writer.dtype.name,
@@ -217,22 +281,26 @@ def _build(
     write_atomically(place.with_name(f"{place.name}.json"), json.dumps(meta, indent=1))
 
 
-def _documents(files: Iterable[Source], text_field: str | None, bar: Any) -> Iterator[str | Chat]:
-    """Yield the documents of files; the bar counts characters, approximately."""
+def _documents(
+    files: Iterable[Source], text_field: str | None, bar: Any, upper_case: bool
+) -> Iterator[str | Chat]:
+    """Yield the documents of files; the bar, if there is one, counts characters, approximately."""
     for file in files:
         for text in read_documents(file, text_field):
-            yield text
-            bar.update(len(text) if isinstance(text, str) else len(str(text.messages)))
+            yield type(text)(text.upper()) if upper_case and isinstance(text, str) else text
+            if bar is not None:
+                bar.update(len(text) if isinstance(text, str) else len(str(text.messages)))
 
 
 class _Writer:
     """Writes the `tokens` of documents, counted, the separator after each; `apart` and `documents` as of
     `TokenCache`."""
 
-    def __init__(self, out: IO[bytes], tokenizer: Tokenizer) -> None:
+    def __init__(self, out: IO[bytes], tokenizer: Tokenizer, has_nucleotides: bool = False) -> None:
         self.out, self.tokenizer, self.chats = out, tokenizer, ChatEncoder(tokenizer)
+        self.unknown = unknown_nucleotides(tokenizer) if has_nucleotides else np.empty(0, np.int64)
         highest = tokenizer.vocab_size - 1
-        self.dtype = np.min_scalar_type(~highest if tokenizer.chats else highest)
+        self.dtype = np.min_scalar_type(~highest if tokenizer.chats or has_nucleotides else highest)
         self.tokens, self.apart, self.documents = 0, True, array.array("Q")
         self.digest, self.length = hashlib.blake2b(digest_size=8), 0  # of the current document
         self.before = np.empty(0, np.int64)  # tokens that may begin a separator
@@ -272,8 +340,11 @@ class _Writer:
                 yield from ((self.chats.encode(chat), True) for chat in group)
                 continue
             for pieces in _pieces(group):
-                encoded = self.tokenizer.encode_batch([text for text, _, _ in pieces])
-                for each, (_, first, last) in zip(encoded, pieces, strict=True):
+                encoded = self.tokenizer.encode_batch([piece.text for piece in pieces])
+                for each, (_, first, last, has_unknown) in zip(encoded, pieces, strict=True):
+                    if has_unknown:  # N's say nothing about what comes next, and are not predicted
+                        ids = np.asarray(each, np.int64)
+                        each = np.where(np.isin(ids, self.unknown), ~ids, ids)
                     if (
                         first and len(bos) and list(each[: len(bos)]) != bos.tolist()
                     ):  # a text may have it already
@@ -281,11 +352,24 @@ class _Writer:
                     yield (np.append(each, separator) if last else each), last
 
 
-def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool, bool]]]:
-    """Texts in groups to be tokenised together: many short ones, or a piece of a very long one, cut at a line
-    end. Each piece comes with whether it is the first and whether it is the last of its text.
+class _Piece(NamedTuple):
+    """A piece of a text.
+
+    Attributes:
+        first, last: whether it is the first and the last of its text. nucleotides: whether that is one of
+            `Nucleotides`.
     """
-    group: list[tuple[str, bool, bool]] = []
+
+    text: str
+    first: bool
+    last: bool
+    nucleotides: bool
+
+
+def _pieces(texts: Iterable[Any]) -> Iterator[list[_Piece]]:
+    """Texts in groups to be tokenised together: many short ones, or a piece of a very long one, cut at a line
+    end."""
+    group: list[_Piece] = []
     characters = 0
     for text in texts:
         first = 0
@@ -293,7 +377,8 @@ def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool, bool]]]:
             end = min(first + _PIECE, len(text))
             if end < len(text):
                 end = text.rfind("\n", first, end) + 1 or end
-            group.append((text[first:end], first == 0, end == len(text)))
+            is_sequence = isinstance(text, Nucleotides)
+            group.append(_Piece(text[first:end], first == 0, end == len(text), is_sequence))
             characters += end - first
             if characters >= _PIECE:
                 yield group

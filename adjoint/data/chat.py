@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,13 @@ from adjoint.errors import UserError
 
 # Roles that are not trained on. Any other name (Assistant, model, gpt) may mark an answer, and is refused.
 ASKING = {"system", "developer", "user", "tool", "function", "ipython", "observation", "context"}
-HELD = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # what a message may contain
+HELD = (
+    "content",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "tool_calls",
+)  # what a message may contain; calls last
 # Fields by which data sets of OpenAI, axolotl, ms-swift and slime say whether an answer is trained on.
 MARKS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
 # Fields that a template may leave out without a word: a chat says the same without them, or they are `HELD`.
@@ -42,11 +48,32 @@ class Span(NamedTuple):
     stop: int
 
 
+class Difference(NamedTuple):
+    """A way in which predicted tokens differ from a record's answers: a kind, noted once, and a line."""
+
+    kind: str
+    line: str
+
+
+class EncodedChat(NamedTuple):
+    """The tokens of a rendered chat.
+
+    Attributes:
+        offsets: the characters [start, stop) of each token, (n, 2); None if the tokenizer does not tell.
+        owners: the number of the answer that each token belongs to, -1 for none: (n,) int64.
+    """
+
+    ids: list[int]
+    offsets: np.ndarray | None
+    owners: np.ndarray
+
+
 class ChatEncoder:
     """Turns chats into tokens.
 
     Attributes:
-        notes: A line for each field of a message that is not read, by the field's name.
+        notes: A line for each field of a message that is not read, by the field's name, and for each way in
+            which what is predicted differs from the answers, by `Difference.kind`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -71,7 +98,10 @@ class ChatEncoder:
             )
         rendered = _Rendered(tokenizer, chat, messages)
         spans = rendered.answers(predicted_messages)
-        ids, predicted = _predicted_tokens(tokenizer, rendered.text, spans, chat.place)
+        encoded = _encoded(tokenizer, rendered.text, spans, chat.place)
+        ids, predicted = encoded.ids, encoded.owners >= 0
+        for kind, line in _differences(tokenizer, rendered, predicted_messages, spans, encoded, self.notes):
+            self._note(f"{chat.place}: {line}", kind)
         separator = list(tokenizer.separator_ids)
         if separator and not _is_closed(tokenizer, ids, separator):
             answered = messages[-1]["role"] == "assistant" and predicted_messages[-1]
@@ -400,9 +430,14 @@ def _python_forms(value: Any) -> Iterator[str]:
 
 def _places(leaf: str, text: str, first: int = 0) -> list[Span]:
     """Return the spans of a leaf in a squeezed text, as it is or JSON-escaped."""
-    forms = {_squeezed(leaf), *(_squeezed(json.dumps(leaf, ensure_ascii=a)[1:-1]) for a in (False, True))}
+    forms = {_squeezed(form) for form in _forms(leaf)}
     starts = [(text.find(form, first), len(form)) for form in forms]
     return [Span(start, start + size) for start, size in starts if start >= 0]
+
+
+def _forms(leaf: str) -> list[str]:
+    """Return the forms in which a template may write a text: as it is or JSON-escaped."""
+    return [leaf, *(json.dumps(leaf, ensure_ascii=escaped)[1:-1] for escaped in (False, True))]
 
 
 def _squeezed(text: str) -> str:
@@ -413,16 +448,15 @@ def _squeezed(text: str) -> str:
 # ------------------------------------------------------------------------------------------------- tokens
 
 
-def _predicted_tokens(
-    tokenizer: FileTokenizer, text: str, spans: list[Span], place: str
-) -> tuple[list[int], np.ndarray]:
-    """Return a text's tokens, and which of them are those of the spans: (n,) bool.
+def _encoded(tokenizer: FileTokenizer, text: str, spans: list[Span], place: str) -> EncodedChat:
+    """Return a text's tokens, and to which of the spans they belong.
 
     Raises:
         UserError: a token covers text inside and outside of an answer, or what would be predicted does not
             decode to the answers.
     """
-    ids, offsets = tokenizer.encode_with_offsets(text)
+    ids, pairs = tokenizer.encode_with_offsets(text)
+    offsets = None if pairs is None else np.array(pairs, np.int64).reshape(-1, 2)
     if offsets is None:
         owners = _owners_by_prefixes(tokenizer, ids, text, spans, place)
     else:
@@ -437,7 +471,67 @@ def _predicted_tokens(
                 f"{tokenizer.name} does not tell which tokens are the answer's; leave the record out, or "
                 "name another data.tokenizer"
             )
-    return ids, owners >= 0
+    return EncodedChat(ids, offsets, owners)
+
+
+def _differences(
+    tokenizer: FileTokenizer,
+    rendered: _Rendered,
+    predicted: list[bool],
+    spans: list[Span],
+    encoded: EncodedChat,
+    noted: Container[str],
+) -> Iterator[Difference]:
+    """Yield how predicted tokens differ from the record's answers; kinds that are `noted` may be left out."""
+    answers = [rendered.text[start:stop] for start, stop in spans]
+    if "trimmed" not in noted:
+        for i, message in enumerate(rendered.messages):
+            written = (leaf for field in HELD[:-1] for leaf in _leaves(message.get(field)))
+            if message["role"] == "assistant" and predicted[i]:
+                for leaf in written:
+                    if not any(form in answer for form in _forms(leaf) for answer in answers):
+                        line = f"the chat template changes whitespace of an answer, message {i + 1} "
+                        yield Difference(
+                            "trimmed", f"{line}({leaf[:60]!r}), and the changed one is predicted"
+                        )
+    if encoded.offsets is not None:
+        yield from _differences_of_tokens(tokenizer, rendered.text, spans, encoded, noted)
+    unknown = tokenizer.unknown_id
+    if unknown is not None and unknown in np.array(encoded.ids)[encoded.owners >= 0]:
+        line = f"{tokenizer.name} has no token for a part of an answer; its unknown token is predicted there"
+        yield Difference("unknown", line)
+
+
+def _differences_of_tokens(
+    tokenizer: FileTokenizer, text: str, spans: list[Span], encoded: EncodedChat, noted: Container[str]
+) -> Iterator[Difference]:
+    """Yield what tokens join to the answers, drop from them or write otherwise."""
+    assert encoded.offsets is not None
+    covered = np.zeros(len(text) + 1, np.int64)
+    np.add.at(covered, encoded.offsets[:, 0], 1)
+    np.add.at(covered, encoded.offsets[:, 1], -1)
+    is_covered = np.cumsum(covered)[:-1] > 0
+    for number, (first, last) in enumerate(spans):
+        tokens = np.flatnonzero(encoded.owners == number)
+        start, stop = encoded.offsets[tokens].T
+        for token in tokens[((start < first) & (stop > first)) | ((start < last) & (stop > last))]:
+            joined = text[slice(*encoded.offsets[token])]
+            # A special token may take whitespace beside it in, and is the same token without.
+            if not tokenizer.is_token(encoded.ids[token], joined.strip()):
+                line = (
+                    f"token {joined!r} of {tokenizer.name} joins whitespace beside an answer to it, and is "
+                )
+                yield Difference("joined", f"{line}predicted; generation prompts may end in that whitespace")
+        answer = text[first:last]
+        if not is_covered[first:last].all():
+            dropped = answer[int((~is_covered[first:last]).argmax()) :][:1]
+            line = f"{tokenizer.name} drops whitespace of answers, such as {dropped!r}, which nobody learns"
+            yield Difference("dropped", line)
+        if "normalized" not in noted and (changed := tokenizer.changed_by_normalizer(answer)) is not None:
+            line = (
+                f"{tokenizer.name} changes the text of an answer before it is predicted, to {changed[:60]!r}"
+            )
+            yield Difference("normalized", line)
 
 
 def _says_the_same(tokenizer: FileTokenizer, ids: list[int], others: list[int]) -> bool:
@@ -453,7 +547,7 @@ def _says_the_same(tokenizer: FileTokenizer, ids: list[int], others: list[int]) 
 
 
 def _owners_by_offsets(
-    tokenizer: FileTokenizer, offsets: list[tuple[int, int]], text: str, spans: list[Span], place: str
+    tokenizer: FileTokenizer, offsets: np.ndarray, text: str, spans: list[Span], place: str
 ) -> np.ndarray:
     """Return the number of the span that each token belongs to, -1 for none, (n,) int64, by the characters
     that it covers. Whitespace at a span's edge belongs to the token that it is in."""
@@ -464,7 +558,7 @@ def _owners_by_offsets(
     words = np.flatnonzero(~np.isin(codes, _SPACES))  # characters that are not whitespace
     of_word = np.append(of_character[words], -1)
     changes = np.append(0, np.cumsum(of_word[1:] != of_word[:-1]))  # of owners, up to each of these
-    start, stop = np.array(offsets, np.int64).reshape(-1, 2).T
+    start, stop = offsets.T
     first, last = np.searchsorted(words, start), np.searchsorted(words, stop) - 1
     has_words = last >= first
     joined = has_words & (changes[np.maximum(last, 0)] != changes[first])

@@ -1,8 +1,8 @@
 """Files that text comes from, and the documents in them.
 
 A *source* is one file on disk; it holds one document (.txt, .md, .py) or many (.jsonl: one per line;
-.parquet: one per row; .json: one per element of its array). Sources have a fixed order, so the same files
-always give the same stream.
+.parquet: one per row; .json: one per element of its array; FASTA: one per record). Sources have a fixed
+order, so the same files always give the same stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 from adjoint.errors import UserError
 
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet", ".json")
+FASTA = (".fasta", ".fa", ".fna", ".ffn", ".frn", ".faa")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet", ".json", *FASTA)
 _NAMED = ".json"  # read only if its name is given: folders hold others that are no text
 _COMPRESSED = (".gz", ".zst")
 _SUPPORTED = f"supported are {' '.join(SUFFIXES)}, each also as .gz or .zst ({_NAMED} by its name)"
@@ -67,6 +68,10 @@ class Sources:
     description: str
 
 
+class Nucleotides(str):
+    """A document of a FASTA file: a sequence of nucleotides, where N stands for one that is not known."""
+
+
 @dataclass(frozen=True)
 class Chat:
     """A chat: messages, each with role and content; the tools that the assistant may call; the place of the
@@ -102,6 +107,11 @@ def find_sources(
     files = tuple(files_by_path.values())
     description = ", ".join(paths[:3]) + ", …" * (len(paths) > 3)
     return Sources(files, description if len(files) == 1 else f"{description} ({len(files)} files)")
+
+
+def is_fasta(source: Source) -> bool:
+    """Whether a file has the format FASTA, by its name."""
+    return source.table is None and _suffix(source.path) in FASTA
 
 
 def check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
@@ -146,7 +156,8 @@ def read_documents(source: Source, text_field: str | None) -> Iterator[str | Cha
     """Yield the documents of one file. Raises UserError if the file or a record in it cannot be read.
 
     A byte order mark is dropped and line ends are kept; blank .jsonl lines and null texts are skipped. A
-    field with a list of messages is a chat. Unless `text_field` names a field, a record's document is its
+    field with a list of messages is a chat. Of a FASTA file each record is a document, without its line that
+    begins with ">". Unless `text_field` names a field, a record's document is its
     `messages`, or else its `text`.
     """
     path = source.path
@@ -164,6 +175,8 @@ def read_documents(source: Source, text_field: str | None) -> Iterator[str | Cha
                 compressed = path.name.lower().endswith(_COMPRESSED)
                 seekable = io.BytesIO(stream.read()) if compressed else stream
                 yield from _documents(_parquet_records(seekable, path, text_field), text_field)
+            elif _suffix(path) in FASTA:
+                yield from _fasta_records(stream, path)
             else:
                 yield stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -285,7 +298,12 @@ def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
 def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat]:
     """Yield the document of one record, if it has one."""
     if not isinstance(record, dict):
-        raise UserError(f"{place}: expected a JSON object with a field {_fields(field)[0]!r}")
+        forms = " or ".join(
+            '{"messages": […]}' if f == "messages" else f'{{"{f}": "…"}}' for f in _fields(field)
+        )
+        raise UserError(
+            f"{place}: is {json.dumps(record)[:60]}, not a JSON object; write {forms} for each document"
+        )
     fields = _present(record, field, place)
     name = next((name for name in fields if record[name] is not None), fields[0])
     value = record[name]
@@ -382,6 +400,31 @@ def _json_records(stream: Iterable[bytes], path: Path) -> Records:
                 yield f"{path}:{number}", json.loads(content)
         except (ValueError, RecursionError) as error:  # also for a number with more digits than Python reads
             raise UserError(f"{path}:{number}: not a JSON line in UTF-8 ({error})") from None
+
+
+# Letters of amino acids that stand for no nucleotide, not even for a choice of them.
+_PROTEIN = re.compile("[EFIJLOPQXZ*]", re.IGNORECASE)
+
+
+def _fasta_records(stream: Iterable[bytes], path: Path) -> Iterator[str]:
+    """Yield the sequences of a FASTA file, each on one line; of nucleotides as `Nucleotides`."""
+    lines, is_open = list[str](), False
+    for number, line in enumerate(stream, 1):
+        text = line.decode("utf-8-sig").strip()
+        if text.startswith(">"):
+            yield from _sequence(lines)
+            lines, is_open = [], True
+        elif text and not text.startswith(";"):
+            if not is_open:
+                raise UserError(f"{path}:{number}: a FASTA file begins with a line '>name'; or name it .txt")
+            lines.append(text)
+    yield from _sequence(lines)
+
+
+def _sequence(lines: list[str]) -> Iterator[str]:
+    """Yield the sequence on some lines, if there is one."""
+    if text := "".join("".join(lines).split()):
+        yield text if _PROTEIN.search(text) else Nucleotides(text)
 
 
 def _table(text: str, key: str, streaming: bool) -> Source:

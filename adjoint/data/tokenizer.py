@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ class ByteTokenizer:
         identity: Digest of everything that determines the ids.
         files: The files of its folder, or its tokenizer.json; none for bytes.
         chats: Whether there is a chat template, which chats need.
+        setting: The value of `data.tokenizer` that stands for what was found in the text, if anything was.
     """
 
     chats = False
@@ -32,6 +34,7 @@ class ByteTokenizer:
     vocab_size = 256
     identity = "byte"
     files: Sequence[Path] = ()
+    setting: str | None = None
 
     def __init__(self, separator: str | None = None) -> None:
         self.separator_ids: tuple[int, ...] = (0,) if separator is None else tuple(separator.encode())
@@ -49,6 +52,59 @@ class ByteTokenizer:
         return bytes(np.asarray(ids).tolist()).decode("utf-8", errors="replace")
 
 
+class CharTokenizer:
+    """A token for each of some characters, with the attributes of `ByteTokenizer`; token 0 ends documents.
+
+    Args:
+        characters: those that there are tokens for, each once. separator: of `data.separator`.
+
+    Attributes:
+        setting: the value of `data.tokenizer` that gives the same tokens, whatever the text.
+    """
+
+    chats = False
+    bos_ids: tuple[int, ...] = ()
+    name = "chars"
+    files: Sequence[Path] = ()
+
+    def __init__(self, characters: str, separator: str | None = None) -> None:
+        self.setting = f"{CHARS}:{characters}"
+        self.characters = "\0" + "".join(sorted(set(characters) - {"\0"}))
+        self.vocab_size = len(self.characters)
+        codes = np.array([ord(c) for c in self.characters])
+        self._ids = np.full(codes.max() + 1, -1, np.int64)  # by code point
+        self._ids[codes] = np.arange(len(codes))
+        self.separator_ids = (0,) if separator is None else tuple(self.encode(separator))
+        self.identity = hashlib.blake2b(
+            self.setting.encode("utf-8", "surrogatepass"), digest_size=16
+        ).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. Raises UserError for a character without a token."""
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, (n,) int64."""
+        return [self._encoded(text) for text in texts]
+
+    def _encoded(self, text: str) -> np.ndarray:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        ids = np.full(len(codes), -1, np.int64)
+        within = codes < len(self._ids)
+        ids[within] = self._ids[codes[within]]
+        if (ids < 0).any():
+            unknown = chr(codes[int((ids < 0).argmax())])
+            raise UserError(
+                f"data.tokenizer {CHARS}: has no token for {unknown!r}; its characters are "
+                f"{self.characters[1:41]!r}: take it out of the text, or begin another run with {CHARS}"
+            )
+        return ids
+
+    def decode(self, ids: Any) -> str:
+        """Text of token ids."""
+        return "".join(self.characters[int(i)] for i in ids)
+
+
 class FileTokenizer:
     """A tokenizer.json, or a local Hugging Face tokenizer folder; with the attributes of `ByteTokenizer`
     and the `renderer` of chats, the tokenizer of transformers, None without it.
@@ -59,6 +115,7 @@ class FileTokenizer:
     """
 
     renderer: Any = None
+    setting: str | None = None
     _backend: Any = None  # of the tokenizers library; None for a tokenizer written in Python
     _encode_batch: Callable[[list[str]], list[Sequence[int] | np.ndarray]]
     _decode: Callable[[list[int]], Any]
@@ -101,6 +158,33 @@ class FileTokenizer:
     def continues(self) -> str | None:
         """The prefix of tokens that continue a word, such as "##"."""
         return getattr(getattr(self._backend, "model", None), "continuing_subword_prefix", None)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids of all tokens, by their spelling in the vocabulary."""
+        return self._vocab
+
+    def is_token(self, token: int, text: str) -> bool:
+        """Whether a token is written as the text in the vocabulary, as special tokens are."""
+        return self._vocab.get(text) == token
+
+    def changed_by_normalizer(self, text: str) -> str | None:
+        """Return what the tokenizer makes of a text before it cuts it into tokens; None if it is the same.
+
+        Whitespace at the ends, "\N{LOWER ONE EIGHTH BLOCK}" for a space, and special tokens do not count."""
+        normalizer = getattr(self._backend, "normalizer", None)
+        if normalizer is None:
+            return None
+
+        def normalized(piece: str) -> str:
+            return str(normalizer.normalize_str(piece)).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").strip()
+
+        if (changed := normalized(text)) == text.strip():
+            return None
+        special = sorted(
+            (token.content for token in self._backend.get_added_tokens_decoder().values()), key=len
+        )
+        pieces = re.split("|".join(map(re.escape, reversed(special))), text) if special else [text]
+        return changed if any(normalized(piece) != piece.strip() for piece in pieces) else None
 
     @property
     def _template(self) -> Any:
@@ -240,7 +324,8 @@ class FileTokenizer:
         return str(self._decode([int(i) for i in ids]))
 
 
-Tokenizer = ByteTokenizer | FileTokenizer
+Tokenizer = ByteTokenizer | CharTokenizer | FileTokenizer
+CHARS = "chars"  # value of `data.tokenizer`; with characters after a colon, for these alone
 
 
 # Files of a tokenizer in a Hugging Face folder; one that matches the first row is a tokenizer.
@@ -287,6 +372,8 @@ def load_tokenizer(
     """
     if tokenizer in (None, ByteTokenizer.name):
         return ByteTokenizer(separator)
+    if tokenizer is not None and tokenizer.startswith(f"{CHARS}:"):
+        return CharTokenizer(tokenizer.removeprefix(f"{CHARS}:"), separator)
     return FileTokenizer(tokenizer, separator, trust_remote_code)
 
 
@@ -295,6 +382,64 @@ def describe_boundaries(tokenizer: Tokenizer) -> str:
     end, begin = tokenizer.decode(tokenizer.separator_ids), tokenizer.decode(tokenizer.bos_ids)
     words = [f"begin with {begin!r}"] * bool(begin) + [f"end with {end!r}"] * bool(end)
     return f"documents {' and '.join(words)}" if words else "nothing between documents"
+
+
+def needs_text(tokenizer: str | None) -> bool:
+    """Whether a value of `data.tokenizer` stands for what is found in the text."""
+    return tokenizer == CHARS
+
+
+def has_no_files(tokenizer: str | None) -> bool:
+    """Whether a value of `data.tokenizer` says everything, so that there are no files to read or compare."""
+    return tokenizer in (None, ByteTokenizer.name) or str(tokenizer).partition(":")[0] == CHARS
+
+
+def unknown_nucleotides(tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens that are N's and nothing else, (n,) int64."""
+    if isinstance(tokenizer, FileTokenizer):
+        marks = ("\N{LOWER ONE EIGHTH BLOCK}", "\u0120", tokenizer.continues or "")  # at a word's beginning
+        return np.array(
+            [i for token, i in tokenizer.vocabulary().items() if _is_unknown(_without(token, marks))],
+            np.int64,
+        )
+    characters = tokenizer.characters if isinstance(tokenizer, CharTokenizer) else map(chr, range(256))
+    return np.array([i for i, c in enumerate(characters) if _is_unknown(c)], np.int64)
+
+
+def _is_unknown(text: str) -> bool:
+    return bool(text) and set(text) <= {"N", "n"}
+
+
+def _without(token: str, marks: Sequence[str]) -> str:
+    for mark in filter(None, marks):
+        token = token.removeprefix(mark)
+    return token
+
+
+def char_tokenizer_files(tokenizer: CharTokenizer) -> dict[str, Any]:
+    """Return the files, by name, of a tokenizer folder of transformers with the ids of a `CharTokenizer`."""
+    split = {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False}
+    vocab = {character: i for i, character in enumerate(tokenizer.characters)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end = {"pad_token": "\0"} | ({"eos_token": "\0"} if tokenizer.separator_ids == (0,) else {})
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": 0, "content": "\0", **flags, "special": True}],
+            "normalizer": None,
+            "pre_tokenizer": split,
+            "post_processor": None,
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "\0"},
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **end,
+        },
+    }
 
 
 def byte_tokenizer_files(separator: str | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.schedule import Action, Schedule, cut_before_backward, keys_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
-from adjoint.engine.tile import Gradients
+from adjoint.engine.tile import Gradients, Tape
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
 
@@ -67,6 +67,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, steps: ChunkedStep, back: Backward, results: list[Tensor], *inputs: Tensor) -> Any:
         ctx.back, ctx.grad_inputs = back, steps.grad_inputs
+        ctx.executor = getattr(steps, "executor", None)  # None if the backward is done already
         # saved so that autograd refuses a backward after a change in place
         ctx.save_for_backward(*inputs, *steps.batch.tensors)
         ctx.set_materialize_grads(False)
@@ -78,6 +79,9 @@ class _Chunked(torch.autograd.Function):
     @differentiable_once("a result by chunks")
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         _ = ctx.saved_tensors  # the check happens on access
+        for value in ctx.executor.store.values() if ctx.executor is not None else ():
+            if isinstance(value, Tape):
+                value.check_is_ours()
         gradients, d_initial = ctx.back(*cotangents)
         return None, None, None, *input_gradients(ctx.grad_inputs, gradients), *d_initial
 

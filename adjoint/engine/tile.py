@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
 from adjoint.engine.leaves import UnlistedLeaves, alias, next_node, suspend_hooks
+from adjoint.errors import UserError
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import products_kept
@@ -29,6 +31,11 @@ MANY_TERMS = 256  # a product that sums fewer terms per element is cheaper to re
 
 Cotangents = tuple[Tensor | None, ...]
 Replaced = Callable[[dict[Tensor, Tensor]], contextlib.AbstractContextManager[None]]
+KEPT_ACTIVATION = (
+    "the loss reads a tensor of one chunk's own graph, such as an activation that a forward hook has kept; "
+    "chunks are computed apart, so its gradient would lack all other chunks: take such a loss from the "
+    "outputs of the call, or call the unwrapped model"
+)
 Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents]]
 
 
@@ -138,6 +145,54 @@ class StreamingAccumulator:
         self.pending, self.bytes = [], 0
 
 
+class TapeHooks:
+    """Hooks of a tape's leaves: gradients come from the tape's own pullback, or are refused.
+
+    A tensor of a tile's graph that user code has kept, such as an activation in a forward hook, leads to
+    these leaves, which stand for parameters and inputs. In another backward its gradient would be lost there.
+
+    Attributes:
+        accumulator: takes parameters' gradients while the pullback runs; None before and after.
+    """
+
+    accumulator: StreamingAccumulator | None = None
+
+    def take(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """Hand a parameter's gradient to the accumulator."""
+        if self.accumulator is None:
+            raise UserError(KEPT_ACTIVATION)
+        return self.accumulator.take(parameter, gradient)
+
+    def check(self, gradient: Tensor | None) -> None:
+        """Raise UserError if the gradient of an input does not come from the pullback."""
+        if self.accumulator is None:
+            raise UserError(KEPT_ACTIVATION)
+
+
+class Tape:
+    """A tile's pullback, and the leaves of its graph."""
+
+    def __init__(self, pullback: Pullback, leaves: Sequence[Tensor]) -> None:
+        self.pullback, self.leaves = pullback, leaves
+
+    def __call__(self, dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
+        """Pull cotangents back; see `linearize`."""
+        return self.pullback(dy, dstate)
+
+    def check_is_ours(self) -> None:
+        """Raise UserError if the backward that runs now goes through this graph by itself.
+
+        Called in the backward of an autograd function. The graph is freed by its pullback, after which
+        PyTorch would only say that it is gone through a second time."""
+        for leaf in self.leaves:
+            try:
+                is_reached = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+            except (AttributeError, RuntimeError):  # PyTorch does not say it of leaves in autograd.grad
+                return
+            if is_reached:
+                raise UserError(KEPT_ACTIVATION)
+
+
 def linearize(
     call: Callable[[list[Tensor], Tensor, State], tuple[Tensor, State]],
     parameters: Sequence[Tensor],
@@ -166,7 +221,7 @@ def linearize(
     differentiable += [s.anchor for s in state if hasattr(s, "anchor")]
     pairs = zip(parameters, parameters if used is None else used, strict=True)
     leaves = [alias(t, parameter.requires_grad) for parameter, t in pairs]
-    begin, stand_ins = next_node(), gradients.unlisted_leaves.make_stand_ins()
+    begin, stand_ins, hooks = next_node(), gradients.unlisted_leaves.make_stand_ins(), TapeHooks()
     with torch.enable_grad(), stand_ins or contextlib.nullcontext():
         y, after = call(leaves, x, state)
     outputs: list[Tensor] = [y, *after]
@@ -176,24 +231,30 @@ def linearize(
         outputs, {*differentiable, *(leaf for _, leaf in trained)}, begin
     )
 
+    inputs = [*differentiable, *(leaf for _, leaf in trained)]
+    for leaf in differentiable:
+        leaf.register_hook(hooks.check)
+    for parameter, leaf in trained:
+        leaf.register_hook(functools.partial(hooks.take, parameter))
+
     def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
         pairs = zip(outputs, (dy, *dstate), strict=True)
         seeds = [(out, d) for out, d in pairs if d is not None and out.requires_grad]
         outputs.clear()
         if not seeds:
             return None, (None,) * len(state)
-        accumulator = StreamingAccumulator(gradients)
-        for parameter, leaf in trained:
-            leaf.register_hook(functools.partial(accumulator.take, parameter))
-        inputs = [*differentiable, *(leaf for _, leaf in trained), *unlisted]
-        with suspend_hooks(unlisted) if unlisted else contextlib.nullcontext():
-            grads = gradients.vjp(seeds, inputs)
-        accumulator.flush()
-        gradients.add_all(zip(unlisted, grads[len(inputs) - len(unlisted) :], strict=True))
+        hooks.accumulator = StreamingAccumulator(gradients)
+        try:
+            with suspend_hooks(unlisted) if unlisted else contextlib.nullcontext():
+                grads = gradients.vjp(seeds, [*inputs, *unlisted])
+            hooks.accumulator.flush()
+        finally:
+            hooks.accumulator = None
+        gradients.add_all(zip(unlisted, grads[len(inputs) :], strict=True))
         grad_by_id = dict(zip(map(id, differentiable), grads, strict=False))
         return grad_by_id.get(id(x)), tuple(grad_by_id.get(id(s)) for s in state)
 
-    return y.detach(), tuple(s.detach() for s in after), pullback
+    return y.detach(), tuple(s.detach() for s in after), Tape(pullback, inputs)
 
 
 def recomputed(call: Callable[..., Any], inputs: tuple, mode: str, random: bool = False) -> Any:

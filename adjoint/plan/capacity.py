@@ -5,16 +5,16 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from adjoint.errors import UserError
+from adjoint.memory import size_text
 from adjoint.methods import Exact
 from adjoint.plan.host_weights import in_host_memory
 from adjoint.plan.memory import PARTS, Setup, layer_bytes, needs
-from adjoint.plan.partition import GB, named, partition
+from adjoint.plan.partition import named, partition
 
 LONGEST = 1 << 33  # tokens; no sequence is longer
 ANY_LINK = 1.0  # bytes per second: whether weights in host memory fit does not depend on it
@@ -115,8 +115,8 @@ class Fit:
         need, limit, span, worst = max(shards, key=lambda shard: shard[0].total - shard[1])
         names = {**PARTS, "chunk": f"the work on a chunk of {self.setup.window[1]:,} tokens"}
         largest_parts = sorted(need.parts.items(), key=lambda entry: -entry[1])[:2]
-        contents = " and ".join(f"{size / GB:.2f} GB for {names[name]}" for name, size in largest_parts)
-        has = f"needs {need.total / GB:.2f} GB and its device has {limit / GB:.2f}"
+        contents = " and ".join(f"{size_text(size)} for {names[name]}" for name, size in largest_parts)
+        has = f"needs {size_text(need.total)} and its device has {size_text(limit)}"
         return f"shard {worst} ({named(span)}) {has}: {contents}"
 
     def refusal(self) -> str:
@@ -150,4 +150,4 @@ class Fit:
             enough = bisect.bisect_left(counts, True, key=lambda count: bool(wider(count).spans()))
             remedies += [f"{wider(count).setup.layout.world} such devices" for count in counts[enough:][:1]]
         most = max(need.total for need in needs(setup, self.fastest()))
-        return [*remedies, f"devices of {math.ceil(most / GB * 100) / 100:.2f} GB"]
+        return [*remedies, f"devices of {size_text(most, round_up=True)}"]

@@ -23,6 +23,7 @@ from adjoint.engine.grid import Grid, Key, Tile
 from adjoint.engine.schedule import Send
 from adjoint.engine.tile import Gradients
 from adjoint.plan.host_weights import copy_seconds
+from adjoint.plan.links import Links, Rates, rates_of
 from adjoint.plan.memory import Setup, owned_weights
 from adjoint.plan.model import EMBEDDING, HEAD
 from adjoint.plan.roofline import least_seconds
@@ -242,7 +243,7 @@ def estimate(
     setup: Setup,
     spans: Sequence[range],
     costs: Costs,
-    bytes_per_second: float,
+    links: Links | Rates | float,
     speeds: Sequence[float] | None = None,
     tiles: int = MOST_TILES,
 ) -> Estimate:
@@ -250,24 +251,26 @@ def estimate(
 
     Args:
         spans: each shard's layers.
+        links: how fast devices send to each other; a number is bytes per second of all links.
         speeds: relative speed of each shard's devices; 1 if None. A helper is as fast as the slowest.
         tiles: number of tiles simulated at most; the time of more is extrapolated.
     """
+    rates = links if isinstance(links, Rates) else rates_of(links, setup.layout)
     if setup.layout.tensor > 1:
-        return _over_tensor_ranks(setup, spans, costs, bytes_per_second, speeds, tiles)
+        return _over_tensor_ranks(setup, spans, costs, rates, speeds, tiles)
     turns, helpers = setup.layout.sequence, setup.layout.helpers
     speed = [s for s in speeds or [1.0] * len(spans) for _ in range(turns)]
     speed += [min(speed)] * helpers
     if setup.context_parallel:
-        line = walk(setup, spans, costs, bytes_per_second, speed[::turns], tiles).run()
+        line = walk(setup, spans, costs, rates.messages, speed[::turns], tiles).run()
         sent = step_bytes(setup, spans)
-        return _step(setup, spans, bytes_per_second, line, line.busy, line.idle_share, sent)
+        return _step(setup, spans, rates.sums, line, line.busy, line.idle_share, sent)
     # attention takes a time that grows with the length's square
     counts = setup.counted_chunks(spans, tiles, 3 if costs.pairs else 2)
     lengths = [min(setup.seqlen, n * setup.spec.chunk_size) for n in counts]
     # so does what is computed again for states: it is counted for the full length
     counted_setup = setup if len(counts) == 1 else _with_all_states(setup)
-    batches = [_batch(counted_setup, n, spans, costs, bytes_per_second, speed) for n in counts]
+    batches = [_batch(counted_setup, n, spans, costs, rates.messages, speed) for n in counts]
 
     def at(value: Callable[[Timeline, Counter[tuple[int, int]]], float]) -> float:
         """Return `value` of a timeline, extrapolated from the simulated lengths to the full one.
@@ -287,23 +290,23 @@ def estimate(
     waits = max(0.0, max(busy) - mean, at(lambda line, _: line.idle_share * line.seconds))
     idle = waits / (mean + waits) if mean else 0.0
     bytes_sent = at(lambda _, sent: sent.total()), at(lambda _, sent: max(sent.values(), default=0))
-    return _step(setup, spans, bytes_per_second, batches[-1][0], busy, idle, bytes_sent)
+    return _step(setup, spans, rates.sums, batches[-1][0], busy, idle, bytes_sent)
 
 
 def _over_tensor_ranks(
     setup: Setup,
     spans: Sequence[range],
     costs: Costs,
-    bytes_per_second: float,
+    rates: Rates,
     speeds: Sequence[float] | None,
     tiles: int,
 ) -> Estimate:
     """Estimate a step whose weights ranks share: a rank's, with the time of its collectives."""
     ranks, rank_setup = setup.layout.tensor, setup.tensor_rank
     moved = bytes_per_token(setup.model, ranks, setup.batch, setup.machine)
-    forward, backward = (n * moved / bytes_per_second for n in collectives_of(setup.model.source))
+    forward, backward = (n * moved / rates.tensor for n in collectives_of(setup.model.source))
     share = costs.slower_by(1 / ranks)
-    collective = moved / bytes_per_second
+    collective = moved / rates.tensor
     share = dataclasses.replace(
         share,
         forward=tuple(f + forward for f in share.forward),
@@ -311,7 +314,7 @@ def _over_tensor_ranks(
         head=share.head + collective,
         head_backward=share.head_backward + 2 * collective,
     )
-    rank = estimate(rank_setup, spans, share, bytes_per_second, speeds, tiles)
+    rank = estimate(rank_setup, spans, share, rates, speeds, tiles)
     sent = collective_bytes(setup)
     return dataclasses.replace(
         rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from adjoint.errors import UserError
+from adjoint.memory import size_text
 from adjoint.plan.capacity import Fit
 from adjoint.plan.estimate import Costs, Estimate, estimate, reduced_bytes
+from adjoint.plan.links import Links, rates_of
 from adjoint.plan.memory import COUNTED_TILES, Setup, needs, weights
-from adjoint.plan.partition import GB
 from adjoint.plan.tensor import why_not_split
 from adjoint.train.layout import Layout
+
+MUCH_IDLE = 0.25  # of all devices' time
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,15 @@ class Request:
         setup: the run, with the batch of all replicas; its layout is not read.
         devices: number of devices.
         limits: bytes of each, in the order of the workers' ranks; None if unknown.
-        costs: (setup) → times of its tiles. bytes_per_second: of a link between two devices.
+        costs: (setup) → times of its tiles.
+        links: how fast devices send to each other; a number is bytes per second of all links.
     """
 
     setup: Setup
     devices: int
     limits: Sequence[float] | None
     costs: Callable[[Setup], Costs]
-    bytes_per_second: float
+    links: Links | float
 
     def fit(self, layout: Layout) -> Fit:
         """Return the setup of a layout with its devices; a shard counts as large as its smallest device.
@@ -63,7 +68,7 @@ class Request:
     def estimate(self, fit: Fit, spans: Sequence[range], slower: float = 1.0, **tiles: Any) -> Estimate:
         """Estimate the time of a step of a layout, on devices that take `slower` times as long for tiles."""
         costs = self.costs(fit.setup).slower_by(slower)
-        return estimate(fit.setup, spans, costs, self.bytes_per_second, fit.speeds, **tiles)
+        return estimate(fit.setup, spans, costs, self.links, fit.speeds, **tiles)
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,26 @@ def rank(request: Request, progress: Callable[[int, int], None] = lambda done, c
     ]
 
 
+def more_rows(request: Request, planned: Estimate) -> int | None:
+    """Return rows of a batch with which devices wait for less than half as long; None where they hardly wait.
+
+    More rows make more replicas, which wait for each other only where gradients are summed."""
+    if planned.idle_share < MUCH_IDLE:
+        return None
+    for replicas in (n for n in range(request.devices, 1, -1) if request.devices % n == 0):
+        if replicas <= request.setup.batch:
+            break
+        setup = dataclasses.replace(request.setup, batch=replicas)
+        wider = dataclasses.replace(request, setup=setup)
+        with contextlib.suppress(UserError):
+            fit = wider.fit(Layout(request.devices // replicas, replicas=replicas))
+            if (spans := fit.spans()) is not None:
+                idle = wider.estimate(fit, spans, tiles=COUNTED_TILES).idle_share
+                if idle < planned.idle_share / 2:
+                    return replicas
+    return None
+
+
 def _least(request: Request, fit: Fit) -> float:
     """Return a lower bound of a step's seconds."""
     setup, costs = fit.setup, request.costs(fit.setup)
@@ -173,7 +198,7 @@ def _least(request: Request, fit: Fit) -> float:
     in_order = 0.0
     if not setup.context_parallel:
         in_order = max(f + b for f, b in zip(costs.forward, carried, strict=True)) / setup.layout.tensor
-    reduce = max(reduced_bytes(setup.tensor_rank, fit.fastest())) / request.bytes_per_second
+    reduce = max(reduced_bytes(setup.tensor_rank, fit.fastest())) / rates_of(request.links, setup.layout).sums
     return steps * max(work / workers, in_order) * setup.seqlen + reduce
 
 
@@ -181,7 +206,7 @@ def _ranked(request: Request, fit: Fit, least: float, best: float) -> Ranked:
     setup, spans = fit.setup, fit.fastest()
     fixed = [sum(weights(setup.tensor_rank, span, False, False).values()) for span in spans]
     if fit.limits is not None and sum(fixed) > sum(fit.limits):
-        why = f"weights and optimizer alone take {max(fixed) / GB:.2f} GB of a device"
+        why = f"weights and optimizer alone take {size_text(max(fixed))} of a device"
         return Ranked(setup.layout, None, False, None, least, why)
     if least > best:
         return Ranked(setup.layout, None, None, None, least)
@@ -202,7 +227,7 @@ def _why(ranked: Ranked, first: Ranked) -> str:
     """Return the main reason why a layout is slower than the first."""
     slower = f"{ranked.seconds / first.seconds - 1:.0%} slower"
     if ranked.estimate is None or first.estimate is None:
-        return f"{slower} at least, of which {ranked.least:.3g} s"
+        return f"at least {slower}: {ranked.least:.3g} s without a wait"
     a, b = ranked.estimate, first.estimate
     waits = [e.idle_share * (e.seconds - e.reduce_seconds) for e in (a, b)]
     works = [e.seconds - e.reduce_seconds - w for e, w in zip((a, b), waits, strict=True)]

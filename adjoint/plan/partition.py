@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from adjoint.errors import UserError
-
-GB = 1e9
+from adjoint.memory import size_text
 
 
 def partition(
@@ -57,7 +56,7 @@ def partition(
     _, slowest = _cut(shards, time, np.maximum)
     if np.isinf(slowest):
         raise UserError(
-            f"{layers} layers of {sum(memory or ()) / GB:.2f} GB in all do not fit on {shards} shards"
+            f"{layers} layers of {size_text(sum(memory or ()))} in all do not fit on {shards} shards"
         )
     cuts, _ = _cut(shards, square, np.add)
     return [range(a, b) for a, b in itertools.pairwise(cuts)]

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from adjoint.checkpoint import read_trainer
-from adjoint.data.tokenizer import byte_tokenizer_files, tokenizer_files
+from adjoint.data.tokenizer import (
+    CharTokenizer,
+    byte_tokenizer_files,
+    char_tokenizer_files,
+    has_no_files,
+    load_tokenizer,
+    tokenizer_files,
+)
 from adjoint.errors import UserError
-from adjoint.files import flush, unfinished_path
+from adjoint.files import disk_errors, flush, unfinished_path
 from adjoint.formats import FORMATS
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
@@ -66,7 +73,6 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     check_tokenizer(checkpoint)
     trained = read_trainer(checkpoint).get("config", {})
     source = trained.get("model", {}).get("from_pretrained")
-    trusted = trained.get("model", {}).get("trust_remote_code", False)
     if source is not None and layout != "transformers":
         raise UserError(f"--format {layout}: the run trains the transformers model in {source}; leave it out")
     config = checkpoint_config(checkpoint) if source is None else None
@@ -81,22 +87,31 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     work = unfinished_path(folder)
     work.mkdir(parents=True)
     try:
-        if source is None:
-            stack, weights = from_checkpoint(checkpoint)
-            weights = {name: _cast(t, dtype) for name, t in weights.items()}
-            summary = _write(work, layout, *FORMATS[layout].convert(stack, weights))
-        else:
-            summary = _write_pretrained(work, checkpoint, source, dtype or _dtype_of(source, trusted))
-            summary += _named_weights(trained["model"], source, trusted)
-        summary += _write_tokenizer(work, trained.get("data", {}))
-        for written in (*work.iterdir(), work):
-            flush(written)
-        os.replace(work, folder)  # of an empty folder too, and of nothing else
-        flush(folder.parent)
+        with disk_errors(folder):
+            summary = _write_all(work, checkpoint, layout, dtype)
+            for written in (*work.iterdir(), work):
+                flush(written)
+            os.replace(work, folder)  # of an empty folder too, and of nothing else
+            flush(folder.parent)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
     return summary
+
+
+def _write_all(work: Path, checkpoint: Path, layout: str, dtype: str | None) -> str:
+    """Write model and tokenizer of a checkpoint to a folder; return what was written, in words."""
+    trained = read_trainer(checkpoint).get("config", {})
+    settings = trained.get("model", {})
+    source, trusted = settings.get("from_pretrained"), settings.get("trust_remote_code", False)
+    if source is None:
+        stack, weights = from_checkpoint(checkpoint)
+        weights = {name: _cast(t, dtype) for name, t in weights.items()}
+        summary = _write(work, layout, *FORMATS[layout].convert(stack, weights))
+    else:
+        summary = _write_pretrained(work, checkpoint, source, dtype or _dtype_of(source, trusted))
+        summary += _named_weights(settings, source, trusted)
+    return summary + _write_tokenizer(work, trained.get("data", {}))
 
 
 def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
@@ -143,15 +158,24 @@ def _named_dtypes(weights: Weights) -> str:
 def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
     """Write the tokenizer that a run was trained with, by its `data` settings; return what was written, in
     words."""
-    tokenizer = data.get("tokenizer")
-    if tokenizer in (None, "byte"):
-        for name, content in byte_tokenizer_files(data.get("separator")).items():
+    tokenizer: str = data.get("tokenizer") or "byte"
+    if has_no_files(tokenizer):
+        loaded = load_tokenizer(tokenizer, data.get("separator"))
+        if isinstance(loaded, CharTokenizer):
+            files, kind = char_tokenizer_files(loaded), "characters"
+        else:
+            files, kind = byte_tokenizer_files(data.get("separator")), "bytes"
+        for name, content in files.items():
             (work / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        return ", its tokenizer (bytes)"
-    files = tokenizer_files(tokenizer)
-    for file in files:
+        return f", its tokenizer ({kind})"
+    originals = tokenizer_files(tokenizer)
+    for file in originals:
         shutil.copyfile(file, work / ("tokenizer.json" if Path(tokenizer) == file else file.name))
-    return ", its tokenizer" if files else f", without its tokenizer {tokenizer}, which is not there any more"
+    return (
+        ", its tokenizer"
+        if originals
+        else f", without its tokenizer {tokenizer}, which is not there any more"
+    )
 
 
 def _write(work: Path, layout: str, config: dict[str, Any], weights: Weights) -> str:
@@ -159,11 +183,7 @@ def _write(work: Path, layout: str, config: dict[str, Any], weights: Weights) ->
     if layout == "transformers":
         write_file(work / "model.safetensors", weights, {"format": "pt"})  # transformers asks for that word
     else:
-        file = work / "pytorch_model.bin"
-        try:
-            torch.save(weights, file)
-        except RuntimeError as error:  # its way to say that the disk is full
-            raise OSError(None, " ".join(str(error).split())[:200], str(file)) from error
+        torch.save(weights, work / "pytorch_model.bin")
     name = config["architectures"][0] if layout == "transformers" else "MambaLMHeadModel"
     size = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
     return f"{name} of {layout}, {size:,} parameters, {_named_dtypes(weights)}"

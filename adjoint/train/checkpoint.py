@@ -22,10 +22,12 @@ from adjoint.checkpoint import (
     FORMAT,
     MANIFEST,
     REMOVING,
+    RNG,
     FileEntry,
     StoredTensors,
     TrainerState,
     list_checkpoints,
+    read_rng,
     read_trainer,
     remove_checkpoint,
     sha256,
@@ -33,7 +35,7 @@ from adjoint.checkpoint import (
     verify_checkpoint,
 )
 from adjoint.errors import UserError
-from adjoint.files import flush
+from adjoint.files import disk_errors, flush
 from adjoint.methods import Method
 from adjoint.parallel.split_tensors import gather, is_split, split_like
 from adjoint.train.carried_state import STEM
@@ -76,11 +78,13 @@ def save_checkpoint(
     work.mkdir()
     try:
         files = dict(write(work))
-        torch.save(dict(rng or {}), work / "rng.pt")
-        (work / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1), encoding="utf-8")
-        files |= {name: _flushed(work / name) for name in ("rng.pt", "trainer.json")}
-        manifest = {"format": FORMAT, "step": step, "files": files}
-        (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        with disk_errors(final):
+            torch.save(dict(rng or {}), work / RNG)
+            text = json.dumps({"step": step, **trainer}, indent=1)
+            (work / "trainer.json").write_text(text, encoding="utf-8")
+            files |= {name: _flushed(work / name) for name in (RNG, "trainer.json")}
+            manifest = {"format": FORMAT, "step": step, "files": files}
+            (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         flush(work / MANIFEST)
         flush(work)
     except BaseException:
@@ -145,13 +149,10 @@ def write_file(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> FileEntry:
     """Write tensors by name, flushed to the disk; return the file's entry for the manifest."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    try:
+    with disk_errors(path):
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, str(path), metadata)
-    except SafetensorError as error:  # its way to say that the disk is full
-        raise OSError(None, str(error), str(path)) from error
     path.chmod(path.parent.stat().st_mode & 0o666)  # as the umask says: safetensors makes its files private
     return _flushed(path)
 
@@ -184,8 +185,7 @@ def load_checkpoint(
         load_optimizer(
             optimizer, {name: stored.read_entries(name) for name in names}, dict(model.named_parameters())
         )
-    rng = torch.load(path / "rng.pt", weights_only=True, map_location="cpu")
-    return trainer, rng
+    return trainer, read_rng(path)
 
 
 def trained_model(

@@ -129,7 +129,9 @@ class TrainingConfig:
     )
     log_every: Positive = option(1, "steps between log lines, if there is no terminal for a progress bar.")
     sample_tokens: NotNegative = option(400, "tokens to generate at the end; 0 for no sample.")
-    sample_prompt: str = option("def ", "text that the sample continues.")
+    sample_prompt: str | None = option(
+        None, "text that the sample continues; null is the beginning of the held-out text."
+    )
     sample_temperature: PositiveNumber = option(0.8, "temperature of the sample; lower is more conservative.")
     report_to: Annotated[str, Must("none, or tensorboard, wandb, trackio", are_trackers)] = option(
         "none",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from adjoint.checkpoint import read_trainer
-from adjoint.data.tokenizer import tokenizer_files
+from adjoint.data.tokenizer import has_no_files, tokenizer_files
 from adjoint.errors import UserError
 
 Section = Mapping[str, Any]  # of a configuration, as plain values by key
@@ -70,7 +70,7 @@ def check_tokenizer(checkpoint: Path) -> None:
     """Raise a UserError where the tokenizer's files are there and not as they were when the run began."""
     config, recorded = read_trainer(checkpoint).get("config", {}), _recorded(checkpoint).get("tokenizer")
     name = config.get("data", {}).get("tokenizer")
-    files = [] if name in (None, "byte") else tokenizer_files(name)
+    files = [] if name is None or has_no_files(name) else tokenizer_files(name)
     if files and recorded not in (None, _content_digest(files)):
         raise UserError(
             f"{checkpoint}: the tokenizer {name} changed since the run began, and the "

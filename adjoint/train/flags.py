@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Never, TypeVar
 
 from adjoint.errors import UserError
+from adjoint.files import is_utf8
 from adjoint.settings import read_value
 
 T = TypeVar("T")
@@ -108,6 +109,8 @@ def new_folder(text: str) -> Path:
     """Return the folder to write to that a flag names; a reader for `Flags.add`."""
     if Path(text).is_file():
         raise ValueError(f"{text}: is a file; name a folder")
+    if not is_utf8(text):
+        raise ValueError(f"{text}: its name is not UTF-8, which safetensors needs; name another folder")
     return Path(text)
 
 

@@ -53,6 +53,36 @@ GPUS = {
 }
 
 
+@dataclass(frozen=True)
+class Instance:
+    """A machine of AWS with several GPUs.
+
+    Attributes:
+        gpu: one of `GPUS`. count: of GPUs.
+        inside: bytes per second from a GPU to another one, by NVLink; None without: through host memory.
+        network: bytes per second of the machine's network, in each direction.
+    """
+
+    gpu: str
+    count: int
+    inside: float | None
+    network: float
+
+
+_GBIT = 1e9 / 8
+# https://aws.amazon.com/ec2/instance-types; NVLink's rates are those in one direction, half of the listed.
+INSTANCES = {
+    "g5.12xlarge": Instance("a10g", 4, None, 40 * _GBIT),
+    "g5.48xlarge": Instance("a10g", 8, None, 100 * _GBIT),
+    "g6.48xlarge": Instance("l4", 8, None, 100 * _GBIT),
+    "g6e.48xlarge": Instance("l40s", 8, None, 400 * _GBIT),
+    "p4d.24xlarge": Instance("a100-40gb", 8, 300e9, 400 * _GBIT),
+    "p4de.24xlarge": Instance("a100-80gb", 8, 300e9, 400 * _GBIT),
+    "p5.48xlarge": Instance("h100", 8, 450e9, 3200 * _GBIT),
+    "p5en.48xlarge": Instance("h200", 8, 450e9, 3200 * _GBIT),
+}
+
+
 def peak_flops(precision: str, device: torch.device) -> float | None:
     """Return the FLOP/s of a GPU's data sheet; None for other devices, GPUs that are not in the table, and
     float64."""

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from adjoint.checkpoint import checkpoint_at, newest_checkpoint, verify_checkpoint
+from adjoint.checkpoint import checkpoint_at, newest_checkpoint, warn_of_lost_files
 from adjoint.errors import UserError
-from adjoint.files import remove_unfinished, write_atomically
+from adjoint.files import disk_errors, is_utf8, remove_unfinished, write_atomically
 from adjoint.train.config import RunConfig
 from adjoint.train.metrics import MetricsRow
 
@@ -27,15 +27,22 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
 
     Raises:
         UserError: the folder holds another run and ``run.resume`` does not say to go on with it, another
-            process writes to it, or the checkpoint named is missing or damaged.
+            process writes to it, or the checkpoint named is missing or damaged, or all that there were are.
     """
     if run.resume == "auto":
         folder = RunFolder(Path(run.dir) if run.dir else _numbered(run.name or "default")[0])
-        return folder, newest_checkpoint(folder.path / "checkpoints")
+        try:
+            newest = newest_checkpoint(folder.path / "checkpoints")
+            if newest is None:
+                _check_for_lost_checkpoints(folder.path)
+        except BaseException:
+            folder.close()
+            raise
+        return folder, newest
     checkpoint = None
     if run.resume != "never":
         checkpoint = Path(run.resume)
-        verify_checkpoint(checkpoint)
+        warn_of_lost_files(checkpoint)
         run_folder = checkpoint.absolute().parent
         if run_folder.name == "checkpoints" and (
             not run.dir or Path(run.dir).resolve() == run_folder.parent.resolve()
@@ -50,6 +57,27 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
             f"run.dir {run.dir}: holds another run; continue it with --resume auto, or name another --run.dir"
         )
     return RunFolder(Path(run.dir)), checkpoint
+
+
+def _check_for_lost_checkpoints(path: Path) -> None:
+    """Raise UserError if a run without checkpoints has done steps of which it had saved one.
+
+    A run that was killed before its first checkpoint begins again; one whose checkpoints were not copied with
+    the rest of its folder must not, as it would replace the metrics.
+    """
+    import yaml
+
+    try:
+        settings = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))["training"]
+        every = settings["save_every"] * (2 if settings["save_async"] else 1)  # a thread may still be writing
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return
+    rows = _read_rows(path / "metrics.jsonl", sys.maxsize)
+    if every and rows and rows[-1]["step"] > every:
+        raise UserError(
+            f"{path}: has metrics of {rows[-1]['step']} steps and no checkpoint; nothing was changed; copy "
+            f"{path}/checkpoints back, or begin again in another --run.dir"
+        )
 
 
 def resume_command(path: Path, launcher: str = "") -> str:
@@ -112,6 +140,8 @@ class RunFolder:
         it."""
         if path.exists() and not path.is_dir():
             raise UserError(f"run.dir {path}: is a file; name a folder")
+        if not is_utf8(path):
+            raise UserError(f"run.dir {path}: its name is not UTF-8, which safetensors needs; name another")
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.rows: list[MetricsRow] = []
@@ -159,8 +189,9 @@ class RunFolder:
         self.check()
         assert self._metrics is not None
         self.rows.append(row)
-        self._metrics.write(json.dumps(row) + "\n")
-        self._metrics.flush()
+        with disk_errors(self.path / "metrics.jsonl"):
+            self._metrics.write(json.dumps(row) + "\n")
+            self._metrics.flush()
 
     def close(self) -> None:
         """Give the folder free; one in which nothing was written disappears."""

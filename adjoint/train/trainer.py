@@ -26,13 +26,13 @@ from adjoint.checkpoint import (
     set_aside_after,
     step_of,
 )
-from adjoint.data.batches import Data, open_data
+from adjoint.data.batches import TEXT_KEYS, Data, OtherPlace, open_data
 from adjoint.data.tokenizer import describe_boundaries
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
-from adjoint.memory import peak_memory_bytes
+from adjoint.memory import begin_peak, peak_memory_bytes, release_freed_memory
 from adjoint.parallel.split_tensors import local
 from adjoint.stack import StackOutput
 from adjoint.train import dependencies, machine
@@ -54,6 +54,7 @@ from adjoint.train.quantization import described
 from adjoint.train.rundir import RunFolder, open_run, resume_command
 from adjoint.train.trackers import Trackers
 
+SAMPLE_PROMPT_TOKENS = 16  # of the held-out text, if no prompt is set
 _RESULTS = ("metrics.jsonl", "loss.png", "sample.txt", "trace.json", "config.yaml", "checkpoints/")
 Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
 LossAndWindows = tuple[float, list[int] | None]  # of a batch; None unless the method picked the windows
@@ -89,6 +90,7 @@ class Trainer:
     sequence_group: dist.ProcessGroup | None = None  # of processes that share each sequence
     tensor_group: dist.ProcessGroup | None = None  # of processes that share each weight
     writes = True  # the checkpoints' files, or else only gives parts of tensors to the process that does
+    begins_again = False  # the next batch is the first of another text, length or batch size
     launcher = ""  # what has started the processes of the run: see `resume_command`
 
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
@@ -100,6 +102,11 @@ class Trainer:
         on = settings.carry_state == "previous"
         trusted = config.model.trust_remote_code
         self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, on, trusted)
+        if (
+            setting := self.data.tokenizer.setting
+        ) is not None:  # so that other commands need not see the text
+            data = dataclasses.replace(config.data, tokenizer=setting)
+            config = self.config = dataclasses.replace(config, data=data)
         self.method = config.method
         self.step = self.saved_step = 0
         self.tokens = 0
@@ -114,6 +121,7 @@ class Trainer:
     def run(self) -> Outcome:
         """Do the steps that are left, then evaluate, sample and plot."""
         self._announce()
+        release_freed_memory()  # of tokenizing, and of weights as they were read
         trace = self.folder.path / "trace.json"
         with (
             StopRequest() as stop,
@@ -180,6 +188,7 @@ class Trainer:
             return self.model.chunk_size(self.rows, self.config.data.seqlen)
 
     def _zero_grad(self) -> None:
+        begin_peak(self.device)  # of this step, without tokenizing, evaluation and checkpoints
         self.optimizer.zero_grad(set_to_none=True)
         if self.in_backward is not None:
             self.in_backward.lr = learning_rate(self.step + 1, self.settings)
@@ -298,10 +307,9 @@ class Trainer:
         loss, tokens, windows = 0.0, 0, None
         drawn: list[tuple[Start, torch.Tensor]] = []
         for _ in range(batches):
-            start = (
-                carry_state != "previous" or not self.data.train.begins,
-                draw_seed() if carry_state == "noise" else 0,
-            )
+            goes_on = not self.begins_again and (carry_state != "previous" or not self.data.train.begins)
+            start = goes_on, draw_seed() if carry_state == "noise" else 0
+            self.begins_again = False
             drawn.append((start, next(self.data.train)))
         counts = [self._predictions(ids) for _, ids in drawn]
         for i, (start, ids) in enumerate(drawn):
@@ -371,16 +379,47 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> None:
         trainer, rng = self._load(checkpoint)  # open_run has compared the checksums already
-        self.data.train.load_state_dict(trainer["data"])
+        begins_again = self._go_to_place(checkpoint, trainer)
         self.step, self.tokens = trainer["step"], trainer["tokens"]
         if checkpoint.absolute().parent == (self.folder.path / "checkpoints").absolute():
             self.saved_step = self.step
-        set_torch_states(rng)
+        if rng:
+            set_torch_states(rng)
         for moved in set_aside_after(self.folder.path / "checkpoints", self.step):
             print(f"set aside: {moved}, because their steps run again")
         print(f"resuming after step {self.step} from {checkpoint}")
         if changed := changed_keys(trainer.get("config", {}), self.config.to_dict()):
             print(f"changed since the checkpoint: {', '.join(changed)}")
+        if begins_again:
+            print(f"the text begins again: {begins_again}; weights, optimizer and schedule go on")
+
+    def _go_to_place(self, checkpoint: Path, trainer: TrainerState) -> str:
+        """Go to the checkpoint's place in the data, or to the beginning if this run's batches are others.
+
+        Return what makes them others, such as longer sequences or text that the user names; "" if nothing.
+
+        Raises:
+            UserError: the text has changed, and no setting says so.
+        """
+        self.begins_again = False
+        try:
+            self.data.train.load_state_dict(trainer["data"])
+        except OtherPlace as error:
+            if (text := error.differing.get("data.path")) and not self._names_other_text(trainer):
+                raise UserError(
+                    f"{checkpoint}: was trained on {text[0]}, data.path has {text[1]} now; put text and "
+                    "tokenizer back, or name other text with another --data.path"
+                ) from None
+            self.begins_again = True
+            return ", ".join(f"{key} {now}, was {was}" for key, (was, now) in error.differing.items())
+        return ""
+
+    def _names_other_text(self, trainer: TrainerState) -> bool:
+        """Whether the settings name other text than the checkpoint's, read by the same tokenizer."""
+        current = self.config.to_dict()["data"]
+        stored = current | trainer.get("config", {}).get("data", {})
+        same_tokenizer = all(stored[key] == current[key] for key in ("tokenizer", "separator"))
+        return same_tokenizer and any(stored[key] != current[key] for key in TEXT_KEYS)
 
     def _plot(self) -> None:
         if self.folder.rows:
@@ -394,7 +433,10 @@ class Trainer:
         if settings.sample_tokens == 0:
             return
         tokenizer = self.data.tokenizer
-        prompt = [*tokenizer.bos_ids, *tokenizer.encode(settings.sample_prompt)]
+        if settings.sample_prompt is None:
+            prompt = self.data.beginning(SAMPLE_PROMPT_TOKENS)
+        else:
+            prompt = [*tokenizer.bos_ids, *tokenizer.encode(settings.sample_prompt)]
         prompt = prompt or list(tokenizer.separator_ids) or [0]
         try:
             ids = self.model.continued(torch.tensor([prompt], device=self.device), settings)
@@ -445,6 +487,12 @@ class Trainer:
             print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen{stored}")
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
+        unused = self.config.model.vocab_size - data.tokenizer.vocab_size
+        if pretrained is None and unused > 0:
+            print(
+                f"note: the tokenizer has {data.tokenizer.vocab_size:,} tokens and model.vocab_size is "
+                f"{self.config.model.vocab_size:,}; --model.vocab_size {data.tokenizer.vocab_size} is enough"
+            )
         left = settings.steps - self.step
         for line in data.describe_unpredicted(left, settings.grad_accumulation):
             warnings.warn(line, stacklevel=2)

@@ -95,8 +95,8 @@ def test_what_must_be_filled_in_is_named_once(path: Path) -> None:
     """Identifiers of somebody's account stand under `metadata` and nowhere else."""
     text = re.sub(r"#.*", "", path.read_text())
     for name, value in loaded(path)["metadata"].items():
-        (identifier,) = value if isinstance(value, list) else [value]
-        assert re.fullmatch(r"(ami|subnet|sg)-0{17}", identifier)
+        (identifier,) = value if isinstance(value, list) else re.findall(r"\w+-0{17}", value)
+        assert re.fullmatch(r"(ami|subnet|sg|fs)-0{17}", identifier)
         assert text.count(identifier) == 1 and f"*{name}" in text
 
 
@@ -140,10 +140,42 @@ def test_setup_commands_parse_and_install_what_this_repository_offers(path: Path
     for command in config["setup_commands"]:
         subprocess.run(["bash", "-n", "-c", command], check=True, timeout=60)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (extra,) = re.findall(r"adjoint\[(\w+)\]", config["setup_commands"][-1])
-    assert extra in extras
+    (installed,) = re.findall(r"adjoint\[([\w,]+)\]", config["setup_commands"][-1])
+    assert {"cluster", "finetune"} == {*installed.split(",")} <= extras.keys()  # transformers is in finetune
     assert config["file_mounts"]["/home/ubuntu/adjoint"] == "."  # where constraints.txt then lies
     assert (ROOT / "constraints.txt").exists()
+
+
+@pytest.mark.parametrize("path", AWS, ids=lambda path: path.stem)
+def test_all_nodes_mount_one_file_system_where_the_walk_through_has_its_runs(path: Path) -> None:
+    config = loaded(path)
+    mount = config["setup_commands"][0]
+    assert mount == config["metadata"]["mount"] and mount.endswith("sudo chown ubuntu /shared")
+    done: list[str] = []
+    doubles = 'sudo() { echo "sudo $*"; }; mountpoint() { false; }; '
+    for command in (mount, mount.replace("mountpoint -q", "true")):
+        result = subprocess.run(["bash", "-c", doubles + command], capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        done.append(result.stdout)
+    assert re.search(r"sudo mount -t nfs4 -o \S+ fs-0+\.efs\.[\w-]+\.amazonaws\.com:/ /shared", done[0])
+    assert "sudo mount" not in done[1]  # it is mounted already
+    guide = (ROOT / "docs" / "cluster.md").read_text()
+    assert "--run.dir /shared/runs/first" in guide and "/home/ubuntu/runs" not in guide
+
+
+@pytest.mark.parametrize("path", KUBERAY, ids=lambda path: path.stem)
+def test_kuberay_pods_share_a_folder(path: Path) -> None:
+    spec = loaded(path)["spec"]
+    claims = set()
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (volume,) = pod["volumes"]
+        claims.add(volume["persistentVolumeClaim"]["claimName"])
+        for container in pod["containers"]:
+            assert {"name": volume["name"], "mountPath": "/shared"} in container["volumeMounts"]
+    assert (
+        claims == {"adjoint-shared"} and f"name: {claims.pop()}" in (ROOT / "docs" / "cluster.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("path", KUBERAY, ids=lambda path: path.stem)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 from adjoint import Exact, StackConfig
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.placement import Resources
@@ -361,3 +363,52 @@ def test_a_ray_that_does_not_start_in_its_time_is_started_again(
         with pytest.raises(UserError, match="Ray did not start within its 30 s, tried 4 times"):
             placement.connect(2, Resources())
     assert len(calls) == placement.STARTS
+
+
+def test_a_head_that_is_gone_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("waits for minutes"))
+        with pytest.raises(
+            UserError, match=r"RAY_ADDRESS 127.0.0.1:\d+: no cluster answers at .*; start its"
+        ):
+            placement.connect(2, Resources())
+
+
+@pytest.mark.slow
+def test_the_only_node_of_a_laptop_is_started_again(tmp_path: Path) -> None:
+    """Its process is killed, as by the kernel where memory is short; the run goes on after its checkpoint."""
+    flags = {"cluster__shards": 1, "training__save_every": 2, "training__steps": 10**5}
+    quiet = {"training__eval_every": 0, "data__eval_tokens": 0}
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    argv = [sys.executable, "-m", "adjoint", *tiny(tmp_path, **flags, **quiet)]
+    log, run = tmp_path / "log", tmp_path / "run"
+
+    def await_(condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert process.poll() is None, log.read_text()[-2000:]
+            time.sleep(0.1)
+
+    with open(log, "w") as out, subprocess.Popen(argv, env=environment, stdout=out, stderr=out) as process:
+        await_(lambda: bool(list_checkpoints(run / "checkpoints")))
+        os.kill(child_named("raylet", process.pid), signal.SIGKILL)
+        await_(lambda: "Ray's process on this machine died; starting it again" in log.read_text())
+        before = len(metrics(run))
+        await_(lambda: len(metrics(run)) > before + 2)
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130, log.read_text()[-2000:]
+    steps = [row["step"] for row in metrics(run)]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def child_named(name: str, parent: int) -> int:
+    """Return the number of a process's child by its program's name."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            number, _, rest = status.read_text().partition(f" ({name}) ")
+            if rest and int(rest.split()[1]) == parent:
+                return int(number)
+    raise AssertionError(f"no {name} of {parent}")

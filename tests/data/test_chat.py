@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,8 @@ def dropping_whitespace(folder: Path, kind: str) -> Path:
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.normalizer = tokenizers.normalizers.Strip() if kind == "strip" else None
+    names = {"strip": "Strip", "lower": "Lowercase"}
+    made.normalizer = getattr(tokenizers.normalizers, names[kind])() if kind in names else None
     trainer = tokenizers.trainers.WordLevelTrainer(
         special_tokens=["<unk>", "<|im_start|>", "<|im_end|>"], show_progress=False
     )
@@ -188,6 +190,49 @@ def test_a_token_that_joins_an_answer_to_other_text_is_refused(chatty: Path) -> 
     records[1][1] = {**ANSWER, "content": "use."}
     with pytest.raises(UserError, match=said):
         opened(chatty, template, *({"messages": record} for record in records))
+
+
+PROMPTED = (
+    "{% for m in messages %}{{ 'A: ' if m.role == 'assistant' else 'Q: ' }}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "kind, template, answer, said",
+    [
+        ("bpe", PROMPTED, "Because.", r"token ' Because' of .* joins whitespace beside an answer to it"),
+        (
+            "bpe",
+            MARKED.replace("m.content or ''", "m.content | trim"),
+            " Because.",
+            r"changes whitespace of an",
+        ),
+        ("lower", CHATML, "Because.", r"changes the text of an answer before it is predicted, to 'because\."),
+        ("whitespace", CHATML, "Because. Because", r"drops whitespace of answers, such as ' '"),
+        ("whitespace", CHATML, "Therefore", r"has no token for a part of an answer"),
+        ("bpe", CHATML, " Because.\nWhy? ", None),
+        ("bpe", MARKED, "Because.", None),
+    ],
+)
+def test_answers_that_tokens_do_not_repeat_exactly_are_noted_once(
+    tmp_path: Path, kind: str, template: str, answer: str, said: str | None
+) -> None:
+    """Also when the tokens come from the cache."""
+    folder = tmp_path / "t"
+    if kind == "bpe":
+        tokenizer_folder(folder, "Why? Because. user assistant", 300, ["<|im_end|>", "<|im_start|>"])
+    else:
+        dropping_whitespace(folder, kind)
+    record = {"messages": [QUESTION, {"role": "assistant", "content": answer}]}
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always")
+            opened(folder, template, record, record)
+        lines = [str(note.message) for note in notes]
+        expected = rf"chat\.jsonl:1: .*{said}"
+        assert len([line for line in lines if said is not None and re.search(expected, line)]) == bool(said)
+        assert not any(re.search(r"further ones", line) for line in lines) or said is not None, lines
 
 
 # What messages say about themselves
@@ -279,6 +324,10 @@ def test_a_json_file_is_read_as_its_elements(chatty: Path) -> None:
     assert [file.name for file in find_sources(str(folder)).files] == ["d.jsonl"]
     assert [file.name for file in find_sources(str(folder / "*")).files] == ["d.jsonl"]
     assert len(find_sources(str(folder / "*.json")).files) == 3
+    (folder / "a.json").write_text('["Why?", "Because."]')
+    said = r'element 1: is "Why\?", not a JSON object; write {"messages": \[…\]} or {"text": "…"} for'
+    with pytest.raises(UserError, match=said):
+        open_data(DataConfig(path=str(folder / "a.json"), tokenizer=str(chatty), seqlen=2))
     (folder / "a.json").write_text('[{"messages": []}]')
     with pytest.raises(UserError, match=r"a\.json, element 1: field 'messages' is an empty list"):
         open_data(DataConfig(path=str(folder / "a.json"), tokenizer=str(chatty), seqlen=2))

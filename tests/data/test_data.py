@@ -93,12 +93,13 @@ def test_cursor_resumes_at_every_place(batch: int) -> None:
 
 @pytest.mark.parametrize(
     "name, other",
-    [("batch", 3), ("fingerprint", "g"), ("tokens", np.arange(60)), ("consecutive", True)],
+    [("batch", 3), ("fingerprint", "g"), ("tokens", np.arange(60)), ("consecutive", True), ("seqlen", 9)],
 )
 def test_cursor_of_another_run_is_refused(name: str, other: Any) -> None:
-    """By the name of what differs; seqlen and seed are rows of tests/tools/test_refused.py."""
+    """By the setting that differs; whether a run begins the text again then is the trainer's to say."""
     own: dict[str, Any] = {"tokens": np.arange(50), "seqlen": 8, "batch": 2, "seed": 0, "fingerprint": "f"}
-    said = {"tokens": "n_tokens", "consecutive": "carry_state_previous"}.get(name, name)
+    path, carries = "data.path", "training.carry_state"
+    said = {"tokens": path, "fingerprint": path, "consecutive": carries}.get(name, f"data.{name}")
     one, another = Batches(**own), Batches(**{**own, name: other})
     for here, there in ((one, another), (another, one)):
         with pytest.raises(UserError, match=f"has {said} .*, this run has"):
@@ -154,7 +155,7 @@ def test_rows_are_taken_by_weight(tmp_path: Path) -> None:
     again = open_data(config, seed=1).train
     again.load_state_dict(cursor)
     assert all(torch.equal(next(again), next(data.train)) for _ in range(5))
-    with pytest.raises(UserError, match=r"has weights \[3.0, 1.0\] and batch 2, this run has \[1.0, 1.0\]"):
+    with pytest.raises(UserError, match=r"has data.weights \[3.0, 1.0\], this run has \[1.0, 1.0\]"):
         open_data(dataclasses.replace(config, weights=[1, 1]), seed=1).train.load_state_dict(cursor)
 
 

@@ -287,11 +287,19 @@ def test_a_trained_run_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 
-def test_the_tokenizer_of_bytes_goes_out_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tokenizer_of_bytes_goes_out_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the default run: transformers encodes, generates and decodes as in training."""
     flags = {"model__mixer": "mamba", "model__d_state": 8, "training__steps": 1, "training__save_every": 1}
     assert train_tiny(tmp_path, **flags) == 0
     out = tmp_path / "out"
+    with monkeypatch.context() as patch:  # as safetensors says it below `save_pretrained`, too
+        error = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+        patch.setattr(export, "_write_tokenizer", lambda *_: (_ for _ in ()).throw(error))
+        assert main(["export", str(tmp_path / "run"), "--to", str(out)]) == 2
+        assert f"error: {out}: No space left on device;" in capsys.readouterr().err
+        assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "cache", "run"}
     assert main(["export", str(tmp_path / "run"), "--to", str(out), "--dtype", "bfloat16"]) == 0
     said = capsys.readouterr().out
     assert "parameters, bfloat16, its tokenizer (bytes), from" in said

@@ -18,7 +18,8 @@ from adjoint.engine.grid import Tile
 from adjoint.errors import UserError
 from adjoint.memory import total_memory_bytes, usable_cores
 from adjoint.plan import estimate as plan_time
-from adjoint.plan.layouts import Request, rank
+from adjoint.plan.layouts import Request, more_rows, rank
+from adjoint.plan.links import Links
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.simulate import Span, Timeline
 from adjoint.plan.stack import model_of
@@ -183,6 +184,48 @@ def test_reasons_name_the_network_and_replicas_need_rows() -> None:
         rank(alone)
 
 
+def test_messages_inside_of_a_node_and_between_nodes() -> None:
+    """Ranks fill nodes in order; a kind of message that crosses to another node is as slow as there."""
+    links = Links(inside=8e9, between=1e9, devices=8)
+    rates = {layout: links.rates(layout) for layout in (Layout(8), Layout(16), Layout(4, replicas=4))}
+    assert [(r.messages, r.sums, r.tensor) for r in rates.values()] == [
+        (8e9, 8e9, 8e9),
+        (1e9, 1e9, 8e9),
+        (8e9, 1e9, 8e9),
+    ]
+    request = request_of(StackConfig(d_model=32, n_layer=4), 4, 1e12, 1e6, devices=4)
+    fits = [request.fit(layout) for layout in (Layout(4), Layout(replicas=4))]
+
+    def seconds(**changes: float) -> list[float]:
+        changed = dataclasses.replace(Links(1e6, 1e6, 2), **changes)
+        nodes = dataclasses.replace(request, links=changed)
+        return [nodes.estimate(fit, fit.assign()).seconds for fit in fits]
+
+    assert seconds() == [request.estimate(fit, fit.assign()).seconds for fit in fits]
+    assert all(a < b for a, b in zip(seconds(between=1e7), seconds(), strict=True))
+    assert seconds(inside=1e7) == seconds()  # both cross
+
+
+def test_where_devices_wait_more_rows_are_advised() -> None:
+    request = request_of(StackConfig(d_model=32, n_layer=4), 1, 1e12, 1e9, devices=4)
+    waiting = dataclasses.replace(request, setup=dataclasses.replace(request.setup, seqlen=128))
+    fit = waiting.fit(Layout(4))  # two chunks, one after the other through four shards
+    estimate = waiting.estimate(fit, fit.assign())
+    assert estimate.idle_share > 0.25 and more_rows(waiting, estimate) == 4
+    assert more_rows(waiting, dataclasses.replace(estimate, idle_share=0.1)) is None
+
+
+def test_an_instance_says_devices_and_links(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", *SMALL[:4], "--seqlen", "4K", "--instance", "p4d.24xlarge", "--nodes", "2"]
+    assert main([*given, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["links"] == {"inside": 0.8 * 300e9, "between": 0.8 * 50e9 / 8, "devices": 8}
+    first = plan["layouts"][0]
+    assert first["shards"] * first["sequence"] * first["replicas"] * first["tensor"] == 16
+    assert main([*given, "--device", "h100"]) == 2
+    assert "--device: --instance p4d.24xlarge says it; leave one out" in capsys.readouterr().err
+
+
 # ----------------------------------------------------------------------------------------------- the command
 
 SMALL = ["--model.d_model", "32", "--model.n_layer", "4", "--training.device", "cpu"]
@@ -208,8 +251,9 @@ def test_the_command_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None
     [
         (
             "--cluster.shards 2 --device-memory 1GB",
-            "model   mamba, 4 layers|method  exact|weights|total MB|memory  fits:|tokens/s|idle",
+            "model   mamba, 4 layers|weights|total MB|memory  fits:| MB of 1.00 GB on|tokens/s|idle",
         ),
+        ("--cluster.shards 2 --device-memory 1GiB", "total MiB| MiB of 1.00 GiB on the fullest"),
         ("--cluster.shards 2 --cluster.sequence 2", "each sequence over 2 devices in turn"),
         ("--devices 4", "shards  sequence  tensor  replicas|% slower"),  # why, the times measured here say
     ],

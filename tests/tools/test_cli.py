@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -115,6 +116,30 @@ def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert main(["train"]) == 0
     assert capsys.readouterr().err == "warning: two lines\n"
     assert warnings.formatwarning is shown
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_to_a_full_disk_is_one_line_that_names_the_file() -> None:
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-m", "adjoint", "--version"]
+        result = subprocess.run(
+            argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert result.returncode == 2
+    assert (
+        result.stderr.startswith("error: /dev/full: No space left on device")
+        and "\n" not in result.stderr[:-1]
+    )
+
+
+def test_names_that_a_terminal_cannot_encode_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latin letters on an ASCII terminal, and a name that is no UTF-8 on any."""
+    for encoding, shown in [("ascii", b"runs/\\xfc \\udce9\n"), ("utf-8", "runs/ü \\udce9\n".encode())]:
+        raw = io.BytesIO()
+        monkeypatch.setattr(TRAIN, lambda argv: print("runs/\u00fc \udce9") or 0)
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding))
+        assert main(["train"]) == 0
+        assert raw.getvalue() == shown
 
 
 def python_showwarning(message: str, category: type, filename: str, line: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from adjoint.cli import main
+from adjoint.tools.compare import report
 from adjoint.tools.compare.estimate import TimeEstimate, duration_text
 from adjoint.tools.measure.passes import longest
 from adjoint.tools.measure.process import Process
@@ -48,6 +49,12 @@ def test_a_hybrid(model: Path, here: list[Any], capsys: pytest.CaptureFixture[st
     assert max(losses) - min(losses) < 1e-5
     assert set(found["fits"]) == {"transformers", "checkpointing", "wrapped"}
     assert Path("compare/compare.png").stat().st_size > 5_000
+    drawn = list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "save_figure", lambda figure, path: drawn.append(figure))
+        report.draw(found, Path("again.png"))
+    (figure,) = drawn  # its legend is beside the panels, where the limit's line does not cross it
+    assert len(figure.legends) == 1 and all(axes.get_legend() is None for axes in figure.axes)
     make("BambaForCausalLM").save_pretrained("model")
     del here[:]
     windowed = ["--ways", "wrapped", "--method", "truncated", "--method.window", "16"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import adjoint
 from adjoint.cli import main
 from adjoint.data.tokenizer import load_tokenizer
+from adjoint.engine.grid import EngineSpec
 from adjoint.tools.eval import command, needles, positions
 from adjoint.train.model import PretrainedLM
 from benchmarks import recall
@@ -116,3 +118,42 @@ def test_runs_of_one_name_have_columns_of_their_own() -> None:
     rows = [{"run": "a/run", "loss": 1.0, **row}, {"run": "b/run", "loss": 2.0, **row}]
     head, losses, _ = positions.table(rows)
     assert head[1:] == ["a/run, 64 tokens", "b/run, 64 tokens"] and losses[1:] == ["1.0000", "2.0000"]
+
+
+def test_the_picture_of_losses_has_shades_of_lengths_and_bars_of_errors() -> None:
+    """A bar where a point is a mean of several windows; the legend says how many."""
+    rows: list[positions.LossRow] = [
+        {
+            "run": "a",
+            "length": n,
+            "start": 0,
+            "stop": n,
+            "loss": 1.0,
+            "error": error,
+            "predictions": k * (n - 1),
+        }
+        for n, k, error in [(64, 4, 0.1), (256, 1, None)]
+    ]
+    (axes,) = positions.loss_curves(rows).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "64 tokens, windows: 4",
+        "256 tokens, windows: 1",
+    ]
+    assert [len(container.lines[2]) for container in axes.containers] == [1, 0]
+    shades = [container.lines[0].get_color() for container in axes.containers]
+    assert sum(shades[0]) > sum(shades[1])  # the longest is the darkest
+
+
+def test_errors_are_those_of_means_over_windows() -> None:
+    class Model:
+        """Its summed loss is the sum of the tokens that it reads."""
+
+        def chunk_losses(self, ids: torch.Tensor, spec: EngineSpec) -> list[torch.Tensor]:
+            cuts = spec.cuts(ids.shape[1])
+            return [ids[0, a:b].double().sum() for a, b in itertools.pairwise(cuts)]
+
+    text = torch.repeat_interleave(torch.tensor([1, 3]), 32)
+    (row,) = positions.evaluate(Model(), text, 32, 64, torch.device("cpu"))  # type: ignore[arg-type]
+    means = torch.tensor([32 / 31, 96 / 31], dtype=torch.float64)
+    assert row["loss"] == pytest.approx(means.mean().item())
+    assert row["error"] == pytest.approx((means.std() / 2**0.5).item())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -25,7 +26,9 @@ from adjoint import Exact, Stack, StackConfig
 from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
 from adjoint.cli import main
 from adjoint.cluster import training as sharded
+from adjoint.cluster.recovery import Cause, ShardFailure
 from adjoint.errors import UserError
+from adjoint.memory import rss_bytes
 from adjoint.plan.memory import Setup, needs
 from adjoint.plan.stack import model_of
 from adjoint.train import checkpoint, trainer
@@ -76,7 +79,8 @@ def test_a_run_leaves_what_is_promised(reference: Path) -> None:
     kept = [path.name for path in list_checkpoints(reference / "checkpoints")]
     assert kept == ["step-00000006", "step-00000008"]
     assert (reference / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (reference / "sample.txt").read_text().startswith("def ")
+    text, sample = (reference.parent / "text.txt").read_text(), (reference / "sample.txt").read_text()
+    assert text.rfind(sample[:16]) > 0.94 * len(text)  # it continues the held-out text
     assert yaml.safe_load((reference / "config.yaml").read_text())["data"]["seqlen"] == 64
 
 
@@ -135,6 +139,50 @@ def test_kill_in_a_step_and_in_a_checkpoint_write_then_resume_is_the_undisturbed
     said = capsys.readouterr()
     assert str(damaged) in said.err and "resuming after step 3" in said.out
     assert_same_run(run, reference)
+
+
+DAMAGE = {
+    "rng.pt": lambda checkpoints: [file.unlink() for file in checkpoints.glob("*/rng.pt")],
+    "MANIFEST.json": lambda checkpoints: [file.unlink() for file in checkpoints.glob("*/MANIFEST.json")],
+    "model.safetensors": lambda checkpoints: [f.unlink() for f in checkpoints.glob("*/model.safetensors")],
+    "no checkpoint": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("lost", DAMAGE)
+def test_a_run_all_of_whose_checkpoints_are_damaged_is_not_begun_again(
+    reference: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+    lost: str,
+) -> None:
+    """Nothing is overwritten; a checkpoint that lacks no trained state goes on if it is named."""
+    shutil.copytree(reference, run := tmp_path / "run")
+    DAMAGE[lost](run / "checkpoints")
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != ".lock"}
+    flags = {"data__path": reference.parent / "text.txt", "training__steps": 9}
+    assert train_tiny(tmp_path, **flags, run__resume="auto") == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
+    assert len(said) == 1 and lost in said[0] and "nothing was changed; copy" in said[0]
+    assert {file: file.read_bytes() for file in before} == before
+    newest = run / "checkpoints" / "step-00000008"
+    restorable = lost in ("rng.pt", "MANIFEST.json")
+    assert (f"--resume {newest}" in said[0]) == restorable
+    assert train_tiny(tmp_path, **flags, run__resume=newest) == (0 if restorable else 2)
+    assert any(f"{newest}: {lost} is missing" in str(each.message) for each in recwarn) == restorable
+    assert [row["step"] for row in metrics(run)] == list(range(1, 10 if restorable else 9))
+
+
+def test_shards_that_fail_are_not_begun_again_over_damaged_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    run = object.__new__(sharded.ShardedTrainer)
+    run.folder, run.origin = RunFolder(tmp_path), None
+    with (
+        contextlib.closing(run.folder),
+        pytest.raises(UserError, match=r"MANIFEST.json .*nothing was changed"),
+    ):
+        run._recover(ShardFailure([Cause("error", 0, "lost")], "a step"))
 
 
 def test_a_thread_saves_the_same_bits_while_later_steps_are_done(
@@ -274,6 +322,52 @@ def test_resuming_from_a_checkpoint_of_another_run_starts_a_run_of_its_own(
     assert weights(tmp_path / "run", 8) == weights(reference, 8)
     assert [row["step"] for row in metrics(tmp_path / "run")] == [7, 8]
     assert (reference / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("flags", [{"data__seqlen": 128}, {"data__batch": 2}, {"data__path": "other.txt"}])
+def test_longer_sequences_other_batches_and_other_text_go_on_with_all_but_the_place_in_the_text(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any]
+) -> None:
+    """Training goes on as if the text began at this step: weights, optimizer and schedule are the same."""
+    (tmp_path / "other.txt").write_text((reference.parent / "text.txt").read_text().upper())
+    shutil.copytree(reference, tmp_path / "run")
+    text = {"data__path": reference.parent / "text.txt", "training__carry_state": "other"}
+    flags = text | {key: tmp_path / value if key == "data__path" else value for key, value in flags.items()}
+    assert train_tiny(tmp_path, **flags, training__steps=10, run__resume="auto") == 0
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if line.startswith("the text begins again: "))
+    key = list(flags)[-1].replace("__", ".") if len(flags) > 2 else "data.path"
+    assert key in line and "weights, optimizer and schedule go on" in line and "resuming after step 8" in said
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert rows[-1]["lr"] == learning_rate(10, TrainingConfig(steps=10, warmup_steps=2))
+    place = json.loads((tmp_path / "run/checkpoints/step-00000010/trainer.json").read_text())["data"]
+    assert (place["epoch"], place["position"]) == (0, 2 * flags.get("data__batch", 1))
+
+
+def test_text_that_changed_unasked_is_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_tiny(tmp_path, training__steps=2) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    (tmp_path / "text.txt").write_text("other text " * 1000)
+    assert train_tiny(tmp_path, training__steps=3, run__resume="auto") == 2
+    assert "put text and tokenizer back, or name other text" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_the_peak_of_a_step_is_not_that_of_tokenizing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hungry(*arguments: Any) -> Any:
+        del [b"\1" * (700 << 20)][0]
+        return open_data(*arguments)
+
+    open_data = trainer.open_data
+    monkeypatch.setattr(trainer, "open_data", hungry)
+    before = rss_bytes()[0]
+    assert train_tiny(tmp_path, training__steps=2) == 0
+    assert max(row["peak_memory_bytes"] for row in metrics(tmp_path / "run")) < before + 600e6
 
 
 def test_two_processes_never_write_to_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

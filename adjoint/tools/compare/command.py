@@ -20,7 +20,7 @@ import torch
 from adjoint.engine.verification import COARSE, tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
-from adjoint.memory import size_bytes, total_memory_bytes
+from adjoint.memory import print_sizes_as, size_bytes, size_text, total_memory_bytes
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.compare import report
@@ -271,7 +271,7 @@ def _skipped(journal: Journal, way: str, length: int, limit: int) -> Point | Non
     if any("memory_bytes" not in row for row in shorter_rows):
         return {"skipped": "a shorter one did not fit"}
     expected = predicted_bytes([(row["length"], row["memory_bytes"]) for row in shorter_rows], length) or 0
-    return {"skipped": f"{expected / 1e9:.1f} GB predicted"} if expected > 2 * limit else None
+    return {"skipped": f"{size_text(expected)} predicted"} if expected > 2 * limit else None
 
 
 def _killed(point: Point) -> bool:
@@ -350,6 +350,7 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
             raise parser.unknown(word)
     from adjoint.train.pretrained import configuration, folder_of
 
+    print_sizes_as(request.memory)
     request.folder = Path(folder_of(request.model, key=parser.prog))
     request.model_config = configuration(str(request.folder), request.trust_remote_code, parser.prog)
     request.ways = [way for way in WAYS if way in request.ways]

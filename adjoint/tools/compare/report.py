@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.files import new_figure, save_figure
+from adjoint.memory import size_text, size_unit
 from adjoint.tools.measure.passes import typical
 from adjoint.tools.measure.show import (
     fits_text,
     plain_ticks,
     print_table,
-    size_text,
     ticks_of_lengths,
     tokens,
 )
@@ -87,14 +87,15 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     figure = new_figure(9, 3.8)
     rows = [row for row in result["rows"] if "memory_bytes" in row]
     lengths = sorted({row["length"] for row in result["rows"]})
+    unit, scale = size_unit(max(row["memory_bytes"] for row in rows))
     panels = (
-        ("memory_bytes", 1e9, "peak memory of a step, GB"),
+        ("memory_bytes", scale, f"peak memory of a step, {unit}"),
         ("seconds_per_step", 1, "forward + backward, seconds"),
     )
-    for place, (field, unit, label) in enumerate(panels, 1):
+    for place, (field, divisor, label) in enumerate(panels, 1):
         axes = figure.add_subplot(1, 2, place)
         for way, (colour, dash) in STYLES.items():
-            points = [(row["length"], row[field] / unit) for row in rows if row["way"] == way]
+            points = [(row["length"], row[field] / divisor) for row in rows if row["way"] == way]
             if points:
                 axes.plot(*zip(*points, strict=True), "o", linestyle=dash, color=colour, label=way)
         axes.set_yscale("log")
@@ -103,7 +104,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         ticks_of_lengths(axes, lengths)
         axes.grid(alpha=0.25)
     limit = result["settings"]["limit"]
-    figure.axes[0].axhline(limit / 1e9, color="tab:red", linestyle=":", label=f"limit, {size_text(limit)}")
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.axes[0].axhline(limit / scale, color="tab:red", linestyle=":", label=f"limit, {size_text(limit)}")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    # below both panels, where no line crosses it
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
     figure.suptitle(f"{result['settings']['name']}: {'; '.join(conclusion(result)[-1:])}", fontsize=9)
     save_figure(figure, path)

@@ -36,11 +36,16 @@ class Row(TypedDict):
 
 
 class LossRow(Row):
-    """The mean loss of a bin of positions, [start, stop), in nats per token."""
+    """The mean loss of a bin of positions, [start, stop), in nats per token.
+
+    Attributes:
+        error: standard error of the mean over windows; None of a single window.
+    """
 
     start: int
     stop: int
     loss: float
+    error: float | None
     predictions: int
 
 
@@ -64,16 +69,19 @@ def evaluate(
     windows = max(1, min(budget, len(text)) // length)
     starts = [round(i * (len(text) - length) / max(1, windows - 1)) for i in range(windows)]
     edges = [0, *itertools.takewhile(lambda n: n < length - 1, (FIRST << i for i in range(64))), length]
-    sums, counts = [0.0] * (len(edges) - 1), [0] * (len(edges) - 1)
-    for start in tqdm(starts, desc=f"{length:,} tokens", unit="window", disable=None):
+    sums = torch.zeros(windows, len(edges) - 1, dtype=torch.float64)
+    counts = torch.zeros_like(sums)
+    for window, start in enumerate(tqdm(starts, desc=f"{length:,} tokens", unit="window", disable=None)):
         ids = text[start : start + length].to(device)[None]
         for stop, loss, predictions in _losses(model, ids, tuple(edges[1:-1])):
             i = bisect.bisect_left(edges, stop) - 1
-            sums[i] += loss
-            counts[i] += predictions
+            sums[window, i] += loss
+            counts[window, i] += predictions
+    means, totals = (sums.sum(0) / counts.sum(0)).tolist(), counts.sum(0).int().tolist()
+    errors = [None] * len(means) if windows < 2 else ((sums / counts).std(0) / windows**0.5).tolist()
     return [
-        {"length": length, "start": a, "stop": b, "loss": s / n, "predictions": n}
-        for (a, b), s, n in zip(itertools.pairwise(edges), sums, counts, strict=True)
+        {"length": length, "start": a, "stop": b, "loss": mean, "error": error, "predictions": n}
+        for (a, b), mean, error, n in zip(itertools.pairwise(edges), means, errors, totals, strict=True)
     ]
 
 
@@ -116,21 +124,45 @@ def curves(rows: Sequence[RowT]) -> dict[str, list[RowT]]:
 
 
 def loss_curves(rows: Sequence[LossRow]) -> Figure:
-    """Return a Matplotlib figure: a colour per run, a dash per length; how many windows each is a mean of."""
+    """Return a Matplotlib figure: a colour per run, a shade per length, the darkest the longest.
+
+    How many windows each curve is a mean of; bars of a standard error where there are several."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.lines import Line2D
+
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     runs = list(dict.fromkeys(row["run"] for row in rows))
-    dashes = dict(zip(sorted({row["length"] for row in rows}), itertools.cycle(["-", "--", ":", "-."])))
-    for name, curve in curves(rows).items():
+    lengths, windows_by_length = sorted({row["length"] for row in rows}), dict[int, int]()
+
+    def shade(colour: str, length: int) -> tuple[float, ...]:
+        """Mix a colour with white: most for the shortest of several lengths, not at all for the longest."""
+        strength = 1.0 if len(lengths) == 1 else 0.4 + 0.6 * lengths.index(length) / (len(lengths) - 1)
+        return tuple(1 - strength * (1 - channel) for channel in to_rgb(colour))
+
+    for curve in curves(rows).values():
         first = curve[0]  # which has a prediction of every position, of every window
         windows = first["predictions"] // min(first["stop"], first["length"] - 1)
         middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in curve]
-        colour = f"C{runs.index(first['run'])}"
-        look = {"color": colour, "linestyle": dashes[first["length"]], "marker": "o", "markersize": 4}
-        label = f"{name}, windows: {windows:,}"
-        axes.plot(middles, [row["loss"] for row in curve], label=label, **look)
+        windows_by_length[first["length"]] = windows
+        look = {
+            "color": shade(f"C{runs.index(first['run'])}", first["length"]),
+            "marker": "o",
+            "markersize": 4,
+        }
+        errors = [row["error"] for row in curve] if windows > 1 else None
+        axes.errorbar(middles, [row["loss"] for row in curve], yerr=errors, capsize=2, **look)
     axes.set(xscale="log", xlabel="position in the window", ylabel="loss (nats per token)")
     axes.set_title("loss by position, held-out text")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    of_lengths = [
+        Line2D([], [], color=shade("C0" if len(runs) == 1 else "black", n), marker="o", markersize=4)
+        for n in lengths
+    ]
+    words = [f"{n:,} tokens, windows: {windows_by_length[n]:,}" for n in lengths]
+    legend = axes.legend(of_lengths, words, frameon=False, loc="upper right", title="length")
+    if len(runs) > 1:
+        axes.add_artist(legend)
+        of_runs = [Line2D([], [], color=f"C{i}") for i in range(len(runs))]
+        axes.legend(of_runs, runs, frameon=False, loc="lower left")
     return figure

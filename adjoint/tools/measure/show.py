@@ -20,11 +20,6 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str =
         print("  ".join(c.rjust(w) if i and name else c.ljust(w) for i, (c, w, name) in cells).rstrip())
 
 
-def size_text(size: float) -> str:
-    """Return a size in bytes as text: 0.0123 MB, 812 MB or 1.50 GB."""
-    return f"{size / 1e6:.3g} MB" if size < 999.5e6 else f"{size / 1e9:,.2f} GB"
-
-
 def tokens(n: int) -> str:
     """1,048,576 as 1M, 1,024 as 1K."""
     for size, letter in ((2**20, "M"), (2**10, "K")):

@@ -14,11 +14,12 @@ import torch
 from tqdm import tqdm
 
 from adjoint.errors import UserError
-from adjoint.memory import size_bytes, total_memory_bytes, usable_cores
+from adjoint.memory import print_sizes_as, size_bytes, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
 from adjoint.plan.host_weights import SUSTAINED_LINK, in_host_memory
-from adjoint.plan.layouts import Ranked, Request, rank
+from adjoint.plan.layouts import Ranked, Request, more_rows, rank
+from adjoint.plan.links import Links
 from adjoint.plan.machine import Machine
 from adjoint.plan.memory import Setup
 from adjoint.plan.stack import model_of
@@ -26,7 +27,7 @@ from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value
 from adjoint.tools.plan.report import as_dict, host_weights_as_dict, labels_of, show
 from adjoint.train.config import Config, load_config
 from adjoint.train.flags import Flags, reads
-from adjoint.train.gpus import GPUS, LINKS
+from adjoint.train.gpus import GPUS, INSTANCES, LINKS
 from adjoint.train.layout import Layout
 from adjoint.train.model import check_offload
 from adjoint.train.quantization import described
@@ -69,6 +70,9 @@ def main(argv: list[str]) -> int:
     report = as_dict(fit, spans, estimate, source, flags.measure, bounds, ranked)
     if fit.setup.host_link is not None:
         report["host_weights"] = host_weights_as_dict(fit.setup, request.costs(fit.setup))
+    if isinstance(flags.links, Links):
+        report["links"] = dataclasses.asdict(flags.links)
+    report["rows_that_fill"] = more_rows(request, estimate)
     if flags.json:
         print(json.dumps(report, indent=1))
     else:
@@ -132,7 +136,7 @@ def request_of(flags: argparse.Namespace, config: Config) -> Request:
         check_offload(config)
         setup = in_host_memory(setup, flags.host_bandwidth or _link_bandwidth(flags))
     costs = functools.partial(_measured if flags.measure else _counted, flags)
-    return Request(setup, flags.devices, flags.limits, costs, flags.bandwidth)
+    return Request(setup, flags.devices, flags.limits, costs, flags.links)
 
 
 def _link_bandwidth(flags: argparse.Namespace) -> float:
@@ -219,7 +223,13 @@ def _parser() -> Flags:
     add("--device-tflops", rate, reads(PositiveNumber))
     measure = "time one layer of each kind on this machine; the default if no other machine is described"
     add("--measure", measure, action="store_true")
-    add("--bandwidth", "bytes per second between devices", size_bytes, default=BANDWIDTH)
+    add("--instance", f"machines of AWS: {', '.join(INSTANCES)}; takes devices, links and --nodes", _instance)
+    add("--nodes", "number of machines of --instance; default: 1", reads(Positive))
+    add(
+        "--bandwidth",
+        f"bytes per second between devices; default: {BANDWIDTH}, or as of --instance",
+        size_bytes,
+    )
     link = f"{SUSTAINED_LINK:.0%} of the peak of the GPU's link ({', '.join(LINKS)})".replace("%", "%%")
     link = f"bytes per second between a GPU and host memory, for model.offload weights; default: {link}"
     add("--host-bandwidth", link, size_bytes)
@@ -236,6 +246,32 @@ def _gpu(text: str) -> str:
     return read_value(text.lower(), Literal[tuple(GPUS)])
 
 
+def _instance(text: str) -> str:
+    return read_value(text.lower(), Literal[tuple(INSTANCES)])
+
+
+def _take_instance(flags: argparse.Namespace) -> None:
+    """Set the flags that an instance stands for, and `links`.
+
+    Raises:
+        UserError: one of them is given too, or there is no instance.
+    """
+    given_bandwidth = flags.bandwidth
+    flags.links = given_bandwidth or size_bytes(BANDWIDTH)
+    if flags.instance is None:
+        if flags.nodes is not None:
+            raise UserError("--nodes: is for --instance; give the number of devices with --devices")
+        return
+    for flag in ("device", "devices", "device_memory"):
+        if getattr(flags, flag) is not None:
+            raise UserError(f"--{flag.replace('_', '-')}: --instance {flags.instance} says it; leave one out")
+    instance = INSTANCES[flags.instance]
+    flags.device, flags.devices = instance.gpu, instance.count * (flags.nodes or 1)
+    if given_bandwidth is None:
+        inside = size_bytes(BANDWIDTH) if instance.inside is None else SUSTAINED_LINK * instance.inside
+        flags.links = Links(inside, SUSTAINED_LINK * instance.network / instance.count, instance.count)
+
+
 def _picture(text: str) -> str:
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -249,6 +285,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """Return the plan's own flags, and the configuration. Beside the flags there are
 
         layout    of the workers; None to find one
+        links     how fast devices send to each other
         limits    bytes of each worker's device, None where they are not known
         kind      of the devices: cpu or cuda
         measure   also where nothing says that another machine than this one is planned for
@@ -262,7 +299,9 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     if flags.seqlen is not None:
         words += ["--data.seqlen", str(flags.seqlen)]
     config = load_config(words, "adjoint plan")
+    _take_instance(flags)
     limits, flags.measured = flags.device_memory, {}
+    print_sizes_as(None if limits is None else limits[0])
     if limits is None and flags.device is not None:
         limits = (float(GPUS[flags.device].memory),)
     if flags.devices is None and limits is not None and len(limits) > 1:

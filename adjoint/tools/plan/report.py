@@ -7,13 +7,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from adjoint.memory import rate_text, size_text, size_unit
 from adjoint.plan.capacity import LONGEST, Fit
 from adjoint.plan.estimate import Costs, Estimate
 from adjoint.plan.host_weights import SUSTAINED_LINK, hiding_chunk, link_bytes
 from adjoint.plan.layouts import Ranked
 from adjoint.plan.memory import PARTS, Setup, needs
-from adjoint.plan.partition import GB, named
-from adjoint.tools.measure.show import print_table, size_text
+from adjoint.plan.partition import named
+from adjoint.tools.measure.show import print_table
 from adjoint.train.config import plain
 from adjoint.train.gpus import LINKS
 from adjoint.train.layout import Layout
@@ -140,6 +141,15 @@ def show(plan: dict[str, Any]) -> None:
         sent, busiest = size_text(step["bytes_sent"]), size_text(step["bytes_busiest_link"])
         idle = f"{step['idle_share']:.1%} of all devices' time"
         print(f"idle    {idle}; {sent} sent a step, {busiest} over the busiest link")
+        if (rows := plan.get("rows_that_fill")) is not None:
+            print(
+                f"        raise data.batch: with {rows} rows, {rows} replicas wait for less than half as long"
+            )
+        if (links := plan.get("links")) is not None:
+            inside, between = rate_text(links["inside"]), rate_text(links["between"])
+            print(
+                f"links   {inside} from GPU to GPU in a node of {links['devices']}, {between} between nodes"
+            )
     if "host_weights" in plan:
         _show_host_weights(plan["host_weights"], plan["host_weights"]["hiding_chunks"])
     if len(plan["layouts"]) > 1:
@@ -164,9 +174,9 @@ def _show_memory(plan: dict[str, Any]) -> None:
 def _show_host_weights(link: dict[str, int], hiding_chunks: dict[str, int]) -> None:
     others = ", ".join(f"{tokens:,} over {name}" for name, tokens in hiding_chunks.items())
     down, up = size_text(link["to_device_bytes"]), size_text(link["to_host_bytes"])
-    each, rate = size_text(link["bytes_per_chunk"]), size_text(link["bytes_per_second"])
+    each, rate = size_text(link["bytes_per_chunk"]), rate_text(link["bytes_per_second"])
     print(
-        f"link    {down} of weights to the GPU and {up} of gradients back a step, {each} a chunk, at {rate}/s"
+        f"link    {down} of weights to the GPU and {up} of gradients back a step, {each} a chunk, at {rate}"
     )
     print(f"        copies of weights hide in chunks of {link['hiding_chunk']:,} tokens ({others})")
 
@@ -191,7 +201,7 @@ def _show_layouts(layouts: Sequence[dict[str, Any]]) -> None:
 def _show_devices(devices: Sequence[dict[str, Any]]) -> None:
     """Memory by parts, a row a device; devices in a row that need the same share one."""
     names = [name for name in PARTS if any(device["parts_bytes"][name] for device in devices)]
-    unit, scale = ("GB", GB) if max(device["total_bytes"] for device in devices) >= GB else ("MB", 1e6)
+    unit, scale = size_unit(max(device["total_bytes"] for device in devices))
     rows = []
     alike = lambda i: (devices[i]["parts_bytes"], devices[i]["memory_bytes"])  # noqa: E731
     for _, numbers in itertools.groupby(range(len(devices)), alike):

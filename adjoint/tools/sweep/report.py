@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.files import atomic_file, new_figure, save_figure
-from adjoint.tools.measure.show import print_table, size_text
+from adjoint.memory import size_text
+from adjoint.tools.measure.show import print_table
 from adjoint.tools.sweep.compare import Window, window_order
 
 SMALL = 0.01  # the relative error that the summary and the picture mark
