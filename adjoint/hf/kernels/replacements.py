@@ -146,6 +146,20 @@ class _RMSNormRoundedLast(_Norm):
         return (self.weight * hidden_states).to(input_dtype)
 
 
+class _RMSNormAroundOne(_Norm):
+    """Of Gemma, Qwen3-Next and Qwen3.5: the weight is what the scale differs by from one."""
+
+    eps: float
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self._norm(x.float())
+        output = output * (1.0 + self.weight.float())
+        return output.type_as(x)
+
+
 class _GatedBeforeNorm(_Norm):
     """Mamba-2's: norm(x · silu(gate)), in groups."""
 
@@ -210,9 +224,14 @@ def _apply_norm(module: _Norm, x: Tensor, gate: Tensor | None = None) -> Tensor:
     return rms_norm(x, module.weight, module.variance_epsilon, gate, getattr(module, "group_size", None))
 
 
-def _fits_norm(module: _Norm) -> bool:
+def _apply_norm_around_one(module: _RMSNormAroundOne, x: Tensor) -> Tensor:
+    # the sum in float32 at least, as theirs: half precision would round small weights away beside one
+    return rms_norm(x, 1.0 + module.weight.to(accumulate_dtype(x.dtype)), module.eps)
+
+
+def _fits_norm(module: _Norm, epsilon: str = "variance_epsilon") -> bool:
     """Whether a norm has a weight and nothing else, and a plain epsilon."""
-    return [*module._parameters] == ["weight"] and type(module.variance_epsilon) is float
+    return [*module._parameters] == ["weight"] and type(getattr(module, epsilon)) is float
 
 
 def _fits_mlp(module: _GatedMLP) -> bool:
@@ -225,6 +244,9 @@ REPLACEMENTS = (
     # 5% of a step's memory (Mamba-2, Llama), with a gate 20% (Mamba-2) and 11% (Bamba); 0 to 5% of its time.
     Replacement(_RMSNorm, 1, _apply_norm, _fits_norm),
     Replacement(_RMSNormRoundedLast, 1, _apply_norm, _fits_norm),
+    Replacement(
+        _RMSNormAroundOne, 1, _apply_norm_around_one, lambda module: _fits_norm(module, epsilon="eps")
+    ),
     Replacement(_GatedBeforeNorm, 2, _apply_norm, _fits_norm),
     Replacement(
         _GatedAfterNorm,
@@ -241,7 +263,7 @@ REPLACEMENTS = (
     ),
 )
 # With weights of lower precision each class rounds in places of its own.
-EXACT_DTYPES = (torch.float32, torch.float64)
+EXACT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 # -------------------------------------------------------------------------------------------------- functions
