@@ -14,20 +14,21 @@ from adjoint.layers import MIXERS, Mixer, StackConfig
 
 UNKNOWN_MEMORY = 40e9  # bytes taken for a GPU whose memory is not known
 
-# What keeps a GPU busy, from the data sheet of an H100 at half of its peak: 5e14 operations and 3e12 bytes per
-# second. Slower GPUs are busy with shorter chunks. No GPU has measured this.
+# What keeps a GPU busy, from the data sheet of an H100 at half of its peak: 5e14 operations and 3e12 bytes
+# per second. Slower GPUs are busy with shorter chunks. No GPU has measured this.
+#
 # A chunk reads each weight in bfloat16 in its forward, in its recomputation and in its backward, writes its
-# gradient, and adds that to a sum in float32: 18 bytes, beside 8 operations per token. So many tokens make the
-# traffic an eighth of the time:
+# gradient, and adds that to a sum in float32: 18 bytes, beside 8 operations per token. So many tokens make
+# the traffic an eighth of the time:
 TRAFFIC_TOKENS = 3072
-# A layer is launched kernel by kernel, some 150 for a chunk in 5 µs each, and has some 12 weights per square of
-# its width. So many tokens, times that square, take the GPU as long as the launches take the host:
+# A layer's kernels are some 150 launches per chunk, of 5 µs of the host each, and it has some 12 weights per
+# square of its width. So many tokens times that square take the GPU as long as the launches take the host:
 LAUNCH_TOKENS = 4e9
 LONGEST_GPU_CHUNK = 16384
-# Gradient checkpointing keeps the activations of one layer, of the whole sequence, and each layer's input. One of
-# sixteen chunks keeps less of all layers, and leaves room for sums of gradients in float32.
+# Gradient checkpointing keeps the activations of one layer, of the whole sequence, and each layer's input. A
+# sixteenth of the sequence keeps less in all layers, and leaves room for sums of gradients in float32.
 FEWEST_CHUNKS = 16
-SHORTEST_GPU_CHUNK = 1024  # a shorter one takes hardly less memory than the weights, and ever more time
+SHORTEST_GPU_CHUNK = 1024  # a shorter one saves little beside the weights, and its time grows
 SMALL_SHARE = 1 / 256  # of a GPU's memory: a chunk that takes no more is not shortened
 
 
