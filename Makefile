@@ -43,14 +43,16 @@ test-versions: setup-dev  ## run tests under other versions, row by row (docs/ve
 
 EXTERNAL := build/external
 KERNELS := build/external-kernels
-test-external: setup-dev  ## compare with mamba-ssm, causal-conv1d, fla, mamba.py and quantized bases, fetched into build/
+test-external: setup-dev  ## compare with mamba-ssm, causal-conv1d, fla, mamba.py, quantized bases and Lightning, fetched into build/
 	CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
 		$(BIN)/python -m pip install -q --no-deps --no-build-isolation --upgrade --target $(KERNELS) \
 		mamba-ssm causal-conv1d flash-linear-attention fla-core einops mambapy
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(EXTERNAL) bitsandbytes torchao
-	PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest -rs tests/external --ignore tests/external/test_quantized.py
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(EXTERNAL) bitsandbytes torchao \
+		lightning lightning-utilities pytorch-lightning torchmetrics
+	PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest -rs tests/external \
+		--ignore tests/external/test_quantized.py --ignore tests/external/test_lightning.py
 	@# apart: where transformers finds fla, it runs fla's kernels, which need a GPU
-	PYTHONPATH=$(EXTERNAL) $(BIN)/python -m pytest -rs tests/external/test_quantized.py
+	PYTHONPATH=$(EXTERNAL) $(BIN)/python -m pytest -rs tests/external/test_quantized.py tests/external/test_lightning.py
 
 benchmarks: setup-dev  ## measure every figure of README and docs again, in hours; QUICK=1 tries each, in minutes
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)

@@ -57,7 +57,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype = accumulate_dtype(hidden.dtype)
         loss = hidden.new_zeros((), dtype=dtype)
         d_hidden = torch.empty_like(hidden) if backward_follows else None
-        d_weight = torch.zeros_like(weight, dtype=dtype) if backward_follows else None
+        # Of a single slice the factors of the weight's gradient are kept, where they are smaller. Not in
+        # float16, which may not hold hidden states times a small d_loss.
+        keeps_factors = (
+            hidden.dtype == torch.bfloat16
+            and 0 < tokens <= slice_tokens
+            and hidden.element_size() * tokens < dtype.itemsize * hidden.shape[1]
+        )
+        d_weight = None
+        if backward_follows and not keeps_factors:
+            d_weight = torch.zeros_like(weight, dtype=dtype)
         for start in range(0, tokens, slice_tokens):
             h, y = hidden[start : start + slice_tokens], targets[start : start + slice_tokens]
             valid = y != IGNORE_INDEX
@@ -75,28 +84,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # not +=: torch 2.11's compiler would then give no gradients
             token_losses = (log_normalizer - label_logits).squeeze(1)
             loss = loss + token_losses.where(valid, 0).sum()  # not times valid: others' may be infinite
-            if d_hidden is not None and d_weight is not None:
+            if d_hidden is not None:
                 d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' own memory
                 d_logits.scatter_add_(1, labels, -has_label.to(dtype))
                 d_logits_rounded = d_logits.masked_fill_(~valid.unsqueeze(1), 0).to(h.dtype)
                 d_hidden[start : start + slice_tokens] = d_logits_rounded @ weight
-                if h.dtype == dtype:
+                if d_weight is None:
+                    ctx.save_for_backward(d_hidden, d_logits_rounded, hidden)
+                elif h.dtype == dtype:
                     d_weight += d_logits_rounded.T @ h
                 else:
                     add_product(d_weight, d_logits_rounded.T, h)
                 del d_logits, d_logits_rounded
             del logits  # before the next slice's are made
         if d_weight is not None:
-            ctx.save_for_backward(d_hidden, d_weight)
-            ctx.dtype = weight.dtype
+            ctx.save_for_backward(d_hidden, d_weight, None)
+        ctx.dtype = weight.dtype
         return loss
 
     @staticmethod
     @differentiable_once("linear_cross_entropy")
     def backward(ctx: Any, d_loss: Tensor) -> Any:
-        d_hidden, d_weight = ctx.saved_tensors
-        d_hidden, d_weight = (d_hidden * d_loss).to(d_hidden.dtype), (d_weight * d_loss).to(ctx.dtype)
+        d_hidden, factor_or_gradient, hidden = ctx.saved_tensors
+        d_hidden = _scaled(d_hidden, d_loss, d_hidden.dtype)
+        if hidden is None:
+            d_weight = _scaled(factor_or_gradient, d_loss, ctx.dtype)
+        else:  # the product is rounded once, when it has been summed
+            d_weight = factor_or_gradient.T @ _scaled(hidden, d_loss, hidden.dtype)
         return d_hidden, d_weight, None, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product in `dtype`, rounded as it is written: of a head's weight a second copy in float32
+    would take more memory than the rest of a short chunk."""
+    if torch.promote_types(gradient.dtype, factor.dtype) == dtype:
+        return gradient * factor
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _over_ranks(

@@ -93,14 +93,29 @@ def builder(model: Point) -> Callable[[], Any]:
     return lambda: cls(cls.config_class(**options, use_cache=False)).train()
 
 
-def loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
-    """The model's loss of ids by a way. A model of transformers is changed for it."""
+def loss_by(model: Any, way: Point, autocast: str | None = None) -> Callable[[Tensor], Tensor]:
+    """The model's loss of ids by a way, under autocast to a dtype if one is named. A model of transformers is
+    changed for it."""
+    loss_of = _loss_by(model, way)
+    if autocast is None:
+        return loss_of
+    return lambda ids: _under_autocast(loss_of, ids, getattr(torch, autocast))
+
+
+def _under_autocast(loss_of: Callable[[Tensor], Tensor], ids: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch.autocast(ids.device.type, dtype):
+        return loss_of(ids)
+
+
+def _loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
     arguments = {name: value for name, value in way.items() if name not in ("method", *SWITCHES)}
     method: Any = getattr(adjoint, way["method"])(**arguments) if "method" in way else None
     if "segments" in way:
         run = segments.run_of(model)
         return lambda ids: segments.loss_by_segments(run, ids, way["segments"])
     if isinstance(model, adjoint.Stack):
+        if way.get("checkpointing"):
+            method = adjoint.Backprop(checkpoint=True)
         return lambda ids: model(ids, labels=ids, method=method).loss
     if way.get("checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -142,7 +157,8 @@ def measure(point: Point) -> Point:
     """Bytes at the peak, seconds of each forward + backward, and the loss, on random tokens; or, of a point
     with several `ways`, how far the gradients of each are from those of the first.
 
-    point: model, way, length; device; dtype of the weights, float32 if none is said; above: what memory is
+    point: model, way, length; device; dtype of the weights, float32 if none is said; autocast: a dtype, or
+    none; above: what memory is
     counted above, "imports" or a first "step" of `first` tokens, which loads libraries and starts threads;
     repeat_s: how long passes are repeated; least: how many at least, one if it is not said.
     """
@@ -154,7 +170,7 @@ def measure(point: Point) -> Point:
         torch.manual_seed(0)
         with torch.device(point["device"]):
             model = build().to(getattr(torch, point.get("dtype", "float32")))
-        return Passes(model, loss_by(model, way))
+        return Passes(model, loss_by(model, way, point.get("autocast")))
 
     if "ways" in point:
         each = ((name, prepare(way)) for name, way in point["ways"].items())

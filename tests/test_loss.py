@@ -111,6 +111,21 @@ def test_bfloat16_loses_no_more_than_torch(autocast: bool) -> None:
         assert theirs < 0.05
 
 
+def test_of_a_single_slice_no_gradient_of_the_weight_is_stored() -> None:
+    """A chunk's head would store one in float32, twice the weight; as exact as torch's without it."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 256, generator=generator) for n in (300, 2000))
+    hidden, weight = hidden.bfloat16().requires_grad_(), (0.1 * weight).bfloat16().requires_grad_()
+    targets, stored = torch.randint(2000, (300,), generator=generator), list[torch.Tensor]()
+    expected = with_gradients(plain(hidden.double(), weight.double(), targets) / 300, hidden, weight)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
+        loss = linear_cross_entropy(hidden, weight, targets) / 300
+    assert sum(t.nbytes for t in stored) < 2 * weight.nbytes
+    theirs = with_gradients(plain_linear(hidden, weight, targets) / 300, hidden, weight)
+    for ours, other, exact in zip(with_gradients(loss, hidden, weight), theirs, expected, strict=True):
+        assert relative(ours, exact.double()) <= max(1.05 * relative(other, exact.double()), 2**-9)
+
+
 def plain_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """As a model would: a linear layer, then cross entropy in float32."""
     return F.cross_entropy(

@@ -9,9 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.engine.host_weights import is_offloaded
 from adjoint.layers import MIXERS, Mixer, StackConfig
 
 UNKNOWN_MEMORY = 40e9  # bytes taken for a GPU whose memory is not known
+
+# What keeps a GPU busy, from the data sheet of an H100 at half of its peak: 5e14 operations and 3e12 bytes
+# per second. Slower GPUs are busy with shorter chunks. No GPU has measured this.
+#
+# A chunk reads each weight in bfloat16 in its forward, in its recomputation and in its backward, writes its
+# gradient, and adds that to a sum in float32: 18 bytes, beside 8 operations per token. So many tokens make
+# the traffic an eighth of the time:
+TRAFFIC_TOKENS = 3072
+# A layer's kernels are some 150 launches per chunk, of 5 µs of the host each, and it has some 12 weights per
+# square of its width. So many tokens times that square take the GPU as long as the launches take the host:
+LAUNCH_TOKENS = 4e9
+LONGEST_GPU_CHUNK = 16384
+# Gradient checkpointing keeps the activations of one layer, of the whole sequence, and each layer's input. A
+# sixteenth of the sequence keeps less in all layers, and leaves room for sums of gradients in float32.
+FEWEST_CHUNKS = 16
+SHORTEST_GPU_CHUNK = 1024  # a shorter one saves little beside the weights, and its time grows
+SMALL_SHARE = 1 / 256  # of a GPU's memory: a chunk that takes no more is not shortened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +40,15 @@ class Sizes:
         bytes_per_token: bytes that its layers keep per token of a chunk for their backward.
         states: bytes of its recurrent states at one chunk edge.
         busy: tokens of a chunk, over all rows, with which a CPU is within an eighth as fast as with more.
+        width: elements of a token between the layers.
+        weights_on_host: whether each chunk copies the weights to the device.
     """
 
     bytes_per_token: float
     states: float = 0.0
     busy: int = 1408
+    width: int = 2048
+    weights_on_host: bool = False
 
 
 def default_chunk_size(
@@ -42,7 +64,12 @@ def default_chunk_size(
     states = sum(state_numel(block.mixer) for block in blocks) * max(element, 4)
     if input_ids.is_cuda and torch.is_autocast_enabled("cuda"):
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
-    sizes = Sizes(kept_bytes(config, element, recompute), states * config.n_layer / max(len(blocks), 1))
+    sizes = Sizes(
+        kept_bytes(config, element, recompute),
+        states * config.n_layer / max(len(blocks), 1),
+        width=config.d_model,
+        weights_on_host=is_offloaded(model),
+    )
     batch, seqlen = input_ids.shape
     return chunk_size_on(input_ids.device, sizes, batch, seqlen, checkpoints)
 
@@ -74,10 +101,13 @@ def chunk_size_for(
 ) -> int:
     """Return the tokens per chunk: enough to keep the device busy, with small activations.
 
-    On a CPU that is `sizes.busy` over all rows. On a GPU, what all layers of one chunk store for its backward
-    gets an eighth of the memory: whatever its length, a chunk costs a launch per operation, reads every
-    weight and adds to every parameter's gradient. The size is a multiple of 256 tokens, the tiles of matrix
-    products, from 256 to 16,384.
+    On a CPU that is `sizes.busy` over all rows. On a GPU a chunk costs a launch per operation, reads every
+    weight and adds to every parameter's gradient, whatever its length: `busy_gpu_tokens` over all rows hide
+    that. A shorter batch is cut into at least `FEWEST_CHUNKS` chunks, or the gradients of a batch that fits
+    would take more memory than with gradient checkpointing. What all layers of a chunk store for its
+    backward gets an eighth of the memory at most; where weights come from host memory with each chunk, it
+    gets all of that eighth. The size is a multiple of 256 tokens, the tiles of matrix products, from 256 to
+    16,384.
 
     A long sequence's states at chunk edges would take more memory than so short a chunk saves: the chunk
     grows with the square root of the length, which keeps edge states and activations equal, and their sum the
@@ -93,8 +123,22 @@ def chunk_size_for(
     equal = int(min((seqlen * state) ** 0.5, math.inf if checkpoints is None else checkpoints * state))
     if device != "cuda":
         return max(64, sizes.busy // batch, equal)
-    tokens = max(int((memory or UNKNOWN_MEMORY) / 8 / (sizes.bytes_per_token * batch)), equal)
-    return min(16384, max(256, tokens // 256 * 256))
+    memory = memory or UNKNOWN_MEMORY
+    most = memory / 8 / sizes.bytes_per_token
+    tokens = most if sizes.weights_on_host else min(busy_gpu_tokens(sizes, memory, batch * seqlen), most)
+    size = max(int(tokens / batch), equal)
+    return min(LONGEST_GPU_CHUNK, max(256, size // 256 * 256))
+
+
+def busy_gpu_tokens(sizes: Sizes, memory: float, tokens: int) -> float:
+    """Return the tokens of a chunk, over all rows, that hide what a chunk of any length costs on a GPU.
+
+    Args:
+        memory: bytes of the GPU. tokens: of the batch, over all rows; of a short one it is the fewer.
+    """
+    busy = min(LONGEST_GPU_CHUNK, max(TRAFFIC_TOKENS, LAUNCH_TOKENS / sizes.width**2))
+    small = SMALL_SHARE * memory / sizes.bytes_per_token
+    return min(busy, max(tokens / FEWEST_CHUNKS, SHORTEST_GPU_CHUNK, small))
 
 
 def state_numel(mixer: Any) -> int:

@@ -55,16 +55,19 @@ def kept_features(model: nn.Module) -> int:
     return total
 
 
-def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
+def sizes_of(
+    features: int, slots: Sequence[Slot], element: int, width: int, weights_on_host: bool = False
+) -> Sizes:
     """Return a model's `Sizes`.
 
     Args:
         features: from `kept_features`.
         slots: of its cache.
         element: bytes of an activation's element.
+        width, weights_on_host: as in `Sizes`.
     """
     states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
-    return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE)
+    return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE, width, weights_on_host)
 
 
 def block_function(

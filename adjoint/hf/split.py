@@ -111,13 +111,14 @@ class Pretrained:
         device: str,
         memory: float | None,
         checkpoints: int | None = None,
+        weights_on_host: bool = False,
     ) -> int:
         """Return the tokens of a chunk if the method does not set them.
 
         Args:
-            element: as in `sizes_of`; the others as in `chunk_size_for`.
+            element, weights_on_host: as in `sizes_of`; the others as in `chunk_size_for`.
         """
-        sizes = sizes_of(self.features, self.slots, element)
+        sizes = sizes_of(self.features, self.slots, element, self.d_model, weights_on_host)
         return chunk_size_for(sizes, batch, seqlen, device, memory, checkpoints)
 
     def initial_states(self, span: range, batch: int, device: torch.device) -> State:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
 from adjoint.engine.chunk_size import Sizes
-from adjoint.engine.host_weights import device_of
+from adjoint.engine.host_weights import device_of, is_offloaded
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
@@ -172,7 +172,9 @@ class Verification:
         """The memory that a row takes, from which the default chunk size follows."""
         first = next(p for p in self.model.parameters() if p.is_floating_point())
         element = min(first.element_size(), (self.precision[0] or first.dtype).itemsize)
-        return sizes_of(self.compute_once("features", kept_features, self.model), self.slots, element)
+        features = self.compute_once("features", kept_features, self.model)
+        width = getattr(backbone_of(self.model).config.get_text_config(), "hidden_size", Sizes.width)
+        return sizes_of(features, self.slots, element, width, is_offloaded(self.model))
 
 
 def verification_of(model: PreTrainedModel) -> Verification:

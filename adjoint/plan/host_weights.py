@@ -49,7 +49,8 @@ def in_host_memory(setup: Setup, bytes_per_second: float) -> Setup:
     method = setup.method
     if getattr(method, "recompute", None) == "none":
         method = dataclasses.replace(method, recompute="full")
-    return dataclasses.replace(setup, method=method, host_link=bytes_per_second)
+    machine = dataclasses.replace(setup.machine, weights_on_host=True)
+    return dataclasses.replace(setup, method=method, machine=machine, host_link=bytes_per_second)
 
 
 def copy_seconds(setup: Setup, weights: int) -> float:

@@ -211,7 +211,9 @@ class PretrainedModel(Model):
         batch, seqlen = size
         element = 2 if machine.precision == "bfloat16" else machine.element
         device = machine.kind, machine.memory
-        picked = self.source.chunk_size(batch, seqlen, element, *device, method.checkpoints)
+        picked = self.source.chunk_size(
+            batch, seqlen, element, *device, method.checkpoints, machine.weights_on_host
+        )
         return method.model_spec(seqlen, layout.at_most(picked, seqlen))
 
     def described(self) -> dict[str, object]:

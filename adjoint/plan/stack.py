@@ -106,7 +106,12 @@ class StackModel(Model):
     ) -> EngineSpec:
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         states = sum(layer.state for layer in self.layers) * machine.element
-        sizes = Sizes(kept_bytes(self.source, element, method.recompute), states)
+        sizes = Sizes(
+            kept_bytes(self.source, element, method.recompute),
+            states,
+            width=self.source.d_model,
+            weights_on_host=machine.weights_on_host,
+        )
         default = chunk_size_for(sizes, *size, machine.kind, machine.memory, method.checkpoints)
         spec = method.engine_spec(size[1], layout.chunk_size(method, size[1], default))
         check_windows(self.source, spec)

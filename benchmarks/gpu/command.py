@@ -83,7 +83,8 @@ class Gpu(Benchmark):
         options.sizes = sizes_of(dry=options.dry_run)
         if options.simulated:  # takes minutes of a core, whatever the GPU would take
             options.stages, options.sizes.device = ["h"], SIMULATED
-            options.budgets["h"] = options.budget_s or 10 * STAGES["h"][1]
+            options.sizes.wrapped_curve = options.sizes.simulated_curve
+            options.budgets["h"] = options.budget_s or 20 * STAGES["h"][1]
         for curve in ("curve", "wrapped_curve"):
             setattr(options.sizes, curve, sorted(set(options.lengths or getattr(options.sizes, curve))))
         options.deadlines, query = {}, f"nvidia-smi --query-gpu={DRIVER} --id=0"

@@ -56,6 +56,7 @@ WRAPPED: dict[str, Point] = {
     "Bamba-like": {"class": "BambaForCausalLM", **_WIDTHS, **_ATTENTION, **_SSD, "attn_layer_indices": [6]},
     "Qwen3.5-like": {"class": "Qwen3_5ForCausalLM", **_WIDTHS, **_DELTA,
                      "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3},
+    "mamba-1.27b": LARGE,
     "Llama": {"class": "LlamaForCausalLM", **_WIDTHS, **_ATTENTION},
 }  # fmt: skip
 SIMULATED = "simulated"  # a device
@@ -69,7 +70,10 @@ WAYS: dict[str, Point] = {
 # What is run, on a GPU and dry, in tokens where nothing else is said.
 SIZES: dict[str, tuple[Any, Any]] = {
     "model": (LARGE, TINY),
-    "wrapped": (WRAPPED, {name: WIDTHS | MODELS[name][0] for name in WRAPPED}),
+    "wrapped": (
+        WRAPPED,
+        {name: WIDTHS | MODELS[name][0] if name in MODELS else TINY for name in WRAPPED},
+    ),
     "device": ("cuda:0", "cpu"),  # by its number: trials are kept by the device's name
     "dtypes": (("bfloat16", "float32"), ("float32", "float64")),
     "precision": ("bfloat16", "float32"),  # of training
@@ -83,6 +87,7 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "chunks_check": (2**20, 128),
     "curve": (tuple(2**k for k in range(15, 21)), (64, 128)),  # of stage g
     "wrapped_curve": (tuple(2**k for k in (15, 17, 19, 20)), (64, 128)),  # of stage h
+    "simulated_curve": (tuple(2**k for k in (14, 15, 16, 17, 19, 20)), (64, 128)),  # of stage h without a GPU
     "warm_up": (32768, 64),  # tokens of the pass before, which compiles and tunes kernels
 }
 
@@ -90,7 +95,7 @@ SIZES: dict[str, tuple[Any, Any]] = {
 def sizes_of(*, dry: bool) -> SimpleNamespace:
     """The sizes by name, with the chunk size of the long step and the sizes of the operations."""
     sizes = SimpleNamespace(**{name: both[dry] for name, both in SIZES.items()})
-    stored = Sizes(kept_bytes(StackConfig(**sizes.model), 2))
+    stored = Sizes(kept_bytes(StackConfig(**sizes.model), 2), width=sizes.model["d_model"])
     sizes.chunk_size = 32 if dry else chunk_size_for(stored, 1, 2**20, "cuda", CAP_BYTES)
     kind, size_name = ("cpu", "small") if dry else ("cuda", "default")
     sizes.operations = {op: OPS[op].sizes[kind][size_name] for op in OPS}
@@ -169,9 +174,16 @@ def wrapped(s: SimpleNamespace, shared: Point) -> Iterator[Point]:
                 "way": WAYS[way],
                 "length": length,
                 "first": min(length, s.warm_up),
-                "dtype": s.precision,
+                **precision_of(config, s.precision),
                 "limit_s": 240,
             }
+
+
+def precision_of(config: Point, precision: str) -> Point:
+    """Return a model's dtype: a `Stack` trains by autocast, over weights in float32."""
+    if "class" in config:
+        return {"dtype": precision}
+    return {"dtype": "float32", "autocast": precision if precision == "bfloat16" else None}
 
 
 def step(model: Point, method: str, length: int, chunk_size: int | None, cap_bytes: int | None) -> Point:

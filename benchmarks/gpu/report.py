@@ -34,8 +34,8 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, float], ...]] = {
     SIMULATED: (
         ("allocated, GiB", "memory_bytes", ",.2f", GIB),
         MEMORY,
-        ("operators", "operators", ",", 1),
-        ("kernel launches", "launches", ",", 1),
+        ("launches per 1K tokens", "launches_per_1k", ",.0f", 1.0),
+        ("host's share", "host_share", ".2f", 1.0),
     ),
 }
 
@@ -61,7 +61,7 @@ def compared(point: Point, result: Point, measurements: Found) -> Row:
     differences = {name: abs(ratios.pop(name) - 1) for name in DIFFERENCES if name in ratios}
     if not differences:
         return ratios
-    limit = AGREEMENT[point["dtype"]]
+    limit = AGREEMENT[point.get("autocast") or point["dtype"]]
     agrees = all(difference <= limit for difference in differences.values())
     return {**ratios, **differences, "agreement_limit": limit, "passed": agrees}
 

@@ -39,6 +39,8 @@ from benchmarks.gpu.wrapped import kernels_of
 
 GPU, DEVICE = "h100", "cuda:0"
 FIRST = 64  # tokens of the step before the one that is counted
+LAUNCH_S = 5e-6  # of the host, for an operator or a kernel
+BUSY = 0.5  # share of the GPU's peak rate at which products and attention are taken to run
 
 
 def measure(point: Point) -> Point:
@@ -73,21 +75,27 @@ def counted(point: Point) -> Point:
         if "missing" in used:
             return used
         to_cuda(model)
-        loss_of = steps.loss_by(model, point["way"])
+        loss_of = steps.loss_by(model, point["way"], point.get("autocast"))
         ids = torch.empty(1, point["length"], dtype=torch.int64, device=DEVICE)
         loss_of(ids[:, :FIRST]).backward()  # a wrapped model compares gradients first
         model.zero_grad()
         for counter in (record.operators, record.launches):
             counter.clear()
+        record.flops = 0.0
         live.begin()
         loss_of(ids).backward()
     wrong = [*record.mixed, *record.wrong]
     if wrong:
         raise RuntimeError(wrong[0])
+    operators, launches = sum(record.operators.values()), sum(record.launches.values())
+    rate = BUSY * 1e12 * GPUS[GPU].peak(point.get("autocast") or point["dtype"])
     result = used | {
         "memory_bytes": live.peak,
-        "operators": sum(record.operators.values()),
-        "launches": sum(record.launches.values()),
+        "operators": operators,
+        "launches": launches,
+        "flops": record.flops,
+        "launches_per_1k": 1024 * (operators + launches) / point["length"],
+        "host_share": LAUNCH_S * (operators + launches) * rate / record.flops,
     }
     if live.peak > memory:
         sizes = (
@@ -122,11 +130,16 @@ def _noted(name: str) -> Callable[..., None]:
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """Replace what is asked of a GPU, or of values: the current device, the fastest of a kernel's variants,
-    whether products add to wider sums, and whether a mask is needed."""
+    whether products add to wider sums, whether a weight is a plain tensor, and whether a mask is needed."""
     from transformers import masking_utils
     from triton.runtime.autotuner import Autotuner
 
-    from adjoint.kernels import add_product
+    from adjoint.kernels import add_product, gated
+    from adjoint.kernels.checks import is_untouched
+
+    def is_plain(linear: Any, x: Any) -> bool:  # but for the class of its weight, which has no values
+        same_dtype = is_untouched(linear, torch.nn.Linear) and linear.weight.dtype == x.dtype
+        return same_dtype and not torch.is_autocast_enabled(x.device.type)
 
     def first_variant(tuner: Any, *args: Any, **options: Any) -> Any:
         tuner.best_config = tuner.configs[0]
@@ -136,6 +149,7 @@ def stand_ins() -> Iterator[None]:
         for target, name, value in (
             (Autotuner, "run", first_variant),
             (add_product, "_adds_in_float32", lambda device, dtype: True),
+            (gated, "_is_plain", is_plain),
             (torch.cuda, "_exchange_device", lambda device: 0),
             (torch.cuda, "_maybe_exchange_device", lambda device: 0),
             (torch.cuda, "current_device", lambda: 0),

@@ -31,11 +31,12 @@ LIBRARIES: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "LlamaForCausalLM": (),
 }
-# Operations of this package that stand in for them in a wrapped model.
+# Operations of this package that stand in for them in a wrapped model; or of a `Stack`, by its mixer.
 OPERATIONS = {
     "BambaForCausalLM": ("ssd_scan", "causal_conv1d"),
     "Qwen3_5ForCausalLM": ("gated_delta_rule", "causal_conv1d"),
     "LlamaForCausalLM": (),
+    "mamba": ("selective_scan", "causal_conv1d", "rms_norm"),
 }
 
 
@@ -72,9 +73,10 @@ def kernels_of(point: Point) -> Point:
     Raises:
         RuntimeError: plain PyTorch would run one of our operations in the wrapped model.
     """
-    kind = point["model"]["class"]
-    if "method" in point["way"]:
-        dtype = getattr(torch, point["dtype"])
+    is_stack = "class" not in point["model"]
+    kind = point["model"]["mixer" if is_stack else "class"]
+    if is_stack or "method" in point["way"]:
+        dtype = getattr(torch, point.get("autocast") or point["dtype"])
         backends = {op: required(op, point["device"], dtype) for op in OPERATIONS[kind]}
         return {"kernels": ", ".join(f"{op}: {backend}" for op, backend in backends.items())}
     packages, reasons = [package for package, _, _ in LIBRARIES[kind]], lacking(point["model"])
@@ -109,7 +111,8 @@ def wrapped(point: Point) -> Point:
         measurement = steps.measure({**point, "above": "imports", "repeat_s": REPEAT_S, "least": LEAST})
     finally:
         logger.removeHandler(complaints)
-    for package in used["kernels"].split(", ") if "method" not in point["way"] else ():
+    is_plain = "class" in point["model"] and "method" not in point["way"]
+    for package in used["kernels"].split(", ") if is_plain else ():
         if any(f"`{package}`" in message for message in complaints.messages):
             raise RuntimeError(f"{package} imports, but transformers does not call its kernels")
     seconds = measurement["seconds"]

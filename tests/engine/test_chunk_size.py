@@ -11,13 +11,20 @@ from torch import Tensor
 
 import adjoint
 from adjoint.batch import Batch
-from adjoint.engine.chunk_size import Sizes, chunk_size_for, default_chunk_size, kept_bytes
+from adjoint.engine.chunk_size import (
+    LONGEST_GPU_CHUNK,
+    TRAFFIC_TOKENS,
+    Sizes,
+    chunk_size_for,
+    default_chunk_size,
+    kept_bytes,
+)
 from adjoint.engine.stage import Layer
 from adjoint.engine.tile import Gradients
 from adjoint.layers import MIXERS
 
 LARGE = adjoint.StackConfig(vocab_size=256, d_model=2048, n_layer=48)  # 1.27B parameters
-H200 = 150e9
+H100, H200 = 85.5e9, 150e9
 
 
 def kept_by_autograd(config: adjoint.StackConfig, tokens: int, dtype: torch.dtype) -> int:
@@ -70,18 +77,43 @@ def test_kept_bytes_are_those_that_autograd_keeps(options: dict[str, Any], dtype
     assert kept_bytes(config, dtype.itemsize) == pytest.approx(measured, rel=0.2)
 
 
-def test_a_gpu_gets_chunks_that_keep_it_busy_and_fit_an_eighth() -> None:
-    def size_for(config: adjoint.StackConfig, batch: int, element: int, memory: float) -> int:
-        return chunk_size_for(Sizes(kept_bytes(config, element)), batch, 8, "cuda", memory)
+def size_on_gpu(
+    seqlen: int, *, kept: float = 0.85e6, batch: int = 1, memory: float = H100, **sizes: Any
+) -> int:
+    return chunk_size_for(Sizes(kept, **sizes), batch, seqlen, "cuda", memory)
 
-    size = size_for(LARGE, 1, 2, H200)
-    assert 4096 <= size <= 8192
+
+def test_a_gpu_gets_chunks_that_keep_it_busy_and_no_longer_ones() -> None:
+    """As long as a width's launches and weights ask for, however much memory there is."""
+    sizes = [size_on_gpu(2**20, kept=0.1e6, width=width) for width in (4096, 2048, 1024, 768, 256)]
+    assert sizes[:2] == [TRAFFIC_TOKENS] * 2
+    assert sizes == sorted(sizes)
+    assert TRAFFIC_TOKENS < sizes[2] < sizes[3] < 8192 < sizes[4] == LONGEST_GPU_CHUNK
+    assert size_on_gpu(2**17, memory=2 * H200) == TRAFFIC_TOKENS
+    assert size_on_gpu(2**17, batch=4) == TRAFFIC_TOKENS // 4
+
+
+def test_a_batch_that_fits_by_checkpointing_gets_sixteen_chunks() -> None:
+    """So that it takes no more memory than that; but no chunks too short to be worth their launches."""
+    assert [size_on_gpu(2**k) for k in (13, 14, 15, 16, 17)] == [1024, 1024, 2048, 3072, 3072]
+    assert size_on_gpu(2**13, batch=4) == 512  # of 2,048 tokens over all rows
+    assert size_on_gpu(2**14, kept=20e3, width=256) == LONGEST_GPU_CHUNK  # takes hardly any memory
+
+
+def test_a_gpus_chunk_takes_an_eighth_of_its_memory_at_most() -> None:
+    kept = kept_bytes(LARGE, 2)
+    size = size_on_gpu(2**20, kept=kept, memory=40e9)
     assert size % 256 == 0
-    assert H200 / 8 - 256 * kept_bytes(LARGE, 2) < size * kept_bytes(LARGE, 2) <= H200 / 8
-    assert size_for(LARGE, 1, 4, H200) < size
-    assert size_for(LARGE, 4, 2, H200) <= size // 4
-    assert size_for(LARGE, 1, 2, 1e9) == 256
-    assert size_for(adjoint.StackConfig(), 1, 2, H200) == 16384
+    assert 40e9 / 8 - 256 * kept < size * kept <= 40e9 / 8
+    assert size_on_gpu(2**20, kept=2 * kept, memory=40e9) < size
+    assert size_on_gpu(2**20, kept=kept, batch=4, memory=40e9) <= size // 4
+    assert size_on_gpu(2**20, kept=kept, memory=1e9) == 256
+
+
+def test_chunks_that_copy_the_weights_fill_that_eighth() -> None:
+    """Their copies hide behind long chunks only."""
+    size = size_on_gpu(2**14, weights_on_host=True)
+    assert H100 / 8 - 256 * 0.85e6 < size * 0.85e6 <= H100 / 8
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -117,10 +149,11 @@ def test_the_default_follows_device_batch_and_precision(monkeypatch: pytest.Monk
     assert default_chunk_size(model, torch.empty(4, 2**22, dtype=torch.long, device="meta")) == long > 1408
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**28))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda" and half)
-    ids: Any = SimpleNamespace(shape=(2, 8), device=torch.device("cuda"), is_cuda=True)
+    ids: Any = SimpleNamespace(shape=(2, 2**16), device=torch.device("cuda"), is_cuda=True)
 
     def size_for(element: int) -> int:
-        return chunk_size_for(Sizes(kept_bytes(model.config, element)), 2, 8, "cuda", 2**28)
+        sizes = Sizes(kept_bytes(model.config, element), width=model.config.d_model)
+        return chunk_size_for(sizes, 2, 2**16, "cuda", 2**28)
 
     half = False
     assert default_chunk_size(model, ids) == size_for(4)

@@ -135,6 +135,47 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
     assert sum(ours) <= 1.05 * sum(theirs), (ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["BambaForCausalLM", "Qwen3_5ForCausalLM"])
+def test_norms_and_mlps_keep_their_inputs_alone_in_bfloat16_too(name: str) -> None:
+    """With weights in bfloat16: gradients are no further off than the model's own, and a norm keeps less for
+    its backward: transformers' keep tensors in float32."""
+    ours, theirs = [], []
+    for seed in range(4):
+        model = make(name, torch.float32, seed).bfloat16()
+        inputs = make_batch(65, seed=seed)
+        exact = copy.deepcopy(model).double()
+        with float64_throughout():
+            expected = loss_and_gradients(exact, **inputs)
+        wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=16))
+        for model_copy, distances in ((model, theirs), (wrapped, ours)):
+            loss, gradients = loss_and_gradients(model_copy, **inputs)
+            gradients = {name: gradient.double() for name, gradient in gradients.items()}
+            distances.append(errors((loss.double(), gradients), expected).total)
+    assert min(theirs) > 1e-4
+    assert sum(ours) <= 1.05 * sum(theirs), (ours, theirs)
+    replaced = {type(module).__name__ for module in replacements.replacement_forwards(wrapped)}
+    norms = {type(m).__name__ for m in wrapped.modules() if "RMSNorm" in type(m).__name__}
+    assert norms and norms <= replaced
+    for norm, forward in replacements.replacement_forwards(wrapped).items():
+        if type(norm).__name__ in norms:
+            assert bytes_kept(norm, forward) < 0.7 * bytes_kept(norm, norm.forward)
+
+
+def bytes_kept(norm: Any, forward: Any) -> int:
+    """Bytes that a norm's forward of bfloat16 keeps for its backward."""
+    kept = dict[int, int]()
+    x = torch.randn(1, 64, norm.weight.shape[0]).bfloat16().requires_grad_()
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        output = forward(x, x) if "Gated" in type(norm).__name__ else forward(x)
+    assert output.dtype == x.dtype
+    return sum(kept.values())
+
+
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [

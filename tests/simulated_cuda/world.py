@@ -120,6 +120,7 @@ class WrapState:
     mixed: list[str] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
     launch: Callable[..., None] | None = None
+    flops: float = 0.0  # of products and attention
     device_bytes: LiveBytes | None = None  # is told of the device's tensors alone
 
     def counts(self) -> dict[str, Any]:
@@ -192,6 +193,7 @@ class Recorder:
                 launches = name not in WITHOUT_LAUNCH and func.namespace != "adjoint"
                 if launches and any(t.device.type == "cuda" for t in (*given, *made)):
                     record.operators[name] += 1
+                    record.flops += _flops(func, args, kwargs or {}, out)
                 return out
 
             def _note_bytes(self, results: Any) -> None:
@@ -218,6 +220,19 @@ class Recorder:
         Mode.record = record
         Recorder.current = mode
         return mode
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Floating-point operations of a product or of attention, 0 for other operators."""
+    from torch.utils.flop_counter import flop_registry
+
+    if func.overloadpacket not in flop_registry:
+        return 0.0
+    place = next((k for k, one in enumerate(func._schema.arguments) if one.name == "is_causal"), len(args))
+    is_causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
+    if "mm" in func.overloadpacket.__name__:  # the formulas know no dtype of the result
+        args, kwargs = tuple(a for a in args if hasattr(a, "shape")), {}
+    return float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)) / (2 if is_causal else 1)
 
 
 def _answer(tensor: Any) -> Any:
