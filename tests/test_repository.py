@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     "errors",
     "settings",
+    "precision",
     "batch",
     "interrupt",
     "memory",

@@ -65,6 +65,7 @@ from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import largest, precisions, reshard, units, uses_fsdp
 from adjoint.parallel.kv import NotAttended
+from adjoint.precision import full_float32
 
 T = TypeVar("T")
 # States of a model whose verification is remembered, such as adapters that take turns.
@@ -130,7 +131,7 @@ class Verification:
         """Return find(*args), which is called once for each key; an error is not remembered."""
         if key not in self.results:
             before = ForwardState(self.model, self.snapshot)
-            with _without_fallback_warnings():
+            with _without_fallback_warnings(), full_float32():
                 result = find(*args)
             # Trials may change settings: RecurrentGemma's own forward stores a state in its mixers.
             before.restore_settings(Snapshot(self.model), hooks=False)
@@ -369,7 +370,7 @@ def compare(
         return harness.verify(trial, reference)
 
     reshard(model)
-    with _without_side_effects(model):
+    with _without_side_effects(model), full_float32():
         # Modules under FSDP cannot be copied.
         copied = None if units(model) else make_trial_copy(model)
         no_copy_reason = "no copy of it fits or can be made"

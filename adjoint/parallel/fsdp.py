@@ -44,6 +44,7 @@ from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of
 from adjoint.parallel.handoff import StateHandoff
+from adjoint.precision import full_float32
 
 T = TypeVar("T")
 REPLICA = (
@@ -583,6 +584,7 @@ class FSDPStackAccess(FSDPAccess):
         verified.add(kind)
 
 
+@full_float32()
 def _verify_stack(
     stack: Any, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
 ) -> None:
