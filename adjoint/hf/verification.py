@@ -40,7 +40,7 @@ from adjoint.hf.model_parts import (
     original_class,
     root_of,
 )
-from adjoint.hf.quantized import rounds_by_chunk
+from adjoint.hf.quantized import rounding_of_activations, rounds_by_chunk
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
@@ -357,6 +357,13 @@ def compare(
 
     def verify_chunks(model: PreTrainedModel, reference: Results, conditions: str = "") -> float:
         limit = _tolerance_of(model)
+        eps = rounding_of_activations(model)
+
+        def run_whole(is_rounded: bool) -> Results:
+            embedding = model.get_input_embeddings()
+            with harness.embeddings_rounded(embedding, eps) if is_rounded else contextlib.nullcontext():
+                return _results(model, by_whole, list(reference.gradients))[0]
+
         trial = Trial(
             original_class(model).__name__,
             dataclasses.replace(kind, claim=kind.claim + conditions),
@@ -365,7 +372,8 @@ def compare(
             each_gradient=limit != COARSE,
             named_parameters=model.named_parameters,
             explain=lambda: explain(model),
-            differs_on_any_rank=_any_rank(model),
+            run_whole=run_whole if limit == COARSE or eps else None,
+            largest_over_ranks=_largest_over_ranks(model),
         )
         return harness.verify(trial, reference)
 
@@ -421,9 +429,9 @@ def _tolerance_of(model: PreTrainedModel) -> float:
     return COARSE
 
 
-def _any_rank(model: PreTrainedModel) -> Callable[[bool], bool]:
-    """Return `Trial.differs_on_any_rank`: each process of a model under FSDP has shards of the gradients."""
-    return (lambda differs: bool(largest(model, differs)[0])) if uses_fsdp(model) else bool
+def _largest_over_ranks(model: PreTrainedModel) -> Callable[..., Sequence[float]]:
+    """Return `Trial.largest_over_ranks`: processes of a model under FSDP have shards of the gradients."""
+    return (lambda *values: largest(model, *values)) if uses_fsdp(model) else lambda *values: values
 
 
 def _warn(model: PreTrainedModel, conditions: str) -> None:

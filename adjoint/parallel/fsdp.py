@@ -7,6 +7,7 @@ inside the model's forward; their gradients wait for the factor that the loss's 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -35,6 +36,7 @@ from adjoint.engine.verification import (
     TOKENS,
     Results,
     Trial,
+    embeddings_rounded,
     recorded_outputs,
     tolerance,
     verified_kinds,
@@ -611,6 +613,11 @@ def _verify_stack(
         by_name = {name: grads.get(p) for name, p in zip(names, parameters, strict=True)}
         return Results(by_name, loss, hidden_states=hidden_states)
 
+    def run_whole(is_rounded: bool) -> Results:
+        rounded = embeddings_rounded(stack.embedding) if is_rounded else contextlib.nullcontext()
+        with rounded:
+            return results(loss_by_autograd)
+
     limit = tolerance([*precisions(stack), *{p.dtype for p in parameters}], device)
     trial = Trial(
         "a stack under fully_shard",
@@ -619,6 +626,7 @@ def _verify_stack(
         limit,
         each_gradient=limit != COARSE,
         named_parameters=stack.named_parameters,
-        differs_on_any_rank=lambda differs: bool(largest(stack, differs)[0]),
+        run_whole=run_whole if limit == COARSE else None,
+        largest_over_ranks=lambda *values: largest(stack, *values),
     )
     verify(trial, results(loss_by_autograd))
