@@ -17,8 +17,8 @@ import adjoint
 from adjoint import Exact, Stack, StackConfig
 from adjoint.engine import custom_layers
 from adjoint.kernels import trial
+from adjoint.kernels.precision import full_float32
 from adjoint.parallel import fsdp
-from adjoint.precision import full_float32
 from adjoint.tools.measure import passes
 from tests.engine.test_first_use import Leaky, stack
 from tests.model_helpers import make_ids
@@ -152,10 +152,10 @@ def test_wrapped_model(allow: Callable[[], None]) -> None:
 def test_layer_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = stack(Leaky, torch.float32), make_ids(2, 24)
     by_older_setting()
-    seen, forward = [], Leaky.forward
+    precisions, forward = [], Leaky.forward
 
     def noting(layer: Leaky, x: Tensor, *others: Any) -> Any:
-        seen.append((x.shape[1], torch.backends.cuda.matmul.fp32_precision))
+        precisions.append((x.shape[1], torch.backends.cuda.matmul.fp32_precision))
         return forward(layer, x, *others)
 
     monkeypatch.setattr(Leaky, "forward", noting)
@@ -165,17 +165,17 @@ def test_layer_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         custom_layers.CHUNK_SIZE,
         custom_layers.TOKENS % custom_layers.CHUNK_SIZE,
     }
-    assert {precision for tokens, precision in seen if tokens in tokens_tried} == {"ieee"}
-    assert {precision for tokens, precision in seen if tokens == 8} == {"tf32"}
+    assert {precision for tokens, precision in precisions if tokens in tokens_tried} == {"ieee"}
+    assert {precision for tokens, precision in precisions if tokens == 8} == {"tf32"}
 
 
 def test_stack_under_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    seen, compute = list[str](), fsdp.loss_and_gradients
+    precisions, compute = list[str](), fsdp.loss_and_gradients
 
     def noting(*arguments: Any) -> Any:
-        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        precisions.append(torch.backends.cuda.matmul.fp32_precision)
         return compute(*arguments)
 
     monkeypatch.setattr(fsdp, "loss_and_gradients", noting)
@@ -188,14 +188,14 @@ def test_stack_under_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
         model(ids, labels=ids, method=Exact(8)).loss.backward()
     finally:
         dist.destroy_process_group()
-    assert seen == ["ieee", "ieee"]
+    assert precisions == ["ieee", "ieee"]
 
 
 def test_trial_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    precisions: list[str] = []
 
     def problem(*_: object) -> dict[str, Tensor]:
-        seen.append(torch.backends.cudnn.conv.fp32_precision)
+        precisions.append(torch.backends.cudnn.conv.fp32_precision)
         return {"y": torch.ones(1)}
 
     monkeypatch.setattr(
@@ -203,18 +203,18 @@ def test_trial_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(trial, "implementation_in", lambda *arguments: None)
     trial.errors(None, "any", torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
-    assert seen == ["ieee", "ieee"]
+    assert precisions == ["ieee", "ieee"]
 
 
 def test_compared_ways() -> None:
     """`adjoint compare` and the benchmarks."""
-    seen: list[str] = []
+    precisions: list[str] = []
     parameter = torch.nn.Linear(1, 1)
 
     def loss(ids: Tensor) -> Tensor:
-        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        precisions.append(torch.backends.cuda.matmul.fp32_precision)
         return parameter(ids.float()).sum()
 
     by_trainer()
     passes.gradients_apart([("one", passes.Passes(parameter, loss))], torch.ones(1, 1))
-    assert seen == ["ieee"]
+    assert precisions == ["ieee"]

@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     "errors",
     "settings",
-    "precision",
     "batch",
     "interrupt",
     "memory",

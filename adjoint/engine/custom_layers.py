@@ -30,8 +30,8 @@ from adjoint.engine.verification import (
 )
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
-from adjoint.precision import full_float32
 
 CHUNK_SIZE = 7
 CUSTOM_LAYER = TrialKind(

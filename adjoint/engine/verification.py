@@ -177,11 +177,13 @@ def verify(trial: Trial, reference: Results) -> float:
     if differs and (noise := measure_noise(trial, reference)) is not None:
         message = difference(reference, chunks, trial.rtol, trial.each_gradient, noise)
         differs = trial.differs_on_any_rank(message)
-    moved = noise and f"moving its embeddings by one rounding moves the whole's own by {noise.gradients:.1e}"
+    moved = ""
+    if noise is not None:
+        moved = f"moving its embeddings by one rounding moves the whole's own by {noise.gradients:.1e}"
     if differs:
         location = _first_difference(reference, chunks, kind.chunk_size) or trial.explain()
         trial.refuse(
-            f"{kind.claim} ({message or 'in the shards of another process'}{moved and f'; {moved}' or ''}): "
+            f"{kind.claim} ({message or 'in the shards of another process'}{moved and f'; {moved}'}): "
             f"{kind.likely_reason}{f': {location}' if location else ''}. {VERBOSITY}=debug prints each "
             "gradient's difference"
         )

@@ -62,10 +62,10 @@ from adjoint.hf.trials import (
     warn_if_documents_mix,
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
+from adjoint.kernels.precision import full_float32
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import largest, precisions, reshard, units, uses_fsdp
 from adjoint.parallel.kv import NotAttended
-from adjoint.precision import full_float32
 
 T = TypeVar("T")
 # States of a model whose verification is remembered, such as adapters that take turns.

@@ -43,10 +43,10 @@ from adjoint.engine.verification import (
     verify,
 )
 from adjoint.errors import UserError
+from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of
 from adjoint.parallel.handoff import StateHandoff
-from adjoint.precision import full_float32
 
 T = TypeVar("T")
 REPLICA = (

@@ -1,4 +1,4 @@
-"""Where rounding is coarse, the comparison on first use allows as much as rounding alone changes."""
+"""The comparison on first use allows as much as rounding alone changes, where rounding is coarse."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adjoint import memory
 from adjoint.engine.verification import SHARE
-from adjoint.precision import full_float32
+from adjoint.kernels.precision import full_float32
 from adjoint.tools.measure.process import Point
 
 BEYOND = 64  # times the longest measured length: lines are not drawn further

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -31,10 +32,20 @@ def full_float32() -> Iterator[None]:
                 restore()
 
 
+class _Backend(Protocol):
+    """Operators of one kind on one backend, such as matrix products on CUDA."""
+
+    fp32_precision: str
+
+
+def _backends() -> list[_Backend]:
+    names = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+    return [operator.attrgetter(name)(torch.backends) for name in names]
+
+
 def _set_full() -> Callable[[], None]:
     """Set full precision; return a function that sets the precisions of now again."""
-    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
-    backends += [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
+    backends = _backends()
     precisions = [backend.fp32_precision for backend in backends]
     # PyTorch has older settings beside these. It raises an error when one is read, in its own kernels too,
     # that says the opposite: both are set, unless they have disagreed before.
