@@ -255,7 +255,7 @@ class Alone(GroupTransport):
         self.sent: dict[int, collections.deque[Tensor]] = collections.defaultdict(collections.deque)
 
     def post(self, source: int, out: Tensor, tag: int = 0) -> Pending:
-        return lambda: out.copy_(self.sent[tag].popleft())
+        return lambda: out.copy_(self.sent[tag].popleft(), non_blocking=True)
 
     def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
         self.sent[tag].append(tensor)

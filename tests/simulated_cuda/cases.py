@@ -4,6 +4,7 @@ each case of the groups did. FOLDER is for the compiled guard."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -24,6 +25,11 @@ import torch
 import adjoint
 from adjoint import layers
 from adjoint.engine.budget import LiveBytes
+from adjoint.engine.grid import EngineSpec, make_grid
+from adjoint.engine.schedule import Owners
+from adjoint.engine.storage import Slab
+from adjoint.parallel.context import SINGLE_RANK
+from adjoint.parallel.kv import DistributedKV, DistributedPast
 from tests.simulated_cuda.world import WrapState, simulated, to_cuda
 
 CHUNK = 512
@@ -127,6 +133,15 @@ def groups() -> dict[str, dict[str, Case]]:
     return {
         "core": {name: quick.pop(name) for name in CORE},
         "quick": quick,
+        "sequence group": {
+            f"hybrid, {name}, shared": (stack(HYBRID), METHODS[name], {"shared": True})
+            for name in ("exact", "offloaded edges")
+        }
+        | {"fetched keys": (stack(HYBRID), EXACT, {})},
+        "wrapped sequence group": {
+            f"Bamba, {name}, shared": (pretrained("Bamba"), METHODS[name], {"shared": True})
+            for name in ("exact", "offloaded edges")
+        },
         "long": long,
         "slow": slow,
         "wrapped": {f"{name}, exact": (pretrained(name), EXACT, {}) for name in WRAPPED},
@@ -154,9 +169,10 @@ def step(
     chunk: int = CHUNK,
     precision: str = "bfloat16",
     documents: bool = False,
+    shared: bool = False,
 ) -> dict[str, Any]:
-    """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens:
-    `WrapState.counts`, and the devices of the gradients."""
+    """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens, if `shared` by
+    the code of a sequence group: `WrapState.counts`, and the devices of the gradients."""
     record, tokens = WrapState(), chunks * chunk
     with simulated(record):
         model = to_cuda(make(n_layer))
@@ -164,10 +180,18 @@ def step(
         given: dict[str, Any] = {}
         if isinstance(model, adjoint.Stack):
             given["method"] = method
+            if shared:
+                given["sequence_group"] = SINGLE_RANK
             if documents:
                 given["seq_idx"] = torch.empty_like(ids)
         else:
             model = adjoint.wrap(model, method)
+            if shared:
+                from adjoint.hf import wrap
+                from adjoint.hf.wrap_state import wrap_state_or_original
+
+                wrap.ranks_of = lambda group: 2
+                wrap_state_or_original(model).group = SINGLE_RANK  # type: ignore[assignment]
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
             loss = model(input_ids=ids, labels=ids, **given).loss
         loss.backward()
@@ -214,6 +238,38 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
                 ),
             }
     return counted | {"chunks": chunks}
+
+
+def fetched_keys() -> dict[str, Any]:
+    """A chunk's attention to a window whose keys another rank has, all keys being stored in host memory."""
+    record, messages = WrapState(), _Messages()
+    with simulated(record):
+        slab = Slab(torch.empty(1, 2, 0, 8, device="cuda:0"), 2, 64, host=True)
+        grid = make_grid(EngineSpec(32), 64, [True], 0)
+        owners = Owners((0,), 2).in_rounds(grid)
+        kv = DistributedKV(grid, owners, 1, messages, lambda c, row: (32, 0))  # type: ignore[arg-type]
+        past = DistributedPast(kv, slab, 1, 32, 0, torch.zeros((), requires_grad=True))
+        piece = torch.empty(1, 2, 32, 8, device="cuda:0", requires_grad=True)
+        joined = past.join(piece, reach=16)
+        slab.begin_backward(None)
+        joined.sum().backward()
+        devices = {t.device.type for t in (joined, *messages.tensors)}
+    return record.counts() | {"gradients": sorted(devices), "a chunk": {}}
+
+
+class _Messages:
+    """Messages between ranks of which one runs here: those that it gets are empty."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+
+    def post(self, source: int, out: Any, tag: int = 0) -> Callable[[], Any]:
+        self.tensors.append(out)
+        return lambda: out
+
+    def start(self, to: int, tensor: Any, tag: int) -> Callable[[], None]:
+        self.tensors.append(tensor)
+        return lambda: None
 
 
 def layers_of(model: Any) -> Any:
@@ -266,6 +322,9 @@ def patched() -> None:
         return [[0, *range(300, seq_idx.shape[1], 700)] for _ in range(seq_idx.shape[0])]
 
     checks.starts_in = starts_in
+    stack_module = importlib.import_module("adjoint.stack")
+    stack_module.group_of = lambda group: group  # type: ignore[attr-defined]
+    stack_module.ranks_of = lambda group: 2  # type: ignore[attr-defined]
 
 
 def main(names: Sequence[str]) -> None:
@@ -281,7 +340,9 @@ def main(names: Sequence[str]) -> None:
         for case, given in groups()[name].items():
             began = time.perf_counter()
             try:
-                found[case] = ways.get(name, few_and_more)(given)
+                found[case] = (
+                    fetched_keys() if case == "fetched keys" else ways.get(name, few_and_more)(given)
+                )
             except Exception as error:
                 found[case] = {"error": "".join(traceback.format_exception(error)[-25:])}
             print(case, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)

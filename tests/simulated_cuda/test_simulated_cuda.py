@@ -22,8 +22,9 @@ pytestmark = [
     pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
 ]
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = "core", "host weights"
+QUICK = "core", "host weights", "sequence group"
 SLOW = "quick", "long", "layers", "slow", "wrapped", "wrapped layers", "wrapped host weights"
+SLOW += ("wrapped sequence group",)
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
 HELD = {
     "mamba, a layer": (69, 15),
@@ -75,6 +76,14 @@ def test_a_step_stays_on_the_device(group: str, case: str) -> None:
         assert one["to_host"] > 0 < one["to_device"]
     else:
         assert one["to_host"] + one["to_device"] < 1 << 14
+
+
+@pytest.mark.parametrize("group, case", of("sequence group", "wrapped sequence group"))
+def test_ranks_that_share_a_sequence_stay_on_the_device(group: str, case: str) -> None:
+    """States that arrive, and keys and values of other ranks, are on the device, wherever they are stored."""
+    one = result(group, case)
+    assert one["mixed"] == one["wrong"] == [] and one["gradients"] == ["cuda"]
+    assert one["a chunk"] == {}
 
 
 @pytest.mark.parametrize("group, case", of("layers", "wrapped layers"))
