@@ -15,7 +15,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import ref
 
 import torch
@@ -27,6 +27,9 @@ from torch.utils._pytree import tree_map_only
 from adjoint.engine.storage import allocate
 from adjoint.errors import UserError
 from adjoint.layers import Block
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 HOST = torch.device("cpu")
@@ -84,11 +87,22 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model computes: that of its first parameter, unless it is offloaded."""
+    """Return the device on which a model computes: that of its first parameter, unless it is offloaded.
+
+    A shard is gathered to the device of its mesh, also where FSDP2 keeps it in host memory."""
     for module in model.modules():
         if _is_unit(module):
             return transfers_of(module).device
-    return next(model.parameters()).device
+    parameter = next(model.parameters())
+    mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+    return parameter.device if mesh is None else mesh_device(mesh)
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Return this process's device of a mesh, as `fully_shard` takes it."""
+    kind = mesh.device_type
+    index = None if kind in ("cpu", "meta") else torch.get_device_module(kind).current_device()
+    return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def recompute_of(model: nn.Module, recompute: str) -> str:

@@ -26,6 +26,7 @@ from adjoint.engine.budget import refuse_budget
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import device_of, mesh_device
 from adjoint.engine.leaves import UnlistedLeaves, leaves_of, suspend_hooks
 from adjoint.engine.parameter_access import ParameterAccess, Runs
 from adjoint.engine.stage import Layer, Stage
@@ -178,7 +179,7 @@ def loss_and_gradients(
 def largest(model: nn.Module, *values: float) -> list[float]:
     """Return the maximum of each value over the processes that share the model."""
     mesh = _dtensors(model)[0].device_mesh
-    maxima = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
+    maxima = torch.tensor(values, dtype=torch.float64, device=mesh_device(mesh))
     for dim in range(mesh.ndim):
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return maxima.tolist()
@@ -265,7 +266,7 @@ def _reduce(root: Any) -> None:
         root.set_requires_gradient_sync(True)
         try:
             with torch.enable_grad():
-                nothing = torch.zeros((), device=next(root.parameters()).device, requires_grad=True)
+                nothing = torch.zeros((), device=device_of(root), requires_grad=True)
                 Gathering(root)(lambda: nothing.clone()).backward()
         finally:
             root.set_requires_gradient_sync(False)
