@@ -9,7 +9,6 @@ import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adjoint.engine.executor import Pending
+from adjoint.engine.host_weights import HOST
 from adjoint.engine.schedule import CAPACITY
+from adjoint.engine.storage import allocate
 from adjoint.errors import UserError
 from adjoint.parallel.network import bind, named_store
 from adjoint.parallel.split_tensors import local
@@ -52,6 +53,7 @@ class Messages:
         up, down: the groups for messages to higher and to lower ranks.
         among: the groups for collectives, by their ranks.
         reduces_on_gpu: whether collectives go by NCCL; None: as messages.
+        device: this process's, on which buffers of NCCL are.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class Messages:
         down: dist.ProcessGroup | None,
         among: Mapping[tuple[int, ...], dist.ProcessGroup],
         reduces_on_gpu: bool | None = None,
+        device: torch.device = HOST,
     ) -> None:
+        self.device = torch.empty(0, device=device).device  # with its index
         self.dist, self.nccl, self.rank, self.first, self.stride = dist, nccl, rank, 0, 1
         self.on_device, self.buffers = nccl, CAPACITY
         self.up, self.down, self.among = up, down, among
@@ -87,7 +91,7 @@ class Messages:
             sender, receiver = self._rank_of(a), self._rank_of(b)
             if self.rank in (sender, receiver) and (sender, receiver) not in self.connected:
                 self.connected.add((sender, receiver))
-                note, group = torch.zeros(1, device="cuda"), self._group(sender, receiver)
+                note, group = torch.zeros(1, device=self.device), self._group(sender, receiver)
                 if self.rank == sender:
                     self.dist.send(note, receiver, group)
                 else:
@@ -97,7 +101,7 @@ class Messages:
         """Start to receive into `out`; with gloo, messages of other tags may overtake this one."""
         source = self._rank_of(source)
         staged = out.is_cuda != self.nccl  # a GPU's over gloo; over NCCL an edge in host memory
-        room = _buffer_like(out, self.nccl) if staged else out
+        room = self._buffer_like(out, self.nccl) if staged else out
         work = self.dist.irecv(room, source, self._group(source, self.rank), tag)
 
         def wait() -> Tensor:
@@ -119,8 +123,10 @@ class Messages:
         """Start a message; return its handle, and the tensor that must live until it has left."""
         to = self._rank_of(to)
         if tensor.is_cuda != self.nccl:
-            tensor = _buffer_like(tensor, self.nccl).copy_(tensor, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            staged = self._buffer_like(tensor, self.nccl).copy_(tensor, non_blocking=True)
+            if tensor.is_cuda:  # gloo reads host memory at once; NCCL follows the stream of the copy
+                torch.cuda.current_stream(tensor.device).synchronize()
+            tensor = staged
         work = self.dist.isend(tensor, to, self._group(self.rank, to), tag)
         assert work is not None, "this process is in the group"
         return work, tensor
@@ -168,7 +174,11 @@ class Messages:
     def _staged(self, tensor: Tensor) -> Tensor:
         """Return the tensor in memory that the backend of collectives can read."""
         nccl = self.reduces_on_gpu
-        return tensor if tensor.is_cuda == nccl else _buffer_like(tensor, nccl).copy_(tensor)
+        return tensor if tensor.is_cuda == nccl else self._buffer_like(tensor, nccl).copy_(tensor)
+
+    def _buffer_like(self, like: Tensor, nccl: bool) -> Tensor:
+        """Return an empty tensor of this shape and dtype in memory that the backend can write."""
+        return allocate(like.shape, like.dtype, self.device, host=not nccl)
 
 
 class GroupTransport(Messages):
@@ -192,8 +202,8 @@ class GroupTransport(Messages):
                 'it with backend "gloo", or "nccl" for GPUs'
             )
         self.group, self.ranks = group, tuple(range(dist.get_world_size(group)))
-        messages = group if by_gloo else _gloo_group_of(group)
-        super().__init__(dist.get_rank(), False, messages, messages, {self.ranks: group}, by_nccl)
+        messages = group if by_gloo else _gloo_group_of(group, device)
+        super().__init__(dist.get_rank(), False, messages, messages, {self.ranks: group}, by_nccl, device)
 
     def _rank_of(self, worker: int) -> int:
         return self.dist.get_global_rank(self.group, worker)
@@ -265,21 +275,15 @@ class Alone(GroupTransport):
 _GLOO_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def _gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _gloo_group_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Return a gloo group of the same processes, which must all call this; it is made once."""
     if group not in _GLOO_GROUPS:
-        timeout = group._get_backend(torch.device("cuda")).options._timeout
+        timeout = group._get_backend(device).options._timeout
         ranks = dist.get_process_group_ranks(group)
         store = dist.distributed_c10d._get_default_store()
         bind(named_store(store, f"adjoint/{group.group_name}"), dist.get_rank(group), len(ranks))
         _GLOO_GROUPS[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     return _GLOO_GROUPS[group]
-
-
-def _buffer_like(like: Tensor, nccl: bool) -> Tensor:
-    """Return an empty tensor of this shape and dtype in memory that the backend can write."""
-    memory: dict[str, Any] = {"device": "cuda"} if nccl else {"pin_memory": True}
-    return torch.empty(like.shape, dtype=like.dtype, **memory)
 
 
 @torch.no_grad()
