@@ -120,6 +120,7 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
     classes = [(unit, type(unit)) for unit in units]
     copies: dict[Tensor, Tensor] = {}
     replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    begun: list[tuple[Transfers, int]] = []
     try:
         for unit, cls in classes:
             transfers = transfers_of(unit)
@@ -131,7 +132,8 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
                             copies[parameter] = transfers.fetch(parameter)
                         replaced.append((module._parameters, name, parameter))
                         module._parameters[name] = copies[parameter]  # type: ignore[assignment]
-            transfers.prefetch_after(unit)
+            if (next_place := transfers.begin(unit)) is not None:
+                begun.append((transfers, next_place))
         del copies
         yield
     finally:
@@ -139,6 +141,8 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
             parameters[name] = parameter
         for unit, cls in classes:
             unit.__class__ = cls
+    for transfers, next_place in begun:
+        transfers.prefetch(next_place)
 
 
 def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
@@ -156,7 +160,9 @@ def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Cal
 class Transfers:
     """Copies of an offloaded model's weights to its device.
 
-    On a GPU the next layer's weights are copied on a stream of their own while a layer computes.
+    On a GPU the next layer's weights are copied on a stream of their own while a layer computes. The host,
+    which may be many layers ahead of the GPU, waits before each of these copies until the layer before the
+    running one has ended. Else the memory of all layers whose kernels are still queued would be in use.
 
     Args:
         device: the device that computes. layers: in the order in which they run.
@@ -168,6 +174,7 @@ class Transfers:
         self.places = {id(layer): place for place, layer in enumerate(layers)}
         self.last_place = 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.end_of_last: torch.cuda.Event | None = None  # of what ran before the running layer
         # the copy and the event of its end, by what is copied: a tile's leaf shares a parameter's memory
         self.prefetched: dict[tuple[int, int, int], tuple[Tensor, torch.Event]] = {}
 
@@ -186,21 +193,28 @@ class Transfers:
         copy.record_stream(current)  # its memory is the other stream's
         return copy
 
-    def prefetch_after(self, unit: nn.Module) -> None:
-        """Begin to copy the weights of the layer that is expected after `unit`."""
+    def begin(self, unit: nn.Module) -> int | None:
+        """Note that `unit` will run now; return the place of the layer that is expected after it, if any."""
         place = self.places.get(id(unit))
         if self.stream is None or place is None:
-            return
+            return None
         self.prefetched.clear()  # what another order of layers has left
+        # a blocking event: the host sleeps, and its cores add gradients
+        self.end_of_last = torch.cuda.Event(blocking=True)
+        self.end_of_last.record(torch.cuda.current_stream(self.device))
         last, self.last_place = self.last_place, place
         # layers run upwards from the first, and backwards from the last, which then runs twice in a row
         runs_back = place == last - 1 or 0 < place == last
-        place += -1 if runs_back else 1
-        layer = self.layers[place]() if 0 <= place < len(self.layers) else None
+        next_place = place - 1 if runs_back else place + 1
+        return next_place if 0 <= next_place < len(self.layers) else None
+
+    def prefetch(self, place: int) -> None:
+        """Begin to copy the weights of a layer, while the one before it runs, whose kernels are queued."""
+        layer = self.layers[place]()
         if layer is None or not _is_unit(layer):
             return
-        # the copies must not overtake the computation by more than a layer, whose memory they take
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        assert self.stream is not None and self.end_of_last is not None
+        self.end_of_last.synchronize()
         with torch.cuda.stream(self.stream), torch.no_grad():
             for parameter in layer.parameters():
                 copy = _on_device(parameter, self.device)

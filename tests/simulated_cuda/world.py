@@ -115,6 +115,7 @@ class WrapState:
     operators: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     launches: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     waits: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    event_waits: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     to_host: int = 0
     to_device: int = 0
     mixed: list[str] = dataclasses.field(default_factory=list)
@@ -127,6 +128,7 @@ class WrapState:
             "operators": sum(self.operators.values()),
             "launches": sum(self.launches.values()),
             "waits": dict(self.waits),
+            "event_waits": dict(self.event_waits),
             "to_host": self.to_host,
             "to_device": self.to_device,
             "mixed": self.mixed[:5],
@@ -264,6 +266,7 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
         (torch.cuda, "memory_allocated", lambda device=None: 0),
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
         (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "Event", lambda **_: _Event(record)),
         (torch.cuda, "current_stream", _Stream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
@@ -307,6 +310,19 @@ class _Stream:
 
     def record_event(self) -> None:
         pass
+
+
+class _Event:
+    """A place on a stream; waiting for it is noted apart from `WrapState.waits`, which no chunk may have."""
+
+    def __init__(self, record: WrapState) -> None:
+        self.counter = record.event_waits
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.counter[where()] += 1
 
 
 def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) -> None:
