@@ -29,6 +29,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, mesh_device
 from adjoint.engine.leaves import UnlistedLeaves, leaves_of, suspend_hooks
 from adjoint.engine.parameter_access import ParameterAccess, Runs
+from adjoint.engine.schedule import Run
 from adjoint.engine.stage import Layer, Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
@@ -272,6 +273,36 @@ def _reduce(root: Any) -> None:
             root.set_requires_gradient_sync(False)
 
 
+def set_all_reduce(root: nn.Module, is_on: bool) -> None:
+    """Set whether backwards sum gradients over replicas (HSDP), after the shards of each replica are summed.
+
+    Sums that were left out are in the next one: once per call is enough."""
+    for unit in units(root):
+        unit.set_requires_all_reduce(is_on, recurse=False)
+
+
+def refuse_gradients_left_out(root: nn.Module) -> None:
+    """Refuse a model of which a module was used by some chunks and not by the last one whose backward ran.
+
+    Raises:
+        UserError: its gradients have not been summed over replicas.
+    """
+    names = (
+        name for name, module in root.named_modules() if module in units(root) and _holds_partial(module)
+    )
+    if (name := next(names, None)) is not None:
+        raise UserError(
+            f"fully_shard of {name or 'the model'} over replicas: it has run in some chunks and not in the "
+            "first, so its gradients are not summed; call fully_shard for a module around it instead"
+        )
+
+
+def _holds_partial(unit: Any) -> bool:
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(getattr(group, "_partial_reduce_output", None) is not None for group in groups)
+
+
 def _refuse(root: Any) -> None:
     raise UserError(
         "FSDP did not reduce the gradients of a chunk's backward: call fully_shard for the whole model "
@@ -333,6 +364,9 @@ class ShardedModelStage(Stage):
     Args:
         stage: the model as a stage; its forward may also be called with gradients on.
         root: as in `Gathering`.
+
+    Attributes:
+        start_of_last: the first token of the chunk whose backward is this process's last.
     """
 
     stateful: ClassVar[bool] = True
@@ -341,6 +375,7 @@ class ShardedModelStage(Stage):
 
     def __init__(self, stage: Stage, root: nn.Module) -> None:
         self.stage, self.gathering = stage, Gathering(root)
+        self.start_of_last = 0
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -373,7 +408,15 @@ class ShardedModelStage(Stage):
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        return tile.linearize(lambda _, x, state: self.forward(x, state, chunk), (), x, state, gradients)
+        y, after, pullback = tile.linearize(
+            lambda _, x, state: self.forward(x, state, chunk), (), x, state, gradients
+        )
+
+        def pull_back(dy: Tensor | None, d_state: Cotangents) -> tuple[Tensor | None, Cotangents]:
+            set_all_reduce(self.gathering.root, chunk.start == self.start_of_last)
+            return pullback(dy, d_state)
+
+        return y, after, pull_back
 
 
 class _AutogradGradients(Gradients):
@@ -395,6 +438,7 @@ class FSDPAccess(ParameterAccess):
         root: as in `Gathering`.
     """
 
+    stage: ShardedModelStage
     frozen_may_change = False  # FSDP writes to them, and nobody else can before the backward
 
     def __init__(self, root: nn.Module) -> None:
@@ -408,7 +452,8 @@ class FSDPAccess(ParameterAccess):
     ) -> tuple[list[Stage | None], Sequence[State]]:
         first, *others = stages
         assert first is not None
-        return [ShardedModelStage(first, self.root), *others], states
+        self.stage = ShardedModelStage(first, self.root)
+        return [self.stage, *others], states
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
         """Refuse what FSDP cannot do; return the spec with as many chunks as any process has.
@@ -476,6 +521,10 @@ class FSDPAccess(ParameterAccess):
 
         def run() -> None:
             loss, final = step.run_forward()
+            chunks = [
+                a.tile.chunk for a in step.backward_actions if isinstance(a, Run) and not a.tile.is_forward
+            ]
+            self.stage.start_of_last = step.grid.cuts[chunks[-1]] if chunks else 0
             states = len(final) - len(step.sums)
             totals = zip(step.sums, final[states:], strict=True)
             d_sums = [sequence_sum.cotangent_of(total) for sequence_sum, total in totals]
@@ -486,7 +535,11 @@ class FSDPAccess(ParameterAccess):
         distribution = step.distribution
         shared = isinstance(distribution, SequenceGroup)
         has_work = not isinstance(distribution, SequenceGroup) or distribution.has_chunk(step.grid)
-        grads = gradients(self.root, trained, run, has_work)
+        try:
+            grads = gradients(self.root, trained, run, has_work)
+            refuse_gradients_left_out(self.root)
+        finally:
+            set_all_reduce(self.root, True)
         if shared:
             self._sum(distribution, trained, grads)
         del step.executor  # its stored states grow with the sequence
