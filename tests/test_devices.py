@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,9 +68,11 @@ class Group:
 
     def __init__(self) -> None:
         self.devices: list[torch.device] = []
+        self.sizes: list[int] = []
 
     def isend(self, tensor: Tensor, *_: object) -> Any:
         self.devices.append(tensor.device)
+        self.sizes.append(tensor.numel())
         return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
     send = isend
@@ -94,12 +97,24 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         yield devices
 
 
-def test_messages_wait_for_the_stream_of_their_tensor(streams: list[object]) -> None:
-    """The current device may be another one: torchrun without torch.cuda.set_device leaves it at GPU 0."""
+def test_messages_wait_for_the_stream_of_their_tensor(
+    streams: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current device may be another one: torchrun without torch.cuda.set_device leaves it at GPU 0.
+
+    The host goes on meanwhile, and no later message overtakes."""
+    is_copied = threading.Event()
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: is_copied.wait(10))
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
     messages = Messages(0, False, None, None, {}, device=SECOND_GPU)
     messages.dist = group = Group()  # type: ignore[assignment]
-    messages.send(1, torch.empty(4, device=SECOND_GPU))
-    assert streams == [SECOND_GPU] and group.devices == [torch.device("cpu")]
+    on_device, on_host = torch.empty(4, device=SECOND_GPU), torch.empty(2)
+    waits = [messages.start(1, tensor, tag=0) for tensor in (on_device, on_host)]
+    assert streams == [SECOND_GPU] and group.sizes == []
+    is_copied.set()
+    for wait in waits:
+        wait()
+    assert group.sizes == [4, 2] and group.devices == [torch.device("cpu")] * 2
 
 
 def test_buffers_of_nccl_are_on_this_processs_gpu(

@@ -9,6 +9,8 @@ import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +27,29 @@ from adjoint.parallel.split_tensors import local
 
 Channel = tuple[int, int]  # sender, receiver
 BUCKET = 1 << 20  # elements: small gradients travel together
+
+
+class Message(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object:
+        """Wait until it has left."""
+        ...
+
+    def is_completed(self) -> bool: ...
+
+
+class _SoonSent:
+    """A message that a thread will send."""
+
+    def __init__(self, future: Future[Message]) -> None:
+        self.future = future
+
+    def wait(self) -> object:
+        return self.future.result().wait()
+
+    def is_completed(self) -> bool:
+        return self.future.done() and self.future.result().is_completed()
 
 
 class Messages:
@@ -71,9 +96,10 @@ class Messages:
         self.on_device, self.buffers = nccl, CAPACITY
         self.up, self.down, self.among = up, down, among
         self.reduces_on_gpu = nccl if reduces_on_gpu is None else reduces_on_gpu
-        self.under_way: dict[int, collections.deque[tuple[dist.Work, Tensor]]] = collections.defaultdict(
+        self.under_way: dict[int, collections.deque[tuple[Message, Tensor]]] = collections.defaultdict(
             collections.deque
         )
+        self.sender: ThreadPoolExecutor | None = None
         self.connected: set[Channel] = set()
 
     def _rank_of(self, worker: int) -> int:
@@ -119,17 +145,35 @@ class Messages:
             under_way.popleft()[0].wait()
         under_way.append(self._started(to, tensor))
 
-    def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[dist.Work, Tensor]:
+    def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[Message, Tensor]:
         """Start a message; return its handle, and the tensor that must live until it has left."""
-        to = self._rank_of(to)
-        if tensor.is_cuda != self.nccl:
-            staged = self._buffer_like(tensor, self.nccl).copy_(tensor, non_blocking=True)
-            if tensor.is_cuda:  # gloo reads host memory at once; NCCL follows the stream of the copy
-                torch.cuda.current_stream(tensor.device).synchronize()
-            tensor = staged
-        work = self.dist.isend(tensor, to, self._group(self.rank, to), tag)
-        assert work is not None, "this process is in the group"
-        return work, tensor
+        destination, group = self._rank_of(to), self._group(self.rank, self._rank_of(to))
+
+        def start(message: Tensor) -> Message:
+            work = self.dist.isend(message, destination, group, tag)
+            assert work is not None, "this process is in the group"
+            return work
+
+        is_staged = tensor.is_cuda != self.nccl
+        message = (
+            self._buffer_like(tensor, self.nccl).copy_(tensor, non_blocking=True) if is_staged else tensor
+        )
+        if self.nccl or (self.sender is None and not tensor.is_cuda):
+            return start(message), message
+        # gloo reads host memory at once: a thread waits for the copy, while this one goes on to queue kernels
+        copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(torch.cuda.current_stream(tensor.device))
+
+        def start_when_copied() -> Message:
+            if copied is not None:
+                copied.synchronize()
+            return start(message)
+
+        # one thread, which all messages take from the first such one on: none overtakes another
+        self.sender = self.sender or ThreadPoolExecutor(1, "adjoint-sender")
+        return _SoonSent(self.sender.submit(start_when_copied)), message
 
     def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
         """Start to send a contiguous tensor, whatever else is under way.
