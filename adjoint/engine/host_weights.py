@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 HOST = torch.device("cpu")
+MAX_BYTES_OF_IDS = 1 << 30  # of memory that ids are a view of, to copy all of it
 _TRANSFERS = "_adjoint_transfers"  # attribute of a unit's class
 
 
@@ -175,6 +176,8 @@ class Transfers:
         self.last_place = 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.end_of_last: torch.cuda.Event | None = None  # of what ran before the running layer
+        # which ids have been copied (memory, version), their memory, which stays theirs, and the copy
+        self.batch_ids: tuple[tuple[object, ...], Tensor, Tensor] | None = None
         # the copy and the event of its end, by what is copied: a tile's leaf shares a parameter's memory
         self.prefetched: dict[tuple[int, int, int], tuple[Tensor, torch.Event]] = {}
 
@@ -192,6 +195,20 @@ class Transfers:
         current.wait_event(event)
         copy.record_stream(current)  # its memory is the other stream's
         return copy
+
+    def ids_on_host(self, ids: Tensor) -> Tensor:
+        """Return token ids on the host.
+
+        For such a copy the host waits until the device has done all that is queued. So it copies the memory
+        of the whole batch's ids, of which a chunk's are a view, once."""
+        storage = ids.untyped_storage()
+        if ids.device == HOST or ids.is_inference() or storage.nbytes() > MAX_BYTES_OF_IDS:
+            return ids.to(HOST)
+        memory_and_version = storage._cdata, ids._version, ids.dtype
+        if self.batch_ids is None or self.batch_ids[0] != memory_and_version:
+            memory = torch.empty(0, dtype=ids.dtype, device=ids.device).set_(storage)
+            self.batch_ids = memory_and_version, memory, memory.to(HOST)
+        return self.batch_ids[2].as_strided(ids.shape, ids.stride(), ids.storage_offset())
 
     def begin(self, unit: nn.Module) -> int | None:
         """Note that `unit` will run now; return the place of the layer that is expected after it, if any."""
@@ -228,8 +245,8 @@ class Transfers:
             @functools.wraps(cls.forward)
             def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
                 if is_table:
-                    args, kwargs = tree_map_only(Tensor, lambda ids: ids.to(HOST), (args, kwargs))
-                    return cls.forward(module, *args, **kwargs).to(device)
+                    args, kwargs = tree_map_only(Tensor, self.ids_on_host, (args, kwargs))
+                    return _ToDevice.apply(cls.forward(module, *args, **kwargs), device)
                 with fetched(module):
                     return cls.forward(module, *args, **kwargs)
 
@@ -262,6 +279,19 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, parameter: Tensor, transfers: Transfers) -> Tensor:
         return transfers.copied(parameter)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _on_host(gradient, pinned=gradient.is_cuda), None
+
+
+class _ToDevice(torch.autograd.Function):
+    """The embeddings of some tokens on the device; the host does not wait for their copy."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, embeddings: Tensor, device: torch.device) -> Tensor:
+        is_gpu = device.type == "cuda"
+        return (_on_host(embeddings, pinned=True) if is_gpu else embeddings).to(device, non_blocking=True)
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:

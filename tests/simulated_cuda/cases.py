@@ -3,15 +3,18 @@ each case of the groups did. FOLDER is for the compiled guard."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import json
 import os
+import queue
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":
@@ -28,8 +31,10 @@ from adjoint.engine.budget import LiveBytes
 from adjoint.engine.grid import EngineSpec, make_grid
 from adjoint.engine.schedule import Owners
 from adjoint.engine.storage import Slab
+from adjoint.parallel import context
 from adjoint.parallel.context import SINGLE_RANK
 from adjoint.parallel.kv import DistributedKV, DistributedPast
+from adjoint.parallel.transport import Alone, Messages
 from tests.simulated_cuda.world import WrapState, simulated, to_cuda
 
 CHUNK = 512
@@ -181,6 +186,7 @@ def step(
         if isinstance(model, adjoint.Stack):
             given["method"] = method
             if shared:
+                context.Alone = OverGloo  # type: ignore[misc]
                 given["sequence_group"] = SINGLE_RANK
             if documents:
                 given["seq_idx"] = torch.empty_like(ids)
@@ -191,6 +197,7 @@ def step(
                 from adjoint.hf.wrap_state import wrap_state_or_original
 
                 wrap.ranks_of = lambda group: 2
+                context.Alone = OverGloo  # type: ignore[misc]
                 wrap_state_or_original(model).group = SINGLE_RANK  # type: ignore[assignment]
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
             loss = model(input_ids=ids, labels=ids, **given).loss
@@ -223,6 +230,7 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
             for _ in range(1 if is_stack else 2):  # after the comparison on first use
                 record.device_bytes.begin()
                 before = record.to_device, record.to_host
+                record.waits.clear()
                 inputs = {"method": method} if is_stack else {}
                 loss = model(input_ids=ids, labels=ids, **inputs).loss
                 loss.backward()
@@ -233,6 +241,7 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
                 "to_host": record.to_host - before[1],
                 "mixed": record.mixed,
                 "wrong": record.wrong,
+                "waits": dict(record.waits),
                 "gradients": sorted(
                     {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
                 ),
@@ -240,9 +249,30 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
     return counted | {"chunks": chunks}
 
 
+class OverGloo(Alone):
+    """Messages of a process to itself that take the way of those between hosts: through host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dist: Any = self
+        self.arrived: dict[int, queue.Queue[Any]] = collections.defaultdict(queue.Queue)
+
+    def _rank_of(self, worker: int) -> int:
+        return worker
+
+    def isend(self, tensor: Any, rank: int, group: None, tag: int) -> Any:
+        self.arrived[tag].put(tensor)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+    def irecv(self, tensor: Any, rank: int, group: None, tag: int) -> Any:
+        return SimpleNamespace(wait=lambda: self.arrived[tag].get(timeout=60))
+
+    start, post = Messages.start, Messages.post
+
+
 def fetched_keys() -> dict[str, Any]:
     """A chunk's attention to a window whose keys another rank has, all keys being stored in host memory."""
-    record, messages = WrapState(), _Messages()
+    record, messages = WrapState(), EmptyMessages()
     with simulated(record):
         slab = Slab(torch.empty(1, 2, 0, 8, device="cuda:0"), 2, 64, host=True)
         grid = make_grid(EngineSpec(32), 64, [True], 0)
@@ -257,7 +287,7 @@ def fetched_keys() -> dict[str, Any]:
     return record.counts() | {"gradients": sorted(devices), "a chunk": {}}
 
 
-class _Messages:
+class EmptyMessages:
     """Messages between ranks of which one runs here: those that it gets are empty."""
 
     def __init__(self) -> None:
@@ -280,7 +310,11 @@ def few_and_more(case: Case) -> dict[str, Any]:
     """A step of four chunks, and what one of five does more."""
     make, method, options = case
     few, more = (step(make, method, chunks=chunks, **options) for chunks in (4, 5))
-    waits = {place: n - few["waits"].get(place, 0) for place, n in more["waits"].items()}
+    waits = {
+        place: n - few[kind].get(place, 0)
+        for kind in ("waits", "event_waits")
+        for place, n in more[kind].items()
+    }
     return few | {"a chunk": {place: n for place, n in waits.items() if n}}
 
 

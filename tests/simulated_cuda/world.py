@@ -265,9 +265,9 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
         (torch.cuda, "memory_reserved", lambda device=None: 0),
         (torch.cuda, "memory_allocated", lambda device=None: 0),
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "Stream", lambda device=None: _Stream(record)),
         (torch.cuda, "Event", lambda **_: _Event(record)),
-        (torch.cuda, "current_stream", _Stream),
+        (torch.cuda, "current_stream", lambda device=None: _Stream(record)),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.random, "fork_rng", lambda devices=(), **more: fork(devices=[], **more)),
@@ -300,8 +300,11 @@ def _per_thread(default: Any) -> property:
 class _Stream:
     """A stream of the simulated GPU, on which all runs in order."""
 
-    def __init__(self, device: Any = None) -> None:
-        self.device = device
+    def __init__(self, record: WrapState) -> None:
+        self.waits = record.waits
+
+    def synchronize(self) -> None:
+        self.waits[f"synchronize: {where()}"] += 1
 
     def wait_stream(self, other: Any) -> None:
         pass
@@ -313,7 +316,8 @@ class _Stream:
 
 
 class _Event:
-    """A place on a stream; waiting for it is noted apart from `WrapState.waits`, which no chunk may have."""
+    """A place on a stream. A wait for it is noted apart from `WrapState.waits`, which no chunk may have, and
+    not at all where it is that of a thread that queues nothing."""
 
     def __init__(self, record: WrapState) -> None:
         self.counter = record.event_waits
@@ -322,7 +326,8 @@ class _Event:
         pass
 
     def synchronize(self) -> None:
-        self.counter[where()] += 1
+        if not threading.current_thread().name.startswith("adjoint-sender"):
+            self.counter[where()] += 1
 
 
 def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) -> None:
