@@ -114,7 +114,8 @@ class ShardActor:
         if layout.world > 1:
             address = ray.util.get_node_ip_address()
             store, endpoints = meet(meeting, spec.rank, layout.world, start_timeout, address)
-            transport = DistributedTransport(store, endpoints, spec.rank, backend, patience, layout.groups)
+            settings = spec.rank, backend, patience, layout.groups, torch.device(spec.device)
+            transport = DistributedTransport(store, endpoints, *settings)
         if layout.helps(spec.rank):
             self.shard = HelperShard(spec)
             return

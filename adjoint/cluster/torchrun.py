@@ -94,6 +94,7 @@ def train(config: Config, process: Place) -> Outcome:
     except UserError as error:
         tell_others(str(error))
         raise
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
     layout = layout_of(config, process)
     groups = [*_distinct(layout, layout.data_ranks), *_distinct(layout, layout.tensor_ranks)]
@@ -101,7 +102,7 @@ def train(config: Config, process: Place) -> Outcome:
     store, endpoints = meet("env://", process.rank, process.world, config.cluster.start_timeout)
     try:
         with Heartbeat(store, endpoints, process.rank, config.cluster.hang_timeout) as heartbeat:
-            transport = DistributedTransport(store, endpoints, process.rank, backend, timeout, groups)
+            transport = DistributedTransport(store, endpoints, process.rank, backend, timeout, groups, device)
             folder, checkpoint = _open_run(config, process, heartbeat)
             quiet = contextlib.nullcontext() if process.rank == 0 else contextlib.redirect_stdout(None)
             try:

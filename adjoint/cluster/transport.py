@@ -8,6 +8,9 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
+from adjoint.engine.host_weights import HOST
 from adjoint.parallel import network
 from adjoint.parallel.network import Endpoint
 from adjoint.parallel.transport import Messages
@@ -80,6 +83,7 @@ class DistributedTransport(Messages):
         timeout: seconds after which a message that does not come is an error.
         groups: lists of ranks between which there will be collectives; the same, in the same order, in all
             processes, whether they are in them or not, since all of them must take part in making a group.
+        device: this process's.
 
     Raises:
         ConnectionError: the processes do not reach one another; names the address of each.
@@ -93,6 +97,7 @@ class DistributedTransport(Messages):
         backend: str,
         timeout: float,
         groups: Sequence[Sequence[int]] = (),
+        device: torch.device = HOST,
     ) -> None:
         import torch.distributed as dist
 
@@ -108,4 +113,4 @@ class DistributedTransport(Messages):
                 f"every port must be open between them, or {network.GLOO} name another interface: "
                 + network.table(endpoints)
             ) from None
-        super().__init__(rank, nccl, up, down, among)
+        super().__init__(rank, nccl, up, down, among, device=device)

@@ -30,6 +30,7 @@ from adjoint.engine.verification import (
 )
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 
 CHUNK_SIZE = 7
@@ -94,7 +95,7 @@ def _verify_layer(
 ) -> None:
     cuda = [device] if device.type == "cuda" else []
     unchanged = torch.random.fork_rng(cuda), UntrainedTensors(stage.modules(), frozen=False).restored()
-    with torch.inference_mode(False), torch.no_grad(), unchanged[0], unchanged[1]:
+    with torch.inference_mode(False), torch.no_grad(), full_float32(), unchanged[0], unchanged[1]:
         x = some_numbers(TOKENS, width, seed=1).to(device, dtype)
         state = tuple(s[:1].detach().clone() for s in state)
         try:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import ref
 
 import torch
@@ -28,8 +28,12 @@ from adjoint.engine.storage import allocate
 from adjoint.errors import UserError
 from adjoint.layers import Block
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
 HOST = torch.device("cpu")
+MAX_BYTES_OF_IDS = 1 << 30  # of memory that ids are a view of, to copy all of it
 _TRANSFERS = "_adjoint_transfers"  # attribute of a unit's class
 
 
@@ -84,11 +88,22 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model computes: that of its first parameter, unless it is offloaded."""
+    """Return the device on which a model computes: that of its first parameter, unless it is offloaded.
+
+    A shard is gathered to the device of its mesh, also where FSDP2 keeps it in host memory."""
     for module in model.modules():
         if _is_unit(module):
             return transfers_of(module).device
-    return next(model.parameters()).device
+    parameter = next(model.parameters())
+    mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+    return parameter.device if mesh is None else mesh_device(mesh)
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Return this process's device of a mesh, as `fully_shard` takes it."""
+    kind = mesh.device_type
+    index = None if kind in ("cpu", "meta") else torch.get_device_module(kind).current_device()
+    return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def recompute_of(model: nn.Module, recompute: str) -> str:
@@ -106,6 +121,7 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
     classes = [(unit, type(unit)) for unit in units]
     copies: dict[Tensor, Tensor] = {}
     replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    begun: list[tuple[Transfers, int]] = []
     try:
         for unit, cls in classes:
             transfers = transfers_of(unit)
@@ -117,7 +133,8 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
                             copies[parameter] = transfers.fetch(parameter)
                         replaced.append((module._parameters, name, parameter))
                         module._parameters[name] = copies[parameter]  # type: ignore[assignment]
-            transfers.prefetch_after(unit)
+            if (next_place := transfers.begin(unit)) is not None:
+                begun.append((transfers, next_place))
         del copies
         yield
     finally:
@@ -125,6 +142,8 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
             parameters[name] = parameter
         for unit, cls in classes:
             unit.__class__ = cls
+    for transfers, next_place in begun:
+        transfers.prefetch(next_place)
 
 
 def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
@@ -142,7 +161,9 @@ def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Cal
 class Transfers:
     """Copies of an offloaded model's weights to its device.
 
-    On a GPU the next layer's weights are copied on a stream of their own while a layer computes.
+    On a GPU the next layer's weights are copied on a stream of their own while a layer computes. The host,
+    which may be many layers ahead of the GPU, waits before each of these copies until the layer before the
+    running one has ended. Else the memory of all layers whose kernels are still queued would be in use.
 
     Args:
         device: the device that computes. layers: in the order in which they run.
@@ -154,6 +175,9 @@ class Transfers:
         self.places = {id(layer): place for place, layer in enumerate(layers)}
         self.last_place = 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.end_of_last: torch.cuda.Event | None = None  # of what ran before the running layer
+        # which ids have been copied (memory, version), their memory, which stays theirs, and the copy
+        self.batch_ids: tuple[tuple[object, ...], Tensor, Tensor] | None = None
         # the copy and the event of its end, by what is copied: a tile's leaf shares a parameter's memory
         self.prefetched: dict[tuple[int, int, int], tuple[Tensor, torch.Event]] = {}
 
@@ -172,21 +196,42 @@ class Transfers:
         copy.record_stream(current)  # its memory is the other stream's
         return copy
 
-    def prefetch_after(self, unit: nn.Module) -> None:
-        """Begin to copy the weights of the layer that is expected after `unit`."""
+    def ids_on_host(self, ids: Tensor) -> Tensor:
+        """Return token ids on the host.
+
+        For such a copy the host waits until the device has done all that is queued. So it copies the memory
+        of the whole batch's ids, of which a chunk's are a view, once."""
+        storage = ids.untyped_storage()
+        if ids.device == HOST or ids.is_inference() or storage.nbytes() > MAX_BYTES_OF_IDS:
+            return ids.to(HOST)
+        memory_and_version = storage._cdata, ids._version, ids.dtype
+        if self.batch_ids is None or self.batch_ids[0] != memory_and_version:
+            memory = torch.empty(0, dtype=ids.dtype, device=ids.device).set_(storage)
+            self.batch_ids = memory_and_version, memory, memory.to(HOST)
+        return self.batch_ids[2].as_strided(ids.shape, ids.stride(), ids.storage_offset())
+
+    def begin(self, unit: nn.Module) -> int | None:
+        """Note that `unit` will run now; return the place of the layer that is expected after it, if any."""
         place = self.places.get(id(unit))
         if self.stream is None or place is None:
-            return
+            return None
         self.prefetched.clear()  # what another order of layers has left
+        # a blocking event: the host sleeps, and its cores add gradients
+        self.end_of_last = torch.cuda.Event(blocking=True)
+        self.end_of_last.record(torch.cuda.current_stream(self.device))
         last, self.last_place = self.last_place, place
         # layers run upwards from the first, and backwards from the last, which then runs twice in a row
         runs_back = place == last - 1 or 0 < place == last
-        place += -1 if runs_back else 1
-        layer = self.layers[place]() if 0 <= place < len(self.layers) else None
+        next_place = place - 1 if runs_back else place + 1
+        return next_place if 0 <= next_place < len(self.layers) else None
+
+    def prefetch(self, place: int) -> None:
+        """Begin to copy the weights of a layer, while the one before it runs, whose kernels are queued."""
+        layer = self.layers[place]()
         if layer is None or not _is_unit(layer):
             return
-        # the copies must not overtake the computation by more than a layer, whose memory they take
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        assert self.stream is not None and self.end_of_last is not None
+        self.end_of_last.synchronize()
         with torch.cuda.stream(self.stream), torch.no_grad():
             for parameter in layer.parameters():
                 copy = _on_device(parameter, self.device)
@@ -200,8 +245,8 @@ class Transfers:
             @functools.wraps(cls.forward)
             def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
                 if is_table:
-                    args, kwargs = tree_map_only(Tensor, lambda ids: ids.to(HOST), (args, kwargs))
-                    return cls.forward(module, *args, **kwargs).to(device)
+                    args, kwargs = tree_map_only(Tensor, self.ids_on_host, (args, kwargs))
+                    return _ToDevice.apply(cls.forward(module, *args, **kwargs), device)
                 with fetched(module):
                     return cls.forward(module, *args, **kwargs)
 
@@ -234,6 +279,19 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, parameter: Tensor, transfers: Transfers) -> Tensor:
         return transfers.copied(parameter)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _on_host(gradient, pinned=gradient.is_cuda), None
+
+
+class _ToDevice(torch.autograd.Function):
+    """The embeddings of some tokens on the device; the host does not wait for their copy."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, embeddings: Tensor, device: torch.device) -> Tensor:
+        is_gpu = device.type == "cuda"
+        return (_on_host(embeddings, pinned=True) if is_gpu else embeddings).to(device, non_blocking=True)
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:

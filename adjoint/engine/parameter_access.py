@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid
 from adjoint.engine.leaves import UnlistedLeaves
+from adjoint.engine.schedule import Action
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients
@@ -35,6 +36,7 @@ class Runs(Protocol):
     has_backward: bool
     sums: Sequence[Sum]
     distribution: Distribution
+    backward_actions: Collection[Action]
 
     def run_forward(self) -> tuple[Tensor, list[Tensor]]: ...
 

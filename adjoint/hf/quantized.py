@@ -60,3 +60,12 @@ def rounds_by_chunk(model: nn.Module) -> str | None:
         if type(module).__name__ == "Linear8bitLt" and state is not None and state.threshold > 0:
             return name
     return None
+
+
+def rounding_of_activations(model: nn.Module) -> float:
+    """Return the step to which layers round activations, relative to a token's largest; 0 if none does.
+
+    LLM.int8's results move by as much if activations are summed in another order: a value between two steps
+    then falls on either side, and all that follows it differs."""
+    is_rounded = any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
+    return 1 / 127 if is_rounded else 0.0

@@ -39,7 +39,7 @@ from adjoint.hf.model_parts import (
     original_class,
     root_of,
 )
-from adjoint.hf.quantized import rounds_by_chunk
+from adjoint.hf.quantized import rounding_of_activations, rounds_by_chunk
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
@@ -62,6 +62,7 @@ from adjoint.hf.trials import (
     warn_if_documents_mix,
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
+from adjoint.kernels.precision import full_float32
 from adjoint.methods import MiniSequence
 from adjoint.parallel.fsdp import largest, precisions, reshard, units, uses_fsdp
 from adjoint.parallel.kv import NotAttended
@@ -129,7 +130,7 @@ class Verification:
         """Return find(*args), which is called once for each key; an error is not remembered."""
         if key not in self.results:
             before = ForwardState(self.model, self.snapshot)
-            with _without_fallback_warnings():
+            with _without_fallback_warnings(), full_float32():
                 result = find(*args)
             # Trials may change settings: RecurrentGemma's own forward stores a state in its mixers.
             before.restore_settings(Snapshot(self.model), hooks=False)
@@ -357,6 +358,13 @@ def compare(
 
     def verify_chunks(model: PreTrainedModel, reference: Results, conditions: str = "") -> float:
         limit = _tolerance_of(model)
+        eps = rounding_of_activations(model)
+
+        def run_whole(is_rounded: bool) -> Results:
+            embedding = model.get_input_embeddings()
+            with harness.embeddings_rounded(embedding, eps) if is_rounded else contextlib.nullcontext():
+                return _results(model, by_whole, list(reference.gradients))[0]
+
         trial = Trial(
             original_class(model).__name__,
             dataclasses.replace(kind, claim=kind.claim + conditions),
@@ -365,12 +373,13 @@ def compare(
             each_gradient=limit != COARSE,
             named_parameters=model.named_parameters,
             explain=lambda: explain(model),
-            differs_on_any_rank=_any_rank(model),
+            run_whole=run_whole if limit == COARSE or eps else None,
+            largest_over_ranks=_largest_over_ranks(model),
         )
         return harness.verify(trial, reference)
 
     reshard(model)
-    with _without_side_effects(model):
+    with _without_side_effects(model), full_float32():
         # Modules under FSDP cannot be copied.
         copied = None if units(model) else make_trial_copy(model)
         no_copy_reason = "no copy of it fits or can be made"
@@ -421,9 +430,9 @@ def _tolerance_of(model: PreTrainedModel) -> float:
     return COARSE
 
 
-def _any_rank(model: PreTrainedModel) -> Callable[[bool], bool]:
-    """Return `Trial.differs_on_any_rank`: each process of a model under FSDP has shards of the gradients."""
-    return (lambda differs: bool(largest(model, differs)[0])) if uses_fsdp(model) else bool
+def _largest_over_ranks(model: PreTrainedModel) -> Callable[..., Sequence[float]]:
+    """Return `Trial.largest_over_ranks`: processes of a model under FSDP have shards of the gradients."""
+    return (lambda *values: largest(model, *values)) if uses_fsdp(model) else lambda *values: values
 
 
 def _warn(model: PreTrainedModel, conditions: str) -> None:

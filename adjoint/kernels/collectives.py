@@ -291,5 +291,6 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(batch, seqlen, channels) on each rank → (batch, local tokens, channels) of the sum."""
     by_rank = _by_rank(x, dist.get_world_size(group))
     local = x.new_empty(by_rank.shape[1:])
-    reduce_scatter_single(local, by_rank.flatten(0, 1), group=group)
+    # a view for one row; NCCL reads the memory as if it were contiguous, without an error
+    reduce_scatter_single(local, by_rank.flatten(0, 1).contiguous(), group=group)
     return local

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.operation import Implementation, implementation_in, registered
+from adjoint.kernels.precision import full_float32
 
 # Rounding, of half precision that of the inputs too, is below; a wrong term is far above.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -24,6 +25,7 @@ SEQLEN, WINDOW = 1120, 48
 SLOW = 3  # decays such that tens of tokens are remembered: a window, a carried state must make a difference
 
 
+@full_float32()
 def errors(
     implementation: Implementation,
     operation: str,

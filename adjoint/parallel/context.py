@@ -179,6 +179,7 @@ class WithinTiles(Exchange):
                 self.transport,
                 tag,
                 s,
+                values.device,
                 values.accumulate_dtype,
                 next_rank if first else None,
                 previous_rank,
@@ -258,7 +259,9 @@ class WithinTiles(Exchange):
             carried = tuple(
                 None
                 if x.gradient_source is None
-                else x.initial_state.new_zeros(()).expand(x.initial_state.shape)
+                else torch.zeros((), dtype=x.initial_state.dtype, device=x.device).expand(
+                    x.initial_state.shape
+                )
                 for x in handoffs
             )
         else:

@@ -7,6 +7,7 @@ inside the model's forward; their gradients wait for the factor that the loss's 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -25,8 +26,10 @@ from adjoint.engine.budget import refuse_budget
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import device_of, mesh_device
 from adjoint.engine.leaves import UnlistedLeaves, leaves_of, suspend_hooks
 from adjoint.engine.parameter_access import ParameterAccess, Runs
+from adjoint.engine.schedule import Run
 from adjoint.engine.stage import Layer, Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
@@ -35,12 +38,14 @@ from adjoint.engine.verification import (
     TOKENS,
     Results,
     Trial,
+    embeddings_rounded,
     recorded_outputs,
     tolerance,
     verified_kinds,
     verify,
 )
 from adjoint.errors import UserError
+from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of
 from adjoint.parallel.handoff import StateHandoff
@@ -175,7 +180,7 @@ def loss_and_gradients(
 def largest(model: nn.Module, *values: float) -> list[float]:
     """Return the maximum of each value over the processes that share the model."""
     mesh = _dtensors(model)[0].device_mesh
-    maxima = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
+    maxima = torch.tensor(values, dtype=torch.float64, device=mesh_device(mesh))
     for dim in range(mesh.ndim):
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return maxima.tolist()
@@ -262,10 +267,40 @@ def _reduce(root: Any) -> None:
         root.set_requires_gradient_sync(True)
         try:
             with torch.enable_grad():
-                nothing = torch.zeros((), device=next(root.parameters()).device, requires_grad=True)
+                nothing = torch.zeros((), device=device_of(root), requires_grad=True)
                 Gathering(root)(lambda: nothing.clone()).backward()
         finally:
             root.set_requires_gradient_sync(False)
+
+
+def set_all_reduce(root: nn.Module, is_on: bool) -> None:
+    """Set whether backwards sum gradients over replicas (HSDP), after the shards of each replica are summed.
+
+    Sums that were left out are in the next one: once per call is enough."""
+    for unit in units(root):
+        unit.set_requires_all_reduce(is_on, recurse=False)
+
+
+def refuse_gradients_left_out(root: nn.Module) -> None:
+    """Refuse a model of which a module was used by some chunks and not by the last one whose backward ran.
+
+    Raises:
+        UserError: its gradients have not been summed over replicas.
+    """
+    names = (
+        name for name, module in root.named_modules() if module in units(root) and _holds_partial(module)
+    )
+    if (name := next(names, None)) is not None:
+        raise UserError(
+            f"fully_shard of {name or 'the model'} over replicas: it has run in some chunks and not in the "
+            "first, so its gradients are not summed; call fully_shard for a module around it instead"
+        )
+
+
+def _holds_partial(unit: Any) -> bool:
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(getattr(group, "_partial_reduce_output", None) is not None for group in groups)
 
 
 def _refuse(root: Any) -> None:
@@ -329,6 +364,9 @@ class ShardedModelStage(Stage):
     Args:
         stage: the model as a stage; its forward may also be called with gradients on.
         root: as in `Gathering`.
+
+    Attributes:
+        start_of_last: the first token of the chunk whose backward is this process's last.
     """
 
     stateful: ClassVar[bool] = True
@@ -337,6 +375,7 @@ class ShardedModelStage(Stage):
 
     def __init__(self, stage: Stage, root: nn.Module) -> None:
         self.stage, self.gathering = stage, Gathering(root)
+        self.start_of_last = 0
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -369,7 +408,15 @@ class ShardedModelStage(Stage):
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        return tile.linearize(lambda _, x, state: self.forward(x, state, chunk), (), x, state, gradients)
+        y, after, pullback = tile.linearize(
+            lambda _, x, state: self.forward(x, state, chunk), (), x, state, gradients
+        )
+
+        def pull_back(dy: Tensor | None, d_state: Cotangents) -> tuple[Tensor | None, Cotangents]:
+            set_all_reduce(self.gathering.root, chunk.start == self.start_of_last)
+            return pullback(dy, d_state)
+
+        return y, after, pull_back
 
 
 class _AutogradGradients(Gradients):
@@ -391,6 +438,7 @@ class FSDPAccess(ParameterAccess):
         root: as in `Gathering`.
     """
 
+    stage: ShardedModelStage
     frozen_may_change = False  # FSDP writes to them, and nobody else can before the backward
 
     def __init__(self, root: nn.Module) -> None:
@@ -404,7 +452,8 @@ class FSDPAccess(ParameterAccess):
     ) -> tuple[list[Stage | None], Sequence[State]]:
         first, *others = stages
         assert first is not None
-        return [ShardedModelStage(first, self.root), *others], states
+        self.stage = ShardedModelStage(first, self.root)
+        return [self.stage, *others], states
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
         """Refuse what FSDP cannot do; return the spec with as many chunks as any process has.
@@ -472,6 +521,10 @@ class FSDPAccess(ParameterAccess):
 
         def run() -> None:
             loss, final = step.run_forward()
+            chunks = [
+                a.tile.chunk for a in step.backward_actions if isinstance(a, Run) and not a.tile.is_forward
+            ]
+            self.stage.start_of_last = step.grid.cuts[chunks[-1]] if chunks else 0
             states = len(final) - len(step.sums)
             totals = zip(step.sums, final[states:], strict=True)
             d_sums = [sequence_sum.cotangent_of(total) for sequence_sum, total in totals]
@@ -482,7 +535,11 @@ class FSDPAccess(ParameterAccess):
         distribution = step.distribution
         shared = isinstance(distribution, SequenceGroup)
         has_work = not isinstance(distribution, SequenceGroup) or distribution.has_chunk(step.grid)
-        grads = gradients(self.root, trained, run, has_work)
+        try:
+            grads = gradients(self.root, trained, run, has_work)
+            refuse_gradients_left_out(self.root)
+        finally:
+            set_all_reduce(self.root, True)
         if shared:
             self._sum(distribution, trained, grads)
         del step.executor  # its stored states grow with the sequence
@@ -583,6 +640,7 @@ class FSDPStackAccess(FSDPAccess):
         verified.add(kind)
 
 
+@full_float32()
 def _verify_stack(
     stack: Any, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
 ) -> None:
@@ -609,6 +667,11 @@ def _verify_stack(
         by_name = {name: grads.get(p) for name, p in zip(names, parameters, strict=True)}
         return Results(by_name, loss, hidden_states=hidden_states)
 
+    def run_whole(is_rounded: bool) -> Results:
+        rounded = embeddings_rounded(stack.embedding) if is_rounded else contextlib.nullcontext()
+        with rounded:
+            return results(loss_by_autograd)
+
     limit = tolerance([*precisions(stack), *{p.dtype for p in parameters}], device)
     trial = Trial(
         "a stack under fully_shard",
@@ -617,6 +680,7 @@ def _verify_stack(
         limit,
         each_gradient=limit != COARSE,
         named_parameters=stack.named_parameters,
-        differs_on_any_rank=lambda differs: bool(largest(stack, differs)[0]),
+        run_whole=run_whole if limit == COARSE else None,
+        largest_over_ranks=lambda *values: largest(stack, *values),
     )
     verify(trial, results(loss_by_autograd))

@@ -35,7 +35,9 @@ class StateHandoff:
     Args:
         messages: transport to the other ranks.
         tag: distinguishes this tensor's messages from those of others.
-        initial_state: the state before the chunk, or the buffer that it will be received into.
+        initial_state: the state before the chunk, or the buffer that it will be received into; it may be in
+            host memory.
+        device: that computes, on which the layer reads the state.
         message_dtype: dtype of the messages.
         next_rank: the rank that reads the state after the chunk; None if there is none, or if it has got the
             state already.
@@ -52,17 +54,14 @@ class StateHandoff:
         messages: Messages,
         tag: int,
         initial_state: Tensor,
+        device: torch.device,
         message_dtype: torch.dtype,
         next_rank: int | None,
         previous_rank: int | None,
         gradient_source: int | None,
     ) -> None:
-        self.messages, self.tag, self.initial_state, self.message_dtype = (
-            messages,
-            tag,
-            initial_state,
-            message_dtype,
-        )
+        self.messages, self.tag, self.initial_state = messages, tag, initial_state
+        self.device, self.message_dtype = device, message_dtype
         self.next_rank, self.previous_rank, self.gradient_source = next_rank, previous_rank, gradient_source
         self._wait_for_state: Pending | None = None
         self.anchor = torch.zeros((), requires_grad=True)
@@ -87,12 +86,16 @@ class StateHandoff:
             self._wait_for_state = None
         if self._received is not None:
             return self._received
-        state = _Receive.apply(self.anchor, self) if torch.is_grad_enabled() else self.initial_state.clone()
+        state = _Receive.apply(self.anchor, self) if torch.is_grad_enabled() else self.copy_of_initial_state()
         if self.rows_to_reset is not None:
             state = state.masked_fill(self.rows_to_reset.view(-1, *[1] * (state.dim() - 1)), 0)
         if not self._forward_ended:  # storing a recomputed state would keep its whole graph alive
             self._received = state
         return state
+
+    def copy_of_initial_state(self) -> Tensor:
+        """Return a copy on the device, as the layer may write to it in place."""
+        return self.initial_state.to(self.device, non_blocking=True, copy=True)
 
     def reset(self, rows: Tensor) -> None:
         """Zero the state in `rows` (batch,) bool when it is read: a document begins there."""
@@ -125,9 +128,7 @@ class StateHandoff:
     def begin_backward(self) -> None:
         """Start to receive the cotangent of the state after the chunk."""
         if self.gradient_source is not None:
-            room = torch.empty(
-                self.initial_state.shape, dtype=self.message_dtype, device=self.initial_state.device
-            )
+            room = torch.empty(self.initial_state.shape, dtype=self.message_dtype, device=self.device)
             self._wait_for_gradient = self.messages.post(self.gradient_source, room, self.tag)
 
     def receive_cotangent(self) -> Tensor | None:
@@ -166,7 +167,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, handoff: StateHandoff) -> Tensor:
         ctx.handoff = handoff
-        return handoff.initial_state.clone()  # the layer may write to it in place
+        return handoff.copy_of_initial_state()
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:

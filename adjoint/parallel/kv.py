@@ -396,7 +396,7 @@ class _FetchedPast(torch.autograd.Function):
             start, stop = kv.stored_range(rank, past.chunk, begin)
             shapes[rank] = [*piece.shape]
             shapes[rank][dim] = stop - start
-        like = past.slab.values
+        like = piece.new_empty(0, dtype=past.slab.values.dtype)  # the slab may be in host memory
         pending = {rank: kv.post(rank, like, shape, KEYS) for rank, shape in shapes.items()}
         for a in _queries_in_reach(past, reach):
             sends.start(a.rank, past.stored_tokens(a.start, a.stop).contiguous(), KEYS)

@@ -356,7 +356,8 @@ class SplitEmbeddingStage(Embedding):
             if dy is not None and table.weight.requires_grad:
                 d_tokens = dy if self.whole_tokens else all_gather_tokens(dy, table.shard.group, seqlen)
                 rows, is_here = table.shard.rows_of(x, table.num_embeddings)
-                gradients.add_rows(table.weight, rows[is_here], d_tokens[is_here])
+                # zeros for the others' tokens: picking those that are here, the host would wait for the count
+                gradients.add_rows(table.weight, rows, d_tokens.masked_fill(~is_here.unsqueeze(-1), 0))
             return None, ()
 
         with torch.no_grad():

@@ -9,7 +9,8 @@ import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,13 +18,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adjoint.engine.executor import Pending
+from adjoint.engine.host_weights import HOST
 from adjoint.engine.schedule import CAPACITY
+from adjoint.engine.storage import allocate
 from adjoint.errors import UserError
 from adjoint.parallel.network import bind, named_store
 from adjoint.parallel.split_tensors import local
 
 Channel = tuple[int, int]  # sender, receiver
 BUCKET = 1 << 20  # elements: small gradients travel together
+
+
+class Message(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object:
+        """Wait until it has left."""
+        ...
+
+    def is_completed(self) -> bool: ...
+
+
+class _SoonSent:
+    """A message that a thread will send."""
+
+    def __init__(self, future: Future[Message]) -> None:
+        self.future = future
+
+    def wait(self) -> object:
+        return self.future.result().wait()
+
+    def is_completed(self) -> bool:
+        return self.future.done() and self.future.result().is_completed()
 
 
 class Messages:
@@ -52,6 +78,7 @@ class Messages:
         up, down: the groups for messages to higher and to lower ranks.
         among: the groups for collectives, by their ranks.
         reduces_on_gpu: whether collectives go by NCCL; None: as messages.
+        device: this process's, on which buffers of NCCL are.
     """
 
     def __init__(
@@ -62,14 +89,17 @@ class Messages:
         down: dist.ProcessGroup | None,
         among: Mapping[tuple[int, ...], dist.ProcessGroup],
         reduces_on_gpu: bool | None = None,
+        device: torch.device = HOST,
     ) -> None:
+        self.device = torch.empty(0, device=device).device  # with its index
         self.dist, self.nccl, self.rank, self.first, self.stride = dist, nccl, rank, 0, 1
         self.on_device, self.buffers = nccl, CAPACITY
         self.up, self.down, self.among = up, down, among
         self.reduces_on_gpu = nccl if reduces_on_gpu is None else reduces_on_gpu
-        self.under_way: dict[int, collections.deque[tuple[dist.Work, Tensor]]] = collections.defaultdict(
+        self.under_way: dict[int, collections.deque[tuple[Message, Tensor]]] = collections.defaultdict(
             collections.deque
         )
+        self.sender: ThreadPoolExecutor | None = None
         self.connected: set[Channel] = set()
 
     def _rank_of(self, worker: int) -> int:
@@ -87,7 +117,7 @@ class Messages:
             sender, receiver = self._rank_of(a), self._rank_of(b)
             if self.rank in (sender, receiver) and (sender, receiver) not in self.connected:
                 self.connected.add((sender, receiver))
-                note, group = torch.zeros(1, device="cuda"), self._group(sender, receiver)
+                note, group = torch.zeros(1, device=self.device), self._group(sender, receiver)
                 if self.rank == sender:
                     self.dist.send(note, receiver, group)
                 else:
@@ -97,7 +127,7 @@ class Messages:
         """Start to receive into `out`; with gloo, messages of other tags may overtake this one."""
         source = self._rank_of(source)
         staged = out.is_cuda != self.nccl  # a GPU's over gloo; over NCCL an edge in host memory
-        room = _buffer_like(out, self.nccl) if staged else out
+        room = self._buffer_like(out, self.nccl) if staged else out
         work = self.dist.irecv(room, source, self._group(source, self.rank), tag)
 
         def wait() -> Tensor:
@@ -115,15 +145,35 @@ class Messages:
             under_way.popleft()[0].wait()
         under_way.append(self._started(to, tensor))
 
-    def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[dist.Work, Tensor]:
+    def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[Message, Tensor]:
         """Start a message; return its handle, and the tensor that must live until it has left."""
-        to = self._rank_of(to)
-        if tensor.is_cuda != self.nccl:
-            tensor = _buffer_like(tensor, self.nccl).copy_(tensor, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
-        work = self.dist.isend(tensor, to, self._group(self.rank, to), tag)
-        assert work is not None, "this process is in the group"
-        return work, tensor
+        destination, group = self._rank_of(to), self._group(self.rank, self._rank_of(to))
+
+        def start(message: Tensor) -> Message:
+            work = self.dist.isend(message, destination, group, tag)
+            assert work is not None, "this process is in the group"
+            return work
+
+        is_staged = tensor.is_cuda != self.nccl
+        message = (
+            self._buffer_like(tensor, self.nccl).copy_(tensor, non_blocking=True) if is_staged else tensor
+        )
+        if self.nccl or (self.sender is None and not tensor.is_cuda):
+            return start(message), message
+        # gloo reads host memory at once: a thread waits for the copy, while this one goes on to queue kernels
+        copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(torch.cuda.current_stream(tensor.device))
+
+        def start_when_copied() -> Message:
+            if copied is not None:
+                copied.synchronize()
+            return start(message)
+
+        # one thread, which all messages take from the first such one on: none overtakes another
+        self.sender = self.sender or ThreadPoolExecutor(1, "adjoint-sender")
+        return _SoonSent(self.sender.submit(start_when_copied)), message
 
     def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
         """Start to send a contiguous tensor, whatever else is under way.
@@ -168,7 +218,11 @@ class Messages:
     def _staged(self, tensor: Tensor) -> Tensor:
         """Return the tensor in memory that the backend of collectives can read."""
         nccl = self.reduces_on_gpu
-        return tensor if tensor.is_cuda == nccl else _buffer_like(tensor, nccl).copy_(tensor)
+        return tensor if tensor.is_cuda == nccl else self._buffer_like(tensor, nccl).copy_(tensor)
+
+    def _buffer_like(self, like: Tensor, nccl: bool) -> Tensor:
+        """Return an empty tensor of this shape and dtype in memory that the backend can write."""
+        return allocate(like.shape, like.dtype, self.device, host=not nccl)
 
 
 class GroupTransport(Messages):
@@ -192,8 +246,8 @@ class GroupTransport(Messages):
                 'it with backend "gloo", or "nccl" for GPUs'
             )
         self.group, self.ranks = group, tuple(range(dist.get_world_size(group)))
-        messages = group if by_gloo else _gloo_group_of(group)
-        super().__init__(dist.get_rank(), False, messages, messages, {self.ranks: group}, by_nccl)
+        messages = group if by_gloo else _gloo_group_of(group, device)
+        super().__init__(dist.get_rank(), False, messages, messages, {self.ranks: group}, by_nccl, device)
 
     def _rank_of(self, worker: int) -> int:
         return self.dist.get_global_rank(self.group, worker)
@@ -255,7 +309,7 @@ class Alone(GroupTransport):
         self.sent: dict[int, collections.deque[Tensor]] = collections.defaultdict(collections.deque)
 
     def post(self, source: int, out: Tensor, tag: int = 0) -> Pending:
-        return lambda: out.copy_(self.sent[tag].popleft())
+        return lambda: out.copy_(self.sent[tag].popleft(), non_blocking=True)
 
     def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
         self.sent[tag].append(tensor)
@@ -265,21 +319,15 @@ class Alone(GroupTransport):
 _GLOO_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def _gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _gloo_group_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Return a gloo group of the same processes, which must all call this; it is made once."""
     if group not in _GLOO_GROUPS:
-        timeout = group._get_backend(torch.device("cuda")).options._timeout
+        timeout = group._get_backend(device).options._timeout
         ranks = dist.get_process_group_ranks(group)
         store = dist.distributed_c10d._get_default_store()
         bind(named_store(store, f"adjoint/{group.group_name}"), dist.get_rank(group), len(ranks))
         _GLOO_GROUPS[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     return _GLOO_GROUPS[group]
-
-
-def _buffer_like(like: Tensor, nccl: bool) -> Tensor:
-    """Return an empty tensor of this shape and dtype in memory that the backend can write."""
-    memory: dict[str, Any] = {"device": "cuda"} if nccl else {"pin_memory": True}
-    return torch.empty(like.shape, dtype=like.dtype, **memory)
 
 
 @torch.no_grad()

@@ -272,6 +272,57 @@ def precision(rank: int) -> None:
 
 
 @case
+def replicas_are_summed_once(rank: int) -> None:
+    """HSDP: a call with more chunks sends no more over replicas, and has the same gradients."""
+    ids, sent = rows()[rank : rank + 1], list[int]()
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        sent[-1] += tensor.numel()
+        return all_reduce(tensor, *arguments, **options)
+
+    config = adjoint.StackConfig(VOCAB, 16, 2, "mamba", d_state=4)
+    model, gradients = shard(adjoint.Stack(config, seed=0).double(), mesh=mesh(RANKS, 1)), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counting)
+        for chunk_size in (27, 27, 7):  # the first call compares gradients, too
+            sent.append(0)
+            model.zero_grad()
+            model(ids, labels=ids, method=adjoint.Exact(chunk_size)).loss.backward()
+            gradients.append(whole_gradients(model))
+    elements = sum(p.numel() for p in model.parameters())
+    assert elements <= sent[1] < 1.1 * elements and sent[2] == sent[1]
+    assert_same(gradients[2], gradients[1])
+    reference = adjoint.Stack(config, seed=0).double()
+    assert_same(gradients[2], unsharded(reference, lambda m: m(rows(), labels=rows()).loss))
+
+
+@case
+def module_of_later_chunks(rank: int) -> None:
+    """A unit that the first chunk does not run would keep its sum for itself: it is refused."""
+    from torch.distributed.fsdp import fully_shard
+
+    config = adjoint.StackConfig(VOCAB, 16, 2, "mamba", d_state=4)
+    model, ids = adjoint.Stack(config, seed=0), rows()[rank : rank + 1]
+    model.layers[0].extra = torch.nn.Linear(16, 16)
+    chunks = [0]
+
+    def in_later_chunks(layer: Any, _: object, output: Any) -> Any:
+        chunks[0] += 1
+        y, state = output
+        return (y + layer.extra(y), state) if chunks[0] % 2 == 0 else output
+
+    model.layers[0].register_forward_hook(in_later_chunks)
+    fully_shard(model.layers[0].extra, mesh=mesh(RANKS, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("adjoint.parallel.fsdp.FSDPStackAccess.verify", lambda *arguments: None)
+        with pytest.raises(
+            UserError, match=r"fully_shard of layers.0.extra over replicas: it has run in some"
+        ):
+            shard(model, mesh=mesh(RANKS, 1))(ids, labels=ids, method=adjoint.Exact(27))
+
+
+@case
 def training(rank: int) -> None:
     """Clipping, a hook, AdamW, and a checkpoint that goes on in one process."""
     from torch.distributed.checkpoint import state_dict as dcp

@@ -3,8 +3,10 @@ and copies are made all the same; `tests/simulated_cuda` counts a GPU's memory."
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,3 +150,60 @@ def test_what_is_refused() -> None:
     quantized.model.layers[0].mlp.down_proj.weight = nn.Parameter(torch.ones(2, dtype=torch.int8), False)
     with pytest.raises(UserError, match=r"down_proj\.weight is quantized"):
         adjoint.offload_weights(quantized, "cpu")
+
+
+class Device:
+    """A GPU that computes only when the host waits for it, which thus runs as far ahead as it can.
+
+    A layer's copies are in use from the copy until the layer has ended on the device."""
+
+    def __init__(self) -> None:
+        self.queued = self.ended = 0  # layers
+        self.copied = self.peak = 0
+
+    def copy(self) -> None:
+        self.copied += 1
+        self.peak = max(self.peak, self.copied - self.ended)
+
+    def make_event(self, **_: object) -> Any:
+        queued = [0]
+
+        def wait() -> None:
+            self.ended = max(self.ended, queued[0])
+
+        return SimpleNamespace(record=lambda _: queued.__setitem__(0, self.queued), synchronize=wait)
+
+
+def test_the_host_does_not_run_ahead_of_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, copy = Device(), host_weights._on_device
+    config = adjoint.StackConfig(17, 8, 12, "attention", headdim=4)
+    model = adjoint.offload_weights(adjoint.Stack(config), "cpu")
+    transfers = host_weights.transfers_of(model.layers[0])
+    transfers.stream = SimpleNamespace(record_event=lambda: None)  # type: ignore[assignment]
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", device.make_event)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    first_weights = {_place(next(layer.parameters())) for layer in model.layers}
+
+    def counted(source: Tensor, target: torch.device) -> Tensor:
+        if _place(source) in first_weights:
+            device.copy()
+        return copy(source, target)
+
+    def queue(*_: object) -> None:
+        device.queued += 1
+
+    monkeypatch.setattr(host_weights, "_on_device", counted)
+    with torch.no_grad():
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        for layer in model.layers:
+            layer.register_forward_hook(queue)
+        model(ids)
+    assert device.copied == config.n_layer  # each once: prefetched, or fetched where it is the first
+    assert device.peak == 2
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

@@ -3,14 +3,18 @@ each case of the groups did. FOLDER is for the compiled guard."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import importlib
 import json
 import os
+import queue
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":
@@ -24,6 +28,13 @@ import torch
 import adjoint
 from adjoint import layers
 from adjoint.engine.budget import LiveBytes
+from adjoint.engine.grid import EngineSpec, make_grid
+from adjoint.engine.schedule import Owners
+from adjoint.engine.storage import Slab
+from adjoint.parallel import context
+from adjoint.parallel.context import SINGLE_RANK
+from adjoint.parallel.kv import DistributedKV, DistributedPast
+from adjoint.parallel.transport import Alone, Messages
 from tests.simulated_cuda.world import WrapState, simulated, to_cuda
 
 CHUNK = 512
@@ -127,6 +138,15 @@ def groups() -> dict[str, dict[str, Case]]:
     return {
         "core": {name: quick.pop(name) for name in CORE},
         "quick": quick,
+        "sequence group": {
+            f"hybrid, {name}, shared": (stack(HYBRID), METHODS[name], {"shared": True})
+            for name in ("exact", "offloaded edges")
+        }
+        | {"fetched keys": (stack(HYBRID), EXACT, {})},
+        "wrapped sequence group": {
+            f"Bamba, {name}, shared": (pretrained("Bamba"), METHODS[name], {"shared": True})
+            for name in ("exact", "offloaded edges")
+        },
         "long": long,
         "slow": slow,
         "wrapped": {f"{name}, exact": (pretrained(name), EXACT, {}) for name in WRAPPED},
@@ -154,9 +174,10 @@ def step(
     chunk: int = CHUNK,
     precision: str = "bfloat16",
     documents: bool = False,
+    shared: bool = False,
 ) -> dict[str, Any]:
-    """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens:
-    `WrapState.counts`, and the devices of the gradients."""
+    """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens, if `shared` by
+    the code of a sequence group: `WrapState.counts`, and the devices of the gradients."""
     record, tokens = WrapState(), chunks * chunk
     with simulated(record):
         model = to_cuda(make(n_layer))
@@ -164,10 +185,20 @@ def step(
         given: dict[str, Any] = {}
         if isinstance(model, adjoint.Stack):
             given["method"] = method
+            if shared:
+                context.Alone = OverGloo  # type: ignore[misc]
+                given["sequence_group"] = SINGLE_RANK
             if documents:
                 given["seq_idx"] = torch.empty_like(ids)
         else:
             model = adjoint.wrap(model, method)
+            if shared:
+                from adjoint.hf import wrap
+                from adjoint.hf.wrap_state import wrap_state_or_original
+
+                wrap.ranks_of = lambda group: 2
+                context.Alone = OverGloo  # type: ignore[misc]
+                wrap_state_or_original(model).group = SINGLE_RANK  # type: ignore[assignment]
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
             loss = model(input_ids=ids, labels=ids, **given).loss
         loss.backward()
@@ -199,6 +230,7 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
             for _ in range(1 if is_stack else 2):  # after the comparison on first use
                 record.device_bytes.begin()
                 before = record.to_device, record.to_host
+                record.waits.clear()
                 inputs = {"method": method} if is_stack else {}
                 loss = model(input_ids=ids, labels=ids, **inputs).loss
                 loss.backward()
@@ -209,11 +241,65 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
                 "to_host": record.to_host - before[1],
                 "mixed": record.mixed,
                 "wrong": record.wrong,
+                "waits": dict(record.waits),
                 "gradients": sorted(
                     {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
                 ),
             }
     return counted | {"chunks": chunks}
+
+
+class OverGloo(Alone):
+    """Messages of a process to itself that take the way of those between hosts: through host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dist: Any = self
+        self.arrived: dict[int, queue.Queue[Any]] = collections.defaultdict(queue.Queue)
+
+    def _rank_of(self, worker: int) -> int:
+        return worker
+
+    def isend(self, tensor: Any, rank: int, group: None, tag: int) -> Any:
+        self.arrived[tag].put(tensor)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+    def irecv(self, tensor: Any, rank: int, group: None, tag: int) -> Any:
+        return SimpleNamespace(wait=lambda: self.arrived[tag].get(timeout=60))
+
+    start, post = Messages.start, Messages.post
+
+
+def fetched_keys() -> dict[str, Any]:
+    """A chunk's attention to a window whose keys another rank has, all keys being stored in host memory."""
+    record, messages = WrapState(), EmptyMessages()
+    with simulated(record):
+        slab = Slab(torch.empty(1, 2, 0, 8, device="cuda:0"), 2, 64, host=True)
+        grid = make_grid(EngineSpec(32), 64, [True], 0)
+        owners = Owners((0,), 2).in_rounds(grid)
+        kv = DistributedKV(grid, owners, 1, messages, lambda c, row: (32, 0))  # type: ignore[arg-type]
+        past = DistributedPast(kv, slab, 1, 32, 0, torch.zeros((), requires_grad=True))
+        piece = torch.empty(1, 2, 32, 8, device="cuda:0", requires_grad=True)
+        joined = past.join(piece, reach=16)
+        slab.begin_backward(None)
+        joined.sum().backward()
+        devices = {t.device.type for t in (joined, *messages.tensors)}
+    return record.counts() | {"gradients": sorted(devices), "a chunk": {}}
+
+
+class EmptyMessages:
+    """Messages between ranks of which one runs here: those that it gets are empty."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+
+    def post(self, source: int, out: Any, tag: int = 0) -> Callable[[], Any]:
+        self.tensors.append(out)
+        return lambda: out
+
+    def start(self, to: int, tensor: Any, tag: int) -> Callable[[], None]:
+        self.tensors.append(tensor)
+        return lambda: None
 
 
 def layers_of(model: Any) -> Any:
@@ -224,7 +310,11 @@ def few_and_more(case: Case) -> dict[str, Any]:
     """A step of four chunks, and what one of five does more."""
     make, method, options = case
     few, more = (step(make, method, chunks=chunks, **options) for chunks in (4, 5))
-    waits = {place: n - few["waits"].get(place, 0) for place, n in more["waits"].items()}
+    waits = {
+        place: n - few[kind].get(place, 0)
+        for kind in ("waits", "event_waits")
+        for place, n in more[kind].items()
+    }
     return few | {"a chunk": {place: n for place, n in waits.items() if n}}
 
 
@@ -266,6 +356,9 @@ def patched() -> None:
         return [[0, *range(300, seq_idx.shape[1], 700)] for _ in range(seq_idx.shape[0])]
 
     checks.starts_in = starts_in
+    stack_module = importlib.import_module("adjoint.stack")
+    stack_module.group_of = lambda group: group  # type: ignore[attr-defined]
+    stack_module.ranks_of = lambda group: 2  # type: ignore[attr-defined]
 
 
 def main(names: Sequence[str]) -> None:
@@ -281,7 +374,9 @@ def main(names: Sequence[str]) -> None:
         for case, given in groups()[name].items():
             began = time.perf_counter()
             try:
-                found[case] = ways.get(name, few_and_more)(given)
+                found[case] = (
+                    fetched_keys() if case == "fetched keys" else ways.get(name, few_and_more)(given)
+                )
             except Exception as error:
                 found[case] = {"error": "".join(traceback.format_exception(error)[-25:])}
             print(case, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)

@@ -22,8 +22,9 @@ pytestmark = [
     pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
 ]
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = "core", "host weights"
+QUICK = "core", "host weights", "sequence group"
 SLOW = "quick", "long", "layers", "slow", "wrapped", "wrapped layers", "wrapped host weights"
+SLOW += ("wrapped sequence group",)
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
 HELD = {
     "mamba, a layer": (69, 15),
@@ -77,6 +78,15 @@ def test_a_step_stays_on_the_device(group: str, case: str) -> None:
         assert one["to_host"] + one["to_device"] < 1 << 14
 
 
+@pytest.mark.parametrize("group, case", of("sequence group", "wrapped sequence group"))
+def test_ranks_that_share_a_sequence_stay_on_the_device(group: str, case: str) -> None:
+    """States that arrive, and keys and values of other ranks, are on the device, wherever they are stored. No
+    chunk makes the host wait for a message's copy."""
+    one = result(group, case)
+    assert one["mixed"] == one["wrong"] == [] and one["gradients"] == ["cuda"]
+    assert one["a chunk"] == {}
+
+
 @pytest.mark.parametrize("group, case", of("layers", "wrapped layers"))
 def test_launches_of_a_layer_and_chunk(group: str, case: str) -> None:
     one = result(group, case)
@@ -93,7 +103,8 @@ def test_offloaded_keys_and_values_come_over_by_chunks() -> None:
 @pytest.mark.parametrize("group, case", of("host weights", "wrapped host weights"))
 def test_weights_in_host_memory_need_not_fit_the_device(group: str, case: str) -> None:
     """A device that is smaller than the weights is enough. They cross three times for each chunk, twice for
-    the last; their gradients once; no operation mixes devices."""
+    the last; their gradients once; no operation mixes devices. The host waits for gradients, and once for the
+    batch's ids."""
     bytes_by_place = result(group, case)
     on_device, on_host, chunks = (bytes_by_place[key] for key in ("device", "host", "chunks"))
     assert on_host["mixed"] == on_host["wrong"] == [] and on_host["gradients"] == ["cpu"]
@@ -101,5 +112,8 @@ def test_weights_in_host_memory_need_not_fit_the_device(group: str, case: str) -
     copied = (3 * chunks - 1) * on_host["layers"]
     others = 3 * chunks * (on_host["weights"] - on_host["layers"])
     assert copied <= on_host["to_device"] <= copied + others
+    waits = {place.split(" < ")[0]: n for place, n in on_host["waits"].items() if "host_weights" in place}
+    of_ids, of_gradients = "_to_copy: host_weights.py:ids_on_host", "copy_: host_weights.py:_on_host"
+    assert waits.keys() == {of_ids, of_gradients} and waits[of_ids] == 1
     gradients = chunks * on_host["layers"]
     assert gradients <= on_host["to_host"] <= gradients + others

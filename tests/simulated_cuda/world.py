@@ -115,6 +115,7 @@ class WrapState:
     operators: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     launches: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     waits: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    event_waits: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     to_host: int = 0
     to_device: int = 0
     mixed: list[str] = dataclasses.field(default_factory=list)
@@ -128,6 +129,7 @@ class WrapState:
             "operators": sum(self.operators.values()),
             "launches": sum(self.launches.values()),
             "waits": dict(self.waits),
+            "event_waits": dict(self.event_waits),
             "to_host": self.to_host,
             "to_device": self.to_device,
             "mixed": self.mixed[:5],
@@ -278,8 +280,9 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
         (torch.cuda, "memory_reserved", lambda device=None: 0),
         (torch.cuda, "memory_allocated", lambda device=None: 0),
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-        (torch.cuda, "Stream", _Stream),
-        (torch.cuda, "current_stream", _Stream),
+        (torch.cuda, "Stream", lambda device=None: _Stream(record)),
+        (torch.cuda, "Event", lambda **_: _Event(record)),
+        (torch.cuda, "current_stream", lambda device=None: _Stream(record)),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.random, "fork_rng", lambda devices=(), **more: fork(devices=[], **more)),
@@ -312,8 +315,11 @@ def _per_thread(default: Any) -> property:
 class _Stream:
     """A stream of the simulated GPU, on which all runs in order."""
 
-    def __init__(self, device: Any = None) -> None:
-        self.device = device
+    def __init__(self, record: WrapState) -> None:
+        self.waits = record.waits
+
+    def synchronize(self) -> None:
+        self.waits[f"synchronize: {where()}"] += 1
 
     def wait_stream(self, other: Any) -> None:
         pass
@@ -322,6 +328,21 @@ class _Stream:
 
     def record_event(self) -> None:
         pass
+
+
+class _Event:
+    """A place on a stream. A wait for it is noted apart from `WrapState.waits`, which no chunk may have, and
+    not at all where it is that of a thread that queues nothing."""
+
+    def __init__(self, record: WrapState) -> None:
+        self.counter = record.event_waits
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        if not threading.current_thread().name.startswith("adjoint-sender"):
+            self.counter[where()] += 1
 
 
 def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adjoint import memory
 from adjoint.engine.verification import SHARE
+from adjoint.kernels.precision import full_float32
 from adjoint.tools.measure.process import Point
 
 BEYOND = 64  # times the longest measured length: lines are not drawn further
@@ -80,12 +81,13 @@ def norm_of_gradients(model: torch.nn.Module) -> float:
     return math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
 
 
+@full_float32()
 def gradients_apart(ways: Iterable[tuple[str, Passes]], ids: Tensor) -> dict[str, Point]:
     """Compare the gradients of several ways to run one model with those of the first way.
 
-    Ways run one after the other. A distance is relative to the L2 norm of the parameter's gradient or, if
-    that is smaller, to `SHARE` of the norm of all gradients: the norm of a gradient that is zero up to
-    rounding, such as that of a bias of keys, is no scale.
+    Ways run one after the other, without TF32. A distance is relative to the L2 norm of the parameter's
+    gradient or, if that is smaller, to `SHARE` of the norm of all gradients: the norm of a gradient that is
+    zero up to rounding, such as that of a bias of keys, is no scale.
 
     Returns:
         For each way: "loss", "difference" (the largest relative L2 distance of a parameter's gradient) and
