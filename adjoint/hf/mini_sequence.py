@@ -18,7 +18,8 @@ from adjoint.engine.verification import alike
 from adjoint.hf import check
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.checkpointing import WithoutCheckpointing
-from adjoint.hf.head import refuse_unsummable_loss, run_checkpointed, summed_loss
+from adjoint.hf.head import run_checkpointed, summed_loss
+from adjoint.hf.loss_trial import refuse_unsummable_loss
 from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
 from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 from adjoint.hf.trial_gradients import example_inputs
@@ -46,7 +47,7 @@ def total_loss(call: Call, method: MiniSequence, mlps: Sequence[str]) -> Tensor:
         Refused: the model's loss is not known to be a sum over tokens.
     """
     model, targets = call.model, call.targets
-    refuse_unsummable_loss(model, padded=False)
+    refuse_unsummable_loss(call, padded=False)
     inputs = {k: v for k, v in call.arguments.items() if v is not None and k not in HEAD_ARGUMENTS}
     with splitting(backbone_of(model), mlps, method.mlp_chunks):
         hidden = backbone_of(model)(**inputs, use_cache=False)[0]

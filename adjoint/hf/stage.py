@@ -30,7 +30,7 @@ from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache, Slot, make_chunk_cache, zeros
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
-from adjoint.hf.head import refuse_unsummable_loss, refuse_z_loss, summed_loss
+from adjoint.hf.head import summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
 from adjoint.hf.language_inputs import (
     EMBEDS,
@@ -40,6 +40,7 @@ from adjoint.hf.language_inputs import (
     feeding,
     outer_inputs,
 )
+from adjoint.hf.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.hf.model_parts import (
     Forward,
     backbone_of,
@@ -319,7 +320,7 @@ class CausalLM(Backbone):
             Refused: the model's loss is not known to be a sum over tokens.
         """
         model, padded = call.model, call.mask is not None
-        refuse_unsummable_loss(model, padded)
+        refuse_unsummable_loss(call, padded)
         refuse_z_loss(model, padded)
         z = check.z_loss_coefficient(model)
         return CausalLM(

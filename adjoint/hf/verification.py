@@ -32,6 +32,7 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunking import kept_features, sizes_of
+from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     backbone_of,
@@ -247,6 +248,7 @@ def verify(call: Call) -> Verification:
         verification.fetches = True  # also for other kinds of calls, which stay exact
         verification.compute_once(kind, compare_gradients, kind)
     verification.difference = verification.results[kind]
+    refuse_loss_of_own_forward(call)
     if is_padded_left:
         with in_eval_mode(model):
             verification.compute_once("padded at the left", refuse_left_padding, model)
@@ -287,6 +289,7 @@ def verify_pieces(call: Call) -> Verification:
         return compare(model, by_whole, by_pieces, PIECES)
 
     verification.difference = verification.compute_once(("pieces", kind), compare_gradients)
+    refuse_loss_of_own_forward(call)
     refuse_documents_that_mix(verification, call)
     return verification
 
