@@ -75,22 +75,6 @@ def refuse_other_losses(model: PreTrainedModel, routed: bool, supported: tuple[s
             refuse(model, f"{name} adds a loss that is not supported; set it to 0")
 
 
-def refuse_length(model: PreTrainedModel, longest_document: int) -> None:
-    """Refuse documents that are so long that a chunk sees other keys than the whole sequence does.
-
-    Raises:
-        Refused: beyond this length keys are picked by topk, which decides between equal scores by their
-            number (Doge's first layer scores a token the same at every position).
-    """
-    window = getattr(model.config.get_text_config(), "keep_window_size", None)
-    if window is not None and longest_document > window:
-        refuse(
-            model,
-            f"documents of more than keep_window_size ({window}) tokens see keys picked by topk, which "
-            "decides between equal ones by how many there are; give shorter ones",
-        )
-
-
 def refuse_large_masks(model: PreTrainedModel, pairs: int, limit: int) -> None:
     """Refuse chunks so long that attention in the model's own code has a mask that PyTorch's kernel misreads.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ class _Loss(NamedTuple):
     width: int
     dtype: torch.dtype
     scale: float
-    as_called: Callable[[Tensor, Tensor, dict[str, object]], Tensor]
+    as_called: Callable[[Tensor, Tensor, Mapping[str, int | Tensor]], Tensor]
     summed: Callable[[Tensor, Tensor], Tensor]
 
 
@@ -121,7 +121,7 @@ def _of_function(call: Call, function: Callable[..., Tensor]) -> _Loss:
         if value is not None and name not in parameters and name not in (*LABEL_INPUTS, COUNT)
     }
 
-    def as_called(logits: Tensor, targets: Tensor, count: dict[str, object]) -> Tensor:
+    def as_called(logits: Tensor, targets: Tensor, count: Mapping[str, int | Tensor]) -> Tensor:
         arguments = {**_label_arguments(call, targets), **handed_on, **count}
         return function(logits=logits, vocab_size=vocab_size, **arguments)
 
@@ -137,7 +137,7 @@ def _of_forward(model: PreTrainedModel) -> _Loss:
     weight = model.get_output_embeddings().weight
     routed = {check.ROUTER_LOGITS: False} if check.uses_router_loss(model) else {}
 
-    def as_called(hidden: Tensor, targets: Tensor, count: dict[str, object]) -> Tensor:
+    def as_called(hidden: Tensor, targets: Tensor, count: Mapping[str, int | Tensor]) -> Tensor:
         arguments = {"labels": _unshifted(targets), **count, **routed}
         return head_output(model, Output(last_hidden_state=hidden), **arguments)["loss"]
 
@@ -166,8 +166,8 @@ def _refuse(call: Call, loss: _Loss, padded: bool) -> None:
         Refused: they differ.
     """
     model, device = call.model, device_of(call.model)
-    items = call.arguments.get(COUNT)
-    count: dict[str, object] = {} if items is None else {COUNT: items if bool(items) else 1}
+    items: int | Tensor | None = call.arguments.get(COUNT)
+    count: dict[str, int | Tensor] = {} if items is None else {COUNT: items if bool(items) else 1}
     errors, errors_with_count, errors_of_padding = list[Tensor](), list[Tensor](), list[Tensor]()
     inputs: Tensor | None = None
     for targets in _example_targets(call):

@@ -35,6 +35,7 @@ WINDOW_SETTINGS = (
     "local_window",
     "attention_chunk_size",
     "index_topk",
+    "keep_window_size",
 )
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd

@@ -220,7 +220,6 @@ def verify(call: Call) -> Verification:
     refuse_unknown_inputs(verification, call)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
-    check.refuse_length(model, call.longest_document)
     # The processes of a model under FSDP must run the same trials: each runs what any of them needs.
     needs = [kind.padded, call.reads_padding, call.is_padded_left, call.is_packed]
     if verification.sharded:
