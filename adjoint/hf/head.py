@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import ModelOutput
 
@@ -26,8 +27,14 @@ Ts = TypeVarTuple("Ts")
 
 
 class Output(MoeModelOutputWithPast):
-    """A backbone's output that has hidden states and, if given, router logits; every other attribute is
-    None."""
+    """A backbone's output that has hidden states and, if given, a cache and router logits.
+
+    Every other attribute is None."""
+
+    @property
+    def cache_params(self) -> Cache | None:
+        """The cache, under the name that Mamba's classes give it."""
+        return self.past_key_values
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""The outputs of a wrapped causal LM: a loss, and logits that are computed when they are read.
+"""The outputs of a wrapped causal LM: a loss, and logits and a cache that are computed when they are read.
 
 Chunks never hold the logits (batch, seqlen, vocab_size) of a sequence. Callers that read `out.logits` for
 their metrics, as trainers do, get them from a second forward, without gradients; others pay nothing."""
@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import Field
+from typing import SupportsIndex
 
 from torch import Tensor
 from torch.autograd.graph import Node
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 _COMPUTE = "adjoint_compute_logits"
@@ -129,3 +130,31 @@ class LossOutput(_LogitsOnAccess, CausalLMOutputWithPast):
 
 class RoutedLossOutput(_LogitsOnAccess, MoeCausalLMOutputWithPast):
     """A causal LM's output by chunks if the model adds its routers' loss."""
+
+
+class DeferredCache(DynamicCache):
+    """The cache after a forward by chunks, computed when something of it is read.
+
+    transformers' forward returns a cache in evaluation although nobody asks for one, and causal LMs hand it
+    on. Who generates from it needs it; who wants hidden states does not pay for it.
+
+    Args:
+        compute: returns the cache.
+    """
+
+    def __init__(self, compute: Callable[[], Cache]) -> None:
+        self.__dict__["_compute"] = compute
+
+    def _fill(self) -> None:
+        if (compute := self.__dict__.pop("_compute", None)) is not None:
+            self.__dict__.update(vars(compute()))
+
+    def __getattr__(self, name: str) -> object:
+        if "_compute" not in self.__dict__:
+            raise AttributeError(name)
+        self._fill()
+        return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        self._fill()
+        return super().__reduce_ex__(protocol)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from adjoint.batch import Batch
@@ -51,11 +52,12 @@ from adjoint.hf.model_parts import (
     base_of,
     calling_original_forwards,
     gathered_runner,
+    is_bare_backbone,
     layers_of,
     original_class,
     root_of,
 )
-from adjoint.hf.outputs import LossOutput, RoutedLossOutput, compute_logits_later
+from adjoint.hf.outputs import DeferredCache, LossOutput, RoutedLossOutput, compute_logits_later
 from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
@@ -80,6 +82,8 @@ from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# Tokens of a row above which an evaluation without gradients is by chunks, if the method has no chunk_size.
+LONG_FORWARD = 8192
 ModelT = TypeVar("ModelT", bound=nn.Module)
 # Takes a module through which calls enter, and the call's arguments by name.
 EntryForward = Callable[[PreTrainedModel, dict[str, Any]], ModelOutput | tuple[Tensor, ...]]
@@ -108,7 +112,7 @@ def wrap(
 
     Args:
         model: a `PreTrainedModel` with a language-model head or one for sequences or tokens (a reward model),
-            or a PEFT model around one; wrapped in place.
+            or without a head (`AutoModel`), or a PEFT model around one; wrapped in place.
         method: `Exact` (the default), `Truncated`, `MiniSequence` or `Backprop`. Truncated drops the
             gradients of states, keys and values at edges `window` tokens apart, rounded down to whole chunks;
             between these edges, and if the window is as long as the sequence, gradients are exact.
@@ -168,8 +172,9 @@ def entry_modules(model: nn.Module) -> dict[nn.Module, EntryForward]:
     """Map each module through which calls enter to the forward that replaces its own.
 
     These are the backbone and, if it has an output embedding, the causal LM (inside PEFT's model, if there is
-    one). Where only the backbone is replaced, the head above it can be any: a classifier's, or a model that
-    contains a causal LM and computes its own loss from that model's logits.
+    one). A model without a head is its own backbone. Where only the backbone is replaced, the head above it
+    can be any: a classifier's, or a model that contains a causal LM and computes its own loss from that
+    model's logits.
 
     Raises:
         ValueError: the model is not of transformers, or has no backbone separate from its head.
@@ -177,8 +182,12 @@ def entry_modules(model: nn.Module) -> dict[nn.Module, EntryForward]:
     lm = base_of(model)
     name = type(model).__name__
     if not isinstance(lm, PreTrainedModel):
-        raise ValueError(f"adjoint.wrap takes a causal LM of transformers, or a classifier: this is a {name}")
+        raise ValueError(
+            f"adjoint.wrap takes a causal LM of transformers, a classifier or an AutoModel: this is a {name}"
+        )
     backbone = backbone_of(lm)
+    if backbone is lm and is_bare_backbone(lm):
+        return {lm: _backbone_forward}
     if backbone is lm:
         submodels = [
             submodel
@@ -295,26 +304,72 @@ def _deferred_logits(call: Call) -> Callable[[], Tensor]:
 def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the backbone: its hidden states by the method, or transformers' forward.
 
-    The method applies in training, with gradients or without (as for a reference model), and, in
-    evaluation too, where documents are packed."""
+    The method applies where gradients are on, in training without them too (as for a reference model), and
+    where documents are packed. A long forward of an evaluation without gradients is by chunks to save
+    memory, unless it asks for a cache or is one that chunks refuse."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.lock:
-        in_training = self.training
-        uses_original = (
-            wrap_state.uses_original_forward or isinstance(wrap_state.method, Backprop) or call.is_chunk
-        )
-        if uses_original or not (in_training or call.has_documents):
-            return call.run_original()
+        is_required = self.training or torch.is_grad_enabled()
         is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
-        if call.extra_outputs or (is_mini_sequence and not in_training):
-            if in_training and not is_mini_sequence and torch.is_grad_enabled():
+        if wrap_state.uses_original_forward or isinstance(wrap_state.method, Backprop) or call.is_chunk:
+            return call.run_original()
+        if call.extra_outputs or (is_mini_sequence and not is_required):
+            if torch.is_grad_enabled() and not is_mini_sequence:
                 _warn_not_chunked(call)
             return call.run_original()
-        check.refuse_transforms(self)
-        if is_mini_sequence:
-            return _hidden_by_mini_sequence(call)
-        output = _hidden_by_chunks(_at_language_model(call))
+        if not is_required and not call.has_documents:
+            output = _hidden_to_save_memory(call, wrap_state)
+            if output is None:
+                return call.run_original()
+        else:
+            check.refuse_transforms(self)
+            if is_mini_sequence:
+                return _hidden_by_mini_sequence(call)
+            output = _hidden_by_chunks(_at_language_model(call))
+        if not self.training and call.returns_cache_by_default and why_not_carried(self) is None:
+            output["past_key_values"] = DeferredCache(_deferred_cache(call))
     return output if call.returns_dict else output.to_tuple()
+
+
+def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | None:
+    """Compute the output of a backbone that is evaluated without gradients, or return None.
+
+    It is None if the forward is short, of several processes, or refused: transformers' own forward is right
+    then, too, and takes only more memory."""
+    tokens = next((call.arguments[n] for n in ("input_ids", "inputs_embeds") if call.has(n)), None)
+    limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
+    is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
+    if not is_long or wrap_state.group is not None or uses_fsdp(call.model):
+        return None
+    refused = verification_of(call.model).results
+    key = "refused without gradients", *sorted(name for name in call.arguments if call.has(name))
+    if key in refused:
+        return None
+    try:
+        check.refuse_transforms(call.model)
+        return _hidden_by_chunks(_at_language_model(call))
+    except ValueError as refusal:  # a contradiction in the inputs is the own forward's to tell
+        LOGGER.debug(f"this forward without gradients runs as if not wrapped: {refusal}")
+        refused[key] = True
+        return None
+
+
+def _deferred_cache(call: Call) -> Callable[[], Cache]:
+    """Return a function that computes the cache that transformers' forward returns for a call."""
+    arguments = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.arguments.items()}
+    arguments |= {"use_cache": True, "return_dict": True}
+
+    def compute() -> Cache:
+        warnings.warn(
+            "past_key_values was read: a forward by chunks makes none, so it is computed now, by a second "
+            "forward; use_cache=True asks for it at once, use_cache=False for none",
+            stacklevel=4,
+        )
+        with torch.no_grad(), ChunkRandomness(call.model).undone():
+            output = call.model(**arguments)
+        return output["cache_params" if "cache_params" in output else "past_key_values"]
+
+    return compute
 
 
 def _at_language_model(call: Call) -> Call:
