@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.verification import alike
 from adjoint.hf import check
 from adjoint.hf.call import Call, CallKind
@@ -142,7 +143,9 @@ def _is_token_wise(module: nn.Module, x: Tensor) -> bool:
     if not alike(pieces, expected):
         return False
     middle = x.shape[1] // 2
-    with torch.enable_grad():
+    # Weights made in inference mode can be evaluated, but not differentiated.
+    copies = {p: p.clone() for p in module.parameters() if p.is_inference()}
+    with torch.enable_grad(), ModuleTensors(module).replaced(copies):
         x = x.detach().requires_grad_()
         (dx,) = torch.autograd.grad(module.forward(x)[:, middle].square().sum(), x)
     dx[:, middle] = 0

@@ -213,6 +213,7 @@ def verify(call: Call) -> Verification:
             to.
     """
     model, kind = call.model, call.kind
+    check.refuse_unreadable_weights(model)
     reshard(model)
     if kind.routed:
         maybe_install_capturing_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
@@ -274,6 +275,7 @@ def verify_pieces(call: Call) -> Verification:
         Refused: an input is not supported, or the model's gradient by mini-sequences is not its own.
     """
     model = call.model
+    check.refuse_unreadable_weights(model)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
     method = verification.wrap_state.method
@@ -445,12 +447,18 @@ def _results(
     """Return the results for a few tokens, and whether random numbers were drawn.
 
     Args:
-        followed: names of the parameters whose gradients are computed; by default those that are trained.
+        followed: names of the parameters whose gradients are computed. By default those that are trained or,
+            if none of these reaches the loss (merged adapters, another loss's head), those of one dimension.
     """
     parameters = dict(model.named_parameters())
     floating = [name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()]
-    followed = followed or [name for name in floating if parameters[name].requires_grad]
-    followed = followed or [name for name in floating if parameters[name].dim() == 1] or floating
+    if not followed:
+        trained = [name for name in floating if parameters[name].requires_grad]
+        if trained:
+            results, has_drawn = _results(model, gradient_function, trained)
+            if any(gradient is not None for gradient in results.gradients.values()):
+                return results, has_drawn
+        followed = [name for name in floating if parameters[name].dim() == 1] or floating
     requires_grad = {name: p.requires_grad for name, p in parameters.items() if p.is_leaf}
     randomness, tensors = ChunkRandomness(model), UntrainedTensors(model.named_modules(), frozen=False)
     try:

@@ -93,6 +93,56 @@ def test_a_step_without_labels_changes_no_weight(method: Any, items: Any) -> Non
         model(input_ids=ids, labels=ids, num_items_in_batch=0)
 
 
+# ----------------------------------------------------------------------- weights that no gradient reaches
+
+
+def with_merged_adapters(model: Any) -> Any:
+    model = with_lora(model)
+    model.merge_adapter()
+    return model
+
+
+def with_value_head(model: Any) -> Any:
+    model.requires_grad_(False)
+    model.v_head = nn.Linear(24, 1)
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+@pytest.mark.parametrize("adapt", [with_merged_adapters, with_value_head])
+def test_an_evaluation_whose_loss_nothing_trained_reaches(adapt: Any, method: Any, double: None) -> None:
+    model = adapt(make(BAMBA, num_hidden_layers=2)).double().eval()
+    inputs = labelled()
+    with torch.no_grad(), float64_throughout():
+        expected = model(**inputs).loss
+        assert adjoint.wrap(model, method)(**inputs).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+def test_weights_of_inference_mode(method: Any, double: None) -> None:
+    """They are evaluated; a backward could not read them, which is said in one line."""
+    with torch.inference_mode():
+        model = make(BAMBA, num_hidden_layers=2)
+    model, inputs = adjoint.wrap(model, method), labelled()
+    with pytest.raises(UserError, match=r"weight was made under torch.inference_mode\(\)") as refused:
+        model(**inputs)
+    assert "\n" not in str(refused.value)
+    with torch.no_grad():
+        losses = [model(**inputs).loss.item()]
+        adjoint.unwrap(model)
+        losses.append(model(**inputs).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+def test_weights_without_values_are_refused(method: Any) -> None:
+    config = transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = adjoint.wrap(transformers.LlamaForCausalLM(config), method)
+    with pytest.raises(UserError, match=r"embed_tokens\.weight is on the meta device, without values; load"):
+        model(**labelled())
+
+
 # ---------------------------------------------------------------------------- inputs that the model ignores
 
 
