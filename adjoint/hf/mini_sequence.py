@@ -144,7 +144,7 @@ def _is_token_wise(module: nn.Module, x: Tensor) -> bool:
         return False
     middle = x.shape[1] // 2
     # Weights made in inference mode can be evaluated, but not differentiated.
-    copies = {p: p.clone() for p in module.parameters() if p.is_inference()}
+    copies: dict[Tensor, Tensor] = {p: p.clone() for p in module.parameters() if p.is_inference()}
     with torch.enable_grad(), ModuleTensors(module).replaced(copies):
         x = x.detach().requires_grad_()
         (dx,) = torch.autograd.grad(module.forward(x)[:, middle].square().sum(), x)

@@ -57,7 +57,15 @@ from adjoint.hf.model_parts import (
     original_class,
     root_of,
 )
-from adjoint.hf.outputs import DeferredCache, LossOutput, RoutedLossOutput, compute_logits_later
+from adjoint.hf.outputs import (
+    LOGITS,
+    DeferredCache,
+    DeferredLogits,
+    LossOutput,
+    RoutedLossOutput,
+    compute_logits_later,
+    defers_logits,
+)
 from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
@@ -107,8 +115,8 @@ def wrap(
     run both ways and the gradients are compared; a model for which they differ is refused. docs/promises.md
     says what is exact, what is refused and what is not noticed. Where labels are given no logits are
     computed, unless they are asked for without gradients (`logits_to_keep`, the Trainer's compute_metrics);
-    `out.logits` computes them when it is read, by a second forward. Do not wrap a model whose sequences fit
-    in memory anyway if time is all that counts.
+    `out.logits` computes them when they are used, by a second forward. Do not wrap a model whose sequences
+    fit in memory anyway if time is all that counts.
 
     Args:
         model: a `PreTrainedModel` with a language-model head or one for sequences or tokens (a reward model),
@@ -276,28 +284,37 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
         else:
             at_language_model = _at_language_model(call)
             output = _loss_by_chunks(at_language_model, verify(at_language_model))
-        if wrap_state.group is None and call.logits_index is None and output.loss is not None:
+        has_logits = wrap_state.group is None and call.logits_index is None and defers_logits()
+        if has_logits and output.loss is not None:
             compute_logits_later(output.loss, _deferred_logits(call))
     return output if call.returns_dict else output.to_tuple()
 
 
 def _deferred_logits(call: Call) -> Callable[[], Tensor]:
-    """Return a function that computes the logits of a call; it runs if somebody reads `out.logits`."""
+    """Return a function that makes the logits of a call, without their values until somebody uses them."""
     model, seqlen = call.model, call.ids.shape[1]
     arguments = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.arguments.items()}
     arguments |= {"logits_to_keep": seqlen, "return_dict": True}
 
     def compute() -> Tensor:
         warnings.warn(
-            "out.logits was read: a call with labels makes none, so they are computed now, by a second "
-            "forward without gradients; torch.no_grad() and logits_to_keep=N give those of the last N tokens",
-            stacklevel=3,
+            "out.logits was used: a call with labels makes none, so they are computed now, by a second "
+            "forward without gradients; torch.no_grad() and logits_to_keep=N give those of N tokens; "
+            f"{LOGITS}=none in the environment makes out.logits None",
+            stacklevel=5,
         )
         with torch.no_grad(), ChunkRandomness(model).undone():
             logits: Tensor = model(**arguments).logits  # by its hooks, which may gather its weights
         return logits
 
-    return compute
+    def make() -> Tensor:
+        weight = model.get_output_embeddings().weight
+        token = torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=call.ids.device)
+        with torch.no_grad(), ChunkRandomness(model).undone():
+            logits = gathered_runner(model)(lambda: logits_by_slices(model, token))
+        return DeferredLogits(compute, (*call.ids.shape, logits.shape[-1]), logits.dtype, logits.device)
+
+    return make
 
 
 @uncompiled

@@ -161,9 +161,8 @@ def test_inputs_that_the_model_ignores_are_ignored(method: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
-def test_logits_are_computed_when_they_are_read(method: Any, double: None) -> None:
-    """Logits come from the weights at the time of reading, without gradients; an output nobody reads has
-    none."""
+def test_logits_are_computed_when_they_are_used(method: Any, double: None) -> None:
+    """Logits come from the weights at the time of use, without gradients; an output nobody reads has none."""
     accelerate = pytest.importorskip("accelerate")
     plain, inputs = make(BAMBA), make_batch(29)
     model = adjoint.wrap(copy.deepcopy(plain), method)
@@ -176,11 +175,29 @@ def test_logits_are_computed_when_they_are_read(method: Any, double: None) -> No
         drawn = torch.get_rng_state()
         expected = plain(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
         for output in (out, converted):
-            with pytest.warns(UserWarning, match="a second forward"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # what only describes them computes nothing
                 logits = output.logits
-            assert logits is output.logits and not logits.requires_grad
-            assert torch.allclose(logits, expected, atol=1e-12)
+                assert logits is output.logits and not logits.requires_grad and isinstance(logits, Tensor)
+                assert (logits.shape, logits.dtype, logits.device) == (
+                    expected.shape,
+                    expected.dtype,
+                    expected.device,
+                )
+                assert len(logits) == logits.size(0) == 2 and logits.dim() == 3 and not logits.is_cuda
+            with pytest.warns(UserWarning, match="a second forward"):
+                assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+            assert torch.allclose(pickle.loads(pickle.dumps(logits)), expected, atol=1e-12)
     assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_logits_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adjoint.wrap(make(LLAMA, torch.float32), METHODS[0])
+    monkeypatch.setenv("ADJOINT_LOGITS", "none")
+    assert model(**labelled()).logits is None
+    monkeypatch.setenv("ADJOINT_LOGITS", "no")
+    with pytest.raises(UserError, match="ADJOINT_LOGITS: expected one of deferred, none; got 'no'"):
+        model(**labelled())
 
 
 # ----------------------------------------------------------------------------------- hidden states of padding
