@@ -31,6 +31,7 @@ class Batch:
         inputs: further inputs with a value per token, (batch, seqlen) each, by name.
         start: position of the first token in its sequence.
         document: position at which the first token's document begins, where chunks are cut at documents.
+        document_end: position after that document's last token; None if it is not known.
         starts_document: (batch,) bool, the rows whose first token begins a document after the row's first.
     """
 
@@ -42,6 +43,7 @@ class Batch:
     inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     start: int = 0
     document: int = 0
+    document_end: int | None = None
     starts_document: Tensor | None = None
     is_shifted: bool = True
 
@@ -72,11 +74,11 @@ class Batch:
         standard = [t for t in (self.ids, self.labels, self.seq_idx) if t is not None]
         return standard + list(self.inputs.values())
 
-    def chunk(self, start: int, stop: int, document: int = 0) -> Batch:
+    def chunk(self, start: int, stop: int, document: int = 0, document_end: int | None = None) -> Batch:
         """Return the tokens [start, stop) of every row, without states.
 
         Args:
-            document: the chunk's attribute of that name.
+            document, document_end: the chunk's attributes of these names.
         """
         tokens, document_numbers = slice(start, stop), self.seq_idx
         labels = self.labels[:, tokens]
@@ -92,6 +94,7 @@ class Batch:
             inputs={name: tensor[:, tokens] for name, tensor in self.inputs.items()},
             start=start,
             document=document,
+            document_end=document_end,
             starts_document=None
             if document_numbers is None or not start
             else document_numbers[:, start] != document_numbers[:, start - 1],

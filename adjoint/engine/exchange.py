@@ -135,9 +135,13 @@ class BetweenTiles(Exchange):
         grid = values.grid
         start, stop = grid.cuts[c : c + 2]
         begin = grid.document(c) or -slab.initial_tokens  # the first document has the initial tokens
-        first_grad_token = begin if not grid.dropped else grid.first_grad_token(c)
+        first_grad_token = grid.first_grad_token(c)
+        if first_grad_token == grid.document(c):  # no edge before it drops cotangents
+            first_grad_token = begin
         boundaries = values.documents(start, stop, slab.initial_tokens)
-        return Past(slab, start, begin, first_grad_token, *boundaries)
+        anchor = slab.initial.new_zeros(()).requires_grad_() if slab.is_initial_trained else None
+        visible, starts = boundaries or (None, None)
+        return Past(slab, start, begin, first_grad_token, visible, starts, anchor)
 
     def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
         recurrent_state = recurrent_part(state, values.grows[k])

@@ -250,6 +250,11 @@ class Grid:
         """Return the first token of the document that chunk c belongs to."""
         return self.cuts[_last(self._starts, c)]
 
+    def document_end(self, c: int) -> int:
+        """Return the token after the last one of the document that chunk c belongs to."""
+        following = bisect.bisect_right(self._starts, c)
+        return self.cuts[self._starts[following] if following < len(self._starts) else -1]
+
     def first_grad_token(self, c: int) -> int:
         """Return the first token that can get a state's cotangent from chunk c.
 

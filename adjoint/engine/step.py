@@ -203,7 +203,14 @@ class ChunkedStep:
         self.access.check(self.executor, self.has_backward)
 
     def _executor_of(self, grid: Grid) -> Executor:
-        detached = [tuple(s.detach() for s in state) for state in self.batch.states]
+        # Append-only states say whether they are trained: see `Past.anchored`.
+        detached = [
+            tuple(
+                s.detach() if dim is None else s.detach().requires_grad_(s.requires_grad)
+                for s, dim in zip(state, stage.grows if stage is not None and state else (), strict=True)
+            )
+            for stage, state in zip(self.stages, self.batch.states, strict=True)
+        ]
         return Executor(
             self.stages,
             grid,

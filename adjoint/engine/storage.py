@@ -154,11 +154,13 @@ class Slab:
     Attributes:
         memory: the values, None until the first ones are written: only then is their dtype known, which
             under autocast is not that of `initial`.
+        is_initial_trained: whether `initial` gets a gradient.
         stored_dim: the dimension of `memory` along which tokens are stored.
     """
 
     def __init__(self, initial: Tensor, dim: int, tokens: int, host: bool = False) -> None:
-        self.initial, self.dim, self.host, self.device = initial, dim, host, initial.device
+        self.initial, self.dim, self.host, self.device = initial.detach(), dim, host, initial.device
+        self.is_initial_trained = initial.requires_grad
         self.stored_dim = 0 if host else dim
         self.initial_tokens = initial.shape[dim]
         self.shape = list(initial.shape)
@@ -260,6 +262,7 @@ class Past:
         visible: per row, the number of tokens before `start` that are in the same document as the token
             `start`; None if the batch has no `seq_idx`.
         starts: per row, the indices in the chunk, except 0, at which documents begin; None as `visible`.
+        anchor: a tensor that requires a gradient if the initial tokens do; else None.
     """
 
     slab: Slab
@@ -268,9 +271,18 @@ class Past:
     first_grad_token: int
     visible: Sequence[int] | None = None
     starts: Sequence[Sequence[int]] | None = None
+    anchor: Tensor | None = None
 
     def __len__(self) -> int:
         return self.start - self.begin
+
+    def anchored(self, piece: Tensor) -> Tensor:
+        """Return the chunk's own piece, with a graph if the initial tokens need one.
+
+        Below frozen weights the piece has none, and then no backward would come to the past."""
+        if self.anchor is None or piece.requires_grad or not torch.is_grad_enabled():
+            return piece
+        return piece + self.anchor.to(piece.dtype)
 
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
         """Write the chunk's own piece to the slab; return the past followed by the piece, a view of the slab.

@@ -218,7 +218,8 @@ def linearize(
     x = alias(x, x.is_floating_point())
     state = tuple(alias(s, s.is_floating_point()) if isinstance(s, Tensor) else s for s in state)
     differentiable = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
-    differentiable += [s.anchor for s in state if hasattr(s, "anchor")]
+    anchors = (getattr(s, "anchor", None) for s in state)
+    differentiable += [anchor for anchor in anchors if anchor is not None]
     pairs = zip(parameters, parameters if used is None else used, strict=True)
     leaves = [alias(t, parameter.requires_grad) for parameter, t in pairs]
     begin, stand_ins, hooks = next_node(), gradients.unlisted_leaves.make_stand_ins(), TapeHooks()

@@ -32,7 +32,8 @@ class Chunks:
         latest = self.latest
         if latest is None or latest[0] != c:
             start, stop = self.grid.cuts[c : c + 2]
-            self.latest = latest = c, self.batch.chunk(start, stop, self.grid.document(c))
+            document = self.grid.document(c), self.grid.document_end(c)
+            self.latest = latest = c, self.batch.chunk(start, stop, *document)
         return latest[1]
 
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -311,6 +311,21 @@ STATES_PER_LAYER = {"xlstm": 3}
 FLA_STATES, FLA_RECURRENT_STATES = 3, 2
 
 
+class RowLengths(NamedTuple):
+    """Numbers of keys that a model's own code picks from.
+
+    Attributes:
+        chunk, document: that the last tokens of a chunk and of its document can see.
+        real: of the document's, those up to the last one that is no padding in some row.
+        follows_padding: whether tokens that were cut off before the document are in the whole's rows, too.
+    """
+
+    chunk: int
+    document: int
+    real: int
+    follows_padding: bool = False
+
+
 class ChunkCache(DynamicCache):
     """A cache that gives one chunk its state and collects the new one.
 
@@ -322,6 +337,7 @@ class ChunkCache(DynamicCache):
 
     linear_cache: Sequence[Tensor] = ()  # MiniMax's cache lists its states here; ours are in layers
     seqlen_offset = 0  # xLSTM counts tokens in its cache
+    row_lengths: RowLengths | None = None  # set for each chunk
 
     def __init__(self, config: PreTrainedConfig) -> None:
         DynamicCache.__init__(self, config=config)

@@ -159,6 +159,12 @@ class Call:
         return tuple(names)
 
     @property
+    def returns_cache_by_default(self) -> bool:
+        """Whether the model's own forward would return a cache although the call does not ask for one."""
+        config = self.model.config.get_text_config()
+        return self.arguments.get("use_cache") is None and bool(getattr(config, "use_cache", False))
+
+    @property
     def carries_state(self) -> bool:
         """Whether the call asks for a loss and begins with a cache or returns one, and for nothing else."""
         names = self.extra_outputs

@@ -1,7 +1,8 @@
 """States from call to call: transformers' own cache read as the engine's state, and made of one.
 
 A call with labels and `use_cache=True` returns the cache after its last token, without gradients; one that is
-given such a cache goes on from it, as state passing does."""
+given such a cache goes on from it, as state passing does. If the tensors of a cache require gradients (they
+are trained, or come from transformers' own forward) they get them."""
 
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ from adjoint.hf.verification import verification_of
 from adjoint.layers import State
 from adjoint.methods import Exact
 
+INDEXER_KEYS = ("indexer", "block_index")  # names of slots that only picking keys reads
+
 
 def why_not_carried(model: PreTrainedModel) -> str | None:
     """Return the reason why a model's states are not carried from call to call, or None."""
@@ -45,7 +48,7 @@ def why_not_carried(model: PreTrainedModel) -> str | None:
 
 
 def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot], ids: Tensor) -> CarriedState:
-    """Return the state that a cache of transformers holds; zeros if it holds nothing yet.
+    """Return the state that a cache of transformers holds, with its gradients; zeros if it holds nothing yet.
 
     Args:
         ids: (batch, seqlen) of the call that goes on from it.
@@ -83,7 +86,13 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
             raise ValueError(f"{name} has {value.shape[0]} rows, and input_ids {len(ids)}")
         if slot.grows is not None and value.shape[slot.grows] != _stored(layers[slot.layer], tokens):
             check.refuse(model, f"{name} has {value.shape[slot.grows]} tokens, of {tokens} that were seen")
-    return CarriedState(tuple(v.detach().to(ids.device) for v in state if v is not None), tokens)
+    # Only a key that attention reads has a gradient; the others' would be zero instead of None.
+    tensors = (
+        v.detach() if slot.name in INDEXER_KEYS else v
+        for slot, v in zip(slots, state, strict=True)
+        if v is not None
+    )
+    return CarriedState(tuple(v.to(ids.device) for v in tensors), tokens)
 
 
 def _value(layer: object, slot: Slot) -> Tensor | None:

@@ -76,20 +76,21 @@ def refuse_other_losses(model: PreTrainedModel, routed: bool, supported: tuple[s
             refuse(model, f"{name} adds a loss that is not supported; set it to 0")
 
 
-def refuse_length(model: PreTrainedModel, longest_document: int) -> None:
-    """Refuse documents that are so long that a chunk sees other keys than the whole sequence does.
+def refuse_unreadable_weights(model: PreTrainedModel) -> None:
+    """Refuse weights that have no values, or that no backward can read.
 
     Raises:
-        Refused: beyond this length keys are picked by topk, which decides between equal scores by their
-            number (Doge's first layer scores a token the same at every position).
+        Refused: some are on the meta device, or gradients are on and some were made in inference mode.
     """
-    window = getattr(model.config.get_text_config(), "keep_window_size", None)
-    if window is not None and longest_document > window:
-        refuse(
-            model,
-            f"documents of more than keep_window_size ({window}) tokens see keys picked by topk, which "
-            "decides between equal ones by how many there are; give shorter ones",
-        )
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            load = "load them first (from_pretrained, or to_empty and load_state_dict)"
+            refuse(model, f"{name} is on the meta device, without values", load)
+        if p.is_inference() and torch.is_grad_enabled():
+            make = "make or load the model outside of it, or call it under torch.no_grad()"
+            refuse(
+                model, f"{name} was made under torch.inference_mode(), so that no backward can read it", make
+            )
 
 
 def refuse_large_masks(model: PreTrainedModel, pairs: int, limit: int) -> None:

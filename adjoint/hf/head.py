@@ -14,11 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.host_weights import device_of, fetched
-from adjoint.engine.verification import alike, some_numbers
-from adjoint.hf import check
-from adjoint.hf.model_parts import backbone_of, gathered_runner, original_class
-from adjoint.hf.transformers_api import ModelOutput, MoeModelOutputWithPast
+from adjoint.engine.host_weights import fetched
+from adjoint.hf.model_parts import backbone_of, original_class
+from adjoint.hf.transformers_api import ModelOutput, MoeModelOutputWithPast, with_cache_names
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, tokens_per_slice
 
@@ -26,9 +24,11 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
+@with_cache_names
 class Output(MoeModelOutputWithPast):
-    """A backbone's output that has hidden states and, if given, router logits; every other attribute is
-    None."""
+    """A backbone's output that has hidden states and, if given, a cache and router logits.
+
+    Every other attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -84,7 +84,7 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def logits_by_slices(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return a model's logits (batch, tokens, vocab) of hidden states, computed slice by slice."""
     logits: Tensor | None = None
-    tokens = tokens_per_slice(hidden.shape[1], _vocab_size(model), hidden.is_cuda, None)
+    tokens = tokens_per_slice(hidden.shape[1], vocab_size_of(model), hidden.is_cuda, None)
     for start in range(0, hidden.shape[1], tokens):
         piece = head_logits(model, hidden[:, start : start + tokens])
         if logits is None:
@@ -101,89 +101,9 @@ def custom_loss_function(model: PreTrainedModel) -> Callable[..., Tensor] | None
     return vars(model).get("_loss_function")
 
 
-def refuse_unsummable_loss(model: PreTrainedModel, padded: bool) -> None:
-    """Try a user's loss function, at each call, as it may change.
-
-    Args:
-        padded: whether chunks have padding, whose logits differ from the model's.
-
-    Raises:
-        Refused: it is no sum over tokens, or reads logits of padding.
-    """
-    loss = custom_loss_function(model)
-    if loss is None:
-        return
-    device, vocab_size = device_of(model), _vocab_size(model)
-    logits = some_numbers(1, 8, vocab_size).to(device)
-    targets = (torch.arange(8, device=device) * 7 % vocab_size)[None]
-    targets[:, 2] = IGNORE_INDEX
-
-    def slice_loss(tokens: slice, items: int, logits: Tensor = logits) -> Tensor:
-        labels = targets[:, tokens]
-        return loss(
-            logits=logits[:, tokens],
-            labels=labels,
-            vocab_size=vocab_size,
-            num_items_in_batch=items,
-            shift_labels=labels,
-        )
-
-    loss_of_whole = loss_of_parts = cause = None
-    try:
-        loss_of_whole = slice_loss(slice(0, 8), 1)
-        loss_of_parts = slice_loss(slice(0, 3), 2) + slice_loss(slice(3, 8), 2)
-    except (RuntimeError, TypeError, ValueError, LookupError) as error:
-        cause = error
-    if (
-        loss_of_whole is None
-        or loss_of_parts is None
-        or not torch.allclose(2 * loss_of_parts, loss_of_whole, rtol=1e-5)
-    ):
-        check.refuse(
-            model,
-            "its loss_function is not a sum over tokens divided by num_items_in_batch: let it accept "
-            "shift_labels and num_items_in_batch, as transformers' ForCausalLMLoss does",
-            cause=cause,
-        )
-    changed_logits = torch.where(targets[..., None] == IGNORE_INDEX, 3 * logits, logits)
-    if padded and not torch.equal(slice_loss(slice(0, 8), 1, changed_logits), loss_of_whole):
-        check.refuse(
-            model,
-            "its loss_function reads logits whose labels are -100, and at padding a chunk's logits differ "
-            "from the model's: give rows without padding, or let it skip these tokens",
-        )
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
+def vocab_size_of(model: PreTrainedModel) -> int:
+    """Return the number of logits per token."""
     return model.config.get_text_config().vocab_size
-
-
-@torch.no_grad()
-def refuse_z_loss(model: PreTrainedModel, padded: bool) -> None:
-    """Try the z-loss that a configuration asks for, by calling the model's head with no label that counts.
-
-    Args:
-        padded: whether there is padding.
-
-    Raises:
-        Refused: it is not the mean of the squared log-partition functions, times
-            `check.z_loss_coefficient`, or reads padding.
-    """
-    coefficient, weight = check.z_loss_coefficient(model), model.get_output_embeddings().weight
-    device = device_of(model)
-    if not coefficient:
-        return
-    if padded:
-        check.refuse(
-            model,
-            f"{check.Z_LOSS} is on, and its loss reads padding, where a chunk's logits differ from the "
-            "model's: give rows without padding, or set it to 0",
-        )
-    hidden = some_numbers(1, 4, weight.shape[1]).to(device, weight.dtype)
-    inputs = {"labels": torch.full((1, 4), IGNORE_INDEX, device=device), "num_items_in_batch": 1}
-    output = gathered_runner(model)(lambda: head_output(model, Output(last_hidden_state=hidden), **inputs))
-    if not alike(output.loss, coefficient * output.logits.logsumexp(-1).square().mean()):
-        check.refuse(model, f"{check.Z_LOSS} is on, and its loss is not the usual one; set it to 0")
 
 
 def logit_scale(model: PreTrainedModel, hidden: Tensor) -> float | None:
@@ -301,7 +221,7 @@ def summed_loss(
 def _summed_loss(
     model: PreTrainedModel, hidden: Tensor, targets: Tensor, z: float | Tensor | None, slices: int | None
 ) -> Tensor:
-    custom_loss, vocab_size = custom_loss_function(model), _vocab_size(model)
+    custom_loss, vocab_size = custom_loss_function(model), vocab_size_of(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
     scale = logit_scale(model, hidden) if z is None and custom_loss is None else None
     if scale is not None:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.verification import alike
 from adjoint.hf import check
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.checkpointing import WithoutCheckpointing
-from adjoint.hf.head import refuse_unsummable_loss, run_checkpointed, summed_loss
+from adjoint.hf.head import run_checkpointed, summed_loss
+from adjoint.hf.loss_trial import refuse_unsummable_loss
 from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
 from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 from adjoint.hf.trial_gradients import example_inputs
@@ -46,7 +48,7 @@ def total_loss(call: Call, method: MiniSequence, mlps: Sequence[str]) -> Tensor:
         Refused: the model's loss is not known to be a sum over tokens.
     """
     model, targets = call.model, call.targets
-    refuse_unsummable_loss(model, padded=False)
+    refuse_unsummable_loss(call, padded=False)
     inputs = {k: v for k, v in call.arguments.items() if v is not None and k not in HEAD_ARGUMENTS}
     with splitting(backbone_of(model), mlps, method.mlp_chunks):
         hidden = backbone_of(model)(**inputs, use_cache=False)[0]
@@ -141,7 +143,9 @@ def _is_token_wise(module: nn.Module, x: Tensor) -> bool:
     if not alike(pieces, expected):
         return False
     middle = x.shape[1] // 2
-    with torch.enable_grad():
+    # Weights made in inference mode can be evaluated, but not differentiated.
+    copies: dict[Tensor, Tensor] = {p: p.clone() for p in module.parameters() if p.is_inference()}
+    with torch.enable_grad(), ModuleTensors(module).replaced(copies):
         x = x.detach().requires_grad_()
         (dx,) = torch.autograd.grad(module.forward(x)[:, middle].square().sum(), x)
     dx[:, middle] = 0

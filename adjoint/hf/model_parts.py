@@ -43,6 +43,15 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return inner_models[0] if len(inner_models) == 1 else model
 
 
+def is_bare_backbone(model: PreTrainedModel) -> bool:
+    """Whether a model has decoder layers and no head, such as `AutoModel` makes."""
+    is_alone = not any(
+        isinstance(child, PreTrainedModel) and child.can_generate() for child in model.children()
+    )
+    has_head = model.get_output_embeddings() is not None or model.can_generate()
+    return is_alone and not has_head and bool(layers_of(model)) and not model.config.is_encoder_decoder
+
+
 def base_of(model: nn.Module) -> nn.Module:
     """Return the model of transformers inside PEFT's model, or the model itself."""
     get_base_model = getattr(model, "get_base_model", None)

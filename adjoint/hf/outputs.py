@@ -1,27 +1,47 @@
-"""The outputs of a wrapped causal LM: a loss, and logits that are computed when they are read.
+"""The outputs of a wrapped causal LM: a loss, and logits and a cache that are computed when they are read.
 
-Chunks never hold the logits (batch, seqlen, vocab_size) of a sequence. Callers that read `out.logits` for
-their metrics, as trainers do, get them from a second forward, without gradients; others pay nothing."""
+Chunks never hold the logits (batch, seqlen, vocab_size) of a sequence. Callers that use `out.logits` for
+their metrics, as trainers do, get them from a second forward, without gradients. Others pay nothing, nor do
+those that only look whether there are some, of which shape, dtype and device."""
 
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field
+from typing import SupportsIndex
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_map_only
+from transformers import DynamicCache
 
+from adjoint.errors import UserError
 from adjoint.hf.transformers_api import (
-    CACHE_FIELD,
-    CACHE_NAMES,
+    Cache,
     CausalLMOutputWithPast,
     MoeCausalLMOutputWithPast,
+    with_cache_names,
 )
 
+LOGITS = "ADJOINT_LOGITS"  # environment variable: whether a call with labels has logits
+LOGITS_CHOICES = ("deferred", "none")
 _COMPUTE = "adjoint_compute_logits"
 _NODES_SEARCHED = 32  # what others put between the loss that they return and ours is one node or two
+
+
+def defers_logits() -> bool:
+    """Whether `out.logits` of a call with labels can be computed later; else it is None.
+
+    Raises:
+        UserError: ADJOINT_LOGITS is no choice.
+    """
+    choice = os.environ.get(LOGITS, LOGITS_CHOICES[0]).lower()
+    if choice not in LOGITS_CHOICES:
+        raise UserError(f"{LOGITS}: expected one of {', '.join(LOGITS_CHOICES)}; got {choice!r}")
+    return choice == LOGITS_CHOICES[0]
 
 
 def compute_logits_later(loss: Tensor, compute: Callable[[], Tensor]) -> None:
@@ -66,6 +86,7 @@ class _FieldsWithLogits:
         return {name: field for name, field in fields.items() if name != "logits"}
 
 
+@with_cache_names
 class _LogitsOnAccess:
     """A mixin for outputs of a causal LM whose `logits` may be computed when they are read.
 
@@ -90,8 +111,8 @@ class _LogitsOnAccess:
     def logits(self) -> Tensor | None:
         """Logits (batch, seqlen, vocab_size), or None where they cannot be computed.
 
-        Logits that the call asked for are stored; others are computed when they are read, from the weights
-        as they are then and without gradients."""
+        Logits that the call asked for are stored; others are computed when they are used, from the weights as
+        they are then and without gradients."""
         if not (self.has_stored_logits or self.returns_stored_only):
             compute = _find_compute(self.loss)
             vars(self)["_logits"] = None if compute is None else compute()  # and no item, which others count
@@ -124,14 +145,96 @@ class _LogitsOnAccess:
             return super().__reduce__()
 
 
-for _name in CACHE_NAMES:  # the field's other names, without transformers' warning about them
-    if _name != CACHE_FIELD:
-        setattr(_LogitsOnAccess, _name, property(operator.attrgetter(CACHE_FIELD)))
-
-
 class LossOutput(_LogitsOnAccess, CausalLMOutputWithPast):
     """A causal LM's output by chunks or mini-sequences."""
 
 
 class RoutedLossOutput(_LogitsOnAccess, MoeCausalLMOutputWithPast):
     """A causal LM's output by chunks if the model adds its routers' loss."""
+
+
+# Functions of a tensor that say what it is, not what is in it.
+_DESCRIPTIONS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "is_meta", "nbytes")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.ndimension, Tensor.nelement, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
+}
+
+
+class DeferredLogits(Tensor):
+    """A tensor with shape, dtype and device, whose values are computed when a function needs them.
+
+    Args:
+        compute: returns the values.
+        shape, dtype, device: of the values.
+    """
+
+    _compute: Callable[[], Tensor]
+    _logits: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, compute: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> DeferredLogits:
+        logits = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        logits._compute, logits._logits = compute, None
+        return logits
+
+    def computed(self) -> Tensor:
+        """Return the values, which are computed once."""
+        if self._logits is None:
+            self._logits = self._compute()
+        return self._logits
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func in _DESCRIPTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class DeferredCache(DynamicCache):
+    """The cache after a forward by chunks, computed when something of it is read.
+
+    transformers' forward returns a cache in evaluation although nobody asks for one, and causal LMs hand it
+    on. Who generates from it needs it; who wants hidden states does not pay for it.
+
+    Args:
+        compute: returns the cache.
+    """
+
+    def __init__(self, compute: Callable[[], Cache]) -> None:
+        self.__dict__["_compute"] = compute
+
+    def _fill(self) -> None:
+        if (compute := self.__dict__.pop("_compute", None)) is not None:
+            self.__dict__.update(vars(compute()))
+
+    def __getattr__(self, name: str) -> object:
+        if "_compute" not in self.__dict__:
+            raise AttributeError(name)
+        self._fill()
+        return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        self._fill()
+        return super().__reduce_ex__(protocol)

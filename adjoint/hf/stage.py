@@ -26,10 +26,10 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.hf import check
-from adjoint.hf.cache import CarriedState, ChunkCache, Slot, make_chunk_cache, zeros
+from adjoint.hf.cache import CarriedState, ChunkCache, RowLengths, Slot, make_chunk_cache, zeros
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
-from adjoint.hf.head import refuse_unsummable_loss, refuse_z_loss, summed_loss
+from adjoint.hf.head import summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
 from adjoint.hf.language_inputs import (
     EMBEDS,
@@ -39,6 +39,7 @@ from adjoint.hf.language_inputs import (
     feeding,
     outer_inputs,
 )
+from adjoint.hf.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.hf.model_parts import (
     Forward,
     backbone_of,
@@ -67,16 +68,26 @@ class CallContext(NamedTuple):
             (`language_inputs.LanguageInputs`).
         carried: the state with which sequences begin, or None.
         positions: of several components, (rows, seqlen, components), of all tokens; None if they are plain.
+        real_end: number of the first token that is padding at the right in all rows; None if there is none.
+        is_padded_left: whether padding at the left was cut off.
     """
 
     padding: Padding | None = None
     language_layout: LanguageLayout | None = None
     carried: CarriedState | None = None
     positions: Tensor | None = None
+    real_end: int | None = None
+    is_padded_left: bool = False
 
     @staticmethod
     def from_call(call: Call, padding: Padding | None) -> CallContext:
-        return CallContext(padding, call.kind.language_layout, call.carried, call.positions_by_row)
+        context = CallContext(padding, call.kind.language_layout, call.carried, call.positions_by_row)
+        if call.mask is None:
+            return context
+        is_real = call.mask.any(0).tolist()
+        # Rows whose documents differ are joined, so that positions are others.
+        real_end = None if len(set(call.starts)) > 1 else len(is_real) - is_real[::-1].index(True)
+        return context._replace(real_end=real_end, is_padded_left=not bool(call.mask[:, 0].all()))
 
 
 class Backbone(Stage):
@@ -123,7 +134,9 @@ class Backbone(Stage):
         self.layers = [] if self.recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches = fetches
         self.router = router
-        self.padding, self.language_layout, self.carried, self.positions = context or CallContext()
+        context = context or CallContext()
+        self.padding, self.language_layout, self.carried, self.positions = context[:4]
+        self.real_end, self.is_padded_left = context[4:]
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -189,6 +202,7 @@ class Backbone(Stage):
         cache, past_length = copy.copy(self.cache), self.past_length(chunk)
         positions = self._past_positions(chunk)
         cache.layers = cache.layers_with_state(self.slots, state, past_length, positions)
+        cache.row_lengths = self._row_lengths(chunk, past_length)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
@@ -203,6 +217,13 @@ class Backbone(Stage):
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         return output, after
+
+    def _row_lengths(self, chunk: Batch, past_length: int) -> RowLengths:
+        stop = chunk.start + chunk.seqlen
+        end = stop if chunk.document_end is None else chunk.document_end
+        real_end = end if self.real_end is None else min(end, self.real_end)
+        before = past_length + chunk.seqlen - stop
+        return RowLengths(before + stop, before + end, before + real_end, self.is_padded_left)
 
     def _past_positions(self, chunk: Batch) -> Tensor | None:
         """Return the positions of the tokens before a chunk in its document, or None if they are plain."""
@@ -319,7 +340,7 @@ class CausalLM(Backbone):
             Refused: the model's loss is not known to be a sum over tokens.
         """
         model, padded = call.model, call.mask is not None
-        refuse_unsummable_loss(model, padded)
+        refuse_unsummable_loss(call, padded)
         refuse_z_loss(model, padded)
         z = check.z_loss_coefficient(model)
         return CausalLM(

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import operator
 import re
 from collections.abc import Callable, Mapping, MutableMapping
+from typing import TypeVar
 
 import transformers
 from torch import nn
@@ -61,6 +63,7 @@ __all__ = [
     "transformers_logging",
 ]
 
+T = TypeVar("T")
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
 
 
@@ -90,6 +93,14 @@ def cache_argument(parameters: Mapping[str, object]) -> str:
             modules of this release.
     """
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_FIELD)
+
+
+def with_cache_names(kind: type[T]) -> type[T]:
+    """Give a class of outputs the cache's other names, without transformers' warnings about them."""
+    for name in CACHE_NAMES:
+        if name != CACHE_FIELD:
+            setattr(kind, name, property(operator.attrgetter(CACHE_FIELD)))
+    return kind
 
 
 # ----------------------------------------------------------------------------------------------- cache layers

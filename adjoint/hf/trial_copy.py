@@ -35,6 +35,7 @@ WINDOW_SETTINGS = (
     "local_window",
     "attention_chunk_size",
     "index_topk",
+    "keep_window_size",
 )
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
@@ -56,7 +57,7 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
             return None
     memo: dict[int, object] = {id(layer): PassThrough(layer) for layer in left_out}
     for p in model.parameters():
-        memo[id(p)] = nn.Parameter(_to_float32_if_half(p.detach()), p.requires_grad)
+        memo[id(p)] = nn.Parameter(_readable(_to_float32_if_half(p.detach())), p.requires_grad)
     memo |= shared_memory(model)
     for buffer in model.buffers():
         memo[id(buffer)] = _to_float32_if_half(buffer.detach().clone())
@@ -78,10 +79,11 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
 
 
 def bytes_needed(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes that casts to float32 and two gradients of these parameters take."""
+    """Return the bytes that casts to float32, other copies and two gradients of these parameters take."""
     tensors = list(parameters)
     trained_bytes = sum(p.numel() * max(4, p.itemsize) for p in tensors if p.requires_grad)
-    return 2 * trained_bytes + sum(4 * p.numel() for p in tensors if p.dtype in HALF_DTYPES)
+    copied = [p for p in tensors if p.dtype in HALF_DTYPES or p.is_inference()]
+    return 2 * trained_bytes + sum(max(4, p.itemsize) * p.numel() for p in copied)
 
 
 def duplicate_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -103,6 +105,11 @@ def duplicate_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
         else:
             descriptions.append(description)
     return duplicates
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return a tensor that autograd can read: a copy, if this one was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _to_float32_if_half(tensor: Tensor) -> Tensor:

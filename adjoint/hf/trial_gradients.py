@@ -98,7 +98,9 @@ def gradients_by_autograd(
             leaf_of = dict(zip(followed, leaves, strict=True))
             with ModuleTensors(model).replaced(leaf_of), recorded(model) as hidden:
                 loss_value = loss(model, ids, labels)
-            gradients = torch.autograd.grad(loss_value, leaves, allow_unused=True)
+            gradients: Sequence[Tensor | None] = [None] * len(leaves)
+            if loss_value.requires_grad:
+                gradients = torch.autograd.grad(loss_value, leaves, allow_unused=True)
             return LossAndGradients(float(loss_value.detach()), gradients, of_real_tokens(hidden))
 
     return run

@@ -31,6 +31,7 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunking import kept_features, sizes_of
+from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     backbone_of,
@@ -214,6 +215,7 @@ def verify(call: Call) -> Verification:
             to.
     """
     model, kind = call.model, call.kind
+    check.refuse_unreadable_weights(model)
     reshard(model)
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
@@ -221,7 +223,6 @@ def verify(call: Call) -> Verification:
     refuse_unknown_inputs(verification, call)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
-    check.refuse_length(model, call.longest_document)
     # The processes of a model under FSDP must run the same trials: each runs what any of them needs.
     needs = [kind.padded, call.reads_padding, call.is_padded_left, call.is_packed]
     if verification.sharded:
@@ -249,6 +250,7 @@ def verify(call: Call) -> Verification:
         verification.fetches = True  # also for other kinds of calls, which stay exact
         verification.compute_once(kind, compare_gradients, kind)
     verification.difference = verification.results[kind]
+    refuse_loss_of_own_forward(call)
     if is_padded_left:
         with in_eval_mode(model):
             verification.compute_once("padded at the left", refuse_left_padding, model)
@@ -275,6 +277,7 @@ def verify_pieces(call: Call) -> Verification:
         Refused: an input is not supported, or the model's gradient by mini-sequences is not its own.
     """
     model = call.model
+    check.refuse_unreadable_weights(model)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
     method = verification.wrap_state.method
@@ -289,6 +292,7 @@ def verify_pieces(call: Call) -> Verification:
         return compare(model, by_whole, by_pieces, PIECES)
 
     verification.difference = verification.compute_once(("pieces", kind), compare_gradients)
+    refuse_loss_of_own_forward(call)
     refuse_documents_that_mix(verification, call)
     return verification
 
@@ -453,12 +457,18 @@ def _results(
     """Return the results for a few tokens, and whether random numbers were drawn.
 
     Args:
-        followed: names of the parameters whose gradients are computed; by default those that are trained.
+        followed: names of the parameters whose gradients are computed. By default those that are trained or,
+            if none of these reaches the loss (merged adapters, another loss's head), those of one dimension.
     """
     parameters = dict(model.named_parameters())
     floating = [name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()]
-    followed = followed or [name for name in floating if parameters[name].requires_grad]
-    followed = followed or [name for name in floating if parameters[name].dim() == 1] or floating
+    if not followed:
+        trained = [name for name in floating if parameters[name].requires_grad]
+        if trained:
+            results, has_drawn = _results(model, gradient_function, trained)
+            if any(gradient is not None for gradient in results.gradients.values()):
+                return results, has_drawn
+        followed = [name for name in floating if parameters[name].dim() == 1] or floating
     requires_grad = {name: p.requires_grad for name, p in parameters.items() if p.is_leaf}
     randomness, tensors = ChunkRandomness(model), UntrainedTensors(model.named_modules(), frozen=False)
     try:

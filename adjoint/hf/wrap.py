@@ -50,18 +50,27 @@ from adjoint.hf.model_parts import (
     base_of,
     calling_original_forwards,
     gathered_runner,
+    is_bare_backbone,
     layers_of,
     original_class,
     root_of,
 )
-from adjoint.hf.outputs import LossOutput, RoutedLossOutput, compute_logits_later
+from adjoint.hf.outputs import (
+    LOGITS,
+    DeferredCache,
+    DeferredLogits,
+    LossOutput,
+    RoutedLossOutput,
+    compute_logits_later,
+    defers_logits,
+)
 from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
-from adjoint.hf.transformers_api import CACHE_FIELD, ModelOutput
+from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput
 from adjoint.hf.verification import (
     Verification,
     refuse_documents_that_mix,
@@ -80,6 +89,8 @@ from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# Tokens of a row above which an evaluation without gradients is by chunks, if the method has no chunk_size.
+LONG_FORWARD = 8192
 ModelT = TypeVar("ModelT", bound=nn.Module)
 # Takes a module through which calls enter, and the call's arguments by name.
 EntryForward = Callable[[PreTrainedModel, dict[str, Any]], ModelOutput | tuple[Tensor, ...]]
@@ -103,12 +114,12 @@ def wrap(
     run both ways and the gradients are compared; a model for which they differ is refused. docs/promises.md
     says what is exact, what is refused and what is not noticed. Where labels are given no logits are
     computed, unless they are asked for without gradients (`logits_to_keep`, the Trainer's compute_metrics);
-    `out.logits` computes them when it is read, by a second forward. Do not wrap a model whose sequences fit
-    in memory anyway if time is all that counts.
+    `out.logits` computes them when they are used, by a second forward. Do not wrap a model whose sequences
+    fit in memory anyway if time is all that counts.
 
     Args:
         model: a `PreTrainedModel` with a language-model head or one for sequences or tokens (a reward model),
-            or a PEFT model around one; wrapped in place.
+            or without a head (`AutoModel`), or a PEFT model around one; wrapped in place.
         method: `Exact` (the default), `Truncated`, `MiniSequence` or `Backprop`. Truncated drops the
             gradients of states, keys and values at edges `window` tokens apart, rounded down to whole chunks;
             between these edges, and if the window is as long as the sequence, gradients are exact.
@@ -168,8 +179,9 @@ def entry_modules(model: nn.Module) -> dict[nn.Module, EntryForward]:
     """Map each module through which calls enter to the forward that replaces its own.
 
     These are the backbone and, if it has an output embedding, the causal LM (inside PEFT's model, if there is
-    one). Where only the backbone is replaced, the head above it can be any: a classifier's, or a model that
-    contains a causal LM and computes its own loss from that model's logits.
+    one). A model without a head is its own backbone. Where only the backbone is replaced, the head above it
+    can be any: a classifier's, or a model that contains a causal LM and computes its own loss from that
+    model's logits.
 
     Raises:
         ValueError: the model is not of transformers, or has no backbone separate from its head.
@@ -177,8 +189,12 @@ def entry_modules(model: nn.Module) -> dict[nn.Module, EntryForward]:
     lm = base_of(model)
     name = type(model).__name__
     if not isinstance(lm, PreTrainedModel):
-        raise ValueError(f"adjoint.wrap takes a causal LM of transformers, or a classifier: this is a {name}")
+        raise ValueError(
+            f"adjoint.wrap takes a causal LM of transformers, a classifier or an AutoModel: this is a {name}"
+        )
     backbone = backbone_of(lm)
+    if backbone is lm and is_bare_backbone(lm):
+        return {lm: _backbone_forward}
     if backbone is lm:
         submodels = [
             submodel
@@ -267,54 +283,109 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
         else:
             at_language_model = _at_language_model(call)
             output = _loss_by_chunks(at_language_model, verify(at_language_model))
-        if wrap_state.group is None and call.logits_index is None and output.loss is not None:
+        has_logits = wrap_state.group is None and call.logits_index is None and defers_logits()
+        if has_logits and output.loss is not None:
             compute_logits_later(output.loss, _deferred_logits(call))
     return output if call.returns_dict else output.to_tuple()
 
 
 def _deferred_logits(call: Call) -> Callable[[], Tensor]:
-    """Return a function that computes the logits of a call; it runs if somebody reads `out.logits`."""
+    """Return a function that makes the logits of a call, without their values until somebody uses them."""
     model, seqlen = call.model, call.ids.shape[1]
     arguments = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.arguments.items()}
     arguments |= {"logits_to_keep": seqlen, "return_dict": True}
 
     def compute() -> Tensor:
         warnings.warn(
-            "out.logits was read: a call with labels makes none, so they are computed now, by a second "
-            "forward without gradients; torch.no_grad() and logits_to_keep=N give those of the last N tokens",
-            stacklevel=3,
+            "out.logits was used: a call with labels makes none, so they are computed now, by a second "
+            "forward without gradients; torch.no_grad() and logits_to_keep=N give those of N tokens; "
+            f"{LOGITS}=none in the environment makes out.logits None",
+            stacklevel=5,
         )
         with torch.no_grad(), ChunkRandomness(model).undone():
             logits: Tensor = model(**arguments).logits  # by its hooks, which may gather its weights
         return logits
 
-    return compute
+    def make() -> Tensor:
+        weight = model.get_output_embeddings().weight
+        token = torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=call.ids.device)
+        with torch.no_grad(), ChunkRandomness(model).undone():
+            logits = gathered_runner(model)(lambda: logits_by_slices(model, token))
+        return DeferredLogits(compute, (*call.ids.shape, logits.shape[-1]), logits.dtype, logits.device)
+
+    return make
 
 
 @uncompiled
 def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the backbone: its hidden states by the method, or transformers' forward.
 
-    The method applies in training, with gradients or without (as for a reference model), and, in
-    evaluation too, where documents are packed."""
+    The method applies where gradients are on, in training without them too (as for a reference model), and
+    where documents are packed. A long forward of an evaluation without gradients is by chunks to save
+    memory, unless it asks for a cache or is one that chunks refuse."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.lock:
-        in_training = self.training
-        uses_original = (
-            wrap_state.uses_original_forward or isinstance(wrap_state.method, Backprop) or call.is_chunk
-        )
-        if uses_original or not (in_training or call.has_documents):
-            return call.run_original()
+        is_required = self.training or torch.is_grad_enabled()
         is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
-        if call.extra_outputs or (is_mini_sequence and not in_training):
-            if in_training and not is_mini_sequence and torch.is_grad_enabled():
+        if wrap_state.uses_original_forward or isinstance(wrap_state.method, Backprop) or call.is_chunk:
+            return call.run_original()
+        if call.extra_outputs or (is_mini_sequence and not is_required):
+            if torch.is_grad_enabled() and not is_mini_sequence:
                 _warn_not_chunked(call)
             return call.run_original()
-        check.refuse_transforms(self)
-        if is_mini_sequence:
-            return _hidden_by_mini_sequence(call)
-        output = _hidden_by_chunks(_at_language_model(call))
+        if not is_required and not call.has_documents:
+            output = _hidden_to_save_memory(call, wrap_state)
+            if output is None:
+                return call.run_original()
+        else:
+            check.refuse_transforms(self)
+            if is_mini_sequence:
+                return _hidden_by_mini_sequence(call)
+            output = _hidden_by_chunks(_at_language_model(call))
+        if not self.training and call.returns_cache_by_default and why_not_carried(self) is None:
+            output[CACHE_FIELD] = DeferredCache(_deferred_cache(call))
     return output if call.returns_dict else output.to_tuple()
+
+
+def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | None:
+    """Compute the output of a backbone that is evaluated without gradients, or return None.
+
+    It is None if the forward is short, of several processes, or refused: transformers' own forward is right
+    then, too, and takes only more memory."""
+    tokens = next((call.arguments[n] for n in ("input_ids", "inputs_embeds") if call.has(n)), None)
+    limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
+    is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
+    if not is_long or wrap_state.group is not None or uses_fsdp(call.model):
+        return None
+    refused = verification_of(call.model).results
+    key = "refused without gradients", *sorted(name for name in call.arguments if call.has(name))
+    if key in refused:
+        return None
+    try:
+        check.refuse_transforms(call.model)
+        return _hidden_by_chunks(_at_language_model(call))
+    except ValueError as refusal:  # a contradiction in the inputs is the own forward's to tell
+        LOGGER.debug(f"this forward without gradients runs as if not wrapped: {refusal}")
+        refused[key] = True
+        return None
+
+
+def _deferred_cache(call: Call) -> Callable[[], Cache]:
+    """Return a function that computes the cache that transformers' forward returns for a call."""
+    arguments = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.arguments.items()}
+    arguments |= {"use_cache": True, "return_dict": True}
+
+    def compute() -> Cache:
+        warnings.warn(
+            "past_key_values was read: a forward by chunks makes none, so it is computed now, by a second "
+            "forward; use_cache=True asks for it at once, use_cache=False for none",
+            stacklevel=4,
+        )
+        with torch.no_grad(), ChunkRandomness(call.model).undone():
+            output = call.model(**arguments)
+        return next(output[name] for name in CACHE_NAMES if name in output.keys())  # noqa: SIM118
+
+    return compute
 
 
 def _at_language_model(call: Call) -> Call:

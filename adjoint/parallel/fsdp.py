@@ -171,7 +171,8 @@ def loss_and_gradients(
 
     def run() -> None:
         losses.append(compute_loss())
-        backpropagate(root, losses[0])
+        if losses[0].requires_grad:
+            backpropagate(root, losses[0])
 
     by_parameter = gradients(root, parameters, run)
     return float(losses[0].detach()), by_parameter

@@ -154,6 +154,10 @@ class DistributedPast:
         """Return the past of one row of the batch."""
         return dataclasses.replace(self, row=row)
 
+    def anchored(self, piece: Tensor) -> Tensor:
+        """Return the piece: `attend` and `join` reach the anchor themselves."""
+        return piece
+
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
         """Return the last `reach` tokens followed by the chunk's own piece.
 

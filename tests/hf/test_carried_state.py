@@ -89,6 +89,56 @@ def test_the_cache_is_transformers_own(name: str) -> None:
     assert losses[0] == losses[2] and losses[0].item() == pytest.approx(losses[1].item(), rel=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, adjoint.Exact(chunk_size=3)) for name in (BAMBA, QWEN, MAMBA, MISTRAL, LLAMA)),
+        ("DeepseekV32ForCausalLM", adjoint.Exact(chunk_size=3)),
+        ("MiniMaxM3VLForCausalLM", adjoint.Exact(chunk_size=3)),
+        (BAMBA, adjoint.Exact(chunk_size=3, checkpoints=2)),
+        (MISTRAL, adjoint.Truncated(9, chunk_size=3)),
+    ],
+)
+def test_gradients_into_a_cache_of_an_earlier_call(name: str, method: Any) -> None:
+    """A call goes on from the cache that transformers' own forward has made with gradients."""
+    model, ids = make(name), tokens(31)
+    wrapped = adjoint.wrap(copy.deepcopy(model), method)
+    labels = ids.clone()
+    labels[:, :15] = labels[:, 23:] = -100  # within Truncated's first window
+    with float64_throughout():
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        argument = cache_argument(model)
+        cache = getattr(wrapped(input_ids=ids[:, :14], use_cache=True), argument)
+        out = wrapped(input_ids=ids[:, 14:], labels=labels[:, 14:], **{argument: cache})
+        out.loss.backward()
+    assert_exact((out.loss.detach(), current_gradients(wrapped)), (loss.detach(), current_gradients(model)))
+
+
+@pytest.mark.parametrize("name", [LLAMA, BAMBA])
+def test_a_trained_cache_below_frozen_weights(name: str) -> None:
+    """Prefix tuning trains the keys and values before the sequence alone."""
+    peft = pytest.importorskip("peft")
+    results, ids = [], tokens(31)
+    for wrap in (lambda model: model, lambda model: adjoint.wrap(model, adjoint.Exact(chunk_size=8))):
+        if name == LLAMA:
+            config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+            torch.manual_seed(0)
+            model = wrap(peft.get_peft_model(make(name), config).double().train())
+            inputs, trained = {}, [p for p in model.parameters() if p.requires_grad]
+        else:
+            model = make(name).requires_grad_(False)
+            with torch.no_grad():
+                cache = model(tokens(5), use_cache=True).past_key_values
+            attention = cache.layers[1]
+            trained = [attention.keys.requires_grad_(), attention.values.requires_grad_()]
+            model, inputs = wrap(model), {"past_key_values": cache, "position_ids": torch.arange(5, 36)[None]}
+        loss = model(input_ids=ids, labels=ids, **inputs).loss
+        loss.backward()
+        results.append((loss.detach(), {str(i): t.grad.clone() for i, t in enumerate(trained)}))
+    assert_exact(*reversed(results))
+
+
 def test_documents() -> None:
     """The first document goes on from the cache, others begin anew; the state returned is the last one's."""
     model, ids = make(BAMBA), tokens(31)

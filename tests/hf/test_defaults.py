@@ -93,6 +93,56 @@ def test_a_step_without_labels_changes_no_weight(method: Any, items: Any) -> Non
         model(input_ids=ids, labels=ids, num_items_in_batch=0)
 
 
+# ----------------------------------------------------------------------- weights that no gradient reaches
+
+
+def with_merged_adapters(model: Any) -> Any:
+    model = with_lora(model)
+    model.merge_adapter()
+    return model
+
+
+def with_value_head(model: Any) -> Any:
+    model.requires_grad_(False)
+    model.v_head = nn.Linear(24, 1)
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+@pytest.mark.parametrize("adapt", [with_merged_adapters, with_value_head])
+def test_an_evaluation_whose_loss_nothing_trained_reaches(adapt: Any, method: Any, double: None) -> None:
+    model = adapt(make(BAMBA, num_hidden_layers=2)).double().eval()
+    inputs = labelled()
+    with torch.no_grad(), float64_throughout():
+        expected = model(**inputs).loss
+        assert adjoint.wrap(model, method)(**inputs).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+def test_weights_of_inference_mode(method: Any, double: None) -> None:
+    """They are evaluated; a backward could not read them, which is said in one line."""
+    with torch.inference_mode():
+        model = make(BAMBA, num_hidden_layers=2)
+    model, inputs = adjoint.wrap(model, method), labelled()
+    with pytest.raises(UserError, match=r"weight was made under torch.inference_mode\(\)") as refused:
+        model(**inputs)
+    assert "\n" not in str(refused.value)
+    with torch.no_grad():
+        losses = [model(**inputs).loss.item()]
+        adjoint.unwrap(model)
+        losses.append(model(**inputs).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
+def test_weights_without_values_are_refused(method: Any) -> None:
+    config = transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = adjoint.wrap(transformers.LlamaForCausalLM(config), method)
+    with pytest.raises(UserError, match=r"embed_tokens\.weight is on the meta device, without values; load"):
+        model(**labelled())
+
+
 # ---------------------------------------------------------------------------- inputs that the model ignores
 
 
@@ -111,9 +161,8 @@ def test_inputs_that_the_model_ignores_are_ignored(method: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
-def test_logits_are_computed_when_they_are_read(method: Any, double: None) -> None:
-    """Logits come from the weights at the time of reading, without gradients; an output nobody reads has
-    none."""
+def test_logits_are_computed_when_they_are_used(method: Any, double: None) -> None:
+    """Logits come from the weights at the time of use, without gradients; an output nobody reads has none."""
     accelerate = pytest.importorskip("accelerate")
     plain, inputs = make(BAMBA), make_batch(29)
     model = adjoint.wrap(copy.deepcopy(plain), method)
@@ -126,11 +175,29 @@ def test_logits_are_computed_when_they_are_read(method: Any, double: None) -> No
         drawn = torch.get_rng_state()
         expected = plain(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
         for output in (out, converted):
-            with pytest.warns(UserWarning, match="a second forward"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # what only describes them computes nothing
                 logits = output.logits
-            assert logits is output.logits and not logits.requires_grad
-            assert torch.allclose(logits, expected, atol=1e-12)
+                assert logits is output.logits and not logits.requires_grad and isinstance(logits, Tensor)
+                assert (logits.shape, logits.dtype, logits.device) == (
+                    expected.shape,
+                    expected.dtype,
+                    expected.device,
+                )
+                assert len(logits) == logits.size(0) == 2 and logits.dim() == 3 and not logits.is_cuda
+            with pytest.warns(UserWarning, match="a second forward"):
+                assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+            assert torch.allclose(pickle.loads(pickle.dumps(logits)), expected, atol=1e-12)
     assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_logits_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adjoint.wrap(make(LLAMA, torch.float32), METHODS[0])
+    monkeypatch.setenv("ADJOINT_LOGITS", "none")
+    assert model(**labelled()).logits is None
+    monkeypatch.setenv("ADJOINT_LOGITS", "no")
+    with pytest.raises(UserError, match="ADJOINT_LOGITS: expected one of deferred, none; got 'no'"):
+        model(**labelled())
 
 
 # ----------------------------------------------------------------------------------- hidden states of padding

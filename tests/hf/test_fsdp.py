@@ -487,10 +487,10 @@ def read_logits(rank: int) -> None:
         for distribute in (shard, functools.partial(DistributedDataParallel, find_unused_parameters=True)):
             model = distribute(adjoint.wrap(make(LLAMA), METHOD))
             with warnings.catch_warnings():
-                warnings.filterwarnings("error", message="out.logits was read")
+                warnings.filterwarnings("error", message="out.logits was used")
                 output = model(input_ids=ids, labels=ids)
                 output.loss.backward()
-            with pytest.warns(UserWarning, match="out.logits was read"):
+            with pytest.warns(UserWarning, match="out.logits was used"):
                 torch.testing.assert_close(output.logits, expected)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
-from tests.hf.hf_models import assert_exact, current_gradients, make, make_batch, one_line
+from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, make, make_batch, one_line
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
@@ -145,6 +145,78 @@ def test_a_loss_function_that_reads_tokens_without_labels(method: Any) -> None:
             model(**inputs)
     else:
         assert_exact(results(model, **inputs), results(plain, **inputs))
+
+
+LAST = VOCAB - 1  # a label that the trial of 13 tokens has not
+
+
+def weighted_by_class(logits: Tensor, targets: Tensor, items: Any) -> Tensor:
+    weight = torch.ones(VOCAB).to(logits)
+    weight[LAST] = 5
+    reduction = "mean" if items is None else "sum"
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight, reduction=reduction)
+    return loss if items is None else loss / items
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+def mean_of_rows(logits: Tensor, targets: Tensor, items: Any) -> Tensor:
+    sums = token_losses(logits, targets).sum(1)
+    return (sums / (targets != -100).sum(1)).mean() if items is None else sums.sum() / items
+
+
+def after_separator(logits: Tensor, targets: Tensor, items: Any) -> Tensor:
+    sums = token_losses(logits, targets.masked_fill((targets == LAST).cumsum(1) == 1, -100))
+    return sums.sum() / (items or (targets != -100).sum())
+
+
+def set_function(model: Any, loss: Any) -> None:
+    def loss_function(
+        logits: Tensor, labels: Tensor, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
+    ) -> Tensor:
+        targets = F.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+        return loss(logits.double(), targets, num_items_in_batch)
+
+    model.loss_function = loss_function
+
+
+def set_forward(model: Any, loss: Any) -> None:
+    class Own(type(model)):  # type: ignore[misc]
+        def forward(
+            self, *args: Any, labels: Any = None, num_items_in_batch: Any = None, **inputs: Any
+        ) -> Any:
+            out = super().forward(*args, **inputs)
+            if labels is not None:
+                targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+                out.loss = loss(out.logits.double(), targets, num_items_in_batch)
+            return out
+
+    model.__class__ = Own
+
+
+@pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
+@pytest.mark.parametrize("loss", [weighted_by_class, mean_of_rows, after_separator])
+@pytest.mark.parametrize("change", [set_function, set_forward])
+def test_a_loss_that_is_a_sum_for_some_calls_alone(change: Any, loss: Any, method: Any) -> None:
+    """The trial has the call's labels, rows of different length, and its count or none."""
+    labels = BATCH["labels"].clone()
+    labels[0, 4] = LAST
+    inputs = {**WITHOUT_MASK, "labels": labels}
+    model, plain = (make("LlamaForCausalLM") for _ in range(2))
+    for each in (model, plain):
+        change(each, loss)
+    adjoint.wrap(model, method)
+    # chunks compute the cross-entropy, as transformers does, unless there is a loss function
+    is_never_a_sum = loss is after_separator or (change, loss) == (set_forward, weighted_by_class)
+    with one_line("is not a sum over tokens" if is_never_a_sum else "is another loss without num_items_in"):
+        model(**inputs)
+    if not is_never_a_sum:
+        assert_exact(*(results(m, **inputs, num_items_in_batch=7) for m in (model, plain)))
+    if loss is mean_of_rows:
+        row = {name: tensor[:1] for name, tensor in inputs.items()}
+        assert_exact(*(results(m, **row) for m in (model, plain)))
 
 
 def other_loss(model: Any) -> None:

@@ -300,7 +300,7 @@ def test_logits_beside_a_loss(double: None) -> None:
     wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
     ids, labels, mask = (inputs[name] for name in ("input_ids", "labels", "attention_mask"))
     assert "logits" not in wrapped(**inputs)
-    assert torch.equal(wrapped(ids).logits, model(ids).logits)  # no labels: transformers' own
+    assert torch.allclose(wrapped(ids).logits, model(ids).logits, atol=1e-12)
     left = mask.flip(1)
     padded = {**inputs, "attention_mask": left, "labels": labels.masked_fill(left.roll(1) == 0, -100)}
     with torch.no_grad():
@@ -401,12 +401,19 @@ def test_a_rope_that_depends_on_the_length_is_refused(kind: str) -> None:
     assert got.item() == plain(**inputs).loss.item()
 
 
+T5 = transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+
+
 def test_models_and_methods_that_are_refused() -> None:
     model, two = make("LlamaForCausalLM"), make("LlamaForCausalLM")
     two.base_model_prefix, two.another = "neither", model.model
     for wrong, method, message in (
-        (torch.nn.Linear(2, 2), None, "takes a causal LM of transformers, or a classifier: this is a Linear"),
-        (model.model, None, "LlamaModel has no backbone apart from its head"),
+        (
+            torch.nn.Linear(2, 2),
+            None,
+            "takes a causal LM of transformers, a classifier or an AutoModel: this is a Lin",
+        ),
+        (transformers.T5Model(T5), None, "T5Model has no backbone apart from its head"),
         (two, None, "LlamaForCausalLM has no backbone apart from its head"),
         (model, adjoint.Truncated("auto"), r"takes Truncated\(window\) with a window in tokens"),
         (model, adjoint.LayerLocal(), r"got LayerLocal\("),

@@ -607,9 +607,6 @@ ROW = torch.arange(29)[None]
 MASK = BATCH["attention_mask"]
 CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
     "token_type_ids lets tokens attend to later ones": {"token_type_ids": BLOCKS},
-    "documents of more than keep_window_size (40) tokens": dict.fromkeys(
-        ("input_ids", "labels", "attention_mask"), torch.ones(1, 41, dtype=torch.int64)
-    ),
     "encoder_hidden_states is not an input that can be split into chunks": {"encoder_hidden_states": ENCODED},
     "set the labels that do not count to -100": {"ignore_index": 5},
     "logits_to_keep is not an input that can be split into chunks: Exact and Truncated give logits beside a "
@@ -643,9 +640,8 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
         "inputs_embeds": torch.zeros(2, 29, 23),
     },
 }
-DOGE, HRM = "DogeForCausalLM", "HrmTextForCausalLM"
+HRM = "HrmTextForCausalLM"
 NO_LLAMA = {
-    "keep_window_size": DOGE,
     "tokens attend to later ones": HRM,
     "GPT2": GPT2,
     "encoder": GPT2,

@@ -28,6 +28,7 @@ from adjoint.engine.step import uncompiled
 from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.kernels import fla, fla_mixers
+from adjoint.hf.kernels.topk import topk_forwards
 from adjoint.hf.model_parts import Forward, original_class, override_attribute, replaced_forwards
 from adjoint.hf.transformers_api import (
     ACT2FN,
@@ -55,7 +56,7 @@ class ChunkContext:
 
     def __init__(self, model: nn.Module) -> None:
         self.functions = function_replacements(model)
-        self.forwards = {**replacement_forwards(model), **_mixer_forwards(model)}
+        self.forwards = {**replacement_forwards(model), **_mixer_forwards(model), **topk_forwards(model)}
         self.without_checkpointing = WithoutCheckpointing(model)
 
     @contextlib.contextmanager

@@ -299,6 +299,10 @@ class Past(Protocol):
 
     def __len__(self) -> int: ...
 
+    def anchored(self, piece: Tensor) -> Tensor:
+        """The chunk's own piece, with a graph if the past needs one for its cotangent."""
+        ...
+
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
         """The past, or its last `reach` tokens, with the chunk's own piece behind it."""
         ...
@@ -320,6 +324,7 @@ class Joined:
 def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
     """`past.join`, of which `past_attention` knows what it is made of; what has been fetched from other
     ranks is a tensor like any other."""
+    piece = past.anchored(piece)
     tensor = past.join(piece, reach)
     if hasattr(past, "attend"):
         if reach is not None or getattr(past, "fetches", False):
