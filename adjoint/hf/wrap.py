@@ -71,6 +71,7 @@ from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput
+from adjoint.hf.trials import ignores_input
 from adjoint.hf.verification import (
     Verification,
     refuse_documents_that_mix,
@@ -276,6 +277,7 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
             with calling_original_forwards(self):
                 return call.run_original()
         check.refuse_transforms(self)
+        call = _without_unread_count(call)
         if is_mini_sequence:
             output = _loss_by_mini_sequence(call)
         elif call.extra_outputs:
@@ -287,6 +289,19 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
         if has_logits and output.loss is not None:
             compute_logits_later(output.loss, _deferred_logits(call))
     return output if call.returns_dict else output.to_tuple()
+
+
+def _without_unread_count(call: Call) -> Call:
+    """Return the call without `num_items_in_batch`, if the model's own forward does not read it.
+
+    Before transformers 5.17 Mamba's forward takes it and passes it on to nobody: its loss is the mean."""
+    name = "num_items_in_batch"
+    if not call.has(name):
+        return call
+    verification = verification_of(call.model)
+    if not verification.compute_once(("ignored", name, True), ignores_input, call.model, name, True):
+        return call
+    return Call(call.model, {n: value for n, value in call.arguments.items() if n != name})
 
 
 def _deferred_logits(call: Call) -> Callable[[], Tensor]:

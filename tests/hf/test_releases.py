@@ -13,7 +13,7 @@ import torch
 
 import adjoint
 from adjoint import releases
-from tests.hf.hf_models import make, one_line
+from tests.hf.hf_models import errors, loss_and_gradients, make, one_line
 
 transformers = pytest.importorskip("transformers")
 from adjoint.hf.transformers_api import CACHE_NAMES  # noqa: E402
@@ -112,3 +112,22 @@ def test_a_missing_name_that_chunks_need_is_told_in_one_line(monkeypatch: pytest
     api = importlib.import_module("adjoint.hf.transformers_api")
     with one_line("lacks a name that chunks need"):
         importlib.reload(api)
+
+
+class MeanLoss(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
+    """A causal LM that takes `num_items_in_batch` and does not read it, as Mamba was before 5.17."""
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("num_items_in_batch", None)
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_count_that_the_model_does_not_read_is_ignored() -> None:
+    """The Trainer gives the number of labels to every model whose forward takes keyword arguments."""
+    config = make("LlamaForCausalLM", torch.float32).config
+    model = MeanLoss(config)
+    expected = loss_and_gradients(model, input_ids=IDS, labels=IDS, num_items_in_batch=7)
+    wrapped = adjoint.wrap(model, adjoint.Exact(chunk_size=4))
+    got = loss_and_gradients(wrapped, input_ids=IDS, labels=IDS, num_items_in_batch=7)
+    assert errors(got, expected).loss <= 1e-5 and errors(got, expected).worst <= 1e-4
