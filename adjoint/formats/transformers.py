@@ -1,6 +1,7 @@
 """MambaForCausalLM and Mamba2ForCausalLM of transformers: their config.json, and their weights' names."""
 
 import math
+import warnings
 from typing import Any
 
 from torch import nn
@@ -61,6 +62,14 @@ def from_model(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
             f"only MambaForCausalLM and Mamba2ForCausalLM can be copied, this is a {name} of type {kind!r}"
         )
     config = read_config(hf.to_dict())
+    norm = getattr(getattr(hf_model.backbone.layers[0], "mixer", None), "norm", None)
+    if kind == "mamba2" and hf.n_groups > 1 and not hasattr(norm, "group_size"):
+        warnings.warn(
+            f"this transformers normalises all {hf.n_groups} groups of {type(hf_model).__name__} together (since "
+            "5.23 each by itself); the Stack normalises each, as mamba-ssm does, with which the published "
+            "weights were trained",
+            stacklevel=3,
+        )
     return with_stack_names({name: t.clone() for name, t in hf_model.state_dict().items()}, config)
 
 

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 import adjoint
-from tests.hf.hf_models import assert_exact, current_gradients, errors, loss_and_gradients, one_line
+from tests.hf.hf_models import (
+    RELEASE,
+    assert_exact,
+    current_gradients,
+    errors,
+    loss_and_gradients,
+    one_line,
+    since,
+)
 from tests.hf.multimodal_models import IMAGE, MULTIMODAL, make_multimodal, make_multimodal_batch
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("double")]
@@ -31,6 +39,8 @@ def wrapped_copy(model: Any, method: Any = None) -> Any:
 def test_loss_and_gradients_are_the_models_own(name: str) -> None:
     """Two rows of 29 tokens with three images, one row padded; chunks end inside images or, where an image's
     tokens see each other, behind them."""
+    if name.startswith("Gemma") and RELEASE < (5, 18):
+        pytest.skip("masks of image tokens are made for whole sequences alone")
     model, inputs = make_multimodal(name), make_multimodal_batch(name)
     expected = loss_and_gradients(model, **inputs)
     assert_exact(loss_and_gradients(wrapped_copy(model), **inputs), expected)
@@ -114,6 +124,7 @@ def test_an_input_is_honoured(case: str) -> None:
     assert_exact(loss_and_gradients(wrapped_copy(model, method), **inputs), expected)
 
 
+@since(5, 18, "num_items_in_batch is not read by this class")
 def test_documents_of_positions_with_four_components() -> None:
     """Packed documents are as one by one."""
     model = make_multimodal(QWEN)
@@ -220,6 +231,7 @@ def test_truncated_drops_what_crosses_a_windows_start() -> None:
     assert abs(got[0] - expected[0]) < 1e-12 and errors(got, expected).total > 1e-4
 
 
+@since(5, 18, "masks of image tokens are made for whole sequences alone")
 def test_what_is_refused() -> None:
     """Masks by which tokens see later ones that are no runs of image tokens; inputs of another length."""
     model = wrapped_copy(make_multimodal(GEMMA))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
-from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, make, make_batch, one_line
+from tests.hf.hf_models import RELEASE, VOCAB, assert_exact, current_gradients, make, make_batch, one_line
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
@@ -49,6 +49,8 @@ def results(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     ],
 )
 def test_the_routers_loss(name: str, method: Any, inputs: dict[str, Any]) -> None:
+    if name.startswith("GraniteMoe") and RELEASE < (5, 18):
+        pytest.skip("the class's own router loss fails without layers of experts")
     model, plain = make(name), make(name)
     adjoint.wrap(model, method)
     on = {**inputs, "output_router_logits": True}

@@ -16,14 +16,17 @@ import adjoint
 from adjoint.hf.trial_copy import make_trial_copy
 from adjoint.parallel.split_tensors import split_like
 from adjoint.train.pretrained import tensor_parallel_config
-from tests.hf.hf_models import VOCAB, float64_throughout, make, to_float64, transformers
+from tests.hf.hf_models import VOCAB, float64_throughout, make, since, to_float64, transformers
 from tests.model_helpers import assert_same
 from tests.ranks import on_ranks
 
 pytest.importorskip("transformers.distributed.configuration_utils")
 from transformers.distributed.configuration_utils import DistributedConfig
 
-pytestmark = pytest.mark.xdist_group("tensor_parallel")
+pytestmark = [
+    pytest.mark.xdist_group("tensor_parallel"),
+    since(5, 21, "its tensor parallelism has no experts, no FSDP2 beside it and no heads of uneven size"),
+]
 METHOD = adjoint.Exact(chunk_size=8)
 LLAMA = "LlamaForCausalLM"
 CLASSES = ["Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "NemotronHForCausalLM"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adjoint import Backprop, Exact, Stack
-from tests.hf.hf_models import assert_exact, current_gradients, float64_throughout, make
+from tests.hf.hf_models import RELEASE, assert_exact, current_gradients, float64_throughout, make
 from tests.model_helpers import make_ids, relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,6 +61,8 @@ def assert_equal_to_transformers(
 @pytest.mark.parametrize("case", CASES)
 def test_loss_logits_and_gradients(case: str, seqlen: int) -> None:
     kind, options = CASES[case]
+    if kind == "Mamba2ForCausalLM" and options.get("n_groups") != 1 and RELEASE < (5, 23):
+        pytest.skip("before transformers 5.23 its norm is over all groups together")
     for batch, method in ((1, Backprop()), (3, Exact(chunk_size=10))):
         model = hf_model(kind, seed=batch, **options)
         input_ids = make_ids(batch, seqlen, vocab_size=61, seed=seqlen)

@@ -21,6 +21,7 @@ from adjoint.hf.model_parts import layers_of
 from tests.hf.hf_models import (
     MODELS,
     REFUSED,
+    RELEASE,
     VOCAB,
     assert_exact,
     by_spans,
@@ -106,9 +107,11 @@ def test_loss_and_gradients_are_the_models_own(name: str, double: None) -> None:
         inputs, fired[:] = make_batch(seqlen, seed=seqlen), []
         expected, got = (loss_and_gradients(m, **inputs) for m in (model, wrapped))
         assert_exact(got, expected)
-        # PyTorch calls the hooks of parameters without a gradient too: of an indexer's alone
-        indexers = [n for n, _ in model.named_parameters() if n not in expected[1] and ".indexer." in n]
-        assert sorted(fired) == sorted([*expected[1], *indexers])
+        # PyTorch calls the hooks of parameters without a gradient too: of an indexer's, and of a router's
+        # bias, which was a parameter before transformers 5.16
+        without = [n for n, _ in model.named_parameters() if n not in expected[1]]
+        without = [n for n in without if ".indexer." in n or n.endswith("correction_bias")]
+        assert sorted(fired) == sorted([*expected[1], *without])
     assert cache_contents(wrapped) == table()[name][1]
 
 
@@ -267,6 +270,8 @@ def test_the_forms_of_a_call(name: str, form: str) -> None:
     pytest.importorskip("peft")
     from tests.fuzz.wrapped import check
 
+    if name.startswith("Mamba") and "items" in CALLS[form] and RELEASE < (5, 17):
+        pytest.skip("Mamba itself does not read num_items_in_batch, which the reference divides by")
     method = {"name": "Exact", "chunk_size": 8}
     sizes = {"model": name, "seed": 3, "batch": 2, "seqlen": 29, "labels": "shift_labels"}
     check({**sizes, "method": method, **CALLS[form]})

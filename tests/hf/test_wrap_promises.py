@@ -30,6 +30,7 @@ from adjoint.engine.executor import Executor
 from adjoint.hf.model_parts import original_class
 from tests.hf.hf_models import (
     REFUSED,
+    RELEASE,
     VOCAB,
     assert_exact,
     assert_slope,
@@ -600,6 +601,8 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CALLS)
 def test_an_input_is_honoured(case: str) -> None:
     name, inputs = CALLS[case]
+    if "make masks" in case and RELEASE < (5, 18):
+        pytest.skip("masks of image tokens are made for whole sequences alone")
     assert_same_as_unwrapped(name, call=lambda model: loss_of(model, **inputs))
 
 
