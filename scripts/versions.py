@@ -69,8 +69,8 @@ ROWS = {
         ("-k", "windowed_selective_scan_keeps or interpreter", *KERNELS[2:]), ("triton==3.8.0",)
     ),
     "triton-3.9": Row(KERNELS, ("triton==3.9.0",)),
-    "transformers-5.6": Row(MODELS, ("transformers==5.6.2", *HUB, *TOKENIZERS)),
-    "transformers-5.10": Row(MODELS, ("transformers==5.10.4", *HUB, *TOKENIZERS)),
+    "transformers-5.6": Row(QUICK_OLD, ("transformers==5.6.2", *HUB, *TOKENIZERS)),
+    "transformers-5.10": Row(QUICK_OLD, ("transformers==5.10.4", *HUB, *TOKENIZERS)),
     "transformers-5.15": Row(MODELS, ("transformers==5.15.0", *HUB, *TOKENIZERS)),
     "transformers-5.16": Row(TRAINERS, ("transformers==5.16.1", *HUB, *AT_516)),
     "transformers-5.18": Row(MODELS, ("transformers==5.18.0",)),

@@ -65,9 +65,9 @@ def from_model(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
     norm = getattr(getattr(hf_model.backbone.layers[0], "mixer", None), "norm", None)
     if kind == "mamba2" and hf.n_groups > 1 and not hasattr(norm, "group_size"):
         warnings.warn(
-            f"this transformers normalises all {hf.n_groups} groups of {type(hf_model).__name__} together (since "
-            "5.23 each by itself); the Stack normalises each, as mamba-ssm does, with which the published "
-            "weights were trained",
+            f"this transformers normalises all {hf.n_groups} groups of {type(hf_model).__name__} together "
+            "(since 5.23 each by itself); the Stack normalises each, as mamba-ssm does, with which the "
+            "published weights were trained",
             stacklevel=3,
         )
     return with_stack_names({name: t.clone() for name, t in hf_model.state_dict().items()}, config)
