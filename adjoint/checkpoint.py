@@ -273,7 +273,7 @@ def _verify_without_manifest(path: Path) -> None:
             raise _damaged(path, str(error)) from None
 
 
-def read_rng(path: Path) -> dict[str, Any]:
+def read_rng(path: Path) -> dict[str, object]:
     """Return the states of random number generators in a checkpoint; empty if it lacks them."""
     file = path / RNG
     return torch.load(file, weights_only=True, map_location="cpu") if file.exists() else {}

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     format_before = warnings.formatwarning
     warnings.formatwarning = _format_warning
-    streams = [stream and _Output(stream) for stream in (sys.stdout, sys.stderr)]
+    streams = [None if stream is None else _Output(stream) for stream in (sys.stdout, sys.stderr)]
     try:
         with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
             return _run(sys.argv[1:] if argv is None else argv, streams)
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         warnings.formatwarning = format_before
 
 
-def _run(argv: list[str], streams: Sequence[Any]) -> int:
+def _run(argv: list[str], streams: Sequence[_Output | None]) -> int:
     try:
         try:
             return _dispatch(argv)

@@ -26,7 +26,7 @@ def test_a_file_is_replaced_when_it_is_whole_and_stays_when_writing_fails(tmp_pa
 
 
 class SafetensorError(Exception):
-    """As safetensors has it: no OSError."""
+    """A class like that of safetensors: no OSError."""
 
 
 @pytest.mark.parametrize(

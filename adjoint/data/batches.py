@@ -41,6 +41,7 @@ from adjoint.settings import (
 
 # Keys by which a user names other text.
 TEXT_KEYS = ("path", "weights", "validation_path", "text_field", "max_tokens", "eval_fraction", "upper_case")
+Cursor = Mapping[str, Any]  # `state_dict()` of batches, plain values as from JSON
 _COUNTED = 1 << 22  # training tokens that are looked at before a run for windows without a prediction
 
 
@@ -216,7 +217,7 @@ class Batches:
         """Return the cursor: plain ints and strings."""
         return {"epoch": self.epoch, "position": self.position, "few": self.few, **self._identity()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Cursor) -> None:
         """Resume from a cursor of `state_dict`. Raises OtherPlace if it is from another run."""
         _check_place(state, self.state_dict())
         self.epoch, self.position = state["epoch"], state["position"]
@@ -264,7 +265,7 @@ class Mixture:
         parts = [stream.state_dict() for stream in self.parts]
         return {"weights": self.weights, "taken": list(self.taken), "batch": self.batch, "parts": parts}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Cursor) -> None:
         """Resume from a cursor of `state_dict`. Raises OtherPlace if it is from another run."""
         _check_place(state, self.state_dict())
         for stream, cursor in zip(self.parts, state["parts"], strict=True):
@@ -280,7 +281,7 @@ class OtherPlace(UserError):
             where the text itself differs.
     """
 
-    def __init__(self, differing: dict[str, tuple[Any, Any]]) -> None:
+    def __init__(self, differing: dict[str, tuple[object, object]]) -> None:
         self.differing = differing
         key, (saved, current) = next(iter(differing.items()))
         super().__init__(
@@ -288,14 +289,14 @@ class OtherPlace(UserError):
         )
 
 
-def _check_place(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _check_place(saved: Cursor, current: Cursor) -> None:
     """Raise OtherPlace where two cursors are not of the same batches."""
-    before, now = _identity_of(saved, current), _identity_of(current, current)
-    if differing := {key: (before[key], now[key]) for key in now if before[key] != now[key]}:
+    before, after = _identity_of(saved, current), _identity_of(current, current)
+    if differing := {key: (before[key], after[key]) for key in after if before[key] != after[key]}:
         raise OtherPlace(differing)
 
 
-def _identity_of(cursor: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+def _identity_of(cursor: Cursor, current: Cursor) -> dict[str, object]:
     """Return what determines a cursor's batches, by keys of the configuration; what cursors of older versions
     lack is as in the current one."""
     streams, others = (each.get("parts", [each]) for each in (cursor, current))
@@ -312,7 +313,7 @@ def _identity_of(cursor: Mapping[str, Any], current: Mapping[str, Any]) -> dict[
     }
 
 
-def fingerprint_of(cursor: Mapping[str, Any]) -> str:
+def fingerprint_of(cursor: Cursor) -> str:
     """`Data.fingerprint` of a cursor's text."""
     return " ".join(stream["fingerprint"] for stream in cursor.get("parts", [cursor]))
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ class CharTokenizer:
             )
         return ids
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids."""
         return "".join(self.characters[int(i)] for i in ids)
 
@@ -416,7 +416,7 @@ def _without(token: str, marks: Sequence[str]) -> str:
     return token
 
 
-def char_tokenizer_files(tokenizer: CharTokenizer) -> dict[str, Any]:
+def char_tokenizer_files(tokenizer: CharTokenizer) -> dict[str, object]:
     """Return the files, by name, of a tokenizer folder of transformers with the ids of a `CharTokenizer`."""
     split = {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False}
     vocab = {character: i for i, character in enumerate(tokenizer.characters)}

@@ -356,8 +356,12 @@ class SplitEmbeddingStage(Embedding):
             if dy is not None and table.weight.requires_grad:
                 d_tokens = dy if self.whole_tokens else all_gather_tokens(dy, table.shard.group, seqlen)
                 rows, is_here = table.shard.rows_of(x, table.num_embeddings)
-                # zeros for the others' tokens: picking those that are here, the host would wait for the count
-                gradients.add_rows(table.weight, rows, d_tokens.masked_fill(~is_here.unsqueeze(-1), 0))
+                # Others' tokens add zeros: picking those that are here, the host would wait for their number.
+                # Each has another row, as additions to the same one follow each other.
+                d_tokens = d_tokens.masked_fill(~is_here.unsqueeze(-1), 0).flatten(0, 1)
+                any_row = torch.arange(len(d_tokens), device=rows.device) % table.num_embeddings
+                rows = torch.where(is_here.flatten(), rows.flatten(), any_row)
+                gradients.add_rows(table.weight, rows, d_tokens)
             return None, ()
 
         with torch.no_grad():

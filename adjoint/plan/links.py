@@ -1,4 +1,4 @@
-"""How fast devices send to each other: within a node, and between nodes."""
+"""Rates of messages between devices: within a node, and between nodes."""
 
 from __future__ import annotations
 

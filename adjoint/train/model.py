@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
+from adjoint.memory import usable_cores
 from adjoint.methods import Exact, Method
 from adjoint.stack import Stack, StackOutput
 from adjoint.train import quantization
@@ -316,7 +318,17 @@ def _placed(module: ModuleT, config: Config, device: Device, dtype: torch.dtype 
     """Return a model on its device, or with `model.offload` in host memory for it."""
     if config.model.offload == "none":
         return module.to(device, dtype)
+    if config.training.threads is None:
+        _use_share_of_cores()
     return offload_weights(module.to(dtype=dtype), device or "cpu")
+
+
+def _use_share_of_cores() -> None:
+    """Use this process's share of the host's cores, where torchrun started it with one thread.
+
+    With weights in host memory the CPU adds gradients and takes the optimizer's step."""
+    if processes := int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
+        torch.set_num_threads(max(torch.get_num_threads(), usable_cores() // processes))
 
 
 def check_offload(config: Config, stored: str | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjoint.engine.host_weights import device_of
 from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
 
@@ -50,10 +51,14 @@ def parameter_groups(
 def make_optimizer(
     model: nn.Module, config: TrainingConfig, without: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter, 2019) over the groups above, ``without`` some parameters of the model; one
-    fused kernel on CUDA. With ``muon`` the matrices among what decays are Muon's (Jordan et al., 2024), its
-    steps scaled to AdamW's so that one learning rate does for both (Liu et al., 2025). With ``adamw8bit``
-    moments are kept in 8 bits, in blocks with a scale each (Dettmers et al., 2021), by torchao."""
+    """Return the optimizer of a model's parameters, ``without`` some of them.
+
+    It is AdamW (Loshchilov & Hutter, 2019) over the groups above: one fused kernel where the model computes
+    on CUDA, also for weights in host memory. With ``muon`` the matrices among what decays are Muon's (Jordan
+    et al., 2024), its steps scaled to AdamW's so that one learning rate does for both (Liu et al., 2025).
+    With ``adamw8bit`` moments are kept in 8 bits, in blocks with a scale each (Dettmers et al., 2021), by
+    torchao.
+    """
     decayed, spared = parameter_groups(model, config.weight_decay, without)
     matrices: list[nn.Parameter] = []
     if config.optimizer == "muon":
@@ -66,7 +71,7 @@ def make_optimizer(
         except ImportError:
             raise UserError("training.optimizer: adamw8bit needs torchao: pip install torchao") from None
         return AdamW8bit(groups, config.lr, config.betas, config.eps)
-    fused = next(model.parameters()).is_cuda
+    fused = device_of(model).type == "cuda"
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     if not matrices:
         return adamw

@@ -411,7 +411,7 @@ class Trainer:
                     "tokenizer back, or name other text with another --data.path"
                 ) from None
             self.begins_again = True
-            return ", ".join(f"{key} {now}, was {was}" for key, (was, now) in error.differing.items())
+            return ", ".join(f"{key} {new}, was {old}" for key, (old, new) in error.differing.items())
         return ""
 
     def _names_other_text(self, trainer: TrainerState) -> bool:

@@ -367,9 +367,9 @@ def test_a_ray_that_does_not_start_in_its_time_is_started_again(
 
 def test_a_head_that_is_gone_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens there
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody listens there
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{bound.getsockname()[1]}")
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
         monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("waits for minutes"))
         with pytest.raises(
@@ -380,7 +380,7 @@ def test_a_head_that_is_gone_is_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_the_only_node_of_a_laptop_is_started_again(tmp_path: Path) -> None:
-    """Its process is killed, as by the kernel where memory is short; the run goes on after its checkpoint."""
+    """Kill its process, as the kernel does where memory is short; the run goes on after its checkpoint."""
     flags = {"cluster__shards": 1, "training__save_every": 2, "training__steps": 10**5}
     quiet = {"training__eval_every": 0, "data__eval_tokens": 0}
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}

@@ -39,8 +39,8 @@ def test_records_are_documents_and_unknown_nucleotides_are_not_predicted(
     tmp_path: Path, tokenizer: str
 ) -> None:
     for name in ("genome.fa", "genome.fna.gz"):
-        whole, predicted = parts(opened(tmp_path, GENOME, name, tokenizer=tokenizer))
-        assert (whole, predicted) == ("ACGTnnNNACgt\0NNACGT\0", "ACGTACgt\0ACGT\0")
+        text, predicted = parts(opened(tmp_path, GENOME, name, tokenizer=tokenizer))
+        assert (text, predicted) == ("ACGTnnNNACgt\0NNACGT\0", "ACGTACgt\0ACGT\0")
     upper = opened(tmp_path, GENOME, tokenizer=tokenizer, upper_case=True)
     assert parts(upper) == ("ACGTNNNNACGT\0NNACGT\0", "ACGTACGT\0ACGT\0")
     assert parts(opened(tmp_path, PROTEIN, "p.faa", tokenizer=tokenizer))[1] == "MEEPQSDPSVNN\0"  # asparagine
@@ -50,8 +50,8 @@ def test_records_are_documents_and_unknown_nucleotides_are_not_predicted(
 
 def test_unknown_nucleotides_of_a_tokenizer_that_joins_them(tmp_path: Path) -> None:
     tokenizer_folder(tmp_path / "t", "NNNN ACGT", 270, ["<|end|>"])
-    whole, predicted = parts(opened(tmp_path, ">a\nACGTNNNNNNNNACGT\n", tokenizer=str(tmp_path / "t")))
-    assert whole == "ACGTNNNNNNNNACGT<|end|>" and set(predicted.removesuffix("<|end|>")) <= set("ACGT")
+    text, predicted = parts(opened(tmp_path, ">a\nACGTNNNNNNNNACGT\n", tokenizer=str(tmp_path / "t")))
+    assert text == "ACGTNNNNNNNNACGT<|end|>" and set(predicted.removesuffix("<|end|>")) <= set("ACGT")
 
 
 def test_the_characters_of_a_text_are_its_tokens(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_characters_of_a_text_are_its_tokens(tmp_path: Path) -> None:
 
 
 def test_a_run_on_a_genome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its configuration has the tokens, its sample begins as the text does, and it is exported with them."""
+    """The configuration has the tokens, the sample begins as the text does, and the export has them too."""
     transformers = pytest.importorskip("transformers")
     letters = np.random.default_rng(0).choice(list("ACGT"), 4000)
     (tmp_path / "genome.fa").write_text(">chr1\n" + "".join(letters) + "\n")

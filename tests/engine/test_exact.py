@@ -257,12 +257,12 @@ CHANGES = [embedding(padding_idx=3), embedding(sparse=True), embedding(Scaled), 
 
 @pytest.mark.parametrize("beside_the_loss", [True, False])
 def test_a_loss_of_an_activation_that_a_hook_has_kept_is_refused(beside_the_loss: bool) -> None:
-    """Its graph is that of one chunk: backward alone, it would end at leaves that nobody reads."""
-    model, kept = Stack(StackConfig(vocab_size=61, d_model=16, n_layer=2)), list[torch.Tensor]()
-    model.layers[1].register_forward_hook(lambda module, inputs, output: kept.append(output[0]))
+    """The graph is that of one chunk: backward alone, it would end at leaves that nobody reads."""
+    model, activations = Stack(StackConfig(vocab_size=61, d_model=16, n_layer=2)), list[torch.Tensor]()
+    model.layers[1].register_forward_hook(lambda module, inputs, output: activations.append(output[0]))
     ids = torch.randint(0, 61, (1, 40))
     out = model(ids, labels=ids, method=Exact(16))
-    loss = kept[-1].square().mean() + (out.loss if beside_the_loss else 0)
+    loss = activations[-1].square().mean() + (out.loss if beside_the_loss else 0)
     with pytest.raises(UserError, match="an activation that a forward hook has kept; chunks are computed"):
         loss.backward()
     assert all(p.grad is None for p in model.parameters())

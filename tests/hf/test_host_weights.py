@@ -4,6 +4,7 @@ and copies are made all the same; `tests/simulated_cuda` counts a GPU's memory."
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,9 @@ from adjoint.plan.host_weights import link_bytes
 from adjoint.plan.memory import Setup
 from adjoint.plan.pretrained import outlined
 from adjoint.plan.stack import model_of
+from adjoint.train import model as train_model
+from adjoint.train.config import Config, ModelConfig, TrainingConfig
+from adjoint.train.optimizer import make_optimizer
 from tests.hf.hf_models import (
     assert_exact,
     float64_throughout,
@@ -207,3 +211,27 @@ def test_the_host_does_not_run_ahead_of_two_layers(monkeypatch: pytest.MonkeyPat
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def test_the_optimizer_of_weights_on_the_host_is_fused_and_uses_the_cores_that_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on the GPU, one pass over memory; torchrun starts each process with one thread."""
+    threads: list[int] = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(train_model, "usable_cores", lambda: 16)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    model = adjoint.Stack(adjoint.StackConfig(17, 8, 2))
+    for count in (None, 3):
+        config = Config(model=ModelConfig(offload="weights"), training=TrainingConfig(threads=count))
+        train_model._placed(copy.deepcopy(model), config, "cpu", None)
+    assert threads == [8]  # a number that is asked for stays
+    model = adjoint.offload_weights(model, "cpu")
+    host_weights.transfers_of(model.layers[0]).device = torch.device("cuda", 0)
+    optimizer = make_optimizer(model, TrainingConfig())
+    assert optimizer.defaults["fused"]
+    before = next(model.parameters()).clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not torch.equal(next(model.parameters()), before)

@@ -216,13 +216,13 @@ def test_where_devices_wait_more_rows_are_advised() -> None:
 
 
 def test_an_instance_says_devices_and_links(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["plan", *SMALL[:4], "--seqlen", "4K", "--instance", "p4d.24xlarge", "--nodes", "2"]
-    assert main([*given, "--json"]) == 0
+    argv = ["plan", *SMALL[:4], "--seqlen", "4K", "--instance", "p4d.24xlarge", "--nodes", "2"]
+    assert main([*argv, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["links"] == {"inside": 0.8 * 300e9, "between": 0.8 * 50e9 / 8, "devices": 8}
     first = plan["layouts"][0]
     assert first["shards"] * first["sequence"] * first["replicas"] * first["tensor"] == 16
-    assert main([*given, "--device", "h100"]) == 2
+    assert main([*argv, "--device", "h100"]) == 2
     assert "--device: --instance p4d.24xlarge says it; leave one out" in capsys.readouterr().err
 
 

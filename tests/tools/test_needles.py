@@ -146,7 +146,7 @@ def test_the_picture_of_losses_has_shades_of_lengths_and_bars_of_errors() -> Non
 
 def test_errors_are_those_of_means_over_windows() -> None:
     class Model:
-        """Its summed loss is the sum of the tokens that it reads."""
+        """A model whose summed loss is the sum of the tokens that it reads."""
 
         def chunk_losses(self, ids: torch.Tensor, spec: EngineSpec) -> list[torch.Tensor]:
             cuts = spec.cuts(ids.shape[1])

@@ -176,7 +176,7 @@ TEXTS = [
     ("longer.txt", "data.path: 58 tokens to train on, but data.seqlen 64 needs at least 65: lower"),
     ("latin.txt", "latin.txt: not UTF-8 (byte 5)"),
     ("cut.jsonl", "cut.jsonl:2: not a JSON line"),
-    ("list.jsonl", "list.jsonl:3, element 1: expected a JSON object"),
+    ("list.jsonl", "list.jsonl:3, element 1: is 1, not a JSON object; write"),
     ("body.jsonl", "body.jsonl:1: no field 'text'; there are 'body'"),
     ("number.jsonl", "number.jsonl:1: field 'text' is int"),
     ("half.jsonl", "half of a surrogate pair"),
