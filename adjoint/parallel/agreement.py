@@ -1,4 +1,4 @@
-"""What ranks that compute parts of one loss must have in common besides parameters: buffers, settings, hooks.
+"""Agreement of ranks that compute parts of one loss: on buffers, settings and hooks of their models.
 
 A rank whose copy of a model has another buffer, such as a router's bias of another checkpoint, computes its
 chunks with it, and gradients are wrong on all ranks. So each rank describes its modules by numbers that are
@@ -12,7 +12,6 @@ import json
 import types
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +33,8 @@ IGNORED_ATTRIBUTES = {
     *("_adjoint", "_adjoint_verified", "gradient_checkpointing", "_gradient_checkpointing_func"),
     *("_name_or_path", "name_or_path", "_commit_hash", "hf_device_map", "warnings_issued"),
 }
+# Endings of names of attributes that say which part of split weights a rank has.
+SPLIT_ATTRIBUTES = (".num_embeddings", ".in_features", ".out_features", ".shard")
 MAX_DEPTH = 5  # of containers and closures inside each other
 # (version, number) of tensors whose numbers have been computed
 _numbers: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
@@ -48,14 +49,15 @@ def refuse_different_models(
         UserError: they do; it begins with `subject`.
     """
     named_modules = [*modules]
-    description = [*describe_tensors(named_modules, weights=False), *describe_settings(named_modules)]
+    described = [*describe_tensors(named_modules, weights=False), *describe_settings(named_modules)]
+    description = [item for item in described if not item[0].endswith(SPLIT_ATTRIBUTES)]
     low = torch.tensor([number_of(description)], device=device)
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
     if torch.equal(low, high):
         return
-    descriptions: list[Any] = [None] * dist.get_world_size(group)
+    descriptions = [to_bytes(())] * dist.get_world_size(group)
     dist.all_gather_object(descriptions, to_bytes(description), group=group)
     if (difference := first_difference(descriptions)) is not None:
         raise UserError(different_models(subject, *difference))
@@ -180,17 +182,14 @@ def first_difference(descriptions: Iterable[Tensor]) -> tuple[int, str] | None:
 
 def _number_of(tensor: Tensor) -> int:
     """Return the digest of a tensor's first elements, computed again if the tensor was written to."""
-    version, known = version_of(tensor), _numbers.get(tensor)
-    if known is None or known[0] != version:
-        part = local(tensor.detach())
-        values = (
-            part.reshape(-1)[:COMPARED_ELEMENTS]
-            if part.layout is torch.strided and not part.is_meta
-            else None
-        )
-        known = version, zlib.crc32(repr((tuple(part.shape), part.dtype, digest([values]))).encode())
-        _numbers[tensor] = known
-    return known[1]
+    version, stored = version_of(tensor), _numbers.get(tensor)
+    if stored is None or stored[0] != version:
+        shard = local(tensor.detach())
+        has_values = shard.layout is torch.strided and not shard.is_meta
+        values = shard.reshape(-1)[:COMPARED_ELEMENTS] if has_values else None
+        number = zlib.crc32(repr((tuple(shard.shape), shard.dtype, digest([values]))).encode())
+        _numbers[tensor] = stored = version, number
+    return stored[1]
 
 
 def digest(tensors: Iterable[Tensor | None]) -> int:
