@@ -283,6 +283,10 @@ def refusals() -> None:
     drops = adjoint.Truncated(8, 4, unbiased=True)
     refused("random number generator", lambda: split(ids, labels=ids, method=drops))
     refused("memory=", lambda: split(ids, labels=ids, method=adjoint.Exact(memory="1GB")))
+    split.norm_f.eps = 1e-5 * (1 + dist.get_rank())
+    refused(
+        "rank 1 and rank 0 of the group differ in norm_f.eps", lambda: split(ids, labels=ids, method=EXACT)
+    )
 
 
 def test_refusals(tmp_path: Path) -> None:

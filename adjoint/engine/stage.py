@@ -281,6 +281,14 @@ class Head(Stage):
     def parameters(self) -> Iterable[Tensor]:
         return self.model.head_parameters()
 
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        listed = set(map(id, self.parameters()))
+        return [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if any(id(p) in listed for p in module._parameters.values())
+        ]
+
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.model.head_loss(x, chunk.targets, **self.options), ()
 

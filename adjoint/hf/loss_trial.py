@@ -221,8 +221,8 @@ def _sum_of_parts(loss: _Loss, x: Tensor, targets: Tensor) -> Tensor:
     x, flat_targets = x.flatten(0, 1), targets.flatten()
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(flat_targets), generator=generator).to(flat_targets.device)
-    parts = order[: len(order) // 3], order[len(order) // 3 :]
-    first, second = (loss.summed(x[None, part], flat_targets[None, part]) for part in parts)
+    groups = order[: len(order) // 3], order[len(order) // 3 :]
+    first, second = (loss.summed(x[None, tokens], flat_targets[None, tokens]) for tokens in groups)
     return first + second
 
 

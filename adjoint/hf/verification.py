@@ -65,7 +65,8 @@ from adjoint.hf.trials import (
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.precision import full_float32
 from adjoint.methods import MiniSequence
-from adjoint.parallel.fsdp import largest, precisions, reshard, units, uses_fsdp
+from adjoint.parallel.agreement import refuse_different_models
+from adjoint.parallel.fsdp import largest, precisions, reshard, tensor_parallel_groups, units, uses_fsdp
 from adjoint.parallel.kv import NotAttended
 
 T = TypeVar("T")
@@ -217,6 +218,7 @@ def verify(call: Call) -> Verification:
     model, kind = call.model, call.kind
     check.refuse_unreadable_weights(model)
     reshard(model)
+    _refuse_different_parts(model)
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model)
@@ -264,6 +266,17 @@ def verify(call: Call) -> Verification:
     return verification
 
 
+def _refuse_different_parts(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights are split over ranks that differ in a buffer, a setting or a hook.
+
+    Raises:
+        UserError: they do.
+    """
+    for group in tensor_parallel_groups(model):
+        subject = f"{original_class(model).__name__} under tensor parallelism"
+        refuse_different_models(model.named_modules(), group, device_of(model), subject)
+
+
 def _padding_key(kind: CallKind) -> tuple[str, CallKind]:
     """Return the key of the trial of padding that the caller of this kind of call can read."""
     routed = kind.routed and not kind.loss
@@ -278,6 +291,7 @@ def verify_pieces(call: Call) -> Verification:
     """
     model = call.model
     check.refuse_unreadable_weights(model)
+    _refuse_different_parts(model)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
     method = verification.wrap_state.method

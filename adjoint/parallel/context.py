@@ -13,14 +13,14 @@ import dataclasses
 import functools
 import itertools
 import sys
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor, nn
 
 from adjoint.engine.budget import refuse_budget
 from adjoint.engine.distribution import Distribution
@@ -35,16 +35,24 @@ from adjoint.engine.tile import Cotangents
 from adjoint.engine.tile_values import Documents, TileValues
 from adjoint.errors import UserError
 from adjoint.layers import State
+from adjoint.parallel.agreement import (
+    COMPARED_ELEMENTS,
+    describe_settings,
+    describe_tensors,
+    different_models,
+    digest,
+    first_difference,
+    number_of,
+    to_bytes,
+)
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
 from adjoint.parallel.split_tensors import local
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
-WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
-DIGESTED_AT_ONCE = 1 << 20  # elements of a tensor, so that no copy is as long as the sequence
 WEIGHTS_NAME = "the model's weights"
+MODEL_NAME = "what the model has besides trained weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class SingleRank:
@@ -52,8 +60,9 @@ class SingleRank:
 
 
 SINGLE_RANK = SingleRank()
-# a model's first parameter: groups that have compared weights
-_compared: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
+# a model's first module: groups that have compared weights; names of settings that its own forward changes
+_compared: MutableMapping[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_changed_by_forward: MutableMapping[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def group_of(group: object, setting: str = "sequence_group") -> dist.ProcessGroup:
@@ -356,6 +365,14 @@ def exchange_of(grid: Grid, owners: Owners, worker: int, transport: Messages | N
     return WithinTiles(owners, worker, transport)
 
 
+def _named_modules(stages: Sequence[Stage | None]) -> list[tuple[str, nn.Module]]:
+    """Return the modules of all stages by name; those of several stages, by the number of theirs, too."""
+    named = [[] if stage is None else [*stage.modules()] for stage in stages]
+    if len([modules for modules in named if modules]) == 1:
+        return [pair for modules in named for pair in modules]
+    return [(f"stage {k}.{name}", module) for k, modules in enumerate(named) for name, module in modules]
+
+
 def distribution_of(group: dist.ProcessGroup | SingleRank | None) -> Distribution:
     """Return how a batch is distributed; group: whose ranks share its sequences, `SINGLE_RANK`, or None."""
     return Distribution() if group is None else SequenceGroup(group)
@@ -449,6 +466,10 @@ class SequenceGroup(Distribution):
             if name == WEIGHTS_NAME and 0 in rank_numbers:  # compared before
                 continue
             rank = next((r for r, number in enumerate(rank_numbers) if number != rank_numbers[0]), None)
+            if rank is not None and name == MODEL_NAME:
+                if (difference := self._first_difference()) is None:
+                    continue
+                raise UserError(different_models("sequence_group", *difference))
             if rank is not None:
                 counts = f": {rank_numbers[rank]} and {rank_numbers[0]}" if name in COUNTED else ""
                 raise UserError(
@@ -485,18 +506,44 @@ class SequenceGroup(Distribution):
             "the initial state": [s for state in batch.states for s in state],
         }
         fingerprint = settings | {name: digest(values) for name, values in tensors.items()}
-        compared_groups, group = (
-            _compared.setdefault(parameters[0], set()),
-            self.transport.group.group_name,
-        )
-        local_parameters = (local(p.detach()) for p in parameters)
-        weights = () if group in compared_groups else [p.reshape(-1)[:WEIGHTS] for p in local_parameters]
+        self.modules = _named_modules(executor.stages)
+        self.settings = list(describe_settings(self.modules))
+        first_module = self.modules[0][1] if self.modules else nn.Module()
+        self.ignored = _changed_by_forward.setdefault(first_module, set())
+        description = [*describe_tensors(self.modules), *self.settings]
+        compared_groups, group = _compared.setdefault(first_module, set()), self.transport.group.group_name
+        weights = [] if group in compared_groups else [local(p.detach()) for p in parameters]
         compared_groups.add(group)
-        return fingerprint | {WEIGHTS_NAME: digest(weights)}
+        weights_digest = digest([p.reshape(-1)[:COMPARED_ELEMENTS] for p in weights])
+        return fingerprint | {
+            MODEL_NAME: number_of(description, self.ignored),
+            WEIGHTS_NAME: weights_digest,
+        }
+
+    def _first_difference(self) -> tuple[int, str] | None:
+        """Return the first rank whose model differs from rank 0's, and the name of what differs."""
+        description = [*describe_tensors(self.modules), *describe_settings(self.modules)]
+        own_bytes = to_bytes(description, self.ignored)
+        length = torch.tensor(len(own_bytes))
+        lengths = [int(n) for n in self.transport.all_gather(length, self.transport.ranks)]
+        padded = torch.cat([own_bytes, own_bytes.new_zeros(max(lengths) - len(own_bytes))])
+        gathered = self.transport.all_gather(padded, self.transport.ranks)
+        return first_difference(t[:n] for t, n in zip(gathered, lengths, strict=True))
+
+    def _note_changes(self) -> None:
+        """Note the settings that the forward has changed, such as the length of a table that grows.
+
+        They follow from this rank's chunks, so later calls do not compare them."""
+        before = dict(self.settings)
+        for name, description in describe_settings(self.modules):
+            if name not in before or before[name] != description:
+                self.ignored.add(name)
 
     # -------------------------------------------------------------------------------------------- results
 
     def results(self, executor: Executor, sums: Sequence[Sum]) -> tuple[Tensor, list[State]]:
+        if not isinstance(self.group, SingleRank):
+            self._note_changes()
         # final states come from the rank with the last chunk, if they are asked for
         grid, dtype, device = executor.grid, executor.accumulate_dtype, executor.device
         has_last_chunk = self.owners(grid)(0, grid.chunks - 1) == self.worker
@@ -557,17 +604,3 @@ class SequenceGroup(Distribution):
                     f"sequence_group: the loss is multiplied by {scales[0]:g} on rank 0 and by {scale:g} on "
                     f"rank {rank} of the group: multiply it by the same number on every rank"
                 )
-
-
-def digest(tensors: Sequence[Tensor | None]) -> int:
-    """Return a number that depends on every bit and on its position."""
-    total = 0
-    for t in tensors:
-        if t is None:
-            continue
-        flat = (torch.view_as_real(t) if t.is_complex() else t).detach().reshape(-1)
-        for bits in flat.view(INTEGERS[flat.element_size()]).split(DIGESTED_AT_ONCE):
-            places = torch.arange(1, len(bits) + 1, device=bits.device) * 0x5851F42D4C957F2D
-            weighted = bits.long() * (places ^ (places >> 29))
-            total = (total * 31 + int(weighted.sum()) + len(bits)) % (1 << 62)
-    return total

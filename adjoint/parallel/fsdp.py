@@ -51,6 +51,7 @@ from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, dis
 from adjoint.parallel.handoff import StateHandoff
 
 T = TypeVar("T")
+TENSOR_PARALLEL_NAMES = ("tp", "ep", "tensor", "expert")  # beginnings of names of a mesh's dimensions
 REPLICA = (
     "nn.DataParallel calls replicas without parameters, in which chunks leave no gradients: start a process "
     "for each GPU (torchrun --nproc-per-node N train.py), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
@@ -84,6 +85,17 @@ def uses_fsdp(model: nn.Module) -> bool:
 
     A model that is a single unit has all its parameters during a call, and runs like any other."""
     return any(unit is not model for unit in units(model))
+
+
+def tensor_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Return the groups over whose ranks DTensors split a model's weights, other than FSDP's."""
+    groups = []
+    for mesh in dict.fromkeys(p.device_mesh for p in _dtensors(model)):
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        for dim, name in enumerate(names):
+            if name.startswith(TENSOR_PARALLEL_NAMES) or not units(model):
+                groups.append(mesh.get_group(dim))
+    return groups
 
 
 def reshard(model: nn.Module) -> None:

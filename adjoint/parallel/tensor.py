@@ -40,7 +40,7 @@ from adjoint.layers.mixer import Mixer
 from adjoint.layers.mlp import GatedMLP
 from adjoint.layers.tensor_parallel import RowParallelLinear, Split, Splits, check_splits, share_of
 from adjoint.loss import VocabularyShard
-from adjoint.parallel.context import digest
+from adjoint.parallel.agreement import digest, refuse_different_models
 
 SPLIT_AND_SHARDED = (
     "a stack is split by tensor parallelism or sharded by fully_shard, not both: leave fully_shard out, or "
@@ -430,10 +430,13 @@ class TensorParallelAccess(ParameterAccess):
         """Refuse what split layers cannot do.
 
         Raises:
-            UserError: a memory budget, or ranks that call with other rows or draw other numbers.
+            UserError: a memory budget, ranks that call with other rows or draw other numbers, or whose stacks
+                differ.
         """
         refuse_budget(spec.storage.memory, "ranks that split a stack")
         self.split.check_same(batch, spec)
+        modules, device = self.model.named_modules(), batch.ids.device
+        refuse_different_models(modules, self.split.group, device, "ranks that split a stack")
         return spec
 
     def verify(self, step: Runs) -> None:

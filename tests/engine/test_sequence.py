@@ -318,6 +318,10 @@ def disagreement() -> None:
     with refused("the model's weights"):
         model = make_model("mamba", seed=rank)
         model(ids, ids, Exact(5), sequence_group=world())
+    model = make_model("mamba")
+    model.norm_f.eps *= 1 + rank
+    with refused("every rank must have the same model", "rank 1 and rank 0", "norm_f.eps"):
+        model(ids, ids, Exact(5), sequence_group=world())
     with refused("multiplied by 1 on rank 0 and by 2 on rank 1"):
         model = make_model("mamba")
         (model(ids, ids, Exact(5), sequence_group=world()).loss * (1 + rank)).backward()

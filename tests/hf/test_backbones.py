@@ -101,7 +101,7 @@ def set_inference_mode() -> Any:
 def test_a_long_evaluation_is_by_chunks(
     name: str, without_gradients: Callable[[], Any], by_chunks: list[object]
 ) -> None:
-    """Its cache, which transformers returns unasked, is computed if somebody goes on from it."""
+    """The cache that transformers returns unasked is computed if somebody goes on from it."""
     plain = make(name).eval()
     model = adjoint.wrap(copy.deepcopy(plain), EXACT)
     argument = "cache_params" if name == MAMBA else "past_key_values"

@@ -108,7 +108,7 @@ def test_gradients_into_a_cache_of_an_earlier_call(name: str, method: Any) -> No
     with float64_throughout():
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
-        argument = cache_argument(model)
+        argument = cache_argument(inspect.signature(model.forward).parameters)
         cache = getattr(wrapped(input_ids=ids[:, :14], use_cache=True), argument)
         out = wrapped(input_ids=ids[:, 14:], labels=labels[:, 14:], **{argument: cache})
         out.loss.backward()

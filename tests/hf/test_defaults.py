@@ -120,7 +120,7 @@ def test_an_evaluation_whose_loss_nothing_trained_reaches(adapt: Any, method: An
 
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
 def test_weights_of_inference_mode(method: Any, double: None) -> None:
-    """They are evaluated; a backward could not read them, which is said in one line."""
+    """An evaluation runs; a backward could not read such weights, which is said in one line."""
     with torch.inference_mode():
         model = make(BAMBA, num_hidden_layers=2)
     model, inputs = adjoint.wrap(model, method), labelled()

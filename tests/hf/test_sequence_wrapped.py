@@ -195,6 +195,78 @@ def test_what_a_wrapped_model_cannot_share(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, check_refusals)
 
 
+DEEPSEEK = "DeepseekV3ForCausalLM"
+BIAS, ROTARY, NORM = (
+    "layers.1.mlp.gate.e_score_correction_bias",
+    "rotary_emb.inv_freq",
+    "layers.1.input_layernorm",
+)
+
+
+def scaled_by(factor: float) -> Any:
+    return lambda module, inputs, output: output * factor
+
+
+def change_hook(model: Any, factor: float) -> None:
+    handle = vars(model).pop("handle", None)
+    if handle is not None:
+        handle.remove()
+    vars(model)["handle"] = model.model.layers[1].mlp.register_forward_hook(scaled_by(factor))
+
+
+# By what is said of it: (model, 1.0 or another number) → None, which makes a difference of the number.
+DIFFERENCES: dict[str, Any] = {
+    f"model.{BIAS}": lambda model, x: model.model.layers[1].mlp.gate.e_score_correction_bias.fill_(x),
+    f"model.{ROTARY}": lambda model, x: model.model.rotary_emb.inv_freq.fill_(x),
+    f"model.{NORM}.variance_epsilon": lambda model, x: setattr(
+        model.get_submodule(f"model.{NORM}"), "variance_epsilon", 1e-3 * x
+    ),
+    "config.routed_scaling_factor": lambda model, x: setattr(model.config, "routed_scaling_factor", x),
+    "a hook of model.layers.1.mlp": change_hook,
+    "model.embed_tokens.weight": lambda model, x: model.model.embed_tokens.weight[0].fill_(x),
+}
+
+
+def check_differences() -> None:
+    """Refuse ranks whose models differ, at the first call and later, on all ranks; else go on."""
+    inputs = {"input_ids": rows(1), "labels": rows(1)}
+    model: Any = make(DEEPSEEK, first_k_dense_replace=1)
+    model.model.embed_tokens.requires_grad_(False)
+    vars(model.model.layers[0].mlp)["longest"] = 0
+    lengths = model.model.layers[0].mlp.register_forward_hook(  # which differ from rank to rank
+        lambda module, args, output: vars(module).update(longest=args[0].shape[1] + 100 * dist.get_rank())
+    )
+    for name, change in DIFFERENCES.items():
+        for is_first_use in (True, False):
+            with torch.no_grad():
+                change(model, 1.0 + dist.get_rank())
+            if is_first_use:
+                adjoint.wrap(model, adjoint.Exact(7), sequence_group=dist.group.WORLD)
+            with refused("every rank must have the same model", "rank 1 and rank 0", f"differ in {name}:"):
+                model(**inputs)
+            with torch.no_grad():
+                change(model, 1.0)
+            for _ in range(2):
+                model(**inputs).loss.backward()
+    lengths.remove()
+
+
+def test_ranks_whose_models_differ(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, check_differences)
+
+
+def check_frozen() -> None:
+    inputs, model = {"input_ids": rows(1), "labels": rows(1)}, make("LlamaForCausalLM").requires_grad_(False)
+    with torch.no_grad(), float64_throughout():
+        expected = model(**inputs).loss
+        adjoint.wrap(model, adjoint.Exact(7), sequence_group=dist.group.WORLD)
+        assert model(**inputs).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_an_evaluation_in_which_nothing_is_trained(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, check_frozen)
+
+
 def result_or_refusal(model: Any, method: Any, group: Any, **inputs: Any) -> Any:
     """Return the result of `run_in_group`, or the line by which it is refused."""
     try:

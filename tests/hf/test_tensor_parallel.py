@@ -116,6 +116,24 @@ def every_call(folder: str) -> None:
         assert_same({name: full(p.grad) for name, p in model.named_parameters()}, before, 0.0)
 
 
+def ranks_differ(folder: str) -> None:
+    model: Any = adjoint.wrap(load(folder, DistributedConfig(tp_size=2)), METHOD)
+    model(**batch(19)).loss.backward()
+    norm = model.model.layers[0].input_layernorm
+    norm.variance_epsilon = 1e-3 * (1 + dist.get_rank())
+    with pytest.raises(
+        ValueError, match=r"ranks? must have the same model.*layers\.0\.input_layernorm\.variance_eps"
+    ):
+        model(**batch(19))
+    norm.variance_epsilon = 1e-3
+    model(**batch(19)).loss.backward()
+
+
+def test_ranks_whose_parts_differ(tmp_path: Path) -> None:
+    make(LLAMA).save_pretrained(tmp_path / "model")
+    on_ranks(2, tmp_path, ranks_differ, str(tmp_path / "model"))
+
+
 def test_gradients_of_norms_on_each_ranks_heads(tmp_path: Path) -> None:
     """Sums over ranks are taken once, whatever calls come before; and first use compares a copy."""
     make("Qwen3ForCausalLM").save_pretrained(tmp_path / "model")

@@ -1,0 +1,206 @@
+"""Agreement of ranks that compute parts of one loss: on buffers, settings and hooks of their models.
+
+A rank whose copy of a model has another buffer, such as a router's bias of another checkpoint, computes its
+chunks with it, and gradients are wrong on all ranks. So each rank describes its modules by numbers that are
+the same in every process, and the ranks compare them at each call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import types
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from adjoint.engine.module_tensors import version_of
+from adjoint.errors import UserError
+from adjoint.parallel.split_tensors import local
+
+COMPARED_ELEMENTS = 1 << 14  # of each tensor
+DIGESTED_AT_ONCE = 1 << 20  # elements of a tensor, so that no copy is as long as the sequence
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Attributes that are no settings, or that differ between processes although nothing that they compute does.
+IGNORED_ATTRIBUTES = {
+    *(vars(nn.Module()).keys() - {"training"}),
+    *("_adjoint", "_adjoint_verified", "gradient_checkpointing", "_gradient_checkpointing_func"),
+    *("_name_or_path", "name_or_path", "_commit_hash", "hf_device_map", "warnings_issued"),
+}
+# Endings of names of attributes that say which part of split weights a rank has.
+SPLIT_ATTRIBUTES = (".num_embeddings", ".in_features", ".out_features", ".shard")
+MAX_DEPTH = 5  # of containers and closures inside each other
+# (version, number) of tensors whose numbers have been computed
+_numbers: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
+
+
+def refuse_different_models(
+    modules: Iterable[tuple[str, nn.Module]], group: dist.ProcessGroup, device: torch.device, subject: str
+) -> None:
+    """Refuse modules of which each rank of a group has a part if their buffers, settings or hooks differ.
+
+    Raises:
+        UserError: they do; it begins with `subject`.
+    """
+    named_modules = [*modules]
+    described = [*describe_tensors(named_modules, weights=False), *describe_settings(named_modules)]
+    description = [item for item in described if not item[0].endswith(SPLIT_ATTRIBUTES)]
+    low = torch.tensor([number_of(description)], device=device)
+    high = low.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    if torch.equal(low, high):
+        return
+    descriptions = [to_bytes(())] * dist.get_world_size(group)
+    dist.all_gather_object(descriptions, to_bytes(description), group=group)
+    if (difference := first_difference(descriptions)) is not None:
+        raise UserError(different_models(subject, *difference))
+
+
+def different_models(subject: str, rank: int, name: str) -> str:
+    """Return the message on a rank whose model differs from rank 0's in what the name says."""
+    return (
+        f"{subject}: every rank must have the same model, but rank {rank} and rank 0 of the group differ in "
+        f"{name}: load it or set it alike on all ranks"
+    )
+
+
+def describe_tensors(
+    modules: Iterable[tuple[str, nn.Module]], weights: bool = True
+) -> Iterator[tuple[str, Hashable]]:
+    """Yield (name, number) of the modules' tensors that are not trained: buffers, attributes, frozen weights.
+
+    The number changes with the first elements of this process's part of the tensor.
+
+    Args:
+        weights: whether to include frozen weights, of which ranks may have parts.
+    """
+    for prefix, module in modules:
+        dictionaries: list[Mapping[str, object]] = [module._buffers, vars(module)]
+        for entries in [module._parameters, *dictionaries] if weights else dictionaries:
+            for name, tensor in entries.items():
+                if isinstance(tensor, Tensor) and not (
+                    tensor.requires_grad and entries is module._parameters
+                ):
+                    yield f"{prefix}.{name}".lstrip("."), _number_of(tensor)
+
+
+def describe_settings(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Hashable]]:
+    """Yield (name, description) of the modules' plain attributes, hooks and configurations.
+
+    Configurations are described once each; objects of other classes, by their class."""
+    configurations: set[int] = set()
+    for prefix, module in modules:
+        yield from _describe_attributes(prefix, module, configurations)
+        for attribute in HOOK_ATTRIBUTES:
+            if hooks := vars(module).get(attribute):
+                yield f"a hook of {prefix or 'the model'}", describe([*hooks.values()])
+
+
+def _describe_attributes(
+    prefix: str, holder: object, configurations: set[int]
+) -> Iterator[tuple[str, Hashable]]:
+    for name, value in vars(holder).items():
+        if name in IGNORED_ATTRIBUTES or name.endswith("rank") or isinstance(value, Tensor):
+            continue
+        full_name = f"{prefix}.{name}".lstrip(".")
+        if type(value) in PLAIN_TYPES:
+            yield full_name, value if value.__hash__ is not None else repr(value)
+        elif hasattr(value, "to_dict") and not isinstance(value, type):
+            if id(value) not in configurations:
+                configurations.add(id(value))
+                yield from _describe_attributes(full_name, value, configurations)
+        elif not isinstance(value, nn.Module):
+            yield full_name, describe(value)
+
+
+def describe(value: object, depth: int = 0) -> Hashable:
+    """Return a description that is the same in every process; functions are described by code and closure."""
+    if type(value) in PLAIN_TYPES:
+        return value
+    if depth > MAX_DEPTH:
+        return type(value).__qualname__
+    inner: Callable[[object], Hashable] = functools.partial(describe, depth=depth + 1)
+    if isinstance(value, Mapping):
+        return tuple((str(inner(key)), inner(v)) for key, v in value.items())
+    if isinstance(value, (set, frozenset)):
+        return tuple(sorted(map(repr, map(inner, value))))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(inner, value))
+    if isinstance(value, Tensor):
+        return _number_of(value)
+    if isinstance(value, functools.partial):
+        return inner(value.func), inner(value.args), inner(value.keywords)
+    if isinstance(value, types.MethodType):
+        return type(value.__self__).__qualname__, inner(value.__func__)
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        constants = tuple(c for c in code.co_consts if type(c) in PLAIN_TYPES)
+        variables = inspect.getclosurevars(value).nonlocals if value.__closure__ else {}
+        return (
+            value.__qualname__,
+            zlib.crc32(code.co_code),
+            constants,
+            inner(value.__defaults__),
+            inner(variables),
+        )
+    return type(value).__qualname__
+
+
+def number_of(description: Iterable[tuple[str, Hashable]], ignored: Iterable[str] = ()) -> int:
+    """Return a number that changes with each named description that is not ignored."""
+    left_out = set(ignored)
+    return zlib.crc32(repr([item for item in description if item[0] not in left_out]).encode())
+
+
+def to_bytes(description: Iterable[tuple[str, Hashable]], ignored: Iterable[str] = ()) -> Tensor:
+    """Return named descriptions as a tensor of bytes; of those that are ignored, the names alone."""
+    left_out = set(ignored)
+    numbers = {n: None if n in left_out else zlib.crc32(repr(d).encode()) for n, d in description}
+    return torch.frombuffer(bytearray(json.dumps(numbers).encode()), dtype=torch.uint8)
+
+
+def first_difference(descriptions: Iterable[Tensor]) -> tuple[int, str] | None:
+    """Return the first rank that differs from rank 0, and the name of what differs; None if nothing does.
+
+    Args:
+        descriptions: from `to_bytes`, one per rank. What one of the ranks ignores is not compared."""
+    first, *others = [json.loads(bytes(d.tolist()).decode()) for d in descriptions]
+    for rank, other in enumerate(others, 1):
+        for name in first | other:
+            numbers = [numbers.get(name, 0) for numbers in (first, other)]
+            if None not in numbers and numbers[0] != numbers[1]:
+                return rank, name
+    return None
+
+
+def _number_of(tensor: Tensor) -> int:
+    """Return the digest of a tensor's first elements, computed again if the tensor was written to."""
+    version, stored = version_of(tensor), _numbers.get(tensor)
+    if stored is None or stored[0] != version:
+        shard = local(tensor.detach())
+        has_values = shard.layout is torch.strided and not shard.is_meta
+        values = shard.reshape(-1)[:COMPARED_ELEMENTS] if has_values else None
+        number = zlib.crc32(repr((tuple(shard.shape), shard.dtype, digest([values]))).encode())
+        _numbers[tensor] = stored = version, number
+    return stored[1]
+
+
+def digest(tensors: Iterable[Tensor | None]) -> int:
+    """Return a number that depends on every bit and on its position."""
+    total = 0
+    for t in tensors:
+        if t is None:
+            continue
+        flat = (torch.view_as_real(t) if t.is_complex() else t).detach().reshape(-1)
+        for bits in flat.view(INTEGERS[flat.element_size()]).split(DIGESTED_AT_ONCE):
+            places = torch.arange(1, len(bits) + 1, device=bits.device) * 0x5851F42D4C957F2D
+            weighted = bits.long() * (places ^ (places >> 29))
+            total = (total * 31 + int(weighted.sum()) + len(bits)) % (1 << 62)
+    return total
