@@ -34,6 +34,7 @@ from tests.hf.hf_models import (
     assert_exact,
     assert_slope,
     current_gradients,
+    loss_and_gradients,
     make,
     make_batch,
     one_line,
@@ -864,6 +865,26 @@ def test_what_cannot_be_undone_is_an_error(change: Callable[[Any, Any], None], m
     change(model, inputs)
     with pytest.raises(RuntimeError, match=message):
         loss.backward()
+
+
+@pytest.mark.parametrize("seqlen", [13, 33])
+def test_parameter_hooks_fire_once_and_not_without_a_gradient(seqlen: int) -> None:
+    """Hooks of two kinds, on a parameter with a gradient and on one that no loss reaches."""
+    model = make("LlamaForCausalLM")
+    model.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    mlp_of(model).unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    calls: list[tuple[str, Tensor | None]] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: calls.append((name, gradient)))
+    expected = loss_and_gradients(copy.deepcopy(model), **make_batch(seqlen))[1]
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8))
+    for _ in range(2):
+        calls.clear()
+        _, gradients = loss_and_gradients(model, **make_batch(seqlen))
+        assert sorted(name for name, _ in calls) == sorted(expected)
+        for name, gradient in calls:
+            assert gradient is not None
+            assert torch.equal(gradient, gradients[name])
 
 
 @pytest.mark.parametrize("hidden", [False, True])
