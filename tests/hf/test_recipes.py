@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 IN_ONE_PROCESS = (  # importing takes the longest
-    "embeddings regression both_strands hidden_distillation state_passing same_run".split()
+    ["embeddings", "regression", "both_strands", "hidden_distillation", "state_passing", "same_run"]
 )
 APART = {"trl_distillation": "trl"}  # each with the package that it needs
 EXTERNAL = {"lightning_module"}  # run by tests/external
