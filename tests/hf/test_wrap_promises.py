@@ -10,6 +10,7 @@ import functools
 import gc
 import inspect
 import operator
+import random
 import sys
 import threading
 import types
@@ -946,11 +947,14 @@ class Noisy(nn.Module):
         super().__init__()
         self.inner, self.kind = inner, kind
         self.generator, self.rng = torch.Generator(), np.random.default_rng(0)
+        self.random = random.Random(0)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
         draw: dict[str, Callable[[], Any]] = {
             "NumPy's": lambda: torch.from_numpy(np.random.randn(*y.shape)),  # noqa: NPY002
+            "Python's": lambda: random.random(),
+            "Python's, the module's own": lambda: self.random.random(),
             "NumPy's, the module's own": lambda: torch.from_numpy(self.rng.standard_normal(y.shape)),
             "the module's own": lambda: torch.randn(y.shape, generator=self.generator),
             "in some chunks": lambda: torch.randn(y.shape) if float(x.detach().sum()) > 0 else 0,
@@ -964,6 +968,7 @@ SOMEBODYS = torch.Generator()
 
 NOISE: dict[str, tuple[str, dict[str, Any], str]] = {
     **{kind: (LLAMA, {}, "none") for kind in ("NumPy's", "NumPy's, the module's own", "the module's own")},
+    **{kind: (LLAMA, {}, "none") for kind in ("Python's", "Python's, the module's own")},
     "in some chunks": (LLAMA, {}, "none"),
     "attention's dropout": (LLAMA, {"attention_dropout": 0.2}, "none"),
     "dropout": (GPT2, {"resid_pdrop": 0.2}, "none"),
@@ -990,6 +995,8 @@ def test_noise_is_drawn_again(source: str) -> None:
         np.random.seed(5)  # noqa: NPY002
         noisy.generator.manual_seed(5)
         noisy.rng = np.random.default_rng(5)
+        random.seed(5)
+        noisy.random.seed(5)
         return model(**BATCH).loss
 
     first = loss()
