@@ -338,6 +338,24 @@ def test_a_comparison_on_a_simulated_gpu() -> None:
     assert 1 < growth["adjoint"] < 1.5 < growth["checkpointing"] < 2.1
 
 
+def test_by_chunks_takes_no_more_than_checkpointing_in_the_published_comparison() -> None:
+    """At lengths that still fit a GPU by checkpointing: 1.3 times its memory at 16K and 32K, less from 64K."""
+    ratios = {
+        (row["point"]["hybrid"], row["point"]["length"]): row["memory_ratio"]
+        for row in report_of("gpu-simulated")["rows"]
+        if row["point"]["by"] == "adjoint" and "memory_ratio" in row
+    }
+    assert {name for name, _ in ratios} == {"Bamba-like", "Qwen3.5-like", "mamba-1.27b"}
+    for (name, length), ratio in ratios.items():
+        assert ratio <= (1.3 if length < 1 << 16 else 1), (name, length, ratio)
+
+
+def report_of(name: str) -> dict[str, Any]:
+    """Return a published result."""
+    results: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return results
+
+
 # ---------------------------------------------------------------------------------------------- the long step
 
 

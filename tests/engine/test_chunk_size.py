@@ -78,14 +78,14 @@ def test_kept_bytes_are_those_that_autograd_keeps(options: dict[str, Any], dtype
 
 
 def size_on_gpu(
-    seqlen: int, *, kept: float = 0.85e6, batch: int = 1, memory: float = H100, **sizes: Any
+    seqlen: int, *, bytes_per_token: float = 0.85e6, batch: int = 1, memory: float = H100, **sizes: Any
 ) -> int:
-    return chunk_size_for(Sizes(kept, **sizes), batch, seqlen, "cuda", memory)
+    return chunk_size_for(Sizes(bytes_per_token, **sizes), batch, seqlen, "cuda", memory)
 
 
 def test_a_gpu_gets_chunks_that_keep_it_busy_and_no_longer_ones() -> None:
-    """As long as a width's launches and weights ask for, however much memory there is."""
-    sizes = [size_on_gpu(2**20, kept=0.1e6, width=width) for width in (4096, 2048, 1024, 768, 256)]
+    """Chunks are as long as a width's launches and weights ask for, however much memory there is."""
+    sizes = [size_on_gpu(2**20, bytes_per_token=0.1e6, width=width) for width in (4096, 2048, 1024, 768, 256)]
     assert sizes[:2] == [TRAFFIC_TOKENS] * 2
     assert sizes == sorted(sizes)
     assert TRAFFIC_TOKENS < sizes[2] < sizes[3] < 8192 < sizes[4] == LONGEST_GPU_CHUNK
@@ -97,17 +97,17 @@ def test_a_batch_that_fits_by_checkpointing_gets_sixteen_chunks() -> None:
     """So that it takes no more memory than that; but no chunks too short to be worth their launches."""
     assert [size_on_gpu(2**k) for k in (13, 14, 15, 16, 17)] == [1024, 1024, 2048, 3072, 3072]
     assert size_on_gpu(2**13, batch=4) == 512  # of 2,048 tokens over all rows
-    assert size_on_gpu(2**14, kept=20e3, width=256) == LONGEST_GPU_CHUNK  # takes hardly any memory
+    assert size_on_gpu(2**14, bytes_per_token=20e3, width=256) == LONGEST_GPU_CHUNK  # takes hardly any memory
 
 
 def test_a_gpus_chunk_takes_an_eighth_of_its_memory_at_most() -> None:
-    kept = kept_bytes(LARGE, 2)
-    size = size_on_gpu(2**20, kept=kept, memory=40e9)
+    token = kept_bytes(LARGE, 2)
+    size = size_on_gpu(2**20, bytes_per_token=token, memory=40e9)
     assert size % 256 == 0
-    assert 40e9 / 8 - 256 * kept < size * kept <= 40e9 / 8
-    assert size_on_gpu(2**20, kept=2 * kept, memory=40e9) < size
-    assert size_on_gpu(2**20, kept=kept, batch=4, memory=40e9) <= size // 4
-    assert size_on_gpu(2**20, kept=kept, memory=1e9) == 256
+    assert 40e9 / 8 - 256 * token < size * token <= 40e9 / 8
+    assert size_on_gpu(2**20, bytes_per_token=2 * token, memory=40e9) < size
+    assert size_on_gpu(2**20, bytes_per_token=token, batch=4, memory=40e9) <= size // 4
+    assert size_on_gpu(2**20, bytes_per_token=token, memory=1e9) == 256
 
 
 def test_chunks_that_copy_the_weights_fill_that_eighth() -> None:

@@ -140,7 +140,7 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["BambaForCausalLM", "Qwen3_5ForCausalLM"])
 def test_norms_and_mlps_keep_their_inputs_alone_in_bfloat16_too(name: str) -> None:
-    """With weights in bfloat16: gradients are no further off than the model's own, and a norm keeps less for
+    """Gradients of weights in bfloat16 are no further off than the model's own, and a norm keeps less for
     its backward: transformers' keep tensors in float32."""
     ours, theirs = [], []
     for seed in range(4):
@@ -166,17 +166,17 @@ def test_norms_and_mlps_keep_their_inputs_alone_in_bfloat16_too(name: str) -> No
 
 def bytes_kept(norm: Any, forward: Any) -> int:
     """Bytes that a norm's forward of bfloat16 keeps for its backward."""
-    kept = dict[int, int]()
+    saved = dict[int, int]()
     x = torch.randn(1, 64, norm.weight.shape[0]).bfloat16().requires_grad_()
 
     def note(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         output = forward(x, x) if "Gated" in type(norm).__name__ else forward(x)
     assert output.dtype == x.dtype
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 @pytest.mark.parametrize(

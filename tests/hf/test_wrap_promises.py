@@ -10,6 +10,7 @@ import functools
 import gc
 import inspect
 import operator
+import random
 import sys
 import threading
 import types
@@ -35,6 +36,7 @@ from tests.hf.hf_models import (
     assert_exact,
     assert_slope,
     current_gradients,
+    loss_and_gradients,
     make,
     make_batch,
     one_line,
@@ -865,6 +867,26 @@ def test_what_cannot_be_undone_is_an_error(change: Callable[[Any, Any], None], m
         loss.backward()
 
 
+@pytest.mark.parametrize("seqlen", [13, 33])
+def test_parameter_hooks_fire_once_and_not_without_a_gradient(seqlen: int) -> None:
+    """Hooks of two kinds, on a parameter with a gradient and on one that no loss reaches."""
+    model = make("LlamaForCausalLM")
+    model.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    mlp_of(model).unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    calls: list[tuple[str, Tensor | None]] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: calls.append((name, gradient)))
+    expected = loss_and_gradients(copy.deepcopy(model), **make_batch(seqlen))[1]
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8))
+    for _ in range(2):
+        calls.clear()
+        _, gradients = loss_and_gradients(model, **make_batch(seqlen))
+        assert sorted(name for name, _ in calls) == sorted(expected)
+        for name, gradient in calls:
+            assert gradient is not None
+            assert torch.equal(gradient, gradients[name])
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_second_derivative_is_refused(hidden: bool) -> None:
     model = wrapped(make(LLAMA))
@@ -924,11 +946,14 @@ class Noisy(nn.Module):
         super().__init__()
         self.inner, self.kind = inner, kind
         self.generator, self.rng = torch.Generator(), np.random.default_rng(0)
+        self.random = random.Random(0)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
         draw: dict[str, Callable[[], Any]] = {
             "NumPy's": lambda: torch.from_numpy(np.random.randn(*y.shape)),  # noqa: NPY002
+            "Python's": lambda: random.random(),
+            "Python's, the module's own": lambda: self.random.random(),
             "NumPy's, the module's own": lambda: torch.from_numpy(self.rng.standard_normal(y.shape)),
             "the module's own": lambda: torch.randn(y.shape, generator=self.generator),
             "in some chunks": lambda: torch.randn(y.shape) if float(x.detach().sum()) > 0 else 0,
@@ -942,6 +967,7 @@ SOMEBODYS = torch.Generator()
 
 NOISE: dict[str, tuple[str, dict[str, Any], str]] = {
     **{kind: (LLAMA, {}, "none") for kind in ("NumPy's", "NumPy's, the module's own", "the module's own")},
+    **{kind: (LLAMA, {}, "none") for kind in ("Python's", "Python's, the module's own")},
     "in some chunks": (LLAMA, {}, "none"),
     "attention's dropout": (LLAMA, {"attention_dropout": 0.2}, "none"),
     "dropout": (GPT2, {"resid_pdrop": 0.2}, "none"),
@@ -968,6 +994,8 @@ def test_noise_is_drawn_again(source: str) -> None:
         np.random.seed(5)  # noqa: NPY002
         noisy.generator.manual_seed(5)
         noisy.rng = np.random.default_rng(5)
+        random.seed(5)
+        noisy.random.seed(5)
         return model(**BATCH).loss
 
     first = loss()

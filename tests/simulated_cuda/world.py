@@ -230,7 +230,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
     if func.overloadpacket not in flop_registry:
         return 0.0
-    place = next((k for k, one in enumerate(func._schema.arguments) if one.name == "is_causal"), len(args))
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index("is_causal") if "is_causal" in names else len(args)
     is_causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
     if "mm" in func.overloadpacket.__name__:  # the formulas know no dtype of the result
         args, kwargs = tuple(a for a in args if hasattr(a, "shape")), {}

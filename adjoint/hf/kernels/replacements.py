@@ -152,7 +152,7 @@ class _RMSNormRoundedLast(_Norm):
 
 
 class _RMSNormAroundOne(_Norm):
-    """Of Gemma, Qwen3-Next and Qwen3.5: the weight is what the scale differs by from one."""
+    """The norm of Gemma, Qwen3-Next and Qwen3.5: the weight is what the scale differs by from one."""
 
     eps: float
 
