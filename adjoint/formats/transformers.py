@@ -62,8 +62,8 @@ def from_model(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
             f"only MambaForCausalLM and Mamba2ForCausalLM can be copied, this is a {name} of type {kind!r}"
         )
     config = read_config(hf.to_dict())
-    norm = getattr(getattr(hf_model.backbone.layers[0], "mixer", None), "norm", None)
-    if kind == "mamba2" and hf.n_groups > 1 and not hasattr(norm, "group_size"):
+    normalises_groups = any(hasattr(module, "group_size") for module in hf_model.modules())
+    if kind == "mamba2" and hf.n_groups > 1 and not normalises_groups:
         warnings.warn(
             f"this transformers normalises all {hf.n_groups} groups of {type(hf_model).__name__} together "
             "(since 5.23 each by itself); the Stack normalises each, as mamba-ssm does, with which the "
