@@ -133,18 +133,6 @@ def test_two_calls_with_the_state_passed_equal_one(variant: str, cut: int) -> No
         assert_same(current_gradients(model), expected)
 
 
-def test_a_trained_state_below_frozen_weights() -> None:
-    """Keys and values before the sequence get their gradient although the chunks' own have none."""
-    model, ids = make_model("hybrid").requires_grad_(False), make_ids(2, 20)
-    state = model(ids, labels=ids, return_state=True).state
-    results = []
-    for method in (Backprop(), Exact(chunk_size=8)):
-        trained = [tuple(t.detach().clone().requires_grad_() for t in layer) for layer in state]
-        model(ids, labels=ids, state=trained, method=method).loss.backward()
-        results.append({f"{k} {i}": t.grad for k, layer in enumerate(trained) for i, t in enumerate(layer)})
-    assert_same(*reversed(results))
-
-
 # -------------------------------------------------------------------------------------- like any other module
 
 

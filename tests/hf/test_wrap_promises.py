@@ -714,6 +714,8 @@ BETWEEN: dict[str, Callable[[Any], Any]] = {
     "a hook removed": lambda model: model.handle.remove(),
     "settings": other_settings,
     "unwrap": adjoint.unwrap,
+    "a weight frozen": lambda model: mlp_of(model).up_proj.weight.requires_grad_(False),
+    "a frozen weight trained": lambda model: mlp_of(model).down_proj.weight.requires_grad_(True),
 }
 
 
@@ -723,14 +725,19 @@ def test_the_backward_finds_the_model_as_it_was(case: str) -> None:
         model.handle = model.model.layers[1].register_forward_hook(
             lambda module, inputs, output: output * 1.5
         )
+        mlp_of(model).down_proj.weight.requires_grad_(False)
+
+    def settings_of(model: Any) -> tuple[Any, ...]:
+        trained = [p.requires_grad for p in model.parameters()]
+        return model.training, model.config.use_cache, len(model.model.layers[1]._forward_hooks), trained
 
     def call(model: Any) -> Tensor:
         loss = model(**BATCH).loss
         training = model.training
         BETWEEN[case](model)
-        after = model.training, model.config.use_cache, len(model.model.layers[1]._forward_hooks)
+        after = settings_of(model)
         loss.backward()
-        assert after == (model.training, model.config.use_cache, len(model.model.layers[1]._forward_hooks))
+        assert after == settings_of(model)
         assert training
         return loss.detach()
 
