@@ -129,10 +129,12 @@ REQUIRED_CACHE_CLASS = {
 def recurrent_layers_unnamed(config: PreTrainedConfig) -> list[int]:
     """Return the layers that are recurrent where the cache that this release makes has attention alone.
 
-    Before 5.21 RecurrentGemma kept its states on its modules."""
-    if config.model_type != "recurrent_gemma" or RELEASE >= (5, 21):
+    Before 5.22 RecurrentGemma kept its states on its modules."""
+    if config.model_type != "recurrent_gemma":
         return []
-    return [k for k, kind in enumerate(config.layers_block_type) if kind == "recurrent"]
+    layers = DynamicCache(config=config).layers
+    kinds = enumerate(config.layers_block_type)
+    return [k for k, kind in kinds if kind == "recurrent" and not isinstance(layers[k], LinearAttentionLayer)]
 
 
 # Before 5.14 a layer had a single state, with which mixers began calls of one token alone.
