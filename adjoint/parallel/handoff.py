@@ -37,8 +37,8 @@ class StateHandoff:
         tag: distinguishes this tensor's messages from those of others.
         initial_state: the state before the chunk, or the buffer that it will be received into; it may be in
             host memory.
-        empty_message: a tensor with the messages' dtype, on the device that computes: the layer reads the state
-            there.
+        empty_message: a tensor with the messages' dtype, on the device that computes: the layer reads the
+            state there.
         next_rank: the rank that reads the state after the chunk; None if there is none, or if it has got the
             state already.
         previous_rank: the rank that waits for the cotangent of the state before the chunk, or None.
