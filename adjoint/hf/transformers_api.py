@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from adjoint import releases
 from adjoint.errors import UserError

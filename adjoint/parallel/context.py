@@ -183,13 +183,13 @@ class WithinTiles(Exchange):
         next_rank = self._owner(c + 1) if grid.reads_state(c + 1) else None
         previous_rank = self._owner(c - 1) if grid.carries(c) else None
         gradient_source = self._owner(c + 1) if grid.carries(c + 1) else None
+        empty_message = torch.empty(0, dtype=values.accumulate_dtype, device=values.device)
         handoffs = self.handoffs[k, c] = [
             StateHandoff(
                 self.transport,
                 tag,
                 s,
-                values.device,
-                values.accumulate_dtype,
+                empty_message,
                 next_rank if first else None,
                 previous_rank,
                 gradient_source,

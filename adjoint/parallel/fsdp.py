@@ -13,7 +13,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +49,9 @@ from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of
 from adjoint.parallel.handoff import StateHandoff
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 T = TypeVar("T")
 TENSOR_PARALLEL_NAMES = ("tp", "ep", "tensor", "expert")  # beginnings of names of a mesh's dimensions
@@ -310,7 +313,7 @@ def refuse_gradients_left_out(root: nn.Module) -> None:
         )
 
 
-def _holds_partial(unit: Any) -> bool:
+def _holds_partial(unit: FSDPModule) -> bool:
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return any(getattr(group, "_partial_reduce_output", None) is not None for group in groups)

@@ -37,8 +37,8 @@ class StateHandoff:
         tag: distinguishes this tensor's messages from those of others.
         initial_state: the state before the chunk, or the buffer that it will be received into; it may be in
             host memory.
-        device: that computes, on which the layer reads the state.
-        message_dtype: dtype of the messages.
+        empty_message: a tensor with the messages' dtype, on the device that computes: the layer reads the
+            state there.
         next_rank: the rank that reads the state after the chunk; None if there is none, or if it has got the
             state already.
         previous_rank: the rank that waits for the cotangent of the state before the chunk, or None.
@@ -54,14 +54,13 @@ class StateHandoff:
         messages: Messages,
         tag: int,
         initial_state: Tensor,
-        device: torch.device,
-        message_dtype: torch.dtype,
+        empty_message: Tensor,
         next_rank: int | None,
         previous_rank: int | None,
         gradient_source: int | None,
     ) -> None:
         self.messages, self.tag, self.initial_state = messages, tag, initial_state
-        self.device, self.message_dtype = device, message_dtype
+        self.device, self.message_dtype = empty_message.device, empty_message.dtype
         self.next_rank, self.previous_rank, self.gradient_source = next_rank, previous_rank, gradient_source
         self._wait_for_state: Pending | None = None
         self.anchor = torch.zeros((), requires_grad=True)

@@ -216,7 +216,7 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 def test_the_optimizer_of_weights_on_the_host_is_fused_and_uses_the_cores_that_are_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on the GPU, one pass over memory; torchrun starts each process with one thread."""
+    """The step is one pass over memory, as on the GPU; torchrun starts each process with one thread."""
     threads: list[int] = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(train_model, "usable_cores", lambda: 16)

@@ -82,9 +82,9 @@ def test_a_step_stays_on_the_device(group: str, case: str) -> None:
 def test_ranks_that_share_a_sequence_stay_on_the_device(group: str, case: str) -> None:
     """States that arrive, and keys and values of other ranks, are on the device, wherever they are stored. No
     chunk makes the host wait for a message's copy."""
-    one = result(group, case)
-    assert one["mixed"] == one["wrong"] == [] and one["gradients"] == ["cuda"]
-    assert one["a chunk"] == {}
+    counts = result(group, case)
+    assert counts["mixed"] == counts["wrong"] == [] and counts["gradients"] == ["cuda"]
+    assert counts["a chunk"] == {}
 
 
 @pytest.mark.parametrize("group, case", of("layers", "wrapped layers"))

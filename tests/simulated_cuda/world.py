@@ -281,9 +281,10 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
         (torch.cuda, "memory_reserved", lambda device=None: 0),
         (torch.cuda, "memory_allocated", lambda device=None: 0),
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-        (torch.cuda, "Stream", lambda device=None: _Stream(record)),
-        (torch.cuda, "Event", lambda **_: _Event(record)),
-        (torch.cuda, "current_stream", lambda device=None: _Stream(record)),
+        # classes, which annotations of other libraries name
+        (torch.cuda, "Stream", stream := type("Stream", (_Stream,), {"noted": record.waits})),
+        (torch.cuda, "Event", type("Event", (_Event,), {"noted": record.event_waits})),
+        (torch.cuda, "current_stream", stream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.random, "fork_rng", lambda devices=(), **more: fork(devices=[], **more)),
@@ -316,11 +317,13 @@ def _per_thread(default: Any) -> property:
 class _Stream:
     """A stream of the simulated GPU, on which all runs in order."""
 
-    def __init__(self, record: WrapState) -> None:
-        self.waits = record.waits
+    noted: ClassVar[collections.Counter[str]]
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
 
     def synchronize(self) -> None:
-        self.waits[f"synchronize: {where()}"] += 1
+        self.noted[f"synchronize: {where()}"] += 1
 
     def wait_stream(self, other: Any) -> None:
         pass
@@ -335,15 +338,17 @@ class _Event:
     """A place on a stream. A wait for it is noted apart from `WrapState.waits`, which no chunk may have, and
     not at all where it is that of a thread that queues nothing."""
 
-    def __init__(self, record: WrapState) -> None:
-        self.counter = record.event_waits
+    noted: ClassVar[collections.Counter[str]]
+
+    def __init__(self, **_: Any) -> None:
+        pass
 
     def record(self, stream: Any = None) -> None:
         pass
 
     def synchronize(self) -> None:
         if not threading.current_thread().name.startswith("adjoint-sender"):
-            self.counter[where()] += 1
+            self.noted[where()] += 1
 
 
 def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) -> None:
