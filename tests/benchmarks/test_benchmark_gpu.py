@@ -339,7 +339,7 @@ def test_a_comparison_on_a_simulated_gpu() -> None:
 
 
 def test_by_chunks_takes_no_more_than_checkpointing_in_the_published_comparison() -> None:
-    """At most 1.3 times the memory of checkpointing at 16K and 32K tokens, less from 64K on."""
+    """Chunks take 1.3 times the memory of checkpointing at most at 16K and 32K tokens, less from 64K on."""
     ratios = {
         (row["point"]["hybrid"], row["point"]["length"]): row["memory_ratio"]
         for row in report_of("gpu-simulated")["rows"]

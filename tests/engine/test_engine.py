@@ -225,3 +225,11 @@ def test_gradients_of_a_tile_do_not_pile_up(beforehand: bool) -> None:
     assert sums <= peaks[0] <= sums + whole / 4
     assert peaks[1] <= whole / 4
     assert all(gradients.get(p) is room[p] for p in room) and len(room) == 16 * beforehand
+
+
+def test_gradients_of_many_chunks_in_bfloat16_are_summed_in_float32() -> None:
+    """A sum in bfloat16 would stop growing: 512 chunks of equal gradients would add up to half."""
+    weight, gradients = torch.zeros(1, dtype=torch.bfloat16), Gradients()
+    for _ in range(512):
+        gradients.add(weight, torch.ones(1, dtype=torch.bfloat16))
+    assert gradients.get(weight) == 512
