@@ -100,3 +100,6 @@ def test_only_what_is_promised_of_the_newest_releases_must_pass(
     monkeypatch.setattr(script, "newest", lambda package: "99.0.0" if package == "trl" else "0.0.0")
     assert script.check_newest() == 0
     assert "bounds: trl 99.0.0" in capsys.readouterr().out
+    monkeypatch.setattr(script, "run_row", lambda _: pytest.fail("what make test has run"))
+    monkeypatch.setattr(script, "newest", releases.installed)
+    assert script.check_newest() == 0
