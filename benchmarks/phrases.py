@@ -13,7 +13,7 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "needs {few_states.memory:.1f} times as much memory for {few_states.length} times the length",
         "and {few_states.slower:.1f} times the time of `Exact()`",
         "Python {versions.python:.2f} to {versions.python_newest:.2f}",
-        "transformers {versions.transformers:.2f} to {versions.transformers_newest:.2f}",
+        "transformers {versions.transformers:.1f} to {versions.transformers_newest:.2f}",
         "`Exact` takes {gain.method_memory} times less memory than backpropagation",
         "and {gain.method_slower:.1f} times its time",
         "ours take {gain.kernels_memory} times less memory and {gain.kernels_faster} times less time",
@@ -74,7 +74,7 @@ PHRASES: dict[str, tuple[str, ...]] = {
         "With glibc's allocator it took {sixty_four_million.few_64m} MiB",
     ),
     "docs/models.md": (
-        "transformers {versions.transformers:.2f} to {versions.transformers_newest:.2f}",
+        "transformers {versions.transformers:.1f} to {versions.transformers_newest:.2f}",
         "`>` means {constants.beyond} times the longest measured",
     ),
     "docs/models_memory.md": (

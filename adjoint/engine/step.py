@@ -207,8 +207,10 @@ class ChunkedStep:
         detached = [
             tuple(
                 s.detach() if dim is None else s.detach().requires_grad_(s.requires_grad)
-                for s, dim in zip(state, stage.grows if stage is not None and state else (), strict=True)
+                for s, dim in zip(state, (None,) * len(state) if stage is None else stage.grows, strict=True)
             )
+            if state
+            else ()
             for stage, state in zip(self.stages, self.batch.states, strict=True)
         ]
         return Executor(

@@ -124,9 +124,9 @@ def test_a_killed_run_goes_on_and_one_process_reads_it(
     "name, flags, said",
     [
         (
-            "BambaForCausalLM",
+            "Mamba2ForCausalLM",
             {},
-            "transformers has no plan by which the weights of BambaForCausalLM are split",
+            "transformers has no plan by which the weights of Mamba2ForCausalLM are split",
         ),
         (
             LLAMA,
