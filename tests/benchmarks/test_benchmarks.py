@@ -45,6 +45,7 @@ from benchmarks.shards.command import Shards
 # --------------------------------------------------------------------------------------------------- dry runs
 
 # Each benchmark, its smallest arguments, how many rows they give, and columns of the results.
+SLOW_DRY_RUNS = ("shards", "depth", "host_weights", "fleet")
 DRY: list[tuple[Benchmark, str, int, str]] = [
     (memory.Memory(),
      "--lengths 128 256 --methods exact hf-mamba2 --repeats 1 --repeat-s 0 --allocators default",
@@ -91,9 +92,7 @@ UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources", "claims", "tensor
 @pytest.mark.parametrize(
     ("benchmark", "given", "count", "columns"),
     [
-        pytest.param(
-            *row, id=row[0].name, marks=pytest.mark.slow if row[0].name in ("shards", "depth") else ()
-        )
+        pytest.param(*row, id=row[0].name, marks=pytest.mark.slow if row[0].name in SLOW_DRY_RUNS else ())
         for row in DRY
     ],
 )
@@ -323,6 +322,7 @@ def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
     assert benchmark.failed({"rows": benchmark.rows(options, found)})
 
 
+@pytest.mark.slow
 def test_what_processes_that_share_a_sequence_keep_divides() -> None:
     sizes = {"vocab_size": 256, "d_model": 16, "n_layer": 2, "mixer": ["diagonal", "attention"]}
     point = {"model": {**sizes, "num_attention_heads": 2}, "length": 512, "chunk": 32, "first": 64}

@@ -42,6 +42,7 @@ def run_recipes(names: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_recipes(tmp_path: Path) -> None:
     """Each compares itself with the model as it is, and fails if they differ."""
     printed = run_recipes(IN_ONE_PROCESS, tmp_path)

@@ -26,6 +26,8 @@ from tests.model_helpers import assert_same, nothing_held
 from tests.ranks import RANKS, on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
+# Classes whose states and attention others here have, too.
+ALIKE = ("ZambaForCausalLM", "MambaForCausalLM", "Gemma3ForCausalLM")
 RECURRENT = ["MambaForCausalLM", "Mamba2ForCausalLM"]
 ATTENDING = ["LlamaForCausalLM", "BambaForCausalLM", "Gemma3ForCausalLM", "ZambaForCausalLM"]
 ROUTED = ["MixtralForCausalLM", "Qwen3NextForCausalLM"]
@@ -70,7 +72,13 @@ def check_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", [*RECURRENT, *ATTENDING, *ROUTED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in ALIKE else ())
+        for n in (*RECURRENT, *ATTENDING, *ROUTED)
+    ],
+)
 def test_models_over_ranks(name: str, ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, check_exact, name)
 
