@@ -44,8 +44,8 @@ from benchmarks.shards.command import Shards
 
 # --------------------------------------------------------------------------------------------------- dry runs
 
-# Each benchmark, its smallest arguments, how many rows they give, and columns of the results.
 SLOW_DRY_RUNS = ("shards", "depth", "host_weights", "fleet")
+# Each benchmark, its smallest arguments, how many rows they give, and columns of the results.
 DRY: list[tuple[Benchmark, str, int, str]] = [
     (memory.Memory(),
      "--lengths 128 256 --methods exact hf-mamba2 --repeats 1 --repeat-s 0 --allocators default",
