@@ -38,6 +38,7 @@ from adjoint.engine.verification import (
 )
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 
 # Any nesting of tensors: inputs, outputs, states, targets.
@@ -396,20 +397,17 @@ class _RecurrenceStage(Stage):
 
 def _norm(y: Sequence[Tensor]) -> Tensor:
     """Return the norm of a chunk's y, in the place of a loss."""
-    norms = [torch.linalg.vector_norm(_real(t.detach())) for t in y]
+    norms = [torch.linalg.vector_norm(_encoded(t.detach())) for t in y]
     return torch.stack([norm.to(torch.float64) for norm in norms]).sum()
 
 
-def _real(t: Tensor) -> Tensor:
-    """Return a tensor of floating point that has the same values, for `_norm` and for storage."""
+def _encoded(t: Tensor) -> Tensor:
+    """Return a tensor of floating point with the same values, as the engine stores states.
+
+    Whole numbers are exact up to 2**53."""
     if t.is_complex():
         return torch.view_as_real(t)
     return t if t.is_floating_point() else t.to(torch.float64)
-
-
-def _encoded(t: Tensor) -> Tensor:
-    """Return a state's tensor as the engine stores states: in floating point; whole numbers up to 2**53."""
-    return _real(t)
 
 
 def _decoded(stored: Tensor, like: Tensor) -> Tensor:
@@ -469,7 +467,8 @@ def _verify(call: _Call) -> float:
         return y, after
 
     unchanged = UntrainedTensors(call.modules, frozen=False).restored()
-    with torch.inference_mode(False), torch.enable_grad(), generators.undone(), unchanged:
+    gradients = torch.inference_mode(False), torch.enable_grad()
+    with full_float32(), gradients[0], gradients[1], generators.undone(), unchanged:
         before = generators.states()
         try:
             y, after = run_whole()
@@ -538,7 +537,7 @@ def _results_by_chunks(first: _Call, leaves: dict[str, Tensor]) -> Results:
 
 def _results_of(outputs: Sequence[Tensor], leaves: dict[str, Tensor]) -> Results:
     weighted = [
-        (_real(t).double() * some_numbers(*_real(t).shape, seed=i).to(t.device)).sum()
+        (_encoded(t).double() * some_numbers(*_encoded(t).shape, seed=i).to(t.device)).sum()
         for i, t in enumerate(outputs)
         if t.requires_grad
     ]
