@@ -142,6 +142,8 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
 def test_norms_and_mlps_keep_their_inputs_alone_in_bfloat16_too(name: str) -> None:
     """Gradients of weights in bfloat16 are no further off than the model's own, and a norm keeps less for
     its backward: transformers' keep tensors in float32."""
+    if name.startswith("Bamba") and RELEASE < (5, 23):
+        pytest.skip("before transformers 5.23 its gated norm is over all groups together, which is not ours")
     ours, theirs = [], []
     for seed in range(4):
         model = make(name, torch.float32, seed).bfloat16()
