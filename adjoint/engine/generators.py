@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 # For each kind of generator, the functions that get and set its state.
@@ -24,6 +24,11 @@ ACCESS: dict[type, tuple[Any, Any]] = {
     ),
 }
 KINDS = tuple(ACCESS)
+
+
+def generators_in(modules: Iterable[nn.Module]) -> list[object]:
+    """Return the generators that modules hold as attributes."""
+    return [value for module in modules for value in vars(module).values() if isinstance(value, KINDS)]
 
 
 def torch_states() -> dict[str, Any]:

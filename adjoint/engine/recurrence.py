@@ -6,11 +6,10 @@ each chunk again."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import TypeVar, overload
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.chunk_size import Sizes, chunk_size_on
-from adjoint.engine.generators import KINDS, ChunkGenerators
+from adjoint.engine.generators import ChunkGenerators, generators_in
 from adjoint.engine.grid import EngineSpec, Storage
 from adjoint.engine.leaves import leaves_of, suspend_hooks
 from adjoint.engine.module_tensors import UntrainedTensors
@@ -32,6 +31,7 @@ from adjoint.engine.verification import (
     Results,
     Trial,
     TrialKind,
+    in_evaluation,
     some_numbers,
     tolerance,
     verify,
@@ -130,7 +130,7 @@ def checkpoint_sequence(
         UserError: x, state, chunk_size or checkpoints is not of this kind, or the state changes its shape.
         Refused: on first use, if the gradient by chunks is not that of the whole.
     """
-    call = _Call.of_arguments(function, x, state, loss, target)
+    call = _SequenceCall.of_arguments(function, x, state, loss, target)
     for name, value in (("chunk_size", chunk_size), ("checkpoints", checkpoints)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UserError(
@@ -145,7 +145,7 @@ def checkpoint_sequence(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _SequenceCall:
     """A call's arguments, their tensors in flat lists.
 
     Attributes:
@@ -164,7 +164,7 @@ class _Call:
     @staticmethod
     def of_arguments(
         function: Function, x: object, state: object, loss: Loss | None, target: object
-    ) -> _Call:
+    ) -> _SequenceCall:
         """Flatten and check the arguments.
 
         Raises:
@@ -190,7 +190,7 @@ class _Call:
             raise UserError(f"checkpoint_sequence: x is empty, {shapes[0]}")
         if any(t.is_complex() for t in x_tensors):
             raise UserError("checkpoint_sequence: x has complex numbers; give torch.view_as_real(x)")
-        return _Call(function, loss, [*x_tensors, *targets], states, x_spec, target_spec, state_spec)
+        return _SequenceCall(function, loss, [*x_tensors, *targets], states, x_spec, target_spec, state_spec)
 
     @property
     def rows(self) -> int:
@@ -250,7 +250,7 @@ class _Call:
                 raise UserError(f"{self.subject}: y must be (batch, tokens, …), {tuple(tokens)}, got {shape}")
         return outputs, after_tensors, y_spec
 
-    def first_tokens(self, count: int) -> _Call:
+    def first_tokens(self, count: int) -> _SequenceCall:
         """Return the call on the first tokens, of leaves that require gradients where tensors can."""
 
         def leaf(t: Tensor) -> Tensor:
@@ -299,11 +299,9 @@ class _RecurrenceStage(Stage):
     outputs: list[Tensor]
     y_spec: TreeSpec
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _SequenceCall) -> None:
         self.call, self.outputs = call, []
-        modules = [module for _, module in call.modules]
-        generators = [v for module in modules for v in vars(module).values() if isinstance(v, KINDS)]
-        self.generators = ChunkGenerators(generators)
+        self.generators = ChunkGenerators(generators_in(module for _, module in call.modules))
         self.d_outputs: Sequence[Tensor | None] = ()
         self.d_inputs: list[Tensor | None] = [None] * len(call.inputs)
 
@@ -420,7 +418,7 @@ def _decoded(stored: Tensor, like: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------- verification on first use
 
 
-def _verify_once(call: _Call) -> float:
+def _verify_once(call: _SequenceCall) -> float:
     """Verify a kind of call on first use; return the bytes per token and row that autograd saves in it."""
     owner = getattr(call.function, "__self__", call.function)
     try:
@@ -445,7 +443,7 @@ def _verify_once(call: _Call) -> float:
     return kinds[kind]
 
 
-def _verify(call: _Call) -> float:
+def _verify(call: _SequenceCall) -> float:
     """Compare a few tokens in chunks with the whole; return the bytes per token and row that autograd saves.
 
     Raises:
@@ -472,7 +470,7 @@ def _verify(call: _Call) -> float:
         before = generators.states()
         try:
             y, after = run_whole()
-            with _evaluating(modules if generators.have_drawn(before) else ()):
+            with in_evaluation(modules if generators.have_drawn(before) else ()):
                 if generators.have_drawn(before):
                     before = generators.states()
                     y, after = run_whole()
@@ -493,7 +491,7 @@ def _verify(call: _Call) -> float:
     return sum(saved.values()) / (count * call.rows)
 
 
-def _not_compared(call: _Call, saved: dict[int, int], count: int, reason: str) -> float:
+def _not_compared(call: _SequenceCall, saved: dict[int, int], count: int, reason: str) -> float:
     """Warn that a function is not verified; return the bytes per token and row that autograd saves."""
     warnings.warn(
         f"{call.subject}: {reason}; its gradients by chunks are not compared with those of the whole",
@@ -502,21 +500,8 @@ def _not_compared(call: _Call, saved: dict[int, int], count: int, reason: str) -
     return sum(saved.values()) / (count * call.rows)
 
 
-@contextlib.contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode for the time of the context."""
-    trained = [module for module in modules if module.training]
-    for module in trained:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True
-
-
 def _results(
-    call: _Call, y: Sequence[Tensor], after: Sequence[Tensor], first: _Call
+    call: _SequenceCall, y: Sequence[Tensor], after: Sequence[Tensor], first: _SequenceCall
 ) -> tuple[Results, dict[str, Tensor]]:
     """Return the outputs, and the gradients of a weighted sum of them, by readable names; and the leaves."""
     outputs = [*y, *after]
@@ -530,7 +515,7 @@ def _results(
     return _results_of(outputs, leaves), leaves
 
 
-def _results_by_chunks(first: _Call, leaves: dict[str, Tensor]) -> Results:
+def _results_by_chunks(first: _SequenceCall, leaves: dict[str, Tensor]) -> Results:
     y, after = first.by_chunks(CHUNK_SIZE)
     return _results_of([*tree_flatten(y)[0], *tree_flatten(after)[0]], leaves)
 

@@ -204,6 +204,19 @@ def verified_kinds(module: nn.Module) -> set[Hashable]:
 
 
 @contextlib.contextmanager
+def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules into evaluation mode, in which there is no dropout, for the time of the context."""
+    trained = [module for module in modules if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+@contextlib.contextmanager
 def recorded_outputs(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
     """Collect the layers' outputs, for `Results.hidden_states`, for the time of the context."""
     outputs: dict[str, list[Tensor]] = {}

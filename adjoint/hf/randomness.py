@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedConfig
 
-from adjoint.engine.generators import KINDS, ChunkGenerators
+from adjoint.engine.generators import ChunkGenerators, generators_in
 
 
 class ChunkRandomness(ChunkGenerators):
@@ -20,7 +20,7 @@ class ChunkRandomness(ChunkGenerators):
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        super().__init__([v for m in modules for v in vars(m).values() if isinstance(v, KINDS)])
+        super().__init__(generators_in(modules))
         rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
         own_configs = (getattr(m, "config", None) for m in modules)
         configs = [vars(config) for config in own_configs if isinstance(config, PreTrainedConfig)][:1]

@@ -157,12 +157,10 @@ def is_hub_function(function: object) -> bool:
     """Whether transformers runs a function by another library if that is installed.
 
     Then `function.__wrapped__` is its own code."""
+    if not hasattr(function, "__wrapped__"):  # first: asked of every function of a model's Python modules
+        return False
     kernels = optional("integrations", "hub_kernels")
-    return (
-        kernels is not None
-        and getattr(function, "__globals__", None) is vars(kernels)
-        and hasattr(function, "__wrapped__")
-    )
+    return kernels is not None and getattr(function, "__globals__", None) is vars(kernels)
 
 
 def expert_functions() -> MutableMapping[str, Callable[..., object]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import device_of
-from adjoint.engine.verification import TOKENS
+from adjoint.engine.verification import TOKENS, in_evaluation
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     PassThrough,
     backbone_of,
     layers_of,
-    override_attribute,
 )
 from adjoint.hf.quantized import set_compute_dtype, shared_memory
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES, comparable_settings, settings_holders
@@ -150,11 +149,6 @@ def example_tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return ids.to(device), labels.to(device)
 
 
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Put all modules into evaluation mode, in which there is no dropout."""
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if module.training:
-                stack.callback(override_attribute(module, "training", False))
-        yield
+    return in_evaluation(model.modules())
