@@ -24,12 +24,7 @@ COMPILED, WRAPPED = "tests/kernels/test_triton_compile.py", "tests/hf/test_wrap.
 PLAIN = ("tests/layers/test_layers.py", "tests/data/test_data.py", "tests/data/test_corpus.py")
 LAYOUTS = ("-k", "keeps_its_layout", COMPILED)
 KERNELS = ("-k", "keeps_its_layout or interpreter", COMPILED, "tests/kernels/test_triton_interpret.py")
-MODELS = (
-    WRAPPED,
-    "tests/hf/test_wrap_promises.py",
-    "tests/hf/test_carried_state.py",
-    "tests/hf/test_releases.py",
-)
+MODELS = ("tests/hf",)
 TRAINERS = ("tests/hf/test_loops.py", "tests/hf/test_trl_options.py")
 QUICK_OLD = ("-k", "models_own or again or refused or packed", WRAPPED)
 QUICK = ("-k", "models_own or again or refused or packed or trl or trainer", WRAPPED, TRAINERS[0])
