@@ -15,7 +15,7 @@ tiles the backward keeps, and what the forward stores.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from adjoint.engine.grid import BackwardSpec, EngineSpec, Storage
 from adjoint.memory import size_bytes
@@ -41,6 +41,17 @@ _TWO_TOKENS = (
 WRAPPED = "a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop()"
 
 
+class Pieces(NamedTuple):
+    """How many pieces of the sequence plain autograd goes through one after another, in parts of a model.
+
+    Attributes:
+        mlps: in the MLPs; head: in the head and the loss.
+    """
+
+    mlps: int
+    head: int
+
+
 @runtime_checkable
 class Method(Protocol):
     """A way to run the backward pass: all that the engine, a `Stack` and a wrapped model read of it.
@@ -58,6 +69,10 @@ class Method(Protocol):
         picks_windows: whether windows are picked after the forward, for which it needs the whole sequence.
         has_independent_layers: whether a layer's backward needs no other layer's, so that helpers can share
             it.
+        pieces: how many pieces of the sequence MLPs, head and loss exist for at a time, where the engine
+            does not run the method by chunks; None if they exist whole.
+        is_plain: whether a call runs the model's own forward, and autograd its backward.
+        checkpoints_layers: whether the plain backward of a `Stack` computes each layer's activations again.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -83,6 +98,18 @@ class Method(Protocol):
 
     @property
     def picks_windows(self) -> bool:
+        return False
+
+    @property
+    def pieces(self) -> Pieces | None:
+        return None
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.has_chunks and self.pieces is None
+
+    @property
+    def checkpoints_layers(self) -> bool:
         return False
 
     def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
@@ -153,6 +180,10 @@ class Backprop(Method):
 
         The forward keeps the chunk's tape or, with `checkpoint`, each layer's input."""
         return EngineSpec(seqlen, storage=Storage("inputs", tapes=0) if self.checkpoint else Storage())
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        return self.checkpoint
 
     @property
     def summary(self) -> str:
@@ -442,6 +473,10 @@ class MiniSequence(Method):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of pieces, 1 or more; got {value!r}")
 
+    @property
+    def pieces(self) -> Pieces | None:
+        return Pieces(self.mlp_chunks, self.head_chunks)
+
     def why_not_stack(self) -> str | None:
         return (
             "MiniSequence() is for models of transformers, by adjoint.wrap; a Stack takes Exact() or "
@@ -457,6 +492,21 @@ class MiniSequence(Method):
 METHODS: dict[str, type[Method]] = {
     method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)
 }
+
+
+def check_stack_method(method: object) -> None:
+    """Raise a ValueError if an object is no method, or none that runs a `Stack`."""
+    if not isinstance(method, Method):
+        raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
+    if why := method.why_not_stack():
+        raise ValueError(why)
+
+
+def check_wrapped_method(method: object) -> None:
+    """Raise a ValueError if an object is no method, or none that runs a model of transformers."""
+    why = method.why_not_wrapped() if isinstance(method, Method) else WRAPPED
+    if why:
+        raise ValueError(f"{why}; got {method!r}")
 
 
 def check_window(window: object, alternative: str = "") -> None:

@@ -40,7 +40,7 @@ from adjoint.layers.init import draw_seed, drawn_from
 from adjoint.layers.mixer import reach_of
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
-from adjoint.methods import Backprop, Method
+from adjoint.methods import Method, check_stack_method
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.fsdp import REPLICA, FSDPStackAccess, is_replica, reduce_at_once, units, uses_fsdp
 from adjoint.parallel.split_tensors import splits
@@ -362,17 +362,15 @@ class Stack(nn.Module):
             raise UserError(REPLICA)
         self._check(input_ids, labels)
         seq_idx = document_numbers(input_ids, seq_idx, cu_seqlens)
-        if method is not None and not isinstance(method, Method):
-            raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
-        if method is not None and (why := method.why_not_stack()):
-            raise ValueError(why)
+        if method is not None:
+            check_stack_method(method)
         if state is not None and len(state) != self.config.n_layer:
             raise ValueError(f"state must have {self.config.n_layer} entries, 1 per layer; got {len(state)}")
         states = self.initial_state(input_ids.shape[0]) if state is None else state
         batch = None
         if labels is not None:
             batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
-        output, plain = StackOutput(), method is None or isinstance(method, Backprop)
+        output, plain = StackOutput(), method is None or method.is_plain
         if labels is None and not plain and torch.is_grad_enabled():
             raise ValueError(f"{method} runs the backward of a loss: give labels, or leave method out")
         group = None
@@ -388,7 +386,7 @@ class Stack(nn.Module):
             weights = {} if split is None else summed_over_ranks(split, self)
             with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
                 y, final = self._hidden(
-                    input_ids, states, seq_idx, isinstance(method, Backprop) and method.checkpoint
+                    input_ids, states, seq_idx, method is not None and method.checkpoints_layers
                 )
                 if batch is not None:
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor

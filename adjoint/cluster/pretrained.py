@@ -16,14 +16,13 @@ from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage
 from adjoint.errors import UserError
-from adjoint.hf.chunking import check_method
 from adjoint.hf.model_parts import PassThrough, backbone_of
 from adjoint.hf.split import Pretrained, verify_description
 from adjoint.hf.transformers_api import loads_unchanged
 from adjoint.hf.trial_copy import duplicate_layers
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
-from adjoint.methods import Method
+from adjoint.methods import Method, check_wrapped_method
 from adjoint.plan.pretrained import outlined
 from adjoint.plan.stage_memory import Uncountable
 from adjoint.train.pretrained import KEY, configuration, damaged_weights
@@ -112,7 +111,7 @@ def described_by_files(directory: str, method: Method, trust_remote_code: bool =
     if not _has_all(stored, model, pretrained):
         return None
     try:
-        check_method(method)
+        check_wrapped_method(method)
         return dataclasses.replace(_read(stored, model, pretrained), slots=pretrained.slots)
     except ValueError as error:
         raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None

@@ -19,20 +19,8 @@ from adjoint.hf import check
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import TOKEN_TYPES
 from adjoint.hf.model_parts import backbone_of, original_class
-from adjoint.methods import WRAPPED, Method
 
 CPU_CHUNK_SIZE = 1024  # the default chunk size on a CPU, in tokens; see `adjoint.engine.chunk_size`
-
-
-def check_method(method: object) -> None:
-    """Check that a method works for transformers models.
-
-    Raises:
-        ValueError: it does not, or its chunk size or window is a single token.
-    """
-    why = method.why_not_wrapped() if isinstance(method, Method) else WRAPPED
-    if why:
-        raise ValueError(f"{why}; got {method!r}")
 
 
 def kept_features(model: nn.Module) -> int:

@@ -24,7 +24,7 @@ from adjoint.hf.loss_trial import refuse_unsummable_loss
 from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
 from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 from adjoint.hf.trial_gradients import example_inputs
-from adjoint.methods import MiniSequence
+from adjoint.methods import Pieces
 from adjoint.parallel.fsdp import uses_fsdp
 
 # Arguments of a causal LM that its backbone does not take; calls for extra outputs do not get here.
@@ -38,7 +38,7 @@ HEAD_ARGUMENTS = (
 )
 
 
-def total_loss(call: Call, method: MiniSequence, mlps: Sequence[str]) -> Tensor:
+def total_loss(call: Call, pieces: Pieces, mlps: Sequence[str]) -> Tensor:
     """Return the summed loss of a call with labels.
 
     Args:
@@ -50,9 +50,9 @@ def total_loss(call: Call, method: MiniSequence, mlps: Sequence[str]) -> Tensor:
     model, targets = call.model, call.targets
     refuse_unsummable_loss(call, padded=False)
     inputs = {k: v for k, v in call.arguments.items() if v is not None and k not in HEAD_ARGUMENTS}
-    with splitting(backbone_of(model), mlps, method.mlp_chunks):
+    with splitting(backbone_of(model), mlps, pieces.mlps):
         hidden = backbone_of(model)(**inputs, use_cache=False)[0]
-    return summed_loss(model, hidden, targets.to(hidden.device), slices=method.head_chunks)
+    return summed_loss(model, hidden, targets.to(hidden.device), slices=pieces.head)
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def _is_token_wise(module: nn.Module, x: Tensor) -> bool:
 
 
 def trial_loss(
-    method: MiniSequence, kind: CallKind, mlps: Sequence[str]
+    pieces: Pieces, kind: CallKind, mlps: Sequence[str]
 ) -> Callable[[PreTrainedModel, Tensor, Tensor], Tensor]:
     """Return the function that computes the loss of a causal LM by mini-sequences, for a trial.
 
@@ -164,6 +164,6 @@ def trial_loss(
     def compute_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
         call = Call(model, example_inputs(model, ids, labels, kind))
         names = {name for name, _ in backbone_of(model).named_modules()}
-        return total_loss(call, method, [name for name in mlps if name in names]) / call.divisor
+        return total_loss(call, pieces, [name for name in mlps if name in names]) / call.divisor
 
     return compute_loss

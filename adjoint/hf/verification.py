@@ -64,7 +64,6 @@ from adjoint.hf.trials import (
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.precision import full_float32
-from adjoint.methods import MiniSequence
 from adjoint.parallel.agreement import refuse_different_models
 from adjoint.parallel.fsdp import largest, precisions, reshard, tensor_parallel_groups, units, uses_fsdp
 from adjoint.parallel.kv import NotAttended
@@ -294,15 +293,15 @@ def verify_pieces(call: Call) -> Verification:
     _refuse_different_parts(model)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
-    method = verification.wrap_state.method
-    assert isinstance(method, MiniSequence)
+    method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces
+    assert pieces is not None
     check.refuse_other_losses(model, kind.routed)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
 
     def compare_gradients() -> float:
         by_whole, _ = gradient_functions(method, kind)
         mlps = verification.examine_once(mini_sequence.find_token_wise_mlps)
-        by_pieces = gradients_by_autograd(mini_sequence.trial_loss(method, kind, mlps))
+        by_pieces = gradients_by_autograd(mini_sequence.trial_loss(pieces, kind, mlps))
         return compare(model, by_whole, by_pieces, PIECES)
 
     verification.difference = verification.compute_once(("pieces", kind), compare_gradients)

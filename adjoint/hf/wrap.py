@@ -39,7 +39,7 @@ from adjoint.hf.carried_state import (
     state_of_cache,
     why_not_carried,
 )
-from adjoint.hf.chunking import check_method, move_edges_out_of_blocks, refuse_unknown_blocks
+from adjoint.hf.chunking import move_edges_out_of_blocks, refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
@@ -83,7 +83,7 @@ from adjoint.hf.verification import (
 from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
-from adjoint.methods import Backprop, Exact, Method, MiniSequence
+from adjoint.methods import Exact, Method, check_wrapped_method
 from adjoint.parallel.context import group_of, ranks_of
 from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 
@@ -139,7 +139,7 @@ def wrap(
             reason where it is known.
     """
     method = Exact() if method is None else method
-    check_method(method)
+    check_wrapped_method(method)
     group = None
     if sequence_group is not None:
         if not method.has_chunks:
@@ -268,17 +268,16 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
     with wrap_state.lock:
         if wrap_state.uses_original_forward or not call.has_labels:
             return call.run_original()
-        is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
-        is_backprop = not (wrap_state.method.has_chunks or is_mini_sequence)
+        method, has_pieces = wrap_state.method, wrap_state.method.pieces is not None
         is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
-        if is_backprop or is_extra or (is_mini_sequence and call.logits_index is not None):
-            if is_extra and not is_backprop:
+        if method.is_plain or is_extra or (has_pieces and call.logits_index is not None):
+            if is_extra and not method.is_plain:
                 _warn_not_chunked(call)
             with calling_original_forwards(self):
                 return call.run_original()
         check.refuse_transforms(self)
         call = _without_unread_count(call)
-        if is_mini_sequence:
+        if has_pieces:
             output = _loss_by_mini_sequence(call)
         elif call.extra_outputs:
             output = _loss_with_state(call)
@@ -341,11 +340,11 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.lock:
         is_required = self.training or torch.is_grad_enabled()
-        is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
-        if wrap_state.uses_original_forward or isinstance(wrap_state.method, Backprop) or call.is_chunk:
+        has_pieces = wrap_state.method.pieces is not None
+        if wrap_state.uses_original_forward or wrap_state.method.is_plain or call.is_chunk:
             return call.run_original()
-        if call.extra_outputs or (is_mini_sequence and not is_required):
-            if torch.is_grad_enabled() and not is_mini_sequence:
+        if call.extra_outputs or (has_pieces and not is_required):
+            if torch.is_grad_enabled() and not has_pieces:
                 _warn_not_chunked(call)
             return call.run_original()
         if not is_required and not call.has_documents:
@@ -354,7 +353,7 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
                 return call.run_original()
         else:
             check.refuse_transforms(self)
-            if is_mini_sequence:
+            if has_pieces:
                 return _hidden_by_mini_sequence(call)
             output = _hidden_by_chunks(_at_language_model(call))
         if not self.training and call.returns_cache_by_default and why_not_carried(self) is None:
@@ -657,14 +656,12 @@ def _backward_context(verification: Verification) -> ContextFactory:
 def _loss_by_mini_sequence(call: Call) -> LossOutput:
     """Compute the causal LM's loss by `MiniSequence`."""
     model, verification = call.model, verify_pieces(call)
-    method, mlps = verification.wrap_state.method, verification.examine_once(find_token_wise_mlps)
-    assert isinstance(method, MiniSequence)
-    description = (
-        f"MiniSequence: MLPs ({len(mlps)}) in {method.mlp_chunks} pieces, the head in {method.head_chunks}"
-    )
+    pieces, mlps = verification.wrap_state.method.pieces, verification.examine_once(find_token_wise_mlps)
+    assert pieces is not None
+    description = f"MiniSequence: MLPs ({len(mlps)}) in {pieces.mlps} pieces, the head in {pieces.head}"
     _announce(verification, lambda: description)
     with calling_original_forwards(model):
-        total = gathered_runner(model)(lambda: mini_sequence.total_loss(call, method, mlps))
+        total = gathered_runner(model)(lambda: mini_sequence.total_loss(call, pieces, mlps))
     _check_model_in_backward(total, verification)
     divisor = call.divisor
     divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor
@@ -676,9 +673,9 @@ def _hidden_by_mini_sequence(call: Call) -> ModelOutput:
     verification = verification_of(call.model)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
     refuse_documents_that_mix(verification, call)
-    method, mlps = verification.wrap_state.method, verification.examine_once(find_token_wise_mlps)
-    assert isinstance(method, MiniSequence)
-    with mini_sequence.splitting(call.model, mlps, method.mlp_chunks):
+    pieces, mlps = verification.wrap_state.method.pieces, verification.examine_once(find_token_wise_mlps)
+    assert pieces is not None
+    with mini_sequence.splitting(call.model, mlps, pieces.mlps):
         output = call.run_original(use_cache=False)
     _check_model_in_backward(output[0], verification)
     return output

@@ -11,7 +11,6 @@ from typing import Any
 
 from adjoint.errors import UserError
 from adjoint.memory import size_text
-from adjoint.methods import Exact
 from adjoint.plan.host_weights import in_host_memory
 from adjoint.plan.memory import PARTS, Setup, layer_bytes, needs
 from adjoint.plan.partition import named, partition
@@ -130,8 +129,8 @@ class Fit:
             remedies.append("--method.name exact")
         elif (size := self.fitting_chunk()) is not None:
             remedies.append(f"--method.chunk_size {size}")
-        is_exact = isinstance(setup.method, Exact)
-        if is_exact and not setup.spec.storage.offload and setup.machine.kind == "cuda":
+        has_offload = "keep" in {field.name for field in dataclasses.fields(setup.method)}
+        if has_offload and not setup.spec.storage.offload and setup.machine.kind == "cuda":
             # a budget is for keep="edges" alone
             without_budget = {} if setup.method.memory is None else {"memory": None}
             if self.with_method(keep="offload", **without_budget).spans():

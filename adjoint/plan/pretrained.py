@@ -21,14 +21,13 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.tile import MAX_PENDING_BYTES
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.chunking import check_method
 from adjoint.hf.kernels.replacements import rebound_functions
 from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.hf.transformers_api import expert_functions
 from adjoint.layers import StackConfig, State
-from adjoint.methods import Method
+from adjoint.methods import Method, check_wrapped_method
 from adjoint.plan.machine import Machine
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.roofline import StageWork
@@ -205,7 +204,7 @@ class PretrainedModel(Model):
             UserError: the method is not for transformers models.
         """
         try:
-            check_method(method)
+            check_wrapped_method(method)
         except ValueError as error:
             raise UserError(f"method.name: {error}") from None
         batch, seqlen = size

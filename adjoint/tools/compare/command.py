@@ -87,11 +87,11 @@ def _mark(request: Namespace, settings: dict[str, Any], host: Environment) -> st
 
 def _settings(request: Namespace, config: Config) -> dict[str, Any]:
     """Return the settings that all points share, as JSON types."""
-    from adjoint.hf.chunking import check_method
+    from adjoint.methods import check_wrapped_method
 
     method = config.method
     try:
-        check_method(method)
+        check_wrapped_method(method)
     except ValueError as error:
         raise UserError(f"--method {method.name}: {error}") from None
     device = pick_device(request.device)
