@@ -42,7 +42,7 @@ WRAPPED = "a wrapped model takes Exact(), Truncated(window), MiniSequence() or B
 
 
 class Pieces(NamedTuple):
-    """How many pieces of the sequence plain autograd goes through one after another, in parts of a model.
+    """Numbers of pieces of the sequence that plain autograd goes through one after another.
 
     Attributes:
         mlps: in the MLPs; head: in the head and the loss.

@@ -23,9 +23,8 @@ from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.host_weights import device_of, fetched, is_offloaded, recompute_of
+from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.module_tensors import ModuleTensors
-from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, grouped, uncompiled
 from adjoint.errors import UserError
@@ -41,17 +40,14 @@ from adjoint.layers.mixer import reach_of
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Method, check_stack_method
+from adjoint.parallel.access import REPLICA, access_kind, access_of, is_replica, refuse_sharded
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
-from adjoint.parallel.fsdp import REPLICA, FSDPStackAccess, is_replica, reduce_at_once, units, uses_fsdp
 from adjoint.parallel.split_tensors import splits
 from adjoint.parallel.tensor import (
-    SPLIT_AND_SHARDED,
     SplitEmbedding,
     SplitEmbeddingStage,
     TensorParallel,
-    TensorParallelAccess,
     reads_windows,
-    summed_over_ranks,
 )
 
 CHECKED_AT_ONCE = 1 << 16  # tokens of each row whose ids are checked at a time
@@ -158,8 +154,7 @@ class Stack(nn.Module):
         ranks = group_of(group, setting)
         if self.tensor_parallel is not None:
             raise UserError(f"{setting}: the stack is split already")
-        if units(self):
-            raise UserError(SPLIT_AND_SHARDED)
+        refuse_sharded(self)
         if ranks_of(ranks) == 1:
             return
         split, is_tied = TensorParallel(ranks), self.config.tie_embeddings
@@ -227,7 +222,8 @@ class Stack(nn.Module):
         """
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
         # weights that are not on the device yet cannot be cast there
-        casts_weights, recompute = not (uses_fsdp(self) or is_offloaded(self)), recompute_of(self, recompute)
+        access = access_of(self)
+        recompute = access.recompute(recompute)
         if self.is_first:
             table = self.embedding
             if isinstance(table, SplitEmbedding):
@@ -237,7 +233,7 @@ class Stack(nn.Module):
         for k in self.span:
             block: Any = self.layers[k]
             reach, grows = reach_of(self.config), block.mixer.grows
-            stages[1 + k] = Layer(block, reach, grows, recompute, casts_weights, whole_tokens)
+            stages[1 + k] = Layer(block, reach, grows, recompute, access.is_on_device, whole_tokens)
         if self.is_last:
             stages[-1] = Head(self, whole_tokens=whole_tokens)
         return stages
@@ -377,13 +373,11 @@ class Stack(nn.Module):
         if sequence_group is not None:
             self._check_shared(method, labels, return_logits)
             group = group_of(sequence_group)
-        if plain and torch.is_grad_enabled() and uses_fsdp(self):
-            reduce_at_once(self)
-        split = self.tensor_parallel
-        if split is not None and units(self):
-            raise UserError(SPLIT_AND_SHARDED)
         if plain or batch is None:
-            weights = {} if split is None else summed_over_ranks(split, self)
+            access = access_of(self)
+            if torch.is_grad_enabled():
+                access.begin_plain_call()
+            weights = access.plain_weights()
             with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
                 y, final = self._hidden(
                     input_ids, states, seq_idx, method is not None and method.checkpoints_layers
@@ -406,12 +400,17 @@ class Stack(nn.Module):
     def _by_chunks(
         self, batch: Batch, method: Method, states: bool, group: Any
     ) -> tuple[Tensor, list[State], list[int] | None]:
-        default = default_chunk_size(self, batch.ids, method.recompute, method.checkpoints)
+        default = self.default_chunk_size(batch.ids, method)
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
         results = self.steps(batch, method.engine_spec(batch.seqlen, default), group).loss(states)
         final = grouped(batch.states, [s for state in results.states for s in state])
         return results.loss, final[1:-1], results.windows
+
+    def default_chunk_size(self, input_ids: Tensor, method: Method) -> int:
+        """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
+        on_host = access_kind(self).copies_from_host
+        return default_chunk_size(self, input_ids, method.recompute, method.checkpoints, on_host)
 
     def steps(self, batch: Batch, spec: EngineSpec, group: Any = None) -> ChunkedStep:
         """Return the batch's forward and backward for the engine.
@@ -422,21 +421,14 @@ class Stack(nn.Module):
         """
         stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
         check_windows(self.config, spec)
-        if spec.backward.window is not None and is_offloaded(self):
-            raise UserError("offload_weights: windows read single weights of a layer; use Exact()")
         group = None if group is None or ranks_of(group) == 1 else group
-        access, distribution = self._access(group), distribution_of(group)
+        access, distribution = access_of(self, None, ModuleTensors(self).restored), distribution_of(group)
+        if group is not None and (why := access.why_not_shared(group)):
+            raise UserError(f"sequence_group: {why}")
+        access.rest()
         step = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
         access.verify(step)
         return step
-
-    def _access(self, group: dist.ProcessGroup | None) -> ParameterAccess:
-        if uses_fsdp(self):
-            return FSDPStackAccess(self, group)
-        restored = ModuleTensors(self).restored
-        if self.tensor_parallel is not None:
-            return TensorParallelAccess(self, self.tensor_parallel, restored)
-        return ParameterAccess(restored)
 
     def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:
         """Raise a UserError for a call that a sequence_group cannot share."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.engine.host_weights import is_offloaded
 from adjoint.layers import MIXERS, Mixer, StackConfig
 
 UNKNOWN_MEMORY = 40e9  # bytes taken for a GPU whose memory is not known
@@ -52,13 +51,18 @@ class Sizes:
 
 
 def default_chunk_size(
-    model: Any, input_ids: Tensor, recompute: str = "none", checkpoints: int | None = None
+    model: Any,
+    input_ids: Tensor,
+    recompute: str = "none",
+    checkpoints: int | None = None,
+    weights_on_host: bool = False,
 ) -> int:
     """Return `chunk_size_for` a `Stack`, or its part on a shard, on its device.
 
     Args:
         input_ids: (batch, seqlen). The caller's autocast counts.
         recompute, checkpoints: the method's (see `methods.Exact`).
+        weights_on_host: as in `Sizes`.
     """
     element, config, blocks = next(model.parameters()).element_size(), model.config, model.blocks()
     states = sum(state_numel(block.mixer) for block in blocks) * max(element, 4)
@@ -68,7 +72,7 @@ def default_chunk_size(
         kept_bytes(config, element, recompute),
         states * config.n_layer / max(len(blocks), 1),
         width=config.d_model,
-        weights_on_host=is_offloaded(model),
+        weights_on_host=weights_on_host,
     )
     batch, seqlen = input_ids.shape
     return chunk_size_on(input_ids.device, sizes, batch, seqlen, checkpoints)

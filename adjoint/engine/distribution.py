@@ -25,11 +25,15 @@ class Distribution:
 
     Attributes:
         worker: this worker's number in programs.
+        ranks: the number of workers that share each sequence.
+        shares_sequence: whether workers share it, be it with one rank, as in a trial of such a group.
         is_alone: whether no other worker runs tiles of the batch, so that a tile may reach any tensor
             (`leaves.UnlistedLeaves`).
     """
 
     worker = 0
+    ranks = 1
+    shares_sequence = False
     is_alone = True
 
     def begin(self, stages: Sequence[Stage | None], spec: EngineSpec, device: torch.device) -> None:
@@ -56,6 +60,10 @@ class Distribution:
     def owners(self, grid: Grid) -> Owners:
         """Return the owner of each tile."""
         return Owners((0,) * grid.stages)
+
+    def has_chunk(self, grid: Grid) -> bool:
+        """Whether this worker, and those at its place of other groups, have a chunk."""
+        return True
 
     def schedule(
         self, spec: EngineSpec, grid: Grid, *, forward: bool = True, backward: bool = True, tapes: int = 1

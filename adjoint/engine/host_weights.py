@@ -15,7 +15,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 from weakref import ref
 
 import torch
@@ -24,6 +24,10 @@ from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from adjoint.batch import Batch
+from adjoint.engine.distribution import Distribution
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.storage import allocate
 from adjoint.errors import UserError
 from adjoint.layers import Block
@@ -359,3 +363,23 @@ def _refuse_others(model: nn.Module) -> None:
             raise UserError(
                 f"offload_weights: {name} is quantized ({parameter.dtype}); leave such a model on its device"
             )
+
+
+class HostWeightsAccess(ParameterAccess):
+    """Weights in host memory (`offload_weights`), copied to the device while their layer runs."""
+
+    name: ClassVar[str] = "weights in host memory"
+    is_on_device: ClassVar[bool] = False
+    copies_from_host: ClassVar[bool] = True
+
+    @classmethod
+    def holds(cls, model: nn.Module) -> bool:
+        return is_offloaded(model)
+
+    def recompute(self, recompute: str) -> str:
+        return recompute_of(self.model, recompute)
+
+    def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
+        if spec.backward.window is not None:
+            raise UserError("offload_weights: windows read single weights of a layer; use Exact()")
+        return spec

@@ -1,12 +1,15 @@
-"""`ParameterAccess`: how stages get their weights, and how gradients are returned to them."""
+"""`ParameterAccess`: how stages get a model's weights, and how gradients are returned to them.
+
+`parallel.access` picks the kind that a model needs; no other file asks how its weights are held."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from adjoint.batch import Batch, State
 from adjoint.engine.custom_layers import verify_custom_layers
@@ -14,12 +17,14 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid
 from adjoint.engine.leaves import UnlistedLeaves
+from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.schedule import Action
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients
 
 ContextFactory = Callable[[], contextlib.AbstractContextManager[object]]
+T = TypeVar("T")
 
 
 class Runs(Protocol):
@@ -46,22 +51,107 @@ class Runs(Protocol):
 
 
 class ParameterAccess:
-    """Plain tensors, which are there whenever a tile runs. Other kinds derive from it.
+    """Plain tensors, which are there whenever a module or a tile runs. Other kinds derive from it.
 
-    Objects are made for one step.
+    An object is made for one call, and serves one step at most.
 
     Args:
+        model: the model whose weights are accessed; without one, only a step can be asked for.
+        root: the outermost module around it that holds weights, if that is another one.
         backward_context: makes the context in which the backward runs, which puts the model back as it was in
             the forward: a caller may have replaced its tensors for the forward alone.
 
     Attributes:
+        name: what users call this kind, in messages.
+        is_collective: whether processes must gather each weight at the same time, so that all run the same
+            trials and the same number of chunks.
+        runs_backward_in_forward: whether the backward of each chunk runs in the step's forward, before the
+            gradient of the loss is known.
+        is_on_device: whether all weights are on the device all the time, so that copies of them, cast for
+            autocast, can be too.
+        copies_from_host: whether a layer's weights are copied from host memory each time that it runs.
         frozen_may_change: whether somebody may write to frozen parameters between forward and backward.
     """
 
-    frozen_may_change = True
+    name: ClassVar[str] = "plain tensors"
+    is_collective: ClassVar[bool] = False
+    runs_backward_in_forward: ClassVar[bool] = False
+    is_on_device: ClassVar[bool] = True
+    copies_from_host: ClassVar[bool] = False
+    frozen_may_change: ClassVar[bool] = True
 
-    def __init__(self, backward_context: ContextFactory = contextlib.nullcontext) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        root: nn.Module | None = None,
+        backward_context: ContextFactory = contextlib.nullcontext,
+    ) -> None:
+        self.model = nn.Module() if model is None else model
+        self.root = self.model if root is None else root
         self.backward_context = backward_context
+
+    @classmethod
+    def holds(cls, model: nn.Module) -> bool:
+        """Whether a model's weights are held in this way."""
+        return True
+
+    # ---------------------------------------------------------------------------- for any code of the model
+
+    def rest(self) -> None:
+        """Put what holds weights between calls back in their place; gradients accumulate there."""
+
+    def trained_parameters(self) -> list[Tensor]:
+        """Return the parameters with requires_grad, to whose `.grad` gradients are added."""
+        self.rest()
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def precisions(self) -> set[torch.dtype]:
+        """Return the dtypes of floating-point weights while modules run."""
+        return {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+
+    def recompute(self, recompute: str) -> str:
+        """Return how much of a layer's tape is recomputed at least: see `methods.Exact`."""
+        return recompute
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, which may run the model's modules one by one."""
+        return call()
+
+    def begin_plain_call(self) -> None:
+        """Prepare for a forward and a backward of the model itself."""
+
+    def plain_weights(self) -> dict[Tensor, Tensor]:
+        """Return what stands in the place of parameters while a plain call runs."""
+        return {}
+
+    def can_copy(self) -> bool:
+        """Whether modules can be copied, for a trial."""
+        return True
+
+    def largest(self, *values: float) -> Sequence[float]:
+        """Return the maximum of each value over the processes that hold parts of the weights."""
+        return values
+
+    def loss_and_gradients(
+        self, parameters: Sequence[Tensor], compute_loss: Callable[[], Tensor]
+    ) -> tuple[float, dict[Tensor, Tensor]]:
+        """Return a loss of the model and the gradients of parameters by plain autograd.
+
+        No hook on their accumulation runs, and `.grad` stays as it was."""
+        leaves = {p: p.detach().requires_grad_() for p in parameters}
+        with ModuleTensors(self.model).replaced(leaves):
+            loss = compute_loss()
+        if not loss.requires_grad:
+            return float(loss.detach()), {}
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        by_parameter = {p: d for p, d in zip(parameters, gradients, strict=True) if d is not None}
+        return float(loss.detach()), by_parameter
+
+    def why_not_shared(self, group: object) -> str | None:
+        """Return why the ranks of a group cannot share a sequence of the model; None if they can."""
+        return None
+
+    # ------------------------------------------------------------------------------------------ for a step
 
     def arrange(
         self, stages: Sequence[Stage | None], states: Sequence[State]

@@ -17,7 +17,7 @@ from adjoint.hf.cache import why_no_recurrence
 from adjoint.hf.kernels import fla
 from adjoint.hf.model_parts import original_class, root_of
 from adjoint.hf.tensor_parallel import splits_tokens
-from adjoint.parallel.fsdp import REPLICA, is_replica, why_not
+from adjoint.parallel.access import REPLICA, is_replica, why_not
 
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
 STATE = "the cache that it is given"  # what a chunk continues from

@@ -21,7 +21,7 @@ from adjoint.engine.verification import Refused, alike, some_numbers
 from adjoint.hf import check
 from adjoint.hf.call import LABEL_INPUTS, Call
 from adjoint.hf.head import Output, custom_loss_function, head_output, summed_loss, vocab_size_of
-from adjoint.hf.model_parts import MODEL_ERRORS, gathered_runner, original_class
+from adjoint.hf.model_parts import MODEL_ERRORS, access_to, original_class
 from adjoint.hf.trial_copy import HALF_DTYPES, in_eval_mode
 from adjoint.loss import tokens_per_slice
 
@@ -107,7 +107,7 @@ def refuse_loss_of_own_forward(call: Call) -> None:
             except MODEL_ERRORS:
                 return
 
-    gathered_runner(model)(run)
+    access_to(model).run(run)
 
 
 def _of_function(call: Call, function: Callable[..., Tensor]) -> _Loss:
@@ -264,6 +264,6 @@ def refuse_z_loss(model: PreTrainedModel, padded: bool) -> None:
         )
     hidden = some_numbers(1, 4, weight.shape[1]).to(device, weight.dtype)
     inputs = {"labels": torch.full((1, 4), IGNORE_INDEX, device=device), "num_items_in_batch": 1}
-    output = gathered_runner(model)(lambda: head_output(model, Output(last_hidden_state=hidden), **inputs))
+    output = access_to(model).run(lambda: head_output(model, Output(last_hidden_state=hidden), **inputs))
     if not alike(output.loss, coefficient * output.logits.logsumexp(-1).square().mean()):
         check.refuse(model, f"{check.Z_LOSS} is on, and its loss is not the usual one; set it to 0")

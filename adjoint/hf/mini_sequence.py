@@ -25,7 +25,7 @@ from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_for
 from adjoint.hf.trial_copy import example_tokens, in_eval_mode
 from adjoint.hf.trial_gradients import example_inputs
 from adjoint.methods import Pieces
-from adjoint.parallel.fsdp import uses_fsdp
+from adjoint.parallel.access import access_kind
 
 # Arguments of a causal LM that its backbone does not take; calls for extra outputs do not get here.
 HEAD_ARGUMENTS = (
@@ -119,8 +119,8 @@ def find_token_wise_mlps(model: PreTrainedModel) -> list[str]:
         if not isinstance(x, Tensor) or not isinstance(output, Tensor):
             return
         if x.dim() == 3 and x.shape == output.shape:
-            if uses_fsdp(module):
-                check.refuse(backbone, f"MiniSequence: call fully_shard for {name}, not for parts of it")
+            if (kind := access_kind(module)).is_collective:
+                check.refuse(backbone, f"MiniSequence: call {kind.name} for {name}, not for parts of it")
             if _is_token_wise(module, x):
                 names.append(name)
 
@@ -129,7 +129,7 @@ def find_token_wise_mlps(model: PreTrainedModel) -> list[str]:
             for name, child in module.named_children():
                 if any(child.children()) and any(p.dim() > 1 for p in child.parameters()):
                     hook = functools.partial(note, f"{layer}.{name}")
-                    # Runs before FSDP's own hook, which frees the gathered parameters.
+                    # Before hooks that free gathered parameters.
                     stack.callback(child.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
         with torch.inference_mode(False), torch.no_grad(), in_eval_mode(backbone):
             backbone(input_ids=example_tokens(backbone)[0], use_cache=False)

@@ -6,25 +6,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.hf.transformers_api import GradientCheckpointingLayer
-from adjoint.parallel.fsdp import Gathering, uses_fsdp
+from adjoint.parallel.access import access_of
 
-T = TypeVar("T")
 MISSING = object()
 Forward = Callable[..., object]  # a module's forward: its arguments and result are the model's own
 # Errors that models' own code raises for inputs that it was not made for.
 MODEL_ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-
-
-class Runner(Protocol):
-    """A function that calls its argument and returns the result."""
-
-    def __call__(self, call: Callable[[], T], /) -> T: ...
 
 
 def original_class(model: nn.Module) -> type[PreTrainedModel]:
@@ -74,11 +67,9 @@ def calling_original_forwards(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def gathered_runner(model: nn.Module) -> Runner:
-    """Return a function that calls its argument, which may run the model's modules one by one.
-
-    For a model under fully_shard it does so inside the forward of the root, where weights are gathered."""
-    return Gathering(root_of(model)) if uses_fsdp(model) else lambda call: call()
+def access_to(model: nn.Module, backward_context: ContextFactory = contextlib.nullcontext) -> ParameterAccess:
+    """Return a new access to a model's weights, for one call."""
+    return access_of(model, root_of(model), backward_context)
 
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:

@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.host_weights import recompute_of
 from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
-from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
+from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
@@ -42,12 +41,11 @@ from adjoint.hf.language_inputs import (
 from adjoint.hf.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.hf.model_parts import (
     Forward,
+    access_to,
     backbone_of,
-    gathered_runner,
     layers_of,
     original_class,
     replaced_forwards,
-    root_of,
 )
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
@@ -56,7 +54,6 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
-from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
 
 
 class CallContext(NamedTuple):
@@ -127,10 +124,11 @@ class Backbone(Stage):
         self.multiplier = multiplier
         self._grows = tuple(slot.grows for slot in self.slots)
         self.chunk_context: ContextFactory = ChunkContext(model)
-        self.trained_parameters, self.sharded = trained_parameters(model), uses_fsdp(model)
+        access = access_to(model)
+        self.trained_parameters = access.trained_parameters()
         self.tensors = ModuleTensors(model)
         self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
-        self.randomness, self.recompute = ChunkRandomness(model), recompute_of(model, recompute)
+        self.randomness, self.recompute = ChunkRandomness(model), access.recompute(recompute)
         self.layers = [] if self.recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches = fetches
         self.router = router
@@ -450,17 +448,16 @@ def make_step(
     Raises:
         Refused: the ranks of a group cannot share the model's sequences.
     """
-    model, sharded = stages[0].model, stages[0].sharded
+    model, access = stages[0].model, access_to(stages[0].model, backward_context)
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
     sums = [stages[0].router] if isinstance(stages[0].router, RouterLoss) else []
     if group is not None:
-        if sharded and (why := why_not_shared(model, group)):
+        if why := access.why_not_shared(group):
             check.refuse(model, f"sequence_group: {why}")
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
-    access = FSDPAccess(root_of(model)) if sharded else ParameterAccess(backward_context)
     return ChunkedStep(stages, batch, spec, width, sums, distribution_of(group), access)
 
 
@@ -471,5 +468,5 @@ def find_slots(model: PreTrainedModel, input_ids: Tensor) -> list[Slot]:
     stage, cache, ids = Backbone(model, []), make_chunk_cache(model.config), input_ids[:1, :1].expand(1, 2)
     untrained = UntrainedTensors(model.named_modules(), frozen=False)
     with stage.chunk_context(), stage.randomness.undone(), untrained.restored():
-        gathered_runner(model)(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
+        access_to(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
     return cache.find_slots()

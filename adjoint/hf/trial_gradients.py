@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.grid import EngineSpec, Storage
-from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.verification import TOKENS, WeightedSum, recorded_outputs
 from adjoint.hf.call import Call, CallKind
@@ -23,18 +22,16 @@ from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.language_inputs import EMBEDS, POSITIONS, example_positions, feeding, outer_inputs
 from adjoint.hf.model_parts import (
+    access_to,
     backbone_of,
     calling_original_forwards,
-    gathered_runner,
     layers_of,
-    root_of,
 )
 from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, find_slots, make_step
 from adjoint.hf.trial_copy import SHORT_WINDOW, TRIAL_CHUNK_SIZE
 from adjoint.methods import Method
 from adjoint.parallel.context import SINGLE_RANK
-from adjoint.parallel.fsdp import loss_and_gradients, trained_parameters, uses_fsdp
 
 TRIAL_SPEC = EngineSpec(TRIAL_CHUNK_SIZE, least=2)
 PADDED_TOKENS = 2  # of padding at the right, if the call has labels
@@ -67,10 +64,8 @@ def gradients_by_autograd(
 ) -> GradientFunction:
     """Return a function that computes a loss (model, ids, labels) → () and its gradients by plain autograd.
 
-    Scans run in PyTorch. Leaves stand in the parameters' places, so that no hooks of the user run. The
-    gradients of a model under fully_shard are reduced in a backward of its own parameters. The user's
-    gradient checkpointing is off, as it is in chunks: reentrant checkpoints give no gradients to leaves
-    that are asked for.
+    Scans run in PyTorch. No hooks of the user on parameters run. The user's gradient checkpointing is off, as
+    it is in chunks: reentrant checkpoints give no gradients to leaves that are asked for.
 
     Args:
         padded: whether hidden states of padding are not those of chunks, which do without a mask.
@@ -83,25 +78,13 @@ def gradients_by_autograd(
     def run(
         model: PreTrainedModel, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]
     ) -> LossAndGradients:
+        access = access_to(model)
         with calling_original_forwards(model), pytorch_references(model), WithoutCheckpointing(model)():
-            if uses_fsdp(model):
-                with recorded(model) as hidden:
-                    value, by_parameter = loss_and_gradients(
-                        root_of(model),
-                        trained_parameters(model),
-                        lambda: gathered_runner(model)(lambda: loss(model, ids, labels)),
-                    )
-                return LossAndGradients(
-                    value, [by_parameter.get(p) for p in followed], of_real_tokens(hidden)
+            with recorded(model) as hidden:
+                value, by_parameter = access.loss_and_gradients(
+                    followed, lambda: access.run(lambda: loss(model, ids, labels))
                 )
-            leaves = [p.detach().requires_grad_() for p in followed]
-            leaf_of = dict(zip(followed, leaves, strict=True))
-            with ModuleTensors(model).replaced(leaf_of), recorded(model) as hidden:
-                loss_value = loss(model, ids, labels)
-            gradients: Sequence[Tensor | None] = [None] * len(leaves)
-            if loss_value.requires_grad:
-                gradients = torch.autograd.grad(loss_value, leaves, allow_unused=True)
-            return LossAndGradients(float(loss_value.detach()), gradients, of_real_tokens(hidden))
+            return LossAndGradients(value, [by_parameter.get(p) for p in followed], of_real_tokens(hidden))
 
     return run
 
@@ -208,7 +191,7 @@ def example_inputs(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: Ca
     inputs: dict[str, Any] = dict.fromkeys(kind.token_inputs, types)
     if kind.embedded:
         with torch.no_grad():
-            inputs["inputs_embeds"] = gathered_runner(model)(lambda: model.get_input_embeddings()(ids))
+            inputs["inputs_embeds"] = access_to(model).run(lambda: model.get_input_embeddings()(ids))
     else:
         inputs["input_ids"] = ids
     if kind.position_components:

@@ -19,9 +19,9 @@ from adjoint.hf.kernels import fla
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
+    access_to,
     backbone_of,
     calling_original_forwards,
-    gathered_runner,
     original_class,
 )
 from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
@@ -140,8 +140,8 @@ def _hides_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -
     accepted = {n: v.to(ids.device) if isinstance(v, Tensor) else v for n, v in accepted.items()}
     forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
     with calling_original_forwards(model):
-        hidden = gathered_runner(model)(lambda: forward(input_ids=ids, **accepted))[0]
-        later = gathered_runner(model)(lambda: forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:]))[0]
+        hidden = access_to(model).run(lambda: forward(input_ids=ids, **accepted))[0]
+        later = access_to(model).run(lambda: forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:]))[0]
         return alike(hidden[:, TRIAL_CHUNK_SIZE:], later)
 
 
@@ -166,9 +166,9 @@ def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
     forward = functools.partial(original_class(model).forward, model, **inputs)
     with calling_original_forwards(model), in_eval_mode(model), pytorch_references(model):
         # in eval mode, as dropout would make any two outputs differ
-        expected = gathered_runner(model)(forward)[0]
+        expected = access_to(model).run(forward)[0]
         try:
-            output = gathered_runner(model)(lambda: forward(**{name: nan_input}))[0]
+            output = access_to(model).run(lambda: forward(**{name: nan_input}))[0]
         except MODEL_ERRORS:
             return False
     return torch.equal(output, expected)

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
 from adjoint.engine.chunk_size import Sizes
-from adjoint.engine.host_weights import device_of, is_offloaded
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.module_tensors import UntrainedTensors
+from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
@@ -34,11 +35,10 @@ from adjoint.hf.chunking import kept_features, sizes_of
 from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
+    access_to,
     backbone_of,
     calling_original_forwards,
-    gathered_runner,
     original_class,
-    root_of,
 )
 from adjoint.hf.quantized import rounding_of_activations, rounds_by_chunk
 from adjoint.hf.randomness import ChunkRandomness
@@ -64,8 +64,8 @@ from adjoint.hf.trials import (
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.precision import full_float32
+from adjoint.parallel.access import access_kind, tensor_parallel_groups
 from adjoint.parallel.agreement import refuse_different_models
-from adjoint.parallel.fsdp import largest, precisions, reshard, tensor_parallel_groups, units, uses_fsdp
 from adjoint.parallel.kv import NotAttended
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class Verification:
 
     Attributes:
         wrap_state: of the model.
-        sharded: whether it is under `fully_shard`.
+        access_kind: how the weights are held.
         precision: autocast's dtype, or None, and the device's type.
         fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
         results: results of `compute_once`, by key.
@@ -112,11 +112,11 @@ class Verification:
         model: PreTrainedModel,
         snapshot: Snapshot,
         precision: tuple[torch.dtype | None, str],
-        sharded: bool,
+        access_kind: type[ParameterAccess],
     ) -> None:
         self.model_ref, self.snapshot = weakref.ref(model), snapshot
         self.wrap_state = wrap_state_or_original(model)
-        self.precision, self.sharded, self.fetches = precision, sharded, False
+        self.precision, self.access_kind, self.fetches = precision, access_kind, False
         self.results: dict[Hashable, Any] = {}
         self.difference = 0.0
 
@@ -144,7 +144,7 @@ class Verification:
 
         def run_original() -> T:
             with calling_original_forwards(self.model):
-                return gathered_runner(self.model)(lambda: find(self.model))
+                return access_to(self.model).run(lambda: find(self.model))
 
         return self.compute_once(find, run_original)
 
@@ -176,19 +176,19 @@ class Verification:
         element = min(first.element_size(), (self.precision[0] or first.dtype).itemsize)
         features = self.compute_once("features", kept_features, self.model)
         width = getattr(backbone_of(self.model).config.get_text_config(), "hidden_size", Sizes.width)
-        return sizes_of(features, self.slots, element, width, is_offloaded(self.model))
+        return sizes_of(features, self.slots, element, width, self.access_kind.copies_from_host)
 
 
 def verification_of(model: PreTrainedModel) -> Verification:
     """Return the verification of a model as it is now, a new and empty one if its state is new."""
     wrap_state, snapshot, device = wrap_state_or_original(model), Snapshot(model), device_of(model).type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
-    sharded, previous = (
-        uses_fsdp(model),
-        [verification for verification in wrap_state.verifications if verification.model_ref() is model],
-    )
+    kind = access_kind(model)
+    previous = [
+        verification for verification in wrap_state.verifications if verification.model_ref() is model
+    ]
     for verification in previous:
-        is_same_setting = (verification.precision, verification.sharded) == (precision, sharded)
+        is_same_setting = (verification.precision, verification.access_kind) == (precision, kind)
         if is_same_setting and not verification.snapshot.difference(snapshot):
             return verification
     if previous and len(wrap_state.verifications) == MAX_VERIFICATIONS:
@@ -198,7 +198,7 @@ def verification_of(model: PreTrainedModel) -> Verification:
             stacklevel=5,
         )
     wrap_state.verifications = [
-        Verification(model, snapshot, precision, sharded),
+        Verification(model, snapshot, precision, kind),
         *wrap_state.verifications[: MAX_VERIFICATIONS - 1],
     ]
     return wrap_state.verifications[0]
@@ -216,7 +216,8 @@ def verify(call: Call) -> Verification:
     """
     model, kind = call.model, call.kind
     check.refuse_unreadable_weights(model)
-    reshard(model)
+    access = access_to(model)
+    access.rest()
     _refuse_different_parts(model)
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
@@ -224,10 +225,8 @@ def verify(call: Call) -> Verification:
     refuse_unknown_inputs(verification, call)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
-    # The processes of a model under FSDP must run the same trials: each runs what any of them needs.
-    needs = [kind.padded, call.reads_padding, call.is_padded_left, call.is_packed]
-    if verification.sharded:
-        needs = list(map(bool, largest(model, *needs)))
+    # Processes that gather weights together must run the same trials: each runs what any of them needs.
+    needs = map(bool, access.largest(kind.padded, call.reads_padding, call.is_padded_left, call.is_packed))
     padded, reads_padding, is_padded_left, is_packed = needs
     kind = kind._replace(padded=padded, shared=verification.wrap_state.group is not None)
 
@@ -336,9 +335,8 @@ def refuse_documents_that_mix(verification: Verification, call: Call) -> None:
     Raises:
         Refused: it does not, for the form in which they are described.
     """
-    has_numbers = bool(call.document_arguments)
-    has_numbers = bool(largest(call.model, has_numbers)[0]) if verification.sharded else has_numbers
-    if has_numbers:  # known to all processes of a model under FSDP
+    (has_numbers,) = access_to(call.model).largest(bool(call.document_arguments))
+    if has_numbers:  # in any process that holds a part of the weights
         names = call.document_arguments or ("seq_idx",)
         with in_eval_mode(call.model):
             verification.compute_once(names, refuse_if_documents_mix, call.model, names)
@@ -391,14 +389,14 @@ def compare(
             named_parameters=model.named_parameters,
             explain=lambda: explain(model),
             run_whole=run_whole if limit == COARSE or eps else None,
-            largest_over_ranks=_largest_over_ranks(model),
+            largest_over_ranks=access_to(model).largest,
         )
         return harness.verify(trial, reference)
 
-    reshard(model)
+    access = access_to(model)
+    access.rest()
     with _without_side_effects(model), full_float32():
-        # Modules under FSDP cannot be copied.
-        copied = None if units(model) else make_trial_copy(model)
+        copied = make_trial_copy(model) if access.can_copy() else None
         no_copy_reason = "no copy of it fits or can be made"
         if copied is not None:
             try:
@@ -409,7 +407,7 @@ def compare(
         if copied is None:
             with in_eval_mode(model):
                 reference, _ = _results(model, by_whole)  # an error in here is the model's own
-                if not units(model):
+                if access.can_copy():
                     _warn(model, f"in its own precision, windows as they are ({no_copy_reason})")
                 return verify_chunks(model, reference)
         with _no_autocast(copied):
@@ -433,9 +431,7 @@ def compare(
 
 
 def _tolerance_of(model: PreTrainedModel) -> float:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if uses_fsdp(model):
-        dtypes |= precisions(root_of(model))
+    dtypes = access_to(model).precisions()
     if (name := rounds_by_chunk(model)) is None:
         return max(GRADIENT_RTOL, tolerance(dtypes, device_of(model)))
     warnings.warn(
@@ -445,11 +441,6 @@ def _tolerance_of(model: PreTrainedModel) -> float:
         stacklevel=2,
     )
     return COARSE
-
-
-def _largest_over_ranks(model: PreTrainedModel) -> Callable[..., Sequence[float]]:
-    """Return `Trial.largest_over_ranks`: processes of a model under FSDP have shards of the gradients."""
-    return (lambda *values: largest(model, *values)) if uses_fsdp(model) else lambda *values: values
 
 
 def _warn(model: PreTrainedModel, conditions: str) -> None:
@@ -511,7 +502,7 @@ def _results(
 def _explain_loss(model: PreTrainedModel) -> str | None:
     """Say whether the loss is why gradients differ although hidden states do not, or None if unknown."""
     ids, labels = example_tokens(model)
-    if uses_fsdp(model) or backbone_of(model) is model:
+    if access_kind(model).is_collective or backbone_of(model) is model:
         return None
     try:
         with torch.no_grad(), in_eval_mode(model), calling_original_forwards(model):

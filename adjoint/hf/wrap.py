@@ -46,14 +46,13 @@ from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
+    access_to,
     backbone_of,
     base_of,
     calling_original_forwards,
-    gathered_runner,
     is_bare_backbone,
     layers_of,
     original_class,
-    root_of,
 )
 from adjoint.hf.outputs import (
     LOGITS,
@@ -84,8 +83,8 @@ from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 from adjoint.methods import Exact, Method, check_wrapped_method
+from adjoint.parallel.access import access_kind
 from adjoint.parallel.context import group_of, ranks_of
-from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -324,7 +323,7 @@ def _deferred_logits(call: Call) -> Callable[[], Tensor]:
         weight = model.get_output_embeddings().weight
         token = torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=call.ids.device)
         with torch.no_grad(), ChunkRandomness(model).undone():
-            logits = gathered_runner(model)(lambda: logits_by_slices(model, token))
+            logits = access_to(model).run(lambda: logits_by_slices(model, token))
         return DeferredLogits(compute, (*call.ids.shape, logits.shape[-1]), logits.dtype, logits.device)
 
     return make
@@ -369,7 +368,7 @@ def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | N
     tokens = next((call.arguments[n] for n in ("input_ids", "inputs_embeds") if call.has(n)), None)
     limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
     is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
-    if not is_long or wrap_state.group is not None or uses_fsdp(call.model):
+    if not is_long or wrap_state.group is not None or access_kind(call.model).is_collective:
         return None
     refused = verification_of(call.model).results
     key = "refused without gradients", *sorted(name for name in call.arguments if call.has(name))
@@ -410,8 +409,8 @@ def _at_language_model(call: Call) -> Call:
     """
     if modalities := call.modalities:
         names = ", ".join(modalities)
-        if uses_fsdp(call.model):
-            check.refuse(call.model, f"{names}: under fully_shard it takes text alone")
+        if (kind := access_kind(call.model)).is_collective:
+            check.refuse(call.model, f"{names}: under {kind.name} it takes text alone")
         if wrap_state_or_original(call.model).group is not None:
             check.refuse(call.model, f"sequence_group: {names} are of the whole sequence in one process")
         call = call.at_language_model()
@@ -423,7 +422,7 @@ def _at_language_model(call: Call) -> Call:
 def _warn_not_chunked(call: Call) -> None:
     """Warn that a call asks for an output that only the original forward has."""
     warnings.warn(f"{call.extra_outputs[0]}: this call is backpropagated as if not wrapped", stacklevel=4)
-    reduce_at_once(root_of(call.model))
+    access_to(call.model).begin_plain_call()
 
 
 def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, EngineSpec]:
@@ -440,7 +439,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     regular = method.model_spec(batch.seqlen, size, starts)
     spec = move_edges_out_of_blocks(model, regular, batch)
     drops = regular.backward.drop_every is not None
-    if spec is not regular and (drops or verification.sharded or group is not None):
+    if spec is not regular and (drops or verification.access_kind.is_collective or group is not None):
         check.refuse(
             model,
             "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in one "
@@ -455,7 +454,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
 def _carries_state(call: Call, wrap_state: WrapState) -> bool:
     """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
     the usual kind."""
-    is_alone = wrap_state.group is None and not uses_fsdp(call.model)
+    is_alone = wrap_state.group is None and not access_kind(call.model).runs_backward_in_forward
     return (
         call.carries_state
         and wrap_state.method.has_chunks
@@ -520,7 +519,7 @@ def _loss_by_chunks(
     if hidden_states is not None and hidden_states.hidden is not None:
         rows, width = len(call.ids), hidden_states.hidden.shape[-1]
         hidden = hidden_states.hidden.reshape(rows, -1, width)[:, call.logits_index]
-        logits = gathered_runner(model)(lambda: logits_by_slices(model, hidden))
+        logits = access_to(model).run(lambda: logits_by_slices(model, hidden))
     if not isinstance(stage.router, RouterLoss):
         return LossOutput(loss=result.loss, logits=logits, **{CACHE_FIELD: cache})
     router_loss = stage.router.loss(result.sums[0])
@@ -549,11 +548,12 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
             "sequence_group: no rank has the hidden states of the whole sequence: give labels to the causal "
             "LM, whose loss is shared",
         )
-    if uses_fsdp(model) and torch.is_grad_enabled():
+    kind = access_kind(model)
+    if kind.runs_backward_in_forward and torch.is_grad_enabled():
         check.refuse(
             model,
-            "under fully_shard a chunk's backward runs inside the forward, before a loss of hidden states is "
-            "known: give labels to the causal LM",
+            f"under {kind.name} a chunk's backward runs inside the forward, before a loss of hidden states "
+            "is known: give labels to the causal LM",
         )
     verification = verify(call)
     batch, spec = _cut_into_chunks(call, verification)
@@ -635,7 +635,7 @@ def _describe_kernels(model: nn.Module) -> str:
 
 def _backward_context(verification: Verification) -> ContextFactory:
     """Return a context for the backward: the model as it is now, locked against other threads."""
-    if not torch.is_grad_enabled() or verification.sharded:  # under FSDP chunks run back inside the forward
+    if not torch.is_grad_enabled() or verification.access_kind.runs_backward_in_forward:
         return contextlib.nullcontext
     lock, forward_state = (
         verification.wrap_state.lock,
@@ -661,7 +661,7 @@ def _loss_by_mini_sequence(call: Call) -> LossOutput:
     description = f"MiniSequence: MLPs ({len(mlps)}) in {pieces.mlps} pieces, the head in {pieces.head}"
     _announce(verification, lambda: description)
     with calling_original_forwards(model):
-        total = gathered_runner(model)(lambda: mini_sequence.total_loss(call, pieces, mlps))
+        total = access_to(model).run(lambda: mini_sequence.total_loss(call, pieces, mlps))
     _check_model_in_backward(total, verification)
     divisor = call.divisor
     divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor

@@ -385,10 +385,10 @@ class SequenceGroup(Distribution):
         group: a process group (`group_of`), or `SINGLE_RANK`.
 
     Attributes:
-        ranks: the number of processes.
         transport: to the other ranks; set by `begin`.
     """
 
+    shares_sequence = True
     is_alone = False
 
     def __init__(self, group: dist.ProcessGroup | SingleRank) -> None:
@@ -434,7 +434,6 @@ class SequenceGroup(Distribution):
         return Owners((0,) * grid.stages, self.ranks).in_rounds(grid)
 
     def has_chunk(self, grid: Grid) -> bool:
-        """Whether this rank, and those at its place of other groups, have a chunk."""
         owners = self.owners(grid)
         return any(owners(0, c) == self.worker for c in range(grid.chunks))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -28,7 +27,7 @@ from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, mesh_device
 from adjoint.engine.leaves import UnlistedLeaves, leaves_of, suspend_hooks
-from adjoint.engine.parameter_access import ParameterAccess, Runs
+from adjoint.engine.parameter_access import ContextFactory, ParameterAccess, Runs
 from adjoint.engine.schedule import Run
 from adjoint.engine.stage import Layer, Stage
 from adjoint.engine.step import ChunkedStep
@@ -47,19 +46,14 @@ from adjoint.engine.verification import (
 from adjoint.errors import UserError
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
-from adjoint.parallel.context import SINGLE_RANK, SequenceGroup, SingleRank, distribution_of
+from adjoint.parallel.context import SINGLE_RANK, distribution_of
 from adjoint.parallel.handoff import StateHandoff
+from adjoint.parallel.split_tensors import dtensors, imported_class
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 T = TypeVar("T")
-TENSOR_PARALLEL_NAMES = ("tp", "ep", "tensor", "expert")  # beginnings of names of a mesh's dimensions
-REPLICA = (
-    "nn.DataParallel calls replicas without parameters, in which chunks leave no gradients: start a process "
-    "for each GPU (torchrun --nproc-per-node N train.py), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
-)
-OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or use DistributedDataParallel"
 UNDER_FSDP = (
     "layers under fully_shard gather their weights in all processes of its mesh at once, and ranks of a "
     "group run chunks of their own: give fully_shard a mesh with one rank of each group, such as "
@@ -67,20 +61,10 @@ UNDER_FSDP = (
 )
 
 
-def _class(module: str, name: str) -> Any:
-    """Return a class of a module; () if the module has not been imported: then nothing is an instance."""
-    return getattr(sys.modules.get(module), name, ())
-
-
 def units(model: nn.Module) -> list[Any]:
     """Return the modules of a model for which `fully_shard` was called."""
-    kind = _class("torch.distributed.fsdp", "FSDPModule")
+    kind = imported_class("torch.distributed.fsdp", "FSDPModule")
     return [module for module in model.modules() if isinstance(module, kind)] if kind else []
-
-
-def _dtensors(model: nn.Module) -> list[Any]:
-    kind = _class("torch.distributed.tensor", "DTensor")
-    return [p for p in model.parameters() if isinstance(p, kind)]
 
 
 def uses_fsdp(model: nn.Module) -> bool:
@@ -90,17 +74,6 @@ def uses_fsdp(model: nn.Module) -> bool:
     return any(unit is not model for unit in units(model))
 
 
-def tensor_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the groups over whose ranks DTensors split a model's weights, other than FSDP's."""
-    groups = []
-    for mesh in dict.fromkeys(p.device_mesh for p in _dtensors(model)):
-        names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        for dim, name in enumerate(names):
-            if name.startswith(TENSOR_PARALLEL_NAMES) or not units(model):
-                groups.append(mesh.get_group(dim))
-    return groups
-
-
 def reshard(model: nn.Module) -> None:
     """Put a sharded model's shards back in place of gathered parameters: gradients accumulate in the shards.
 
@@ -108,44 +81,6 @@ def reshard(model: nn.Module) -> None:
     forward."""
     if uses_fsdp(model):
         model.state_dict(keep_vars=True)
-
-
-def trained_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the parameters with requires_grad; in a sharded model, their shards."""
-    reshard(model)
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def is_replica(model: nn.Module) -> bool:
-    """Whether `nn.DataParallel` made the model for one call."""
-    return vars(model).get("_is_replica", False)
-
-
-def why_not(model: nn.Module, root: nn.Module) -> str | None:
-    """Return why a model that is distributed over processes cannot be run by chunks; None if it can.
-
-    Args:
-        root: as in `Gathering`.
-    """
-    if any(hasattr(p, "ds_id") for p in model.parameters()):
-        return f"DeepSpeed ZeRO-3 holds parameters where chunks do not find them; {OTHERS}, or use ZeRO-2"
-    enclosing_units, dtensors = [*units(model), *units(root)[:1]], _dtensors(model)
-    if not enclosing_units and any(vars(module).get("_is_fsdp_managed_module") for module in model.modules()):
-        return f"FullyShardedDataParallel (FSDP1), or fully_shard of a module around it, shards it; {OTHERS}"
-    unit_parameters = {p for unit in enclosing_units for p in unit.parameters()}
-    if enclosing_units and any(p not in unit_parameters for p in dtensors):
-        return "fully_shard was called for a module around it: give that one to adjoint.wrap"
-    return None
-
-
-def why_not_shared(model: nn.Module, group: dist.ProcessGroup | SingleRank) -> str | None:
-    """Return why the ranks of a group cannot share a sequence of a sharded model; None if they can.
-
-    A layer's weights are gathered by all processes that have a shard of it at the same time, so these must
-    run the same chunks: they must be ranks of different groups."""
-    members = set() if isinstance(group, SingleRank) else set(dist.get_process_group_ranks(group))
-    meshes = (set(p.device_mesh.mesh.flatten().tolist()) for p in _dtensors(model))
-    return UNDER_FSDP if any(len(members & mesh) > 1 for mesh in meshes) else None
 
 
 _gathered: WeakKeyDictionary[nn.Module, set[Tensor]] = WeakKeyDictionary()
@@ -178,24 +113,9 @@ def backpropagate(root: nn.Module, loss: Tensor) -> None:
         loss.backward(retain_graph=bool(others))  # for the call that follows
 
 
-def loss_and_gradients(
-    root: nn.Module, parameters: Sequence[Tensor], compute_loss: Callable[[], Tensor]
-) -> tuple[float, dict[Tensor, Tensor]]:
-    """Return a loss of a sharded model and the gradients that its backward gives the parameters."""
-    losses: list[Tensor] = []
-
-    def run() -> None:
-        losses.append(compute_loss())
-        if losses[0].requires_grad:
-            backpropagate(root, losses[0])
-
-    by_parameter = gradients(root, parameters, run)
-    return float(losses[0].detach()), by_parameter
-
-
 def largest(model: nn.Module, *values: float) -> list[float]:
     """Return the maximum of each value over the processes that share the model."""
-    mesh = _dtensors(model)[0].device_mesh
+    mesh = dtensors(model)[0].device_mesh
     maxima = torch.tensor(values, dtype=torch.float64, device=mesh_device(mesh))
     for dim in range(mesh.ndim):
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -448,28 +368,105 @@ class FSDPAccess(ParameterAccess):
 
     The step's forward computes the gradients; its backward multiplies them by the loss's factor. In a group
     that shares the sequence, FSDP reduces gradients among processes that run the same chunks; once all have
-    run, they are summed over the group.
-
-    Args:
-        root: as in `Gathering`.
+    run, they are summed over the group. The layers of a `Stack` run as one stage: to FSDP, a chunk is a
+    forward of the stack.
     """
 
+    name: ClassVar[str] = "fully_shard"
+    is_collective: ClassVar[bool] = True
+    runs_backward_in_forward: ClassVar[bool] = True
+    is_on_device: ClassVar[bool] = False  # a weight is there while its layer runs
+    frozen_may_change: ClassVar[bool] = False  # FSDP writes to them, and nobody else can before the backward
     stage: ShardedModelStage
-    frozen_may_change = False  # FSDP writes to them, and nobody else can before the backward
+    layers: Sequence[Layer]
 
-    def __init__(self, root: nn.Module) -> None:
-        super().__init__()
-        self.root = root
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        root: nn.Module | None = None,
+        backward_context: ContextFactory = contextlib.nullcontext,
+    ) -> None:
+        super().__init__(model, root)  # chunks run back inside the forward: nothing has changed since
         self.gradients_of_forward: dict[Tensor, Tensor] | None = None
         self.d_initial: list[Tensor | None] = []
+
+    @classmethod
+    def holds(cls, model: nn.Module) -> bool:
+        return uses_fsdp(model)
+
+    def rest(self) -> None:
+        reshard(self.model)
+
+    def precisions(self) -> set[torch.dtype]:
+        return super().precisions() | precisions(self.root)
+
+    def run(self, call: Callable[[], T]) -> T:
+        return Gathering(self.root)(call)
+
+    def begin_plain_call(self) -> None:
+        reduce_at_once(self.root)
+
+    def can_copy(self) -> bool:
+        return False
+
+    def largest(self, *values: float) -> list[float]:
+        return largest(self.model, *values)
+
+    def loss_and_gradients(
+        self, parameters: Sequence[Tensor], compute_loss: Callable[[], Tensor]
+    ) -> tuple[float, dict[Tensor, Tensor]]:
+        """Return a loss and gradients, reduced in a backward of the model's own parameters."""
+        losses: list[Tensor] = []
+
+        def run() -> None:
+            losses.append(compute_loss())
+            if losses[0].requires_grad:
+                backpropagate(self.root, losses[0])
+
+        by_parameter = gradients(self.root, self.trained_parameters(), run)
+        return float(losses[0].detach()), by_parameter
+
+    def why_not_shared(self, group: object) -> str | None:
+        """Return why the ranks of a group cannot share a sequence of a sharded model; None if they can.
+
+        A layer's weights are gathered by all processes that have a shard of it at the same time, so these
+        must run the same chunks: they must be ranks of different groups."""
+        members = set(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else set()
+        meshes = (set(p.device_mesh.mesh.flatten().tolist()) for p in dtensors(self.model))
+        return UNDER_FSDP if any(len(members & mesh) > 1 for mesh in meshes) else None
 
     def arrange(
         self, stages: Sequence[Stage | None], states: Sequence[State]
     ) -> tuple[list[Stage | None], Sequence[State]]:
         first, *others = stages
+        self.layers = [stage for stage in stages if isinstance(stage, Layer)]
+        if self.layers:
+            first, others = SequentialStages([stage for stage in stages if stage is not None]), []
+            states = [tuple(s for state in states for s in state)]
         assert first is not None
         self.stage = ShardedModelStage(first, self.root)
         return [self.stage, *others], states
+
+    def verify(self, step: Runs) -> None:
+        """Compare a stack's gradients by chunks with those of plain autograd, on first use.
+
+        A stack has layers that need not be ours; other models are verified by what wraps them."""
+        if not self.layers:
+            return
+        device, group = step.batch.ids.device, SINGLE_RANK if step.distribution.shares_sequence else None
+        dtype = next(self.model.parameters()).dtype
+        kind = (*(custom_layers.kind_of(layer, dtype, device) for layer in self.layers), group)
+        verified = verified_kinds(self.model)
+        if kind in verified or not torch.is_grad_enabled():
+            return
+        stages, width = self.stage.stage.stages, step.width  # type: ignore[attr-defined]
+
+        def step_of(batch: Batch, spec: EngineSpec) -> ChunkedStep:
+            access, distribution = FSDPAccess(self.model), distribution_of(group)
+            return ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
+
+        _verify_stack(self, step_of, device)
+        verified.add(kind)
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
         """Refuse what FSDP cannot do; return the spec with as many chunks as any process has.
@@ -477,7 +474,7 @@ class FSDPAccess(ParameterAccess):
         Raises:
             UserError: processes that have shards of the same weights are at different places of their groups.
         """
-        if isinstance(distribution, SequenceGroup):
+        if distribution.shares_sequence:
             place, group_size = distribution.worker, distribution.ranks
             low, high, fewest, most = largest(self.root, -place, place, -group_size, group_size)
             if -low != high or -fewest != most:
@@ -549,14 +546,12 @@ class FSDPAccess(ParameterAccess):
 
         trained = [p for p in step.parameters if p.requires_grad]
         distribution = step.distribution
-        shared = isinstance(distribution, SequenceGroup)
-        has_work = not isinstance(distribution, SequenceGroup) or distribution.has_chunk(step.grid)
         try:
-            grads = gradients(self.root, trained, run, has_work)
+            grads = gradients(self.root, trained, run, distribution.has_chunk(step.grid))
             refuse_gradients_left_out(self.root)
         finally:
             set_all_reduce(self.root, True)
-        if shared:
+        if distribution.shares_sequence:
             self._sum(distribution, trained, grads)
         del step.executor  # its stored states grow with the sequence
         loss, final, others = results[0]
@@ -607,65 +602,30 @@ class FSDPAccess(ParameterAccess):
         return scaled, [None if d is None else d * scale for d in self.d_initial]
 
 
-# ---------------------------------------------------------------------------------------------------- stacks
+class FSDPUnitAccess(ParameterAccess):
+    """Weights of a model for which alone `fully_shard` was called: they are there for the time of a call."""
 
+    name: ClassVar[str] = "fully_shard"
 
-class FSDPStackAccess(FSDPAccess):
-    """`FSDPAccess` for a `Stack`, whose stages run as one: to FSDP, a chunk is a forward of the stack.
+    @classmethod
+    def holds(cls, model: nn.Module) -> bool:
+        return bool(units(model)) and not uses_fsdp(model)
 
-    Args:
-        stack: the sharded `Stack`.
-        group: the process group whose ranks share the batch, `SINGLE_RANK`, or None.
-
-    Raises:
-        UserError: the group's ranks cannot share it.
-    """
-
-    layers: Sequence[Stage]
-
-    def __init__(self, stack: Any, group: dist.ProcessGroup | SingleRank | None = None) -> None:
-        if group is not None and (why := why_not_shared(stack, group)):
-            raise UserError(f"sequence_group: {why}")
-        reshard(stack)
-        super().__init__(stack)
-        self.group = group
-
-    def arrange(
-        self, stages: Sequence[Stage | None], states: Sequence[State]
-    ) -> tuple[list[Stage | None], Sequence[State]]:
-        self.layers = [stage for stage in stages if stage is not None]
-        joined_state = tuple(s for state in states for s in state)
-        return super().arrange([SequentialStages(self.layers)], [joined_state])
-
-    def verify(self, step: Runs) -> None:
-        """Compare the stack's gradients by chunks with those of plain autograd, on first use."""
-        stack, width, device = self.root, step.width, step.batch.ids.device
-        alone = None if self.group is None else SINGLE_RANK
-        dtype = next(stack.parameters()).dtype
-        layers = (stage for stage in self.layers if isinstance(stage, Layer))
-        kind = (*(custom_layers.kind_of(layer, dtype, device) for layer in layers), alone)
-        verified = verified_kinds(stack)
-        if kind in verified or not torch.is_grad_enabled():
-            return
-
-        def step_of(batch: Batch, spec: EngineSpec) -> ChunkedStep:
-            access, distribution = FSDPStackAccess(stack, alone), distribution_of(alone)
-            return ChunkedStep(self.layers, batch, spec, width, distribution=distribution, access=access)
-
-        _verify_stack(stack, step_of, device)
-        verified.add(kind)
+    def can_copy(self) -> bool:
+        return False
 
 
 @full_float32()
 def _verify_stack(
-    stack: Any, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
+    access: FSDPAccess, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
 ) -> None:
     """Compare the gradients of a few tokens computed by chunks with those of plain autograd.
 
     Raises:
         Refused: they differ, in this process or another.
     """
-    parameters = trained_parameters(stack)
+    stack: Any = access.model
+    parameters = access.trained_parameters()
     names = [name for name, p in stack.named_parameters() if p.requires_grad]
     layers = {f"layers.{k}": layer for k, layer in enumerate(stack.layers)}
     ids = torch.arange(TOKENS, device=device)[None] % stack.config.vocab_size
@@ -675,11 +635,11 @@ def _verify_stack(
         return step_of(batch, EngineSpec(custom_layers.CHUNK_SIZE)).loss().loss
 
     def loss_by_autograd() -> Tensor:
-        return Gathering(stack)(lambda: type(stack).forward(stack, ids, labels=ids).loss)
+        return access.run(lambda: type(stack).forward(stack, ids, labels=ids).loss)
 
     def results(compute_loss: Callable[[], Tensor]) -> Results:
         with recorded_outputs(layers) as hidden_states:
-            loss, grads = loss_and_gradients(stack, parameters, compute_loss)
+            loss, grads = access.loss_and_gradients(parameters, compute_loss)
         by_name = {name: grads.get(p) for name, p in zip(names, parameters, strict=True)}
         return Results(by_name, loss, hidden_states=hidden_states)
 
@@ -688,7 +648,7 @@ def _verify_stack(
         with rounded:
             return results(loss_by_autograd)
 
-    limit = tolerance([*precisions(stack), *{p.dtype for p in parameters}], device)
+    limit = tolerance([*access.precisions()], device)
     trial = Trial(
         "a stack under fully_shard",
         custom_layers.CUSTOM_LAYER,
@@ -697,6 +657,6 @@ def _verify_stack(
         each_gradient=limit != COARSE,
         named_parameters=stack.named_parameters,
         run_whole=run_whole if limit == COARSE else None,
-        largest_over_ranks=lambda *values: largest(stack, *values),
+        largest_over_ranks=access.largest,
     )
     verify(trial, results(loss_by_autograd))

@@ -5,12 +5,16 @@ tensor that is not split is whole on every rank; these functions return it as it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import MutableMapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class WeightSplit(Protocol):
@@ -34,6 +38,17 @@ class WeightSplit(Protocol):
 
 
 splits: MutableMapping[Tensor, WeightSplit] = WeakTensorKeyDictionary()  # by parameter
+
+
+def imported_class(module: str, name: str) -> type | tuple[()]:
+    """Return a class of a module; () if the module has not been imported: then nothing is an instance."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def dtensors(model: nn.Module) -> list[DTensor]:
+    """Return the parameters of a model that are DTensors."""
+    kind = imported_class("torch.distributed.tensor", "DTensor")
+    return [cast("DTensor", p) for p in model.parameters() if isinstance(p, kind)]
 
 
 def is_split(tensor: Tensor, parameter: Tensor) -> bool:

@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -410,21 +411,27 @@ def reads_windows(spec: EngineSpec) -> bool:
 
 
 class TensorParallelAccess(ParameterAccess):
-    """Weights of which this rank has a part; gradients of rows that ranks share are summed over these.
+    """Weights of a `Stack` of which this rank has a part; gradients of rows that ranks share are summed over
+    these."""
 
-    Args:
-        model: the split stack. split: its placements.
-    """
+    name: ClassVar[str] = "tensor parallelism"
 
     def __init__(
         self,
-        model: nn.Module,
-        split: TensorParallel,
+        model: nn.Module | None = None,
+        root: nn.Module | None = None,
         backward_context: ContextFactory = contextlib.nullcontext,
     ) -> None:
-        super().__init__(backward_context)
-        self.split, self.model = split, model
-        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        super().__init__(model, root, backward_context)
+        self.split: TensorParallel = vars(self.model)["tensor_parallel"]
+        self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+
+    @classmethod
+    def holds(cls, model: nn.Module) -> bool:
+        return isinstance(vars(model).get("tensor_parallel"), TensorParallel)
+
+    def plain_weights(self) -> dict[Tensor, Tensor]:
+        return summed_over_ranks(self.split, self.model)
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
         """Refuse what split layers cannot do.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.data.tokenizer import check_bytes
-from adjoint.engine.chunk_size import chunk_size_on, default_chunk_size
+from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.stage import check_windows
@@ -149,7 +149,7 @@ class StackLM(LanguageModel):
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=device_of(self.module))
-        default = default_chunk_size(self.module, ids, self.method.recompute, self.method.checkpoints)
+        default = self.module.default_chunk_size(ids, self.method)
         return self.method.engine_spec(seqlen, default).chunk_size
 
     def output(

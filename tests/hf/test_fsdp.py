@@ -315,7 +315,7 @@ def module_of_later_chunks(rank: int) -> None:
     model.layers[0].register_forward_hook(in_later_chunks)
     fully_shard(model.layers[0].extra, mesh=mesh(RANKS, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("adjoint.parallel.fsdp.FSDPStackAccess.verify", lambda *arguments: None)
+        patch.setattr("adjoint.parallel.fsdp.FSDPAccess.verify", lambda *arguments: None)
         with pytest.raises(
             UserError, match=r"fully_shard of layers.0.extra over replicas: it has run in some"
         ):

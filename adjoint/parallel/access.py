@@ -1,0 +1,90 @@
+"""The one place that looks how a model's weights are held, and picks its `ParameterAccess`."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch.distributed as dist
+from torch import nn
+
+from adjoint.engine.host_weights import HostWeightsAccess
+from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
+from adjoint.errors import UserError
+from adjoint.parallel.fsdp import FSDPAccess, FSDPUnitAccess, units
+from adjoint.parallel.split_tensors import dtensors
+from adjoint.parallel.tensor import SPLIT_AND_SHARDED, TensorParallelAccess
+
+# Those that are asked, in this order, whether they hold a model's weights; plain tensors hold any. An access
+# of one's own goes before them.
+KINDS: list[type[ParameterAccess]] = [
+    FSDPAccess,
+    FSDPUnitAccess,
+    TensorParallelAccess,
+    HostWeightsAccess,
+    ParameterAccess,
+]
+TENSOR_PARALLEL_NAMES = ("tp", "ep", "tensor", "expert")  # beginnings of names of a mesh's dimensions
+REPLICA = (
+    "nn.DataParallel calls replicas without parameters, in which chunks leave no gradients: start a process "
+    "for each GPU (torchrun --nproc-per-node N train.py), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
+)
+OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or use DistributedDataParallel"
+
+
+def access_kind(model: nn.Module) -> type[ParameterAccess]:
+    """Return the class of `access_of`, whose attributes say what is asked of code that runs the model.
+
+    Raises:
+        UserError: a stack is split by tensor parallelism and sharded as well.
+    """
+    if TensorParallelAccess.holds(model):
+        refuse_sharded(model)
+    return next(kind for kind in KINDS if kind.holds(model))
+
+
+def access_of(
+    model: nn.Module,
+    root: nn.Module | None = None,
+    backward_context: ContextFactory = contextlib.nullcontext,
+) -> ParameterAccess:
+    """Return a new access to a model's weights, for one call; arguments as in `ParameterAccess`."""
+    return access_kind(model)(model, root, backward_context)
+
+
+def refuse_sharded(stack: nn.Module) -> None:
+    """Raise a UserError if a stack is sharded, which cannot be split by tensor parallelism, too."""
+    if units(stack):
+        raise UserError(SPLIT_AND_SHARDED)
+
+
+def tensor_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Return the groups over whose ranks DTensors split a model's weights, other than FSDP's."""
+    groups = []
+    for mesh in dict.fromkeys(p.device_mesh for p in dtensors(model)):
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        for dim, name in enumerate(names):
+            if name.startswith(TENSOR_PARALLEL_NAMES) or not units(model):
+                groups.append(mesh.get_group(dim))
+    return groups
+
+
+def is_replica(model: nn.Module) -> bool:
+    """Whether `nn.DataParallel` made the model for one call."""
+    return vars(model).get("_is_replica", False)
+
+
+def why_not(model: nn.Module, root: nn.Module) -> str | None:
+    """Return why no access reaches the weights of a model that is distributed over processes, or None.
+
+    Args:
+        root: as in `ParameterAccess`.
+    """
+    if any(hasattr(p, "ds_id") for p in model.parameters()):
+        return f"DeepSpeed ZeRO-3 holds parameters where chunks do not find them; {OTHERS}, or use ZeRO-2"
+    enclosing_units, split_parameters = [*units(model), *units(root)[:1]], dtensors(model)
+    if not enclosing_units and any(vars(module).get("_is_fsdp_managed_module") for module in model.modules()):
+        return f"FullyShardedDataParallel (FSDP1), or fully_shard of a module around it, shards it; {OTHERS}"
+    unit_parameters = {p for unit in enclosing_units for p in unit.parameters()}
+    if enclosing_units and any(p not in unit_parameters for p in split_parameters):
+        return "fully_shard was called for a module around it: give that one to adjoint.wrap"
+    return None

@@ -1,0 +1,245 @@
+"""Each contract held from outside: a stage, an access to weights, a method and a way to distribute, defined
+here with nothing but their base classes, train exactly. Copy one of them to begin your own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import adjoint
+from adjoint.batch import Batch, State
+from adjoint.engine import tile
+from adjoint.engine.distribution import Distribution
+from adjoint.engine.executor import Executor
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.module_tensors import ModuleTensors
+from adjoint.engine.parameter_access import ParameterAccess, Runs
+from adjoint.engine.sequence_sums import Sum
+from adjoint.engine.stage import Head, Stage
+from adjoint.engine.step import ChunkedStep
+from adjoint.engine.tile import Gradients, Pullback
+from adjoint.methods import Method
+from adjoint.parallel import access
+from tests.hf.hf_models import float64_throughout, make
+from tests.model_helpers import assert_same, current_gradients, make_ids, make_model
+from tests.ranks import on_ranks
+
+
+def train(model: Any, ids: Tensor, method: Any) -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients of a `Stack` by a method."""
+    model.zero_grad(set_to_none=True)
+    loss = model(ids, labels=ids, method=method).loss
+    loss.backward()
+    return loss.item(), current_gradients(model)
+
+
+# ------------------------------------------------------------------------------------------------- a stage
+
+
+class LeakyIntegrator(Stage):
+    """h_t = a ⊙ h_{t−1} + W x_t, y_t = x_t + h_t: from hidden states (batch, tokens, width) to such."""
+
+    stateful: ClassVar[bool] = True
+    grows: ClassVar[tuple[None]] = (None,)  # the state is replaced, not appended to
+
+    def __init__(self, layer: nn.Linear, decay: nn.Parameter) -> None:
+        self.layer, self.decay = layer, decay
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self.layer.weight, self.decay
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return integrate(self.layer.weight, self.decay, x, state)
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            return integrate(*leaves, x, state)
+
+        return tile.linearize(call, list(self.parameters()), x, state, gradients)
+
+
+def integrate(weight: Tensor, decay: Tensor, x: Tensor, state: State) -> tuple[Tensor, State]:
+    """Return the outputs of `LeakyIntegrator` and its state after the last token."""
+    (h,), outputs = state, list[Tensor]()
+    for x_t in x.unbind(1):
+        h = decay * h + x_t @ weight.T
+        outputs.append(x_t + h)
+    return torch.stack(outputs, 1), (h,)
+
+
+def test_a_stage() -> None:
+    stack, ids = make_model("mamba"), make_ids(2, 23)
+    width = stack.config.d_model
+    layer = nn.Linear(width, width, bias=False).double()
+    decay = nn.Parameter(torch.linspace(0.5, 0.99, width, dtype=torch.float64))
+    parameters = [layer.weight, decay, *stack.embedding.parameters(), *stack.norm_f.parameters()]
+    h = torch.zeros(2, width, dtype=torch.float64)
+
+    y, _ = integrate(layer.weight, decay, stack.embed(ids), (h,))
+    batch = Batch.from_labels(ids, ids, states=[(), (h,), ()])
+    loss = stack.head_loss(y, batch.targets) / batch.divisor
+    gradients = torch.autograd.grad(loss, parameters)
+
+    stages = [stack.stages()[0], LeakyIntegrator(layer, decay), Head(stack)]
+    by_chunks = ChunkedStep(stages, batch, EngineSpec(chunk_size=5), width).loss().loss
+    assert by_chunks.item() == pytest.approx(loss.item(), rel=1e-12)
+    expected = dict(enumerate(gradients))
+    assert_same(dict(enumerate(torch.autograd.grad(by_chunks, parameters))), expected, 1e-10)
+
+
+# --------------------------------------------------------------------------------------- access to weights
+
+
+class PackedAccess(ParameterAccess):
+    """Weights that have memory only while a model runs: between, all are in one buffer, `model.packed`."""
+
+    name: ClassVar[str] = "packed weights"
+
+    @classmethod
+    def holds(cls, model: nn.Module) -> bool:
+        return "packed" in vars(model)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        with self.unpacked():
+            return call()
+
+    def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
+        with self.unpacked():
+            return step.run_forward()
+
+    def backward(
+        self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        with self.unpacked():
+            return step.run_backward(d_loss, d_final)
+
+    def loss_and_gradients(
+        self, parameters: Sequence[Tensor], compute_loss: Callable[[], Tensor]
+    ) -> tuple[float, dict[Tensor, Tensor]]:
+        with self.unpacked():
+            return super().loss_and_gradients(parameters, compute_loss)
+
+    def can_copy(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Give the weights their memory for the time of the context, which may be entered again."""
+        parameters = [p for p in self.model.parameters() if p.untyped_storage().nbytes() == 0]
+        for p, values in zip(parameters, vars(self.model)["packed"], strict=False):
+            p.untyped_storage().resize_(values.nbytes)
+            p.data.copy_(values)  # a write that autograd does not count: the tape of the last chunk waits
+        try:
+            yield
+        finally:
+            for p in parameters:
+                p.untyped_storage().resize_(0)
+
+
+def pack(model: nn.Module) -> None:
+    vars(model)["packed"] = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.untyped_storage().resize_(0)
+
+
+@pytest.fixture
+def packed_access() -> Iterator[None]:
+    access.KINDS.insert(0, PackedAccess)
+    yield
+    access.KINDS.remove(PackedAccess)
+
+
+@pytest.mark.usefixtures("packed_access")
+def test_an_access_to_weights_of_a_stack() -> None:
+    model, ids = make_model("mixed, untied"), make_ids(2, 23)
+    loss, gradients = train(model, ids, adjoint.Backprop())
+    pack(model)
+    packed_loss, packed = train(model, ids, adjoint.Exact(5))
+    assert packed_loss == pytest.approx(loss, rel=1e-12)
+    assert_same(packed, gradients, 1e-10)
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------ a method
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Method):
+    """Exact gradients of a sequence cut in the middle: what its chunk size is depends on the length."""
+
+    name: ClassVar[str] = "halves"
+
+    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
+        return EngineSpec(chunk_size=-(-seqlen // 2))
+
+    def model_spec(self, seqlen: int, default: int, documents: tuple[int, ...] = (0,)) -> EngineSpec:
+        return dataclasses.replace(self.engine_spec(seqlen, default), documents=documents, least=2)
+
+
+def test_a_method_of_a_stack_and_of_a_wrapped_model() -> None:
+    model, ids = make_model("mixed, untied"), make_ids(2, 23)
+    loss, gradients = train(model, ids, adjoint.Backprop())
+    halves_loss, halves = train(model, ids, Halves())
+    assert halves_loss == pytest.approx(loss, rel=1e-12)
+    assert_same(halves, gradients, 1e-10)
+
+    wrapped = make("Mamba2ForCausalLM")
+    with float64_throughout():
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+        gradients = current_gradients(wrapped)
+        wrapped.zero_grad()
+        adjoint.wrap(wrapped, Halves())(input_ids=ids, labels=ids).loss.backward()
+    assert_same(current_gradients(wrapped), gradients, 1e-10)
+
+
+# ------------------------------------------------------------------------------------- a way to distribute
+
+
+class RowsOverRanks(Distribution):
+    """Each rank of the default group runs some rows of the batch; loss and gradients are of all rows."""
+
+    is_alone: ClassVar[bool] = False
+
+    def results(self, executor: Executor, sums: Sequence[Sum]) -> tuple[Tensor, list[State]]:
+        total, final = super().results(executor, sums)
+        dist.all_reduce(total)
+        return total, final
+
+    def summed(
+        self, terms: Sequence[Tensor | None], zeros: Callable[[int], Tensor]
+    ) -> Sequence[Tensor | None]:
+        totals = [zeros(i) if term is None else term.clone() for i, term in enumerate(terms)]
+        for total in totals:
+            dist.all_reduce(total)
+        return totals
+
+
+def rows_over_ranks() -> None:
+    model, ids = make_model("mixed, untied"), make_ids(2 * dist.get_world_size(), 23)
+    loss, gradients = train(model, ids, adjoint.Backprop())
+    model.zero_grad(set_to_none=True)
+    rows = ids[dist.get_rank() :: dist.get_world_size()]
+    states = model.stage_states(model.initial_state(len(rows)))
+    batch = dataclasses.replace(Batch.from_labels(rows, rows, states=states), divisor=ids.numel() - len(ids))
+    step = ChunkedStep(
+        model.stages(), batch, EngineSpec(5), model.config.d_model,
+        distribution=RowsOverRanks(), access=access.access_of(model, None, ModuleTensors(model).restored),
+    )  # fmt: skip
+    shared = step.loss().loss
+    shared.backward()
+    assert shared.item() == pytest.approx(loss, rel=1e-12)
+    assert_same(current_gradients(model), gradients, 1e-10)
+
+
+def test_a_way_to_distribute(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, rows_over_ranks)
