@@ -24,8 +24,8 @@ import torch
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.tools.measure import process
 
-# Garbage of the parent is never collected in a forked process: the end of an earlier test's process group would
-# wait there for threads that only the parent has.
+# Garbage of the parent is never collected in a forked process: an earlier test's process group, at its end,
+# would wait there for threads that only the parent has.
 os.register_at_fork(after_in_child=gc.freeze)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and a run then goes on, as it should
 
