@@ -3,7 +3,7 @@
 With --quick each benchmark is tried on short sequences, minutes in all, and the documents are written again
 from the published results. With --list nothing is measured: where a figure is shown, its command, the commit
 and date of its result, and which of the files that it measures have changed since. With --write nothing is
-measured either: tables and numbers in the documents become those of the published results, and the line below
+measured either: tables in the documents become those of the published results, and the line below
 each says which code has changed since.
 """
 
@@ -17,7 +17,7 @@ import time
 from adjoint.files import write_atomically
 from adjoint.tools.measure.process import ROOT
 from benchmarks.figures import FIGURES, Figure
-from benchmarks.pages import PAGES, faults, written
+from benchmarks.pages import PAGES, written
 from benchmarks.report import markdown_table
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--quick", action="store_true", help="short sequences, minutes, nothing published")
     only.add_argument("--list", action="store_true", help="commands, and how old the stored results are")
-    only.add_argument("--write", action="store_true", help="put the published numbers into the documents")
+    only.add_argument("--write", action="store_true", help="put the published tables into the documents")
     options = parser.parse_args()
     if options.list:
         print(listed())
@@ -51,13 +51,11 @@ def measured(figure: Figure, command: str) -> list[str]:
 
 
 def write() -> None:
-    """Put published tables and numbers into the documents; print what is wrong with these."""
+    """Put published tables into the documents."""
     for page in PAGES:
         if (rewritten := written(page)) != page.read_text():
             write_atomically(page, rewritten)
-            print(f"{page.relative_to(ROOT)} has new numbers")
-        for fault in faults(page, rewritten):
-            print(fault, file=sys.stderr)
+            print(f"{page.relative_to(ROOT)} has new tables")
 
 
 def listed() -> str:

@@ -1,0 +1,193 @@
+"""Tables of README.md and docs/ that show several results, or the planner's numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from adjoint.cli import main
+from adjoint.engine import binomial
+from benchmarks import report
+from benchmarks.gpu.report import comparison
+from benchmarks.report import Row
+from benchmarks.runner import RESULTS
+
+Numbers = dict[str, float]
+
+# ------------------------------------------------------------------------------------------------- results
+
+
+def rows(name: str, **fields: Any) -> list[Row]:
+    """The rows of benchmarks/results/`name`.json that have these values."""
+    return [row for row in _stored(name)["rows"] if fields.items() <= row.items()]
+
+
+def row(name: str, **fields: Any) -> Row:
+    """Return the only row with these fields; raise ValueError if there are several, or none."""
+    (match,) = rows(name, **fields)
+    return match
+
+
+@functools.cache
+def _stored(name: str) -> Row:
+    contents: Row = json.loads((RESULTS / f"{name}.json").read_text())
+    return contents
+
+
+@functools.cache
+def planned(*flags: str) -> Row:
+    """Return `adjoint plan --json`'s entry of the device, for a step of mamba-1.27b at 1,048,576 tokens."""
+    words = "plan --config configs/mamba-1.27b.yaml --seqlen 1M --devices 1 --json"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        main([*words.split(), *flags])
+    device: Row = json.loads(said.getvalue())["devices"][0]
+    return device
+
+
+# -------------------------------------------------------------------------------------------------- tables
+
+
+def recomputed() -> str:
+    """Return a table of what `recompute` stores, and GB in all with chunks of 4,096 on a 45 GB device."""
+    stored = {
+        "none": "all of it",
+        "selective": "what costs most to compute for its size (Korthikanti et al. 2022, section 5): the "
+        "residual stream, in_proj's and the scan's results, 3 d_inner of 5",
+        "full": "the residual stream alone, at the cost of one more forward",
+    }
+    lines = []
+    for name, description in stored.items():
+        need = planned("--method.recompute", name, "--device-memory", "45GB")["total_bytes"]
+        lines.append([f'`"{name}"`', description, f"{need / 1e9:.1f} GB"])
+    heads = ("`recompute`", "stored per layer", "1.27B parameters, 1,048,576 tokens in chunks of 4,096 need")
+    return report.markdown_table(heads, lines, left=(0, 1))
+
+
+def positions() -> str:
+    """Loss by position with and without carried states: in windows of 1,024 tokens, and of 16,384."""
+    lines = []
+    for length in (1024, 16384):
+        windows = rows("loss_by_position", length=length, run="runs/none")
+        for place in windows if length == 1024 else [row for row in windows if row["start"] >= 4096]:
+            carried = row("loss_by_position", run="runs/previous", length=length, start=place["start"])
+            span = f"{place['start']:,}–{place['stop']:,}"
+            lines.append([span, f"{length:,}", f"{place['loss']:.3f}", f"{carried['loss']:.3f}"])
+    return report.markdown_table(("positions", "in windows of", "`none`", "`previous`"), lines, left=(0,))
+
+
+SETS = ("AVX2", "avx2/"), ("AVX-512", "avx512/")  # what tables call them, and the folders of their results
+
+
+def kernels_by_vectors() -> str:
+    """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set."""
+    ways = [(said, folder, way) for said, folder in SETS for way in ("forward", "both")]
+    lines = []
+    for op in dict.fromkeys(measurement["op"] for measurement in rows("avx2/kernels")):
+        cells = []
+        for _, folder, way in ways:
+            measurement = row(f"{folder}kernels", op=op, contender="adjoint", **{"pass": way})
+            cells.append(f"{measurement['ms']:.1f} ms · {measurement['roof_share']:.0%}")
+        lines.append([f"`{op}`", *cells])
+    heads = [f"{said}, {'with backward' if way == 'both' else way}" for said, _, way in ways]
+    return report.markdown_table(["", *heads], lines)
+
+
+def models_by_vectors() -> str:
+    """Milliseconds a token at 16,384 tokens, by instruction set."""
+    ways = [(said, folder, way) for said, folder in SETS for way in ("transformers", "wrapped")]
+    lines = []
+    for model in dict.fromkeys(milliseconds["model"] for milliseconds in rows("avx2/wrapped")):
+        fields = {"model": model, "length": 16384}
+        milliseconds = [row(f"{folder}wrapped", way=way, **fields)["ms_per_token"] for _, folder, way in ways]
+        lines.append([model, *(f"{ms:.2f} ms" for ms in milliseconds)])
+    return report.markdown_table(["", *(f"{said}, {way}" for said, _, way in ways)], lines)
+
+
+def reversible() -> str:
+    """Return the table of how many chunks can be reversed, by the states that are stored."""
+    repeats = range(1, 6)
+    heads = ("states", *(f"again at most {n}×" for n in repeats))
+    lines = [[str(n), *(f"{binomial.reversible_chunks(n, r):,}" for r in repeats)] for n in (8, 32, 128)]
+    return report.markdown_table(heads, lines)
+
+
+def method_and_kernels() -> str:
+    """Memory and time of a step by the method alone, by the kernels alone, and by both."""
+    lines = [
+        ("Mamba, backpropagation", "transformers' (mambapy)", "hf-mamba"),
+        ("Mamba, backpropagation", "ours", "backprop"),
+        ("**Mamba, `Exact`**", "ours", "exact"),
+        ("Mamba-2, backpropagation", "transformers'", "hf-mamba2"),
+        ("Mamba-2, chunks by hand", "transformers'", "hf-mamba2-segments"),
+        ("**Mamba-2, wrapped**", "ours", "hf-mamba2-wrapped"),
+    ]
+    lengths = sorted({measurement["length"] for measurement in rows("memory")})
+    cells = {
+        (measurement["method"], measurement["length"]): report.memory_and_time(measurement, "GiB")
+        for measurement in rows("memory", allocator="default")
+    }
+    table = (
+        [title, kernels, *(cells.get((method, n), "–") for n in lengths)] for title, kernels, method in lines
+    )
+    return report.markdown_table(["", "kernels", *map("{:,} tokens".format, lengths)], table, left=(0, 1))
+
+
+def dry_run(name: str) -> str:
+    """Return the comparison of a stored dry run of `benchmarks.gpu`."""
+    return comparison(rows(name, stage="h"))
+
+
+class Table(NamedTuple):
+    """A table that no benchmark writes, of several results or of the planner; or no table, but the line that
+    says when the results in a page's sentences were run.
+
+    Attributes:
+        mark: what stands between its marks.
+        results: whose runs stand below the table; none of what is computed when it is written.
+    """
+
+    document: str
+    mark: str
+    make: Callable[[], str]
+    results: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Return the table with the runs below it."""
+        footers = [report.footer(_stored(name)["environment"]) for name in self.results]
+        return report.with_footers(self.make(), *footers) if footers else self.make()
+
+
+def runs(document: str, mark: str, *results: str) -> Table:
+    """Return the lines that say when results in sentences were run."""
+    return Table(document, f"{mark} run", str, results)
+
+
+TABLES = [
+    Table("README.md", "method and kernels table", method_and_kernels, ("memory",)),
+    Table("docs/results.md", "kernels by vectors table", kernels_by_vectors,
+          ("avx2/kernels", "avx512/kernels")),
+    Table("docs/results.md", "models by vectors table", models_by_vectors,
+          ("avx2/wrapped", "avx512/wrapped")),
+    Table("docs/long_memory.md", "positions table", positions, ("loss_by_position",)),
+    Table("docs/method_costs.md", "recompute table", recomputed),
+    Table("docs/method_costs.md", "reversible table", reversible),
+    Table("docs/gpu_comparison.md", "dry run on a simulated GPU table", lambda: dry_run("gpu-simulated"),
+          ("gpu-simulated",)),
+    Table("docs/gpu_comparison.md", "dry run on a CPU table", lambda: dry_run("gpu-dry-run"),
+          ("gpu-dry-run",)),
+    runs("docs/results.md", "exact-growth", "exact-growth/memory"),
+    runs("docs/results.md", "kernels", "kernels"),
+    runs("docs/results.md", "window_time", "window_time"),
+    runs("docs/kernels.md", "instructions", "instructions"),
+    runs("docs/method_costs.md", "mini_sequence", "mini_sequence"),
+    runs("docs/million_tokens.md", "sixteen-million", "sixteen-million/memory"),
+    runs("docs/million_tokens.md", "sixty-four-million", "sixty-four-million/checkpoints",
+         "sixty-four-million-jemalloc/checkpoints", "sixteen-million-all/checkpoints"),
+    runs("docs/models_memory.md", "wrapped_length", "wrapped_length"),
+    runs("docs/paper.md", "sources and scaling", "sources", "scaling"),
+    runs("docs/plan.md", "shards", "shards"),
+]  # fmt: skip
