@@ -150,7 +150,7 @@ FIGURES = [
     Figure("README.md, docs/models_memory.md", WrappedLength(), "", "--lengths 1K 2K --repeat-s 0", WRAPPED),
     Figure("docs/models_memory.md", Fsdp(), "", "--lengths 256 --models Mamba-2",
            (*WRAPPED, "parallel/fsdp.py")),
-    Figure("README.md, docs/results.md", Memory(), "",
+    Figure("docs/results.md", Memory(), "",
            "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocators default", STACK),
     Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocators default "
            "--out benchmarks/results/exact-growth", None, STACK),
@@ -166,7 +166,7 @@ FIGURES = [
            "--out benchmarks/results/avx512", None, WRAPPED),
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
            SCANS),
-    Figure("README.md, docs/method_costs.md", Checkpoints(), "", "--lengths 1K 2K",
+    Figure("docs/method_costs.md", Checkpoints(), "", "--lengths 1K 2K",
            BINOMIAL),
     Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways 32 --lengths 16777216 67108864 "
            "--out benchmarks/results/sixty-four-million", None, BINOMIAL),

@@ -167,7 +167,7 @@ def runs(document: str, mark: str, *results: str) -> Table:
 
 
 TABLES = [
-    Table("README.md", "method and kernels table", method_and_kernels, ("memory",)),
+    Table("docs/results.md", "method and kernels table", method_and_kernels, ("memory",)),
     Table("docs/results.md", "kernels by vectors table", kernels_by_vectors,
           ("avx2/kernels", "avx512/kernels")),
     Table("docs/results.md", "models by vectors table", models_by_vectors,

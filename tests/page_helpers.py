@@ -22,7 +22,7 @@ TINY = {"MODEL__D_MODEL": "16", "MODEL__N_LAYER": "2"}
 TUTORIAL = {"SEQLEN": "4K", "STEPS": "2"}
 # A page, or a part of it; what shortens its commands, by name of a variable; what they print.
 RUNS: dict[str, tuple[dict[str, str], str]] = {
-    "README.md#Your own model": ({}, "wrapped"),
+    "README.md#What you gain": ({}, "wrapped"),
     "README.md#Fine-tune without writing a loop": (
         SHORT | {"TRAINING__STEPS": "1"},
         "my-model: BambaForCausalLM",
