@@ -207,6 +207,7 @@ class Executor(TileValues):
         if self.transport is not None:
             self.transport.flush()
         self.exchange.finish()
+        self.gradients.finish()
         self._check_recomputed_losses()
 
     def _check_recomputed_losses(self) -> None:
