@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import adjoint
 from adjoint.engine import host_gradients, host_weights, threads
+from adjoint.engine.executor import Executor
 from adjoint.errors import UserError
 from adjoint.plan.host_weights import link_bytes
 from adjoint.plan.memory import Setup
@@ -244,12 +246,14 @@ class LateCopies:
     """Copies of gradients to host memory that are made when somebody waits for them; until then they are nan.
 
     Attributes:
-        live, peak: bytes of copies that exist, now and at most.
+        slow_shape: of copies that take a while.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, model: nn.Module, slow_shape: torch.Size | None = None
+    ) -> None:
         self.pending: list[Callable[[], object]] = []
-        self.lock, self.live, self.peak = threading.Lock(), 0, 0
+        self.lock, self.slow_shape = threading.Lock(), slow_shape
         stream = SimpleNamespace(wait_stream=lambda other: None)
         patch.setattr(torch.cuda, "current_stream", lambda device: stream)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -261,14 +265,13 @@ class LateCopies:
 
     def _to_host(self, source: Tensor) -> Tensor:
         copied = torch.full_like(source, torch.nan)
-        self.pending.append(lambda: copied.copy_(source))
-        self.live += copied.nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(copied.untyped_storage(), self._free, copied.nbytes)
-        return copied
 
-    def _free(self, size: int) -> None:
-        self.live -= size
+        def run() -> None:
+            time.sleep(0.2 * (source.shape == self.slow_shape))
+            copied.copy_(source)
+
+        self.pending.append(run)
+        return copied
 
     def _make_event(self, blocking: bool) -> Any:
         places: list[int] = []
@@ -300,25 +303,59 @@ def test_gradients_are_added_by_threads_once_their_copies_have_arrived(
     monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     """Exact in float64, and in float32 the same bits with any number of threads. A tied table gets its
-    gradient from the head, by a thread, and from the embedding. No more is under way than a layer's, or a
-    single gradient."""
+    gradient from the head, by a thread that is late, and from the embedding. A program ends when all are
+    added."""
     config = adjoint.StackConfig(
         61, 16, 3, ["mamba", "mamba2", "attention"], d_state=4, headdim=8, tie_embeddings=tied
     )
     expected, results = step(adjoint.Stack(config, seed=0).double()), list[dict[str, Tensor]]()
+    run = Executor.run
+
+    def run_and_check(executor: Executor, actions: Any) -> None:
+        run(executor, actions)
+        assert not executor.gradients.arriving
+
+    monkeypatch.setattr(Executor, "run", run_and_check)
     for dtype, count in ((torch.float64, 3), (torch.float32, 1), (torch.float32, 3)):
         with monkeypatch.context() as patch:
             model = adjoint.offload_weights(adjoint.Stack(config, seed=0).to(dtype), "cpu")
-            copies = LateCopies(patch, model)
+            is_late = tied and dtype == torch.float64
+            copies = LateCopies(patch, model, model.lm_head.weight.shape if is_late else None)
             with_workers(patch, count)
             result = step(model)
             results.append(result[1])
+        assert copies.pending
         if dtype == torch.float64:
             assert_exact(result, expected)
-        layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
-        assert 0 < copies.peak <= max(*layers, model.lm_head.weight.nbytes)
-        assert copies.live <= copies.peak
     assert all(torch.equal(gradient, results[2][name]) for name, gradient in results[1].items())
+
+
+def test_no_more_gradients_are_under_way_than_a_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where adding is slower than computing, the host waits; also for a gradient larger than a layer."""
+    model = adjoint.offload_weights(adjoint.Stack(adjoint.StackConfig(61, 16, 2), seed=0), "cpu")
+    transfers, may_arrive = host_weights.transfers_of(model.layers[0]), threading.Event()
+    LateCopies(monkeypatch, model)
+    event = SimpleNamespace(record=lambda stream: None, synchronize=may_arrive.wait)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
+    layer = transfers.max_leaving_bytes // 4  # elements
+    sizes = [layer // 2, layer // 3, layer // 3, 2 * layer]
+    started: list[int] = []
+
+    def send() -> None:
+        for size in sizes:
+            arriving = transfers.send_gradient(torch.ones(size))
+            arriving.start_adding(torch.empty(size), True)
+            started.append(size)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    sender.join(timeout=0.5)
+    try:
+        assert started == sizes[:2]
+    finally:
+        may_arrive.set()
+        sender.join()
+    assert started == sizes
 
 
 def test_an_error_of_a_thread_that_adds_gradients_reaches_the_backward(
