@@ -145,8 +145,9 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
             parameters[name] = parameter
         for unit, cls in classes:
             unit.__class__ = cls
-    for transfers, next_place in begun:
-        transfers.prefetch(next_place)
+        # here, because a checkpoint ends a forward by an exception once it has what its backward needs
+        for transfers, next_place in begun:
+            transfers.prefetch(next_place)
 
 
 def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
