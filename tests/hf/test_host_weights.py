@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from adjoint.plan.stack import model_of
 from adjoint.train import model as train_model
 from adjoint.train.config import Config, ModelConfig, TrainingConfig
 from adjoint.train.optimizer import make_optimizer
+from tests.late_streams import LateStreams
 from tests.hf.hf_models import (
     assert_exact,
     float64_throughout,
@@ -242,48 +242,16 @@ def test_the_optimizer_of_weights_on_the_host_is_fused_and_uses_the_cores_that_a
     assert not torch.equal(next(model.parameters()), before)
 
 
-class LateCopies:
-    """Copies of gradients to host memory that are made when somebody waits for them; until then they are nan.
-
-    Attributes:
-        slow_shape: of copies that take a while.
-    """
-
-    def __init__(
-        self, patch: pytest.MonkeyPatch, model: nn.Module, slow_shape: torch.Size | None = None
-    ) -> None:
-        self.pending: list[Callable[[], object]] = []
-        self.lock, self.slow_shape = threading.Lock(), slow_shape
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "Event", self._make_event)
-        patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-        patch.setattr(host_weights, "to_host", self._to_host)
-        layer = next(m for m in model.modules() if isinstance(m, adjoint.layers.Block))
-        host_weights.transfers_of(layer).gradient_stream = stream  # type: ignore[assignment]
-
-    def _to_host(self, source: Tensor) -> Tensor:
-        copied = torch.full_like(source, torch.nan)
-
-        def run() -> None:
-            time.sleep(0.2 * (source.shape == self.slow_shape))
-            copied.copy_(source)
-
-        self.pending.append(run)
-        return copied
-
-    def _make_event(self, blocking: bool) -> Any:
-        places: list[int] = []
-        return SimpleNamespace(
-            record=lambda stream: places.append(len(self.pending)), synchronize=lambda: self._wait(places[0])
-        )
-
-    def _wait(self, place: int) -> None:
-        with self.lock:
-            for i, run in enumerate(self.pending[:place]):
-                run()
-                self.pending[i] = int
+def late_streams(
+    patch: pytest.MonkeyPatch, model: nn.Module, slow_shape: torch.Size | None = None
+) -> LateStreams:
+    """Copy an offloaded model's weights and gradients on streams, although its device is the CPU."""
+    streams = LateStreams(patch, slow_shape)
+    layer = next(module for module in model.modules() if isinstance(module, adjoint.layers.Block))
+    transfers = host_weights.transfers_of(layer)
+    patch.setattr(transfers, "stream", streams.Stream())
+    patch.setattr(transfers, "gradient_stream", streams.Stream())
+    return streams
 
 
 def with_workers(patch: pytest.MonkeyPatch, count: int) -> None:
@@ -302,7 +270,7 @@ def step(model: adjoint.Stack) -> tuple[Tensor, dict[str, Tensor]]:
 def test_gradients_are_added_by_threads_once_their_copies_have_arrived(
     monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
-    """Exact in float64, and in float32 the same bits with any number of threads. A tied table gets its
+    """Also weights are used once theirs have. Exact in float64, and in float32 the same bits with any number of threads. A tied table gets its
     gradient from the head, by a thread that is late, and from the embedding. A program ends when all are
     added."""
     config = adjoint.StackConfig(
@@ -320,11 +288,11 @@ def test_gradients_are_added_by_threads_once_their_copies_have_arrived(
         with monkeypatch.context() as patch:
             model = adjoint.offload_weights(adjoint.Stack(config, seed=0).to(dtype), "cpu")
             is_late = tied and dtype == torch.float64
-            copies = LateCopies(patch, model, model.lm_head.weight.shape if is_late else None)
+            streams = late_streams(patch, model, model.lm_head.weight.shape if is_late else None)
             with_workers(patch, count)
             result = step(model)
             results.append(result[1])
-        assert copies.pending
+        assert streams.copies
         if dtype == torch.float64:
             assert_exact(result, expected)
     assert all(torch.equal(gradient, results[2][name]) for name, gradient in results[1].items())
@@ -334,7 +302,7 @@ def test_no_more_gradients_are_under_way_than_a_layers(monkeypatch: pytest.Monke
     """Where adding is slower than computing, the host waits; also for a gradient larger than a layer."""
     model = adjoint.offload_weights(adjoint.Stack(adjoint.StackConfig(61, 16, 2), seed=0), "cpu")
     transfers, may_arrive = host_weights.transfers_of(model.layers[0]), threading.Event()
-    LateCopies(monkeypatch, model)
+    late_streams(monkeypatch, model)
     event = SimpleNamespace(record=lambda stream: None, synchronize=may_arrive.wait)
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
     layer = transfers.max_leaving_bytes // 4  # elements
@@ -363,10 +331,9 @@ def test_an_error_of_a_thread_that_adds_gradients_reaches_the_backward(
 ) -> None:
     model = adjoint.offload_weights(adjoint.Stack(adjoint.StackConfig(61, 16, 2), seed=0), "cpu")
     with monkeypatch.context() as patch:
-        LateCopies(patch, model)
+        late_streams(patch, model)
         with_workers(patch, 2)
-        patch.setattr(Tensor, "add_", lambda *_: 1 / 0)
+        patch.setattr(Tensor, "add_", lambda *_: 1 / 0)  # chunks after the first add
         with pytest.raises(ZeroDivisionError):
             step(model)
-    host_weights.transfers_of(model.layers[0]).gradient_stream = None
     assert all(gradient.isfinite().all() for gradient in step(model)[1].values())
