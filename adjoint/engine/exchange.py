@@ -124,8 +124,7 @@ class BetweenTiles(Exchange):
         if c in values.grid.document_starts:
             recurrent_state = tuple(torch.zeros_like(s) for s in recurrent_state)
         elif c and recurrent_state:
-            stored = values.value(("S", k, c - 1)).to(values.device, non_blocking=True)
-            recurrent_state = values.packing[k].unpack(stored)
+            recurrent_state = values.packing[k].unpack(values.fetch(("S", k, c - 1)))
         if k not in values.slabs:
             return recurrent_state
         return merge_parts(recurrent_state, (self._past(values, s, c) for s in values.slabs[k]), grows)
@@ -151,7 +150,12 @@ class BetweenTiles(Exchange):
         elif values.grid.reads_state(c + 1):
             values.make_place(k, c)
             values.store["S", k, c], out = values.destination(("S", k, c))
-            values.packing[k].pack(clone_views_of(out, recurrent_state), out)
+            packing = values.packing[k]
+            if values.is_on_host(out):
+                assert values.host_copies is not None
+                values.host_copies.store(out, lambda buffer: packing.pack(recurrent_state, buffer))
+            else:
+                packing.pack(clone_views_of(out, recurrent_state), out)
 
     def cotangents(self, values: TileValues, k: int, c: int) -> Cotangents:
         grid, grows, slabs = values.grid, values.grows[k], values.slabs.get(k, [])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
 from adjoint.engine.stage import Stage
-from adjoint.engine.storage import ChunkLosses, to_host
+from adjoint.engine.storage import ChunkLosses
 from adjoint.engine.threads import sleep_while_waiting
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.engine.tile_values import TileValues
@@ -78,6 +79,10 @@ class Connections:
     share: Callable[[Executor, HelperTasks], None] | None = None
     token_ranks: int = 1
     warmed_up: Set[Hashable] = frozenset()
+
+
+def _runs(actions: Iterable[Action]) -> Iterator[Run]:
+    return (action for action in actions if isinstance(action, Run))
 
 
 class Executor(TileValues):
@@ -179,6 +184,7 @@ class Executor(TileValues):
         receives = collections.deque((i, a) for i, a in enumerate(actions) if isinstance(a, Recv))
         posted: collections.deque[tuple[int | Tensor, Pending]] = collections.deque()
         self.exchange.count_edges(self, actions)
+        following_tiles = (a.tile for a in itertools.islice(_runs(actions), 1, None))
         assert not self.waits or warm_up.kinds_of(self, actions).keys() <= self.connections.warmed_up, (
             "a kernel would be used for the first time while messages wait on the device"
         )
@@ -193,6 +199,8 @@ class Executor(TileValues):
                         posted.append((slot, self.transport.post(recv.source, out)))
                     if isinstance(action, Run):
                         self.freed_by_tile = action.frees
+                        if self.host_copies is not None:
+                            self.fetch_inputs(action.tile, next(following_tiles, None))
                         self.tile(action.tile)
                     elif isinstance(action, Send):
                         assert self.transport is not None
@@ -207,6 +215,9 @@ class Executor(TileValues):
         if self.transport is not None:
             self.transport.flush()
         self.exchange.finish()
+        self.gradients.finish()
+        if self.host_copies is not None:
+            self.host_copies.finish()
         self._check_recomputed_losses()
 
     def _check_recomputed_losses(self) -> None:
@@ -271,7 +282,7 @@ class Executor(TileValues):
             if stage.stateful:
                 self.exchange.put_state(self, k, c, after)
         if self.host and k and self.grid.first_of_segment(k):
-            self.store["y", k - 1, c] = to_host(x)
+            self.store["y", k - 1, c] = self.put_on_host(x)
         if k == self.grid.stages - 1:
             self.add_loss(c, y)
         else:

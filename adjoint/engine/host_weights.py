@@ -2,8 +2,8 @@
 
 A unit is a module whose weights are copied together: a layer, the final norm, the head. Its class is swapped
 for a subclass of the same name whose forward copies the weights to the device first and drops the copies at
-its end. The copy is differentiable: its backward brings the gradient to the host, where it is added up and
-where the optimizer steps. An embedding looks its rows up on the host.
+its end. The copy is differentiable: its backward sends the gradient to the host, where threads add it up
+(`host_gradients`) and where the optimizer steps. An embedding looks its rows up on the host.
 
 A tape that kept weights would keep all copies, so layers are recomputed in the backward (`recompute="full"`,
 unless the method says "selective"), which copies them once more. `Exact` thus copies a layer three times per
@@ -11,11 +11,12 @@ chunk: in the forward, when the chunk is recomputed, and in the layer's own reco
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import ref
 
 import torch
@@ -27,8 +28,10 @@ from torch.utils._pytree import tree_map_only
 from adjoint.batch import Batch
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_gradients import ArrivingGradient
+from adjoint.engine.leaves import TAKE_ARRIVING
 from adjoint.engine.parameter_access import ParameterAccess
-from adjoint.engine.storage import allocate
+from adjoint.engine.storage import allocate, to_host
 from adjoint.errors import UserError
 from adjoint.layers import Block
 
@@ -146,8 +149,9 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
             parameters[name] = parameter
         for unit, cls in classes:
             unit.__class__ = cls
-    for transfers, next_place in begun:
-        transfers.prefetch(next_place)
+        # here, because a checkpoint ends a forward by an exception once it has what its backward needs
+        for transfers, next_place in begun:
+            transfers.prefetch(next_place)
 
 
 def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
@@ -169,6 +173,10 @@ class Transfers:
     which may be many layers ahead of the GPU, waits before each of these copies until the layer before the
     running one has ended. Else the memory of all layers whose kernels are still queued would be in use.
 
+    Gradients leave on another stream. Before one leaves, the host waits until what is under way, together
+    with it, is no more than a layer's: else gradients would pile up on the device where the link is slower,
+    and in host memory where adding is.
+
     Args:
         device: the device that computes. layers: in the order in which they run.
     """
@@ -178,7 +186,11 @@ class Transfers:
         self.layers = [ref(layer) for layer in layers]
         self.places = {id(layer): place for place, layer in enumerate(layers)}
         self.last_place = 0
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if is_gpu else None
+        self.gradient_stream = torch.cuda.Stream(device) if is_gpu else None
+        self.leaving: collections.deque[ArrivingGradient] = collections.deque()
+        self.max_leaving_bytes = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
         self.end_of_last: torch.cuda.Event | None = None  # of what ran before the running layer
         # which ids have been copied (memory, version), their memory, which stays theirs, and the copy
         self.batch_ids: tuple[tuple[object, ...], Tensor, Tensor] | None = None
@@ -241,6 +253,25 @@ class Transfers:
                 copy = _on_device(parameter, self.device)
                 self.prefetched[_contents(parameter)] = copy, self.stream.record_event()
 
+    def send_gradient(self, gradient: Tensor) -> ArrivingGradient:
+        """Start to copy a gradient to host memory, once the kernels that are queued have made it."""
+        assert self.gradient_stream is not None
+        room = self.max_leaving_bytes - gradient.nbytes
+        while self.leaving and (
+            self.leaving[0].is_added() or sum(each.nbytes for each in self.leaving) > room
+        ):
+            self.leaving.popleft().wait()
+        gradient = gradient.contiguous()  # copies of anything else go through temporaries and wait
+        self.gradient_stream.wait_stream(torch.cuda.current_stream(self.device))
+        # a blocking event: the worker that waits for it sleeps
+        copied = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self.gradient_stream):
+            values = to_host(gradient)
+            copied.record(self.gradient_stream)
+        gradient.record_stream(self.gradient_stream)  # its memory is the computing stream's
+        self.leaving.append(arriving := ArrivingGradient(values, copied))
+        return arriving
+
     def unit_class(self, cls: type[nn.Module]) -> type[nn.Module]:
         """Return a unit's class: its forward copies the weights; an embedding's runs on the host."""
         if cls not in self.classes:
@@ -278,15 +309,22 @@ def _subclass(cls: type[nn.Module], attributes: dict[str, object]) -> type[nn.Mo
 
 
 class _Fetch(torch.autograd.Function):
-    """A parameter's copy on the device; its backward copies the gradient to the host."""
+    """A parameter's copy on the device; its backward sends the gradient to the host.
+
+    In a tile nobody waits for it there. In another backward autograd gets it, and may read it at once."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, parameter: Tensor, transfers: Transfers) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, transfers: Transfers) -> Tensor:
+        ctx.parameter, ctx.transfers = parameter, transfers
         return transfers.copied(parameter)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _on_host(gradient, pinned=gradient.is_cuda), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        take_arriving = vars(ctx.parameter).get(TAKE_ARRIVING)
+        if ctx.transfers.gradient_stream is None or take_arriving is None:
+            return _on_host(gradient, pinned=gradient.is_cuda), None
+        take_arriving(ctx.transfers.send_gradient(gradient))
+        return None, None
 
 
 class _ToDevice(torch.autograd.Function):

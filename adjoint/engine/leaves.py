@@ -18,6 +18,9 @@ from adjoint.errors import UserError
 
 T = TypeVar("T")
 TILE_LEAF_MARK = "_adjoint_leaf"  # name of the attribute by which leaves made for one tile are recognised
+# attribute of a tile's leaf: a function that takes a part of its gradient, still on its way to host memory,
+# around autograd, which would read the values at once
+TAKE_ARRIVING = "_adjoint_take_arriving"
 
 
 class ChunkChangedError(RuntimeError):

@@ -1,4 +1,4 @@
-"""PyTorch's threads on a CPU: how they wait for one another."""
+"""Threads on a CPU: how many a process should have, and how PyTorch's wait for one another."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import threading
 
 import torch
 
+from adjoint.memory import usable_cores
+
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # with which a user says it himself
 _lock = threading.Lock()
 _parked: threading.Thread | None = None
+
+
+def share_of_cores() -> int:
+    """Return the number of cores that this process may use, of those that torchrun's processes share here."""
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def sleep_while_waiting() -> None:

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
-from adjoint.engine.leaves import UnlistedLeaves, alias, next_node, suspend_hooks
+from adjoint.engine.host_gradients import ArrivingGradient
+from adjoint.engine.leaves import TAKE_ARRIVING, UnlistedLeaves, alias, next_node, suspend_hooks
 from adjoint.errors import UserError
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype
@@ -54,6 +55,7 @@ class Gradients:
         self, unlisted_leaves: UnlistedLeaves | None = None, parameters: Iterable[Tensor] = ()
     ) -> None:
         self.sums: dict[Tensor, Tensor] = {}
+        self.arriving: collections.deque[tuple[Tensor, ArrivingGradient]] = collections.deque()
         self.unlisted_leaves = unlisted_leaves or UnlistedLeaves()
         self.room = {
             p: torch.empty_like(p, dtype=accumulate_dtype(p.dtype))
@@ -65,6 +67,7 @@ class Gradients:
         """Add a parameter's gradient."""
         if gradient is None:
             return
+        self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         if total is not None:
             total += gradient
@@ -78,6 +81,7 @@ class Gradients:
         pairs: dict[type, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
         for parameter, gradient in gradients:
             if gradient is not None and parameter in self.sums:
+                self._wait_for_sum(parameter)
                 pairs[type(gradient)].append((self.sums[parameter], gradient))
             else:
                 self.add(parameter, gradient)
@@ -97,8 +101,32 @@ class Gradients:
         """Add a @ b, the factors in half precision, to a float32 parameter's gradient."""
         add_product(self._sum_of(parameter), a, b)
 
+    def add_arriving(self, parameter: Tensor, gradient: ArrivingGradient) -> None:
+        """Start to add a gradient that may still be on its way to host memory; `finish` waits for it."""
+        while self.arriving and self.arriving[0][1].is_added():
+            self.arriving.popleft()[1].finish()
+        is_first = parameter not in self.sums
+        if is_first:
+            total = self.room.pop(parameter, None)
+            dtype = accumulate_dtype(gradient.values.dtype)
+            self.sums[parameter] = torch.empty_like(gradient.values, dtype=dtype) if total is None else total
+        gradient.start_adding(self.sums[parameter], overwrites=is_first)
+        self.arriving.append((parameter, gradient))
+
+    def finish(self) -> None:
+        """Wait until the sums have all that was added; raise an error that a thread has met."""
+        while self.arriving:
+            self.arriving.popleft()[1].finish()
+
+    def _wait_for_sum(self, parameter: Tensor) -> None:
+        """Wait until a sum has all that was added to it: no two threads may write it, in any order."""
+        for waiting, gradient in self.arriving:
+            if waiting is parameter:
+                gradient.finish()
+
     def _sum_of(self, parameter: Tensor) -> Tensor:
         """Return a parameter's sum, which is begun with zeros if there is none yet."""
+        self._wait_for_sum(parameter)
         if parameter not in self.sums:
             room = self.room.pop(parameter, None)
             dtype = accumulate_dtype(parameter.dtype)
@@ -111,6 +139,7 @@ class Gradients:
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's summed gradient in its own dtype; None if it has none."""
+        self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         return None if total is None else total.to(parameter.dtype)
 
@@ -162,6 +191,12 @@ class TapeHooks:
         if self.accumulator is None:
             raise UserError(KEPT_ACTIVATION)
         return self.accumulator.take(parameter, gradient)
+
+    def take_arriving(self, parameter: Tensor, gradient: ArrivingGradient) -> None:
+        """Hand on a gradient, or a part of it, that is on its way to host memory."""
+        if self.accumulator is None:
+            raise UserError(KEPT_ACTIVATION)
+        self.accumulator.gradients.add_arriving(parameter, gradient)
 
     def check(self, gradient: Tensor | None) -> None:
         """Raise UserError if the gradient of an input does not come from the pullback."""
@@ -237,6 +272,7 @@ def linearize(
         leaf.register_hook(hooks.check)
     for parameter, leaf in trained:
         leaf.register_hook(functools.partial(hooks.take, parameter))
+        vars(leaf)[TAKE_ARRIVING] = functools.partial(hooks.take_arriving, parameter)
 
     def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
         pairs = zip(outputs, (dy, *dstate), strict=True)

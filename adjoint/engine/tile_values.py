@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import Batch
-from adjoint.engine.grid import EngineSpec, Grid, Key
+from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
+from adjoint.engine.host_copies import HostCopies
 from adjoint.engine.stage import Stage
-from adjoint.engine.storage import Edges, Packing, Slab, recurrent_part, stores_on_host
+from adjoint.engine.storage import Edges, Packing, Slab, allocate, recurrent_part, stores_on_host
 from adjoint.engine.tile import Cotangents
 from adjoint.errors import UserError
 from adjoint.kernels import checks
@@ -82,6 +83,8 @@ class TileValues:
 
     Attributes:
         host: whether what is stored for the whole sequence is in host memory.
+        host_copies: copies of stored states and inputs to and from there; None if nothing is there.
+        fetched: values of host memory that the running tile will read, on the device.
         accumulate_dtype: dtype of sums and messages: float64 in a float64 model, else float32.
         chunks: the batch's chunks. documents: their boundaries.
         grows: `Stage.grows` of each stage; all None for those of other workers.
@@ -110,6 +113,8 @@ class TileValues:
         is_double = torch.float64 in self.parameter_dtypes() | state_dtypes
         self.accumulate_dtype = torch.float64 if is_double else torch.float32
         self.host = stores_on_host(spec, self.device)
+        self.host_copies = HostCopies(self.device) if self.host else None
+        self.fetched: dict[Key, Tensor] = {}
         self.chunks = Chunks(batch, grid)
         self.documents = Documents(batch.seq_idx)
         self.grows: list[tuple[int | None, ...]] = [
@@ -152,7 +157,47 @@ class TileValues:
 
     def input(self, name: str, k: int, c: int) -> Tensor:
         """Return stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
-        return self.store[name, k - 1, c].to(self.device, non_blocking=True) if k else self.chunks[c].ids
+        return self.fetch((name, k - 1, c)) if k else self.chunks[c].ids
+
+    # -------------------------------------------------------------------------------------- in host memory
+
+    def is_on_host(self, value: object) -> bool:
+        """Whether a value is stored in host memory instead of on the device."""
+        return self.host and isinstance(value, Tensor) and value.device.type == "cpu"
+
+    def put_on_host(self, tensor: Tensor) -> Tensor:
+        """Return a copy in host memory, which `fetch` may read."""
+        assert self.host_copies is not None
+        out = allocate(tensor.shape, tensor.dtype, self.device, host=True)
+        return self.host_copies.store(out, lambda buffer: buffer.copy_(tensor))
+
+    def fetch(self, key: Key) -> Tensor:
+        """Return a value of the store, on the device."""
+        fetched = self.fetched.pop(key, None)
+        if fetched is not None:
+            return fetched
+        value = self.value(key)
+        if not self.is_on_host(value):
+            return value
+        assert self.host_copies is not None
+        return self.host_copies.fetch(key, value)
+
+    def fetch_inputs(self, t: Tile, following: Tile | None) -> None:
+        """Fetch what a tile reads of host memory, and start to copy what the following tile reads.
+
+        A copy that is started when it is needed would have the device wait for it."""
+        assert self.host_copies is not None
+        self.fetched = {key: self.fetch(key) for key in self._stored_inputs(t)}
+        self.host_copies.forget_fetches()
+        for key in () if following is None else self._stored_inputs(following):
+            self.host_copies.start_fetch(key, self.value(key))
+
+    def _stored_inputs(self, t: Tile) -> list[Key]:
+        """Return the keys of a tile's inputs and state that are in host memory now."""
+        if t.kind == "backward":  # its tape has them
+            return []
+        keys = [key for key in self.grid.reads(t) if key[0] in ("y", "z", "S") and key in self.store]
+        return [key for key in keys if self.is_on_host(self.value(key))]
 
     def clear(self) -> None:
         """Drop all values of the store, states at edges included."""
@@ -209,6 +254,9 @@ class TileValues:
     def message(self, key: Key) -> Tensor:
         """Return a value of the store as one tensor, as a message carries it."""
         value = self.value(key)
+        if self.is_on_host(value):
+            assert self.host_copies is not None
+            self.host_copies.wait_on_host()  # the transport reads it at once
         if isinstance(value, tuple):
             return self.packing[key[1]].pack(value, self.room(key))
         if value is None:  # no cotangent

@@ -16,8 +16,8 @@ from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.stage import check_windows
+from adjoint.engine.threads import share_of_cores
 from adjoint.errors import UserError
-from adjoint.memory import usable_cores
 from adjoint.methods import Exact, Method
 from adjoint.stack import Stack, StackOutput
 from adjoint.train import quantization
@@ -327,8 +327,8 @@ def _use_share_of_cores() -> None:
     """Use this process's share of the host's cores, where torchrun started it with one thread.
 
     With weights in host memory the CPU adds gradients and takes the optimizer's step."""
-    if processes := int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
-        torch.set_num_threads(max(torch.get_num_threads(), usable_cores() // processes))
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        torch.set_num_threads(max(torch.get_num_threads(), share_of_cores()))
 
 
 def check_offload(config: Config, stored: str | None = None) -> None:

@@ -20,6 +20,7 @@ from adjoint.layers import AttentionMixer, State
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
 from tests.fuzz import distributions, stacks
+from tests.late_streams import LateStreams
 from tests.model_helpers import CONVOLVED, HEADS, SIZES, VARIANTS, assert_same, current_gradients, make_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,12 +137,23 @@ def test_states_that_grow_and_layers_of_ones_own(
         check(config, {"name": "Exact", "chunk_size": size, "keep": keep}, layout, seqlen=13, **before)
 
 
-@pytest.mark.parametrize("keep", ["edges", "inputs"])
-def test_what_grows_can_lie_on_the_host(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU it is there anyway; sums are made as for a device."""
+ON_HOST: list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = [
+    *((HYBRID, how, {}) for how in ({}, {"keep": "inputs"})),
+    *((MIXED, how, {}) for how in ({}, {"keep": "inputs"}, {"checkpoints": 2})),
+    *((MIXED, {"keep": "inputs"}, layout) for layout in ({"shards": 2}, {"sequence": 2})),
+]
+
+
+@pytest.mark.parametrize("config, how, layout", ON_HOST)
+def test_what_is_stored_can_be_on_the_host(
+    config: dict[str, Any], how: dict[str, Any], layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU it is there anyway; copies are made as for a device, as late as they may come."""
     monkeypatch.setattr("adjoint.engine.tile_values.stores_on_host", lambda *_: True)
-    method = {"name": "Exact", "chunk_size": 4, "keep": keep}
-    check(HYBRID, method, {}, seqlen=13, states=1.0, before=4, final=True)
+    streams = LateStreams(monkeypatch)
+    before = {"states": 1.0, "before": 4, "final": True} if config is HYBRID else {}
+    check(config, {"name": "Exact", "chunk_size": 4, **how}, layout, seqlen=13, **before)
+    assert streams.copies > 13
 
 
 def test_workers_share_a_state_that_grows() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
-from adjoint.engine import host_weights
+from adjoint.engine import host_gradients, host_weights, threads
+from adjoint.engine.executor import Executor
 from adjoint.errors import UserError
 from adjoint.plan.host_weights import link_bytes
 from adjoint.plan.memory import Setup
@@ -24,6 +28,7 @@ from adjoint.plan.stack import model_of
 from adjoint.train import model as train_model
 from adjoint.train.config import Config, ModelConfig, TrainingConfig
 from adjoint.train.optimizer import make_optimizer
+from tests.late_streams import LateStreams
 from tests.hf.hf_models import (
     assert_exact,
     float64_throughout,
@@ -217,15 +222,15 @@ def test_the_optimizer_of_weights_on_the_host_is_fused_and_uses_the_cores_that_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The step is one pass over memory, as on the GPU; torchrun starts each process with one thread."""
-    threads: list[int] = []
+    counts: list[int] = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(train_model, "usable_cores", lambda: 16)
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 16)
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
     model = adjoint.Stack(adjoint.StackConfig(17, 8, 2))
     for count in (None, 3):
         config = Config(model=ModelConfig(offload="weights"), training=TrainingConfig(threads=count))
         train_model._placed(copy.deepcopy(model), config, "cpu", None)
-    assert threads == [8]  # a number that is asked for stays
+    assert counts == [8]  # a number that is asked for stays
     model = adjoint.offload_weights(model, "cpu")
     host_weights.transfers_of(model.layers[0]).device = torch.device("cuda", 0)
     optimizer = make_optimizer(model, TrainingConfig())
@@ -235,3 +240,100 @@ def test_the_optimizer_of_weights_on_the_host_is_fused_and_uses_the_cores_that_a
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert not torch.equal(next(model.parameters()), before)
+
+
+def late_streams(
+    patch: pytest.MonkeyPatch, model: nn.Module, slow_shape: torch.Size | None = None
+) -> LateStreams:
+    """Copy an offloaded model's weights and gradients on streams, although its device is the CPU."""
+    streams = LateStreams(patch, slow_shape)
+    layer = next(module for module in model.modules() if isinstance(module, adjoint.layers.Block))
+    transfers = host_weights.transfers_of(layer)
+    patch.setattr(transfers, "stream", streams.Stream())
+    patch.setattr(transfers, "gradient_stream", streams.Stream())
+    return streams
+
+
+def with_workers(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Have so many threads add gradients, each a part of all but the smallest."""
+    workers = [ThreadPoolExecutor(1, host_gradients.WORKER_NAME) for _ in range(count)]
+    patch.setattr(host_gradients, "_workers", lambda: workers)
+    patch.setattr(host_gradients, "MIN_ELEMENTS_OF_PART", 16)
+
+
+def step(model: adjoint.Stack) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = torch.randint(61, (2, 57), generator=torch.Generator().manual_seed(0))
+    return loss_and_gradients(model, input_ids=ids, labels=ids, method=METHOD)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_are_added_by_threads_once_their_copies_have_arrived(
+    monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    """Also weights are used once theirs have. Exact in float64, and in float32 the same bits with any number of threads. A tied table gets its
+    gradient from the head, by a thread that is late, and from the embedding. A program ends when all are
+    added."""
+    config = adjoint.StackConfig(
+        61, 16, 3, ["mamba", "mamba2", "attention"], d_state=4, headdim=8, tie_embeddings=tied
+    )
+    expected, results = step(adjoint.Stack(config, seed=0).double()), list[dict[str, Tensor]]()
+    run = Executor.run
+
+    def run_and_check(executor: Executor, actions: Any) -> None:
+        run(executor, actions)
+        assert not executor.gradients.arriving
+
+    monkeypatch.setattr(Executor, "run", run_and_check)
+    for dtype, count in ((torch.float64, 3), (torch.float32, 1), (torch.float32, 3)):
+        with monkeypatch.context() as patch:
+            model = adjoint.offload_weights(adjoint.Stack(config, seed=0).to(dtype), "cpu")
+            is_late = tied and dtype == torch.float64
+            streams = late_streams(patch, model, model.lm_head.weight.shape if is_late else None)
+            with_workers(patch, count)
+            result = step(model)
+            results.append(result[1])
+        assert streams.copies
+        if dtype == torch.float64:
+            assert_exact(result, expected)
+    assert all(torch.equal(gradient, results[2][name]) for name, gradient in results[1].items())
+
+
+def test_no_more_gradients_are_under_way_than_a_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where adding is slower than computing, the host waits; also for a gradient larger than a layer."""
+    model = adjoint.offload_weights(adjoint.Stack(adjoint.StackConfig(61, 16, 2), seed=0), "cpu")
+    transfers, may_arrive = host_weights.transfers_of(model.layers[0]), threading.Event()
+    late_streams(monkeypatch, model)
+    event = SimpleNamespace(record=lambda stream: None, synchronize=may_arrive.wait)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
+    layer = transfers.max_leaving_bytes // 4  # elements
+    sizes = [layer // 2, layer // 3, layer // 3, 2 * layer]
+    started: list[int] = []
+
+    def send() -> None:
+        for size in sizes:
+            arriving = transfers.send_gradient(torch.ones(size))
+            arriving.start_adding(torch.empty(size), True)
+            started.append(size)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    sender.join(timeout=0.5)
+    try:
+        assert started == sizes[:2]
+    finally:
+        may_arrive.set()
+        sender.join()
+    assert started == sizes
+
+
+def test_an_error_of_a_thread_that_adds_gradients_reaches_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = adjoint.offload_weights(adjoint.Stack(adjoint.StackConfig(61, 16, 2), seed=0), "cpu")
+    with monkeypatch.context() as patch:
+        late_streams(patch, model)
+        with_workers(patch, 2)
+        patch.setattr(Tensor, "add_", lambda *_: 1 / 0)  # chunks after the first add
+        with pytest.raises(ZeroDivisionError):
+            step(model)
+    assert all(gradient.isfinite().all() for gradient in step(model)[1].values())

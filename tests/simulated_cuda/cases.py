@@ -39,7 +39,10 @@ from tests.simulated_cuda.world import WrapState, simulated, to_cuda
 
 CHUNK = 512
 DENSE_CHUNK = 128  # on a GPU a dense A runs token by token: each is a handful of operators
-CORE = "mamba, exact", "mamba, memory", "hybrid, offloaded edges", "hybrid, documents"  # in every test run
+CORE = (  # in every test run
+    *("mamba, exact", "mamba, memory", "mamba, offloaded inputs", "hybrid, offloaded edges"),
+    "hybrid, documents",
+)
 Make = Callable[[int], Any]  # a model of so many layers
 Case = tuple[Make, Any, dict[str, Any]]  # and the method, and what `step` is given
 
@@ -230,7 +233,8 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
             for _ in range(1 if is_stack else 2):  # after the comparison on first use
                 record.device_bytes.begin()
                 before = record.to_device, record.to_host
-                record.waits.clear()
+                for counts in record.waits, record.event_waits, record.copies:
+                    counts.clear()
                 inputs = {"method": method} if is_stack else {}
                 loss = model(input_ids=ids, labels=ids, **inputs).loss
                 loss.backward()
@@ -242,6 +246,9 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
                 "mixed": record.mixed,
                 "wrong": record.wrong,
                 "waits": dict(record.waits),
+                "event_waits": dict(record.event_waits),
+                "copies": dict(record.copies),
+                "races": [] if record.streams is None else record.streams.races[:5],
                 "gradients": sorted(
                     {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
                 ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import shutil
@@ -69,7 +70,7 @@ def test_a_step_stays_on_the_device(group: str, case: str) -> None:
     """No operation or launch mixes devices or has a grid too large; no chunk makes the host wait; all
     gradients are the device's. Only what is offloaded crosses."""
     one = result(group, case)
-    assert one["mixed"] == one["wrong"] == [] and one["gradients"] == ["cuda"]
+    assert one["mixed"] == one["wrong"] == one["races"] == [] and one["gradients"] == ["cuda"]
     assert one["a chunk"] == {}
     assert one["launches"] > 0
     if "offloaded" in case:
@@ -83,7 +84,7 @@ def test_ranks_that_share_a_sequence_stay_on_the_device(group: str, case: str) -
     """States that arrive, and keys and values of other ranks, are on the device, wherever they are stored. No
     chunk makes the host wait for a message's copy."""
     counts = result(group, case)
-    assert counts["mixed"] == counts["wrong"] == [] and counts["gradients"] == ["cuda"]
+    assert counts["mixed"] == counts["wrong"] == counts["races"] == [] and counts["gradients"] == ["cuda"]
     assert counts["a chunk"] == {}
 
 
@@ -91,6 +92,15 @@ def test_ranks_that_share_a_sequence_stay_on_the_device(group: str, case: str) -
 def test_launches_of_a_layer_and_chunk(group: str, case: str) -> None:
     one = result(group, case)
     assert (one["operators"], one["launches"]) == HELD[case], one
+
+
+@pytest.mark.parametrize("case", ["mamba, offloaded inputs", "hybrid, offloaded edges"])
+def test_offloaded_states_and_inputs_travel_beside_the_kernels(case: str) -> None:
+    """Each is copied on a stream of its own, and on its way before the tile that reads it."""
+    copies = result("core", case)["copies"]
+    of_states = [place for place in copies if "storage.py" not in place]  # keys and values
+    assert {place.split(":")[0] for place in of_states} == {"to cpu, other stream", "to cuda, other stream"}
+    assert not any("host_copies.py:fetch" in place for place in of_states)
 
 
 def test_offloaded_keys_and_values_come_over_by_chunks() -> None:
@@ -103,17 +113,27 @@ def test_offloaded_keys_and_values_come_over_by_chunks() -> None:
 @pytest.mark.parametrize("group, case", of("host weights", "wrapped host weights"))
 def test_weights_in_host_memory_need_not_fit_the_device(group: str, case: str) -> None:
     """A device that is smaller than the weights is enough. They cross three times for each chunk, twice for
-    the last; their gradients once; no operation mixes devices. The host waits for gradients, and once for the
-    batch's ids."""
+    the last; their gradients once; no operation mixes devices. Nobody
+    waits for gradients but who adds them, and all layers but the first of a sweep are copied ahead. The host
+    waits for the embeddings' gradient, and once for the batch's ids."""
     bytes_by_place = result(group, case)
     on_device, on_host, chunks = (bytes_by_place[key] for key in ("device", "host", "chunks"))
-    assert on_host["mixed"] == on_host["wrong"] == [] and on_host["gradients"] == ["cpu"]
+    assert on_host["mixed"] == on_host["wrong"] == on_host["races"] == [] and on_host["gradients"] == ["cpu"]
     assert on_host["peak"] < on_host["weights"] < on_device["peak"] / 2
     copied = (3 * chunks - 1) * on_host["layers"]
     others = 3 * chunks * (on_host["weights"] - on_host["layers"])
     assert copied <= on_host["to_device"] <= copied + others
     waits = {place.split(" < ")[0]: n for place, n in on_host["waits"].items() if "host_weights" in place}
     of_ids, of_gradients = "_to_copy: host_weights.py:ids_on_host", "copy_: host_weights.py:_on_host"
-    assert waits.keys() == {of_ids, of_gradients} and waits[of_ids] == 1
+    assert waits == {of_ids: 1, of_gradients: chunks}
+    assert all("prefetch" in place for place in on_host["event_waits"])
+    copies = collections.Counter[str]()
+    for place, n in on_host["copies"].items():
+        copies[place.split(" < ")[0]] += n
+    assert copies["to cpu, other stream: storage.py:to_host"] > 0
+    ahead, late = (
+        copies[f"to cuda, {stream} stream: host_weights.py:_on_device"] for stream in ("other", "computing")
+    )
+    assert ahead > 4 * late
     gradients = chunks * on_host["layers"]
     assert gradients <= on_host["to_host"] <= gradients + others

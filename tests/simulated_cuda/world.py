@@ -3,7 +3,7 @@ are on CUDA, a stand-in for the device's guard, and our launch code up to Triton
 instead.
 
 It sees tensors of two devices in one operation, waits of the host for the device, copies between them,
-launches and their grids. It does not see values, races of streams, or graphs."""
+launches and their grids, and what streams do at the same time (`streams`). It does not see values or graphs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
+
+from tests.simulated_cuda.streams import Streams
 
 if TYPE_CHECKING:
     from adjoint.engine.budget import LiveBytes
@@ -118,6 +120,8 @@ class WrapState:
     event_waits: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     to_host: int = 0
     to_device: int = 0
+    copies: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    streams: Streams | None = None
     mixed: list[str] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
     launch: Callable[..., None] | None = None
@@ -132,6 +136,8 @@ class WrapState:
             "event_waits": dict(self.event_waits),
             "to_host": self.to_host,
             "to_device": self.to_device,
+            "copies": dict(self.copies),
+            "races": [] if self.streams is None else self.streams.races[:5],
             "mixed": self.mixed[:5],
             "wrong": self.wrong[:5],
             "by operator": dict(self.operators),
@@ -190,10 +196,19 @@ class Recorder:
                 out = func(*args, **(kwargs or {}))
                 made = _tensors(out)
                 self._note_bytes(made)
+                waits = name in READS
                 if copies and given and made:
-                    self._copied(name, given, made, args, kwargs or {})
+                    waits = self._copied(name, given, made, args, kwargs or {})
                 launches = name not in WITHOUT_LAUNCH and func.namespace != "adjoint"
-                if launches and any(t.device.type == "cuda" for t in (*given, *made)):
+                on_device = any(t.device.type == "cuda" for t in (*given, *made))
+                if record.streams is not None:
+                    if launches:
+                        written = _written(func, args, kwargs or {})
+                        record.streams.operation(given, [*written, *made], on_device, waits)
+                    else:
+                        for tensor in made:
+                            record.streams.allocated(tensor)
+                if launches and on_device:
                     record.operators[name] += 1
                     record.flops += _flops(func, args, kwargs or {}, out)
                 return out
@@ -205,23 +220,36 @@ class Recorder:
                         live._note(tensor.untyped_storage())
                         live.peak = max(live.peak, live.live)
 
-            def _copied(self, name: str, given: Any, made: Any, args: Any, kwargs: Any) -> None:
+            def _copied(self, name: str, given: Any, made: Any, args: Any, kwargs: Any) -> bool:
+                """Note a copy between host and device; return whether the host waits for it."""
                 source, target = (given[0], made[0]) if name == "_to_copy" else (given[-1], given[0])
                 if source.device.type == target.device.type:
-                    return
+                    return False
                 size = source.numel() * source.element_size()
                 if target.device.type == "cuda":
                     record.to_device += size
                 else:
                     record.to_host += size
                 waits = not (kwargs.get("non_blocking") or (name != "_to_copy" and args[2:3] == (True,)))
+                if record.streams is not None:
+                    on = "computing" if record.streams.current() is record.streams.default else "other"
+                    record.copies[f"to {target.device.type}, {on} stream: {where()}"] += 1
                 if waits and size > 8:  # a number on the host is passed along with the launch
                     record.waits[f"{name}: {where()}"] += 1
+                return waits
 
         mode = Mode()
         Mode.record = record
         Recorder.current = mode
         return mode
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors among an operator's arguments that it writes to."""
+    arguments = func._schema.arguments
+    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _tensors([named.get(name) for name in written])
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
@@ -265,6 +293,8 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
     from adjoint.kernels.triton import common
 
     total = int(gigabytes * 1e9)
+    streams = record.streams = Streams(where, _queues)
+    streams.waits, streams.event_waits = record.waits, record.event_waits
     properties = types.SimpleNamespace(
         total_memory=total, multi_processor_count=132, name="NVIDIA H100", major=9, minor=0
     )
@@ -282,11 +312,11 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
         (torch.cuda, "memory_allocated", lambda device=None: 0),
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
         # classes, which annotations of other libraries name
-        (torch.cuda, "Stream", stream := type("Stream", (_Stream,), {"noted": record.waits})),
-        (torch.cuda, "Event", type("Event", (_Event,), {"noted": record.event_waits})),
-        (torch.cuda, "current_stream", stream),
-        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
-        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (torch.cuda, "Stream", streams.Stream),
+        (torch.cuda, "Event", streams.Event),
+        (torch.cuda, "current_stream", streams.current),
+        (torch.cuda, "stream", streams.on),
+        (torch.Tensor, "record_stream", lambda tensor, stream: streams.recorded(tensor, stream)),
         (torch.random, "fork_rng", lambda devices=(), **more: fork(devices=[], **more)),
         (FakeTensorMode, "avoid_device_init", property(lambda self: True)),
         (FakeTensorMode, "in_kernel_invocation", _per_thread(False)),  # a backward has one for each device
@@ -314,41 +344,9 @@ def _per_thread(default: Any) -> property:
     )
 
 
-class _Stream:
-    """A stream of the simulated GPU, on which all runs in order."""
-
-    noted: ClassVar[collections.Counter[str]]
-
-    def __init__(self, device: Any = None) -> None:
-        self.device = device
-
-    def synchronize(self) -> None:
-        self.noted[f"synchronize: {where()}"] += 1
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    wait_event = wait_stream
-
-    def record_event(self) -> None:
-        pass
-
-
-class _Event:
-    """A place on a stream. A wait for it is noted apart from `WrapState.waits`, which no chunk may have, and
-    not at all where it is that of a thread that queues nothing."""
-
-    noted: ClassVar[collections.Counter[str]]
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        if not threading.current_thread().name.startswith("adjoint-sender"):
-            self.noted[where()] += 1
+def _queues() -> bool:
+    """Whether this thread queues kernels, which then come later if it waits; threads that send or add do not."""
+    return not threading.current_thread().name.startswith("adjoint-")
 
 
 def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) -> None:
@@ -359,6 +357,8 @@ def _launched(record: WrapState, kernel: Any, args: Any, how: dict[str, Any]) ->
     sizes = tuple(grid(how) if callable(grid) else grid)
     tensors = _tensors((args, how))
     record.launches[name] += 1
+    if record.streams is not None:
+        record.streams.operation((), tensors, on_device=True)
     if any(t.device.type != "cuda" for t in tensors):
         record.wrong.append(f"{name} gets a tensor of the CPU: {where()}")
     if not all(0 < size <= limit for size, limit in zip(sizes, LIMITS, strict=False)):
