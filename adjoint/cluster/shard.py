@@ -33,10 +33,17 @@ from adjoint.engine.schedule import Owners, Recv, Schedule, Send
 from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.warm_up import kinds_of, warm_up
+from adjoint.errors import UserError
 from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import begin_peak, peak_memory_bytes
+from adjoint.parallel.agreement import (
+    describe_settings,
+    describe_tensors,
+    different_models,
+    first_difference_among,
+)
 from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
 from adjoint.parallel.tensor import TensorParallelAccess, reads_windows
@@ -124,6 +131,7 @@ class PipelineWorker:
         self.carried = Carried(spec.training.carry_state, spec.spans[spec.shard])
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
         self.warmed_up: set[Hashable] = set()  # see `Connections`
+        self.agreed = False  # whether workers with the same layers have been compared
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
         self.trace: list[Traced] = []  # of the last batch
         # For whoever watches from another thread: how much this worker has done, what it is at, and whether
@@ -232,10 +240,12 @@ class PipelineWorker:
             divided by `step.batches`: the shares add up to the loss. None elsewhere.
 
         Raises:
-            UserError: fewer rows than replicas, or fewer chunks than workers of a sequence.
+            UserError: fewer rows than replicas, or fewer chunks than workers of a sequence; or workers with
+                the same layers differ.
         """
         spec, layout = self.spec, self.spec.layout
         layout.check_rows(len(ids))
+        self._refuse_different_parts()
         batch = self._batch(ids, seq_idx, self.carried.start(*step.start))
         engine_spec = self._engine_spec(batch, chunk_size)
         layout.check_chunks(spec.method, batch.seqlen, engine_spec.chunk_size)
@@ -295,6 +305,26 @@ class PipelineWorker:
             distribution=PipelineRank(self, microbatch),
             access=None if split is None else TensorParallelAccess(self.part, split),
         )
+
+    def _refuse_different_parts(self) -> None:
+        """Refuse workers with the same layers whose buffers, frozen weights, settings or hooks differ; once.
+
+        They compute parts of one gradient, and hosts may differ in their code.
+
+        Raises:
+            UserError: they do.
+        """
+        layout, layers = self.spec.layout, self.spec.spans[self.spec.shard]
+        peers = layout.with_same_weights(self.spec.shard, layout.tensor_rank(self.spec.rank))
+        if self.agreed or self.transport is None or len(peers) < 2:
+            return
+        self.agreed, self.at = True, ("comparison of models", True)
+        transport, modules = self.transport, [*self.part.named_modules()]
+        description = [*describe_tensors(modules), *describe_settings(modules)]
+        difference = first_difference_among(description, lambda own: transport.all_gather(own, peers))
+        if difference is not None:
+            subject = f"workers of layers {layers.start}-{layers.stop - 1}"
+            raise UserError(different_models(subject, *difference))
 
     @contextlib.contextmanager
     def traced(self, action: object) -> Iterator[None]:

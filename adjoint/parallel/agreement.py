@@ -11,7 +11,7 @@ import inspect
 import json
 import types
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -164,6 +164,24 @@ def to_bytes(description: Iterable[tuple[str, Hashable]], ignored: Iterable[str]
     left_out = set(ignored)
     numbers = {n: None if n in left_out else zlib.crc32(repr(d).encode()) for n, d in description}
     return torch.frombuffer(bytearray(json.dumps(numbers).encode()), dtype=torch.uint8)
+
+
+def first_difference_among(
+    description: Iterable[tuple[str, Hashable]],
+    gather: Callable[[Tensor], Sequence[Tensor]],
+    ignored: Iterable[str] = (),
+) -> tuple[int, str] | None:
+    """Return the first rank that differs from rank 0, and the name of what differs; None if nothing does.
+
+    All ranks must call this.
+
+    Args:
+        gather: returns all ranks' tensors of the shape of this rank's.
+    """
+    own_bytes = to_bytes(description, ignored)
+    lengths = [int(n) for n in gather(torch.tensor(len(own_bytes)))]
+    padded = torch.cat([own_bytes, own_bytes.new_zeros(max(lengths) - len(own_bytes))])
+    return first_difference(t[:n] for t, n in zip(gather(padded), lengths, strict=True))
 
 
 def first_difference(descriptions: Iterable[Tensor]) -> tuple[int, str] | None:

@@ -41,9 +41,8 @@ from adjoint.parallel.agreement import (
     describe_tensors,
     different_models,
     digest,
-    first_difference,
+    first_difference_among,
     number_of,
-    to_bytes,
 )
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
@@ -522,12 +521,9 @@ class SequenceGroup(Distribution):
     def _first_difference(self) -> tuple[int, str] | None:
         """Return the first rank whose model differs from rank 0's, and the name of what differs."""
         description = [*describe_tensors(self.modules), *describe_settings(self.modules)]
-        own_bytes = to_bytes(description, self.ignored)
-        length = torch.tensor(len(own_bytes))
-        lengths = [int(n) for n in self.transport.all_gather(length, self.transport.ranks)]
-        padded = torch.cat([own_bytes, own_bytes.new_zeros(max(lengths) - len(own_bytes))])
-        gathered = self.transport.all_gather(padded, self.transport.ranks)
-        return first_difference(t[:n] for t, n in zip(gathered, lengths, strict=True))
+        return first_difference_among(
+            description, lambda own: self.transport.all_gather(own, self.transport.ranks), self.ignored
+        )
 
     def _note_changes(self) -> None:
         """Note the settings that the forward has changed, such as the length of a table that grows.

@@ -4,6 +4,7 @@ losses, gradients and training as a `Stack` in one piece."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from adjoint.cluster.training import StackInShards
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import Owners, Send
+from adjoint.errors import UserError
 from adjoint.layers import WINDOWED
 from adjoint.parallel import transport as transport_module
 from adjoint.parallel.transport import sum_gradients
@@ -208,6 +210,26 @@ def test_gradients_of_several_batches_are_averaged_and_summed_once(
     trained(config, Exact(5), Layout(2, 1, 2), [make_ids(9, 17, seed=step) for step in range(2)], training)
     layers, table = [(0, 2), (1, 3)] * 2, [(0, 1, 2, 3)] * 4 * tied  # a tied table's over both its shards
     assert sorted(sums) == sorted([*layers, *table] * 2 * 2)  # of each step and run
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2)], ids=name_of)
+def test_workers_with_the_same_layers_whose_settings_differ(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused at the first batch, which compares them; workers that agree are compared once."""
+    made = functools.partial(disturbed_shards, StackConfig(**SIZES), layout, Exact(5), TRAINING)
+    ids, shards = make_ids(2, 17), made()
+    shards[-1].part.layers[-1].norm.eps *= 2
+    layers = shards[-1].spec.spans[-1]
+    said = rf"workers of layers {layers.start}-{layers.stop - 1}: .* differ in layers\.\d+\.norm\.eps"
+    with pytest.raises(UserError, match=said):
+        together(shards, lambda shard: shard.accumulate(ids))
+    compared: list[object] = []
+    monkeypatch.setattr("adjoint.cluster.shard.first_difference_among", lambda *given: compared.append(given))
+    shards = made()
+    for _ in range(2):
+        together(shards, lambda shard: shard.accumulate(ids))
+    assert len(compared) == len(shards)
 
 
 @pytest.mark.sampled(3)

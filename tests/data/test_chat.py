@@ -13,6 +13,7 @@ import pytest
 
 from adjoint.data.batches import Data, DataConfig, open_data
 from adjoint.data.sources import find_sources
+from adjoint.data.tokenizer import FileTokenizer
 from adjoint.errors import UserError
 from tests.data.text_helpers import packed, stream, tokenizer_folder, write
 
@@ -190,6 +191,23 @@ def test_a_token_that_joins_an_answer_to_other_text_is_refused(chatty: Path) -> 
     records[1][1] = {**ANSWER, "content": "use."}
     with pytest.raises(UserError, match=said):
         opened(chatty, template, *({"messages": record} for record in records))
+
+
+def test_tokens_that_are_said_to_be_elsewhere_are_refused(
+    chatty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be predicted is decoded, and compared with the answer."""
+    encode = FileTokenizer.encode_with_offsets
+
+    def shifted(self: FileTokenizer, text: str) -> Any:
+        ids, offsets = encode(self, text)
+        assert offsets is not None
+        return ids, [*offsets[1:], offsets[-1]]
+
+    monkeypatch.setattr(FileTokenizer, "encode_with_offsets", shifted)
+    said = r"chat\.jsonl:1: the tokens of an answer decode to .* does not tell which tokens are the answer's"
+    with pytest.raises(UserError, match=said):
+        opened(chatty, CHATML, {"messages": [QUESTION, ANSWER]})
 
 
 PROMPTED = (

@@ -232,6 +232,37 @@ def test_state_kept_elsewhere_is_refused() -> None:
         adjoint.checkpoint_sequence(Forgetful(), x, torch.zeros(1, ROWS, 7), chunk_size=8)
 
 
+class Detaching(Forgetful):
+    """The same, which begins anew with a sequence: its outputs by chunks are right, its gradients are not."""
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        self.memory = torch.where(state > 0, self.memory, 0.0)
+        return super().forward(x, state)[0], state + x.shape[1]
+
+
+@pytest.mark.parametrize("gradients", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_gradients_are_compared_wherever_the_first_use_is(gradients: Callable[[], Any]) -> None:
+    message = "^checkpoint_sequence of Detaching cannot be trained by chunks: .*the gradient of .* differs"
+    with gradients(), pytest.raises(ValueError, match=message):
+        adjoint.checkpoint_sequence(
+            Detaching(), torch.randn(ROWS, SEQLEN, WIDTH), torch.zeros(1, ROWS, 7), chunk_size=8
+        )
+
+
+def test_the_comparison_leaves_buffers_and_generators_as_they_were() -> None:
+    noisy, x, state = Noisy(), torch.randn(ROWS, SEQLEN, WIDTH), torch.zeros(1, ROWS, 7)
+    noisy.register_buffer("calls", torch.zeros(()))
+    noisy.register_forward_pre_hook(lambda module, _: module.calls.add_(1))
+    outputs = []
+    for _ in range(2):  # the first one compares
+        noisy.calls.zero_()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            outputs.append(adjoint.checkpoint_sequence(noisy, x, state, chunk_size=16)[0])
+        assert noisy.calls == 3
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -287,6 +318,12 @@ def test_verified_once_for_each_kind_of_call() -> None:
     for _ in range(3):
         adjoint.checkpoint_sequence(gru, x, state, chunk_size=16)
     assert calls.count(13) == 1 and calls.count(16) == 6
+    gru.eval()
+    adjoint.checkpoint_sequence(gru, x, state, chunk_size=16)
+    assert calls.count(13) == 2
+    with torch.autocast("cpu"):
+        adjoint.checkpoint_sequence(gru, x, state, chunk_size=16)
+    assert calls.count(13) == 3
 
 
 def test_mixed_precision_and_half_precision_states() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from adjoint.checkpoint import (
     newest_checkpoint,
     set_aside_after,
     verify_checkpoint,
+    verify_trained_state,
 )
 from adjoint.errors import UserError
 from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint
@@ -94,7 +97,20 @@ def flip(path: Path) -> None:
     (path / "optimizer.safetensors").write_bytes(content)
 
 
+def unlist(path: Path) -> None:
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    del manifest["files"]["rng.pt"]
+    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+def replace_by_the_one_before(path: Path) -> None:
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("step-00000001"), path)
+
+
 DAMAGE = {
+    "MANIFEST.json does not list rng": unlist,
+    "it is the one of step 1": replace_by_the_one_before,
     "model.safetensors has": cut,
     "checksum of optimizer.safetensors": flip,
     "rng.pt is missing": lambda path: (path / "rng.pt").unlink(),
@@ -116,6 +132,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert str(bad) in lines[0]
+
+
+def test_a_part_that_is_missing_is_noticed_without_the_manifest(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "MANIFEST.json").unlink()
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    assert [line for line in verify_trained_state(path) if "MANIFEST.json is missing" in line]
+    (path / "model-00001-of-00001.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    with pytest.raises(DamagedCheckpoint, match=r"MANIFEST\.json is missing, and a file of model too"):
+        verify_trained_state(path)
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
