@@ -9,6 +9,7 @@ hidden states themselves."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import operator
 import warnings
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
+from adjoint.engine.continuation import goes_on_from
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
@@ -35,6 +37,7 @@ from adjoint.hf import check, mini_sequence
 from adjoint.hf.call import Call
 from adjoint.hf.carried_state import (
     cache_of_state,
+    detached,
     refuse_if_states_are_lost,
     state_of_cache,
     why_not_carried,
@@ -287,7 +290,9 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
             output = _loss_by_chunks(at_language_model, verify(at_language_model))
         has_logits = wrap_state.group is None and call.logits_index is None and defers_logits()
         if has_logits and output.loss is not None:
-            compute_logits_later(output.loss, _deferred_logits(call))
+            # of calls that hang together each would keep the cache before it
+            has_gradients = detached(call.cache) is not call.cache
+            compute_logits_later(output.loss, _deferred_logits(call), until_backward=has_gradients)
     return output if call.returns_dict else output.to_tuple()
 
 
@@ -304,10 +309,15 @@ def _without_unread_count(call: Call) -> Call:
     return Call(call.model, {n: value for n, value in call.arguments.items() if n != name})
 
 
+def _without_graph(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments with tensors and caches detached."""
+    return {n: v.detach() if isinstance(v, Tensor) else detached(v) for n, v in arguments.items()}
+
+
 def _deferred_logits(call: Call) -> Callable[[], Tensor]:
     """Return a function that makes the logits of a call, without their values until somebody uses them."""
     model, seqlen = call.model, call.ids.shape[1]
-    arguments = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.arguments.items()}
+    arguments = _without_graph(call.arguments)
     arguments |= {"logits_to_keep": seqlen, "return_dict": True}
 
     def compute() -> Tensor:
@@ -387,7 +397,7 @@ def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | N
 
 def _deferred_cache(call: Call) -> Callable[[], Cache]:
     """Return a function that computes the cache that transformers' forward returns for a call."""
-    arguments = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.arguments.items()}
+    arguments = _without_graph(call.arguments)
     arguments |= {"use_cache": True, "return_dict": True}
 
     def compute() -> Cache:
@@ -479,6 +489,8 @@ def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
         check.refuse(model, f"{', '.join(modalities)}: {reason}")
     slots = verification_of(model).slots
     carried = None if call.cache is None else state_of_cache(model, call.cache, slots, call.ids)
+    if carried is not None and torch.is_grad_enabled():
+        carried = dataclasses.replace(carried, state=goes_on_from(carried.state))
     continued = call.after(carried)
     verification = verify(continued)
     verification.compute_once("carried states", refuse_if_states_are_lost, model, verification.slots)
