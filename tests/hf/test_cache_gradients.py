@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import warnings
 import weakref
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.engine import step as engine_step
-from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, float64_throughout, make
+from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, float64_throughout, make, one_line
 
 transformers = pytest.importorskip("transformers")
 from adjoint.hf.outputs import LossOutput  # noqa: E402
@@ -201,3 +202,42 @@ def test_calls_are_freed_as_the_backward_goes(monkeypatch: pytest.MonkeyPatch) -
         assert all(LossOutput(loss=loss).logits is None for loss in losses[1:])
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_without_labels(name: str) -> None:
+    """Logits and hidden states of calls in training mode that go on from caches; a cache that is given is
+    filled, as transformers does it, also by a single token where all layers are attention."""
+    model, ids = make(name), tokens(2, 27)
+    wrapped, argument = wrapped_copy(model), name_of_cache(model)
+    pieces = ids.split([9, 1, 11, 6] if name == LLAMA else [9, 2, 10, 6], dim=1)
+    weights = torch.randn(27, 1, generator=torch.Generator().manual_seed(1))
+    with float64_throughout(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*as if not wrapped")
+        first = wrapped(input_ids=pieces[0], use_cache=True)
+        cache = getattr(first, argument)
+        second = wrapped(input_ids=pieces[1], use_cache=True, **{argument: cache})
+        assert getattr(second, argument) is cache
+        backbone = wrapped.base_model
+        hidden = []
+        for piece, use_cache in ((pieces[2], True), (pieces[3], False)):
+            out = backbone(input_ids=piece, use_cache=use_cache, **{name_of_cache(backbone): cache})
+            assert getattr(out, name_of_cache(backbone)) is (cache if use_cache else None)
+            hidden.append(out.last_hidden_state)
+        logits = [first.logits, second.logits, *map(wrapped.get_output_embeddings(), hidden)]
+        results = []
+        for values in (torch.cat(logits, dim=1), model(input_ids=ids).logits):
+            loss = (values.log_softmax(-1) * weights)[..., 5].sum()
+            loss.backward()
+            results.append(loss.detach())
+    assert_exact((results[0], current_gradients(wrapped)), (results[1], current_gradients(model)))
+
+
+def test_one_token_after_a_recurrent_state() -> None:
+    """With labels it is refused by name; without, it is transformers' own forward."""
+    wrapped, ids = wrapped_copy(make(QWEN)), tokens(2, 10)
+    cache = wrapped(input_ids=ids[:, :9], labels=ids[:, :9], use_cache=True).past_key_values
+    with one_line("give two tokens or more"):
+        wrapped(input_ids=ids[:, 9:], shift_labels=ids[:, 9:], past_key_values=cache)
+    with pytest.warns(UserWarning, match="as if not wrapped"):
+        wrapped(input_ids=ids[:, 9:], past_key_values=cache)
