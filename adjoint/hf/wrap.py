@@ -14,7 +14,7 @@ import inspect
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import torch
@@ -26,11 +26,11 @@ from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.continuation import goes_on_from
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.step import uncompiled
-from adjoint.engine.tile import Gradients
 from adjoint.engine.verification import TOKENS
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, mini_sequence
@@ -71,7 +71,7 @@ from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
-from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
+from adjoint.hf.stage import Backbone, CallContext, CausalLM, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput
 from adjoint.hf.trials import ignores_input
@@ -638,18 +638,7 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
     )
     collect = CollectHiddenStates(batch.seqlen)
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
-    _, final = step.forward(return_final_kv=returns_cache)
-    assert collect.hidden is not None
-    shape, zero = collect.hidden.shape, collect.hidden.new_zeros(())
-
-    def backward(
-        cotangent: Tensor | None, *d_final: Tensor | None
-    ) -> tuple[Gradients, Sequence[Tensor | None]]:
-        # without one, a later call has gone on from the cache, and nobody has used the hidden states
-        collect.cotangent = zero.expand(shape) if cotangent is None else cotangent
-        return step.backward(None, d_final)
-
-    hidden, *state = step.differentiable([collect.hidden.detach(), *final], backward)
+    hidden, state = hidden_by_chunks(step, collect, returns_cache)
     outputs: dict[str, Any] = {"last_hidden_state": hidden.reshape(*call.ids.shape, -1)}
     if isinstance(stage.router, RouterLogits):
         outputs["last_hidden_state"], *logits = stage.router.split_from(outputs["last_hidden_state"])
