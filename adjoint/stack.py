@@ -23,6 +23,7 @@ from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
@@ -395,6 +396,29 @@ class Stack(nn.Module):
         if return_state:
             output.state = final
         return output
+
+    @uncompiled
+    def hidden_by_chunks(self, input_ids: Tensor, method: Method) -> Tensor:
+        """Return y_K (batch, seqlen, d_model), before the last norm, by a method that runs chunks.
+
+        Raises:
+            UserError: the stack is split over ranks, or `fully_shard` has sharded its layers.
+        """
+        access = access_of(self, None, ModuleTensors(self).restored)
+        if self.tensor_parallel is not None or access.runs_backward_in_forward:
+            raise UserError(
+                "hidden states by chunks are of a stack in one process: give labels, whose loss works with "
+                "layers that are split or sharded"
+            )
+        self._check(input_ids, None)
+        states = self.stage_states(self.initial_state(input_ids.shape[0]))
+        batch = Batch.from_labels(input_ids, input_ids, None, states)
+        default = self.default_chunk_size(input_ids, method)
+        spec, collect = method.engine_spec(batch.seqlen, default), CollectHiddenStates(batch.seqlen)
+        stages = [*self.stages(spec.storage.recompute, reads_windows(spec))[:-1], collect]
+        step = ChunkedStep(stages, batch, spec, self.config.d_model, access=access)
+        access.verify(step)
+        return hidden_by_chunks(step, collect)[0]
 
     @uncompiled
     def _by_chunks(

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from adjoint.plan.stack import model_of
 from adjoint.train import model as train_model
 from adjoint.train.config import Config, ModelConfig, TrainingConfig
 from adjoint.train.optimizer import make_optimizer
-from tests.late_streams import LateStreams
 from tests.hf.hf_models import (
     assert_exact,
     float64_throughout,
@@ -36,6 +34,7 @@ from tests.hf.hf_models import (
     make,
     make_batch,
 )
+from tests.late_streams import LateStreams
 
 METHOD, CHUNKS = adjoint.Exact(chunk_size=16), 4
 NAMES = ["BambaForCausalLM"]
