@@ -26,7 +26,12 @@ class LateStreams:
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, slow_shape: torch.Size | None = None) -> None:
-        self.lock, self.local, self.slow_shape, self.copies = threading.RLock(), threading.local(), slow_shape, 0
+        self.lock, self.local, self.slow_shape, self.copies = (
+            threading.RLock(),
+            threading.local(),
+            slow_shape,
+            0,
+        )
         streams = self
 
         class Stream:

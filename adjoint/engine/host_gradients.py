@@ -48,9 +48,7 @@ class ArrivingGradient:
         elif parts > 1:
             terms, total = terms.view(-1), total.view(-1)
         pieces = zip(terms.tensor_split(parts), total.tensor_split(parts), workers, strict=False)
-        self.additions = [
-            worker.submit(self._add, term, piece, overwrites) for term, piece, worker in pieces
-        ]
+        self.additions = [worker.submit(self._add, term, piece, overwrites) for term, piece, worker in pieces]
 
     def _add(self, term: Tensor, total: Tensor, overwrites: bool) -> None:
         self.copied.synchronize()

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from adjoint.plan.stack import model_of
 from adjoint.train import model as train_model
 from adjoint.train.config import Config, ModelConfig, TrainingConfig
 from adjoint.train.optimizer import make_optimizer
-from tests.late_streams import LateStreams
 from tests.hf.hf_models import (
     assert_exact,
     float64_throughout,
@@ -36,6 +34,7 @@ from tests.hf.hf_models import (
     make,
     make_batch,
 )
+from tests.late_streams import LateStreams
 
 METHOD, CHUNKS = adjoint.Exact(chunk_size=16), 4
 NAMES = ["BambaForCausalLM"]
@@ -270,9 +269,9 @@ def step(model: adjoint.Stack) -> tuple[Tensor, dict[str, Tensor]]:
 def test_gradients_are_added_by_threads_once_their_copies_have_arrived(
     monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
-    """Also weights are used once theirs have. Exact in float64, and in float32 the same bits with any number of threads. A tied table gets its
-    gradient from the head, by a thread that is late, and from the embedding. A program ends when all are
-    added."""
+    """Also weights are used once theirs have. Exact in float64, and in float32 the same bits with any number
+    of threads. A tied table gets its gradient from the head, by a late thread, and from the embedding.
+    A program ends when all are added."""
     config = adjoint.StackConfig(
         61, 16, 3, ["mamba", "mamba2", "attention"], d_state=4, headdim=8, tie_embeddings=tied
     )
