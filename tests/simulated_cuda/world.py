@@ -3,7 +3,8 @@ are on CUDA, a stand-in for the device's guard, and our launch code up to Triton
 instead.
 
 It sees tensors of two devices in one operation, waits of the host for the device, copies between them,
-launches and their grids, and what streams do at the same time (`streams`). It sees neither values nor graphs."""
+launches and their grids, and what streams do at the same time (`streams`). It sees neither values nor
+graphs."""
 
 from __future__ import annotations
 
