@@ -4,7 +4,7 @@ nothing.
 One sequence of 128K or 1M tokens a step, by `Exact` with `--model.offload weights`, of Bamba-9B and of a
 mixture of 30B parameters of which a token uses 3B, Qwen3-Next's layers with fewer experts. Memory is counted
 on fake tensors as `adjoint plan` does it. What times rest on is assumed: 30% of the GPU's peak in bfloat16,
-80% of its link's. The optimizer's step on the host is left out.
+80% of its link's, and how fast the host adds. The optimizer's step on the host is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from adjoint.methods import Exact
 from adjoint.plan.estimate import estimate, roofline
-from adjoint.plan.host_weights import SUSTAINED_LINK, hiding_chunk, in_host_memory, link_bytes
+from adjoint.plan.host_weights import SUSTAINED_HOST, SUSTAINED_LINK, hiding_chunk, in_host_memory, link_bytes
 from adjoint.plan.machine import Machine
 from adjoint.plan.memory import Setup, needs
 from adjoint.plan.stack import model_of
@@ -78,7 +78,8 @@ def measure(point: Point) -> Point:
         "whole_seconds": estimate(dataclasses.replace(setup, host_link=None), spans, costs, 1.0).seconds,
         "link_bytes": moved.to_device + moved.to_host,
         "hiding_chunks": {
-            name: hiding_chunk(setup, costs.forward, SUSTAINED_LINK * peak) for name, peak in LINKS.items()
+            name: hiding_chunk(setup, costs.forward, costs.backward, SUSTAINED_LINK * peak)
+            for name, peak in LINKS.items()
         },
     }  # fmt: skip
 
@@ -107,8 +108,9 @@ class HostWeights(Benchmark):
         memory, link = f"{gpu.memory / 1e9:.1f} GB", f"{gpu.link} at {SUSTAINED_LINK:.0%}"
         head = (
             f"Planned, nothing measured: an {GPU.upper()} of {memory} at {REACHED:.0%} of its rates in "
-            f"bfloat16, {link}, chunks of {CHUNK:,} tokens. The last columns: tokens of a chunk from which "
-            "copies of weights hide."
+            f"bfloat16, {link}, chunks of {CHUNK:,} tokens; the host adds gradients at "
+            f"{SUSTAINED_HOST / 1e9:.0f} GB/s. The last columns: tokens of a chunk from which copies and "
+            "additions hide."
         )
         heads = ["model", "tokens", "GB on the GPU", "if it held the weights", "GB on the host",
                  "TB over the link", "a step", "if it held the weights", *LINKS]  # fmt: skip

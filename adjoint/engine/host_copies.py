@@ -23,7 +23,9 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.leaving, self.arriving = (tuple(_Buffer(self) for _ in range(2)) for _ in range(2))
+        self.leaving, self.arriving = (
+            tuple(_Buffer(device, self.stream) for _ in range(2)) for _ in range(2)
+        )
         self.turn = 0  # of the leaving buffers
         self.fetches: dict[Hashable, _Buffer] = {}  # copies that have been started, by what was fetched
 
@@ -80,10 +82,14 @@ class HostCopies:
 
 
 class _Buffer:
-    """Memory on the device that copies and kernels use in turn."""
+    """Memory on the device that copies and kernels use in turn.
 
-    def __init__(self, copies: HostCopies) -> None:
-        self.copies = copies
+    Args:
+        device: the GPU. stream: that of the copies.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device, self.stream = device, stream
         self.memory: Tensor | None = None
         self.copied: torch.cuda.Event | None = None  # the end of its last copy
         self.read: torch.cuda.Event | None = None  # the end of what kernels have done with it
@@ -92,9 +98,9 @@ class _Buffer:
         """Return the beginning of the buffer as a tensor of the same shape and dtype."""
         size = math.prod(like.shape) * like.dtype.itemsize
         if self.memory is None or self.memory.numel() < size:
-            computing = self.copies.computing
+            computing = torch.cuda.current_stream(self.device)
             self.wait_until_idle(computing)  # before its memory is freed
-            self.memory = torch.empty(size, dtype=torch.uint8, device=self.copies.device)
+            self.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.free(computing)  # kernels that are queued may still use the new memory
         return self.memory[:size].view(like.dtype).view(like.shape)
 
@@ -109,9 +115,8 @@ class _Buffer:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Queue a copy to or from the buffer, after what kernels have done with it."""
-        stream = self.copies.stream
         if self.read is not None:
-            stream.wait_event(self.read)
-        with torch.cuda.stream(stream):
+            self.stream.wait_event(self.read)
+        with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-        self.copied = stream.record_event()
+        self.copied = self.stream.record_event()

@@ -22,7 +22,7 @@ from adjoint.engine import binomial
 from adjoint.engine.grid import Grid, Key, Tile
 from adjoint.engine.schedule import Send
 from adjoint.engine.tile import Gradients
-from adjoint.plan.host_weights import copy_seconds
+from adjoint.plan.host_weights import adding_seconds, copy_seconds
 from adjoint.plan.links import Links, Rates, rates_of
 from adjoint.plan.memory import Setup, owned_weights
 from adjoint.plan.model import EMBEDDING, HEAD
@@ -213,8 +213,7 @@ def tile_seconds(setup: Setup, pieces: Sequence[int], costs: Costs, grid: Grid, 
             per_token = {"forward": costs.head, "advance": 0.0, "backward": 0.0}
             seconds += (stop - start) * per_token.get(t.kind, costs.head_backward)
             # nothing runs while its weights come; their gradient is made by the forward
-            copies = {"forward": 1, "advance": 0, "backward": 0}.get(t.kind, 2)
-            seconds += copies * copy_seconds(setup, setup.model.last)
+            seconds += (t.kind not in ("advance", "backward")) * copy_seconds(setup, setup.model.last)
         elif t.kind == "windowed":
             left, _, _, halo_stop = grid.extent(t)
             seconds += (halo_stop - left) * (costs.forward[piece] + costs.backward[piece])
@@ -231,9 +230,12 @@ def _layer_seconds(setup: Setup, costs: Costs, k: int, kind: str, start: int, st
     if costs.pairs and costs.pairs[k]:
         pairs = float(seen_pairs(layer.window, start, stop))
         seconds += (2 * is_backward + again + (not is_backward)) * costs.pairs[k] * pairs
-    # weights come while the layer before runs; gradients leave when nothing runs
-    copy = copy_seconds(setup, layer.weights)
-    return max(seconds, copy) + is_backward * copy
+    # weights come while the layer before runs; gradients leave, and are added, while the next one runs
+    seconds = max(seconds, copy_seconds(setup, layer.weights))
+    if not is_backward:
+        return seconds
+    leaving = layer.weights + (setup.model.last if k + 1 == setup.model.n_layer else 0)
+    return max(seconds, copy_seconds(setup, leaving), adding_seconds(setup, leaving))
 
 
 # ------------------------------------------------------------------------------------------------ simulation

@@ -1,5 +1,5 @@
-"""Weights in host memory (`model.offload weights`): what crosses the link to the device, and when copies hide
-behind computation."""
+"""Weights in host memory (`model.offload weights`): what crosses the link to the device, what the host adds,
+and when both hide behind computation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from adjoint.engine import binomial
 from adjoint.plan.memory import Setup
 
 SUSTAINED_LINK = 0.8  # of a link's peak, what copies of pinned memory are assumed to keep up
+# bytes per second of host memory: what the threads that add gradients are assumed to read and write together
+SUSTAINED_HOST = 50e9
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,30 @@ def copy_seconds(setup: Setup, weights: int) -> float:
     return 0.0 if setup.host_link is None else setup.machine.element * weights / setup.host_link
 
 
-def hiding_chunk(setup: Setup, forward: Sequence[float], bytes_per_second: float) -> int:
-    """Return the tokens of a chunk from which the copies of weights hide behind the layer before.
+def adding_seconds(setup: Setup, weights: int) -> float:
+    """Return the seconds in which the host adds the gradients of so many weights; 0 if the device does.
 
-    Its forward, which takes the shortest, then takes as long as a layer's copy.
+    It reads the gradient and the sum, which is in float32 at least, and writes the sum."""
+    if setup.host_link is None:
+        return 0.0
+    return weights * (setup.machine.element + 2 * max(4, setup.machine.element)) / SUSTAINED_HOST
+
+
+def hiding_chunk(
+    setup: Setup, forward: Sequence[float], backward: Sequence[float], bytes_per_second: float
+) -> int:
+    """Return the tokens of a chunk from which copies and additions hide behind computation.
+
+    The forward of the layer before, which takes the shortest, then takes as long as the copy of a layer's
+    weights, and a layer's backward, with its forward again, as long as its gradients are added.
 
     Args:
-        forward: seconds per token of each layer's forward.
+        forward, backward: seconds per token of each layer's forward and backward.
     """
-    copies = [setup.machine.element * layer.weights / bytes_per_second for layer in setup.model.layers]
+    layers = setup.model.layers
+    copies = [setup.machine.element * layer.weights / bytes_per_second for layer in layers]
     before = [forward[-1], *forward[:-1]]
-    tokens = max(copy / seconds for copy, seconds in zip(copies, before, strict=True))
-    return math.ceil(tokens / 256) * 256
+    tokens = [copy / seconds for copy, seconds in zip(copies, before, strict=True)]
+    for layer, *seconds in zip(layers, forward, backward, strict=True):
+        tokens.append(adding_seconds(setup, layer.weights) / sum(seconds))
+    return math.ceil(max(tokens) / 256) * 256

@@ -417,11 +417,9 @@ def weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> dict[
     """Return the bytes that a shard's parameters cause, whatever the sequence, by the names in `PARTS`."""
     model, machine, owned = setup.model, setup.machine, owned_weights(setup, span, first, last)
     if setup.host_link is not None and machine.kind == "cuda":
-        # a layer at work and the next one; gradients leave as they are made
-        layers = 2 * max((model.layers[k].weights for k in span), default=0)
-        return dict.fromkeys(("weights", "casts", "gradients", "optimizer"), 0) | {
-            "weights": machine.element * layers
-        }
+        # a layer at work and the next one, and gradients on their way to the host
+        layer = machine.element * max((model.layers[k].weights for k in span), default=0)
+        return {"weights": 2 * layer, "casts": 0, "gradients": layer, "optimizer": 0}
     copied = model.table if first and model.tie_embeddings and not last else 0  # the head's shard owns it
     accumulates = setup.training.grad_accumulation > 1 and not setup.plain_autograd
     gradients = owned * (1 + accumulates)
@@ -475,13 +473,14 @@ def _in_host(setup: Setup, span: Sequence[int], stored: float) -> int:
 def weights_on_host(setup: Setup) -> int:
     """Return the bytes of host memory that weights, gradients and the optimizer take there.
 
-    Weights are pinned one by one, and a gradient's copy is as large as the largest of them."""
+    Weights are pinned one by one, as are the gradients on their way: a layer's, or a larger one alone."""
     model, element = setup.model, setup.machine.element
     pinned = [_pinned(element * size) for size in model.parameter_sizes]
     sums = 1 + (setup.training.grad_accumulation > 1)
     in_8bit = model.in_8bit if setup.training.optimizer == "adamw8bit" else 0.0
     moments = moment_bytes(model.num_parameters, element, in_8bit)
-    return sum(pinned) + max(pinned) + sums * element * model.num_parameters + moments
+    on_their_way = max(*pinned, *(2 * element * layer.weights for layer in model.layers))
+    return sum(pinned) + on_their_way + sums * element * model.num_parameters + moments
 
 
 def _pinned(size: int) -> int:
@@ -514,7 +513,9 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
         host = _in_host(setup, span, program.stored)
         # keys and values come over for the layers at work; cotangents a chunk at a time
         parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
-        work += setup.y(spec.chunk_size)
+        y = setup.y(spec.chunk_size)
+        largest_copy = max([y * (spec.storage.keep != "edges"), *map(setup.state, span)])
+        work += y + 4 * largest_copy  # two buffers of copies in each direction
     # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
     copies = 9 if setup.training.optimizer == "adamw8bit" and machine.kind == "cpu" else 2
     largest = max(model.largest_end * (first or last), *(model.layers[k].largest for k in span))

@@ -269,9 +269,9 @@ def step(model: adjoint.Stack) -> tuple[Tensor, dict[str, Tensor]]:
 def test_gradients_are_added_by_threads_once_their_copies_have_arrived(
     monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
-    """Also weights are used once theirs have. Exact in float64, and in float32 the same bits with any number of threads. A tied table gets its
-    gradient from the head, by a thread that is late, and from the embedding. A program ends when all are
-    added."""
+    """Also weights are used once theirs have. Exact in float64, and in float32 the same bits with any number
+    of threads. A tied table gets its gradient from the head, by a late thread, and from the embedding.
+    A program ends when all are added."""
     config = adjoint.StackConfig(
         61, 16, 3, ["mamba", "mamba2", "attention"], d_state=4, headdim=8, tie_embeddings=tied
     )

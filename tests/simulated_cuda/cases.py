@@ -29,6 +29,7 @@ import adjoint
 from adjoint import layers
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.grid import EngineSpec, make_grid
+from adjoint.engine.host_copies import HostCopies
 from adjoint.engine.schedule import Owners
 from adjoint.engine.storage import Slab
 from adjoint.parallel import context
@@ -146,6 +147,7 @@ def groups() -> dict[str, dict[str, Case]]:
             for name in ("exact", "offloaded edges")
         }
         | {"fetched keys": (stack(HYBRID), EXACT, {})},
+        "stored": {"stored tensors": (stack("mamba"), EXACT, {})},
         "wrapped sequence group": {
             f"Bamba, {name}, shared": (pretrained("Bamba"), METHODS[name], {"shared": True})
             for name in ("exact", "offloaded edges")
@@ -294,6 +296,27 @@ def fetched_keys() -> dict[str, Any]:
     return record.counts() | {"gradients": sorted(devices), "a chunk": {}}
 
 
+def stored_tensors() -> dict[str, Any]:
+    """Tensors stored in host memory, of which more are fetched than are on their way; and buffers that grow
+    and are freed while they are copied."""
+    record = WrapState()
+    with simulated(record):
+        copies = HostCopies(torch.device("cuda:0"))
+        rows = [torch.empty(64) for _ in range(5)]
+        for row in rows:
+            copies.store(row, lambda buffer: buffer.zero_())
+        for place in (0, 1):
+            copies.start_fetch(place, rows[place])
+        fetched = [copies.fetch(place, rows[place]) for place in (2, 0, 1)]
+        copies.store(rows[2], lambda buffer: buffer.copy_(fetched[0]))
+        for _ in range(3):
+            copies.store(torch.empty(96), lambda buffer: buffer.zero_())
+        copies.start_fetch(3, torch.empty(96))  # nobody asks for it
+        copies.finish()
+        del copies
+    return record.counts() | {"gradients": sorted({t.device.type for t in fetched}), "a chunk": {}}
+
+
 class EmptyMessages:
     """Messages between ranks of which one runs here: those that it gets are empty."""
 
@@ -381,9 +404,8 @@ def main(names: Sequence[str]) -> None:
         for case, given in groups()[name].items():
             began = time.perf_counter()
             try:
-                found[case] = (
-                    fetched_keys() if case == "fetched keys" else ways.get(name, few_and_more)(given)
-                )
+                alone = {"fetched keys": fetched_keys, "stored tensors": stored_tensors}.get(case)
+                found[case] = ways.get(name, few_and_more)(given) if alone is None else alone()
             except Exception as error:
                 found[case] = {"error": "".join(traceback.format_exception(error)[-25:])}
             print(case, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)

@@ -123,7 +123,7 @@ class Streams:
                 self.join(HOST, clock)
 
     def allocated(self, tensor: Any) -> Memory:
-        """The uses of a tensor's memory, which belongs to the stream that is current when it is first seen."""
+        """The uses of a tensor's memory, which belongs to the stream on which it is first seen."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.memory:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
 ]
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = "core", "host weights", "sequence group"
+QUICK = "core", "host weights", "sequence group", "stored"
 SLOW = "quick", "long", "layers", "slow", "wrapped", "wrapped layers", "wrapped host weights"
 SLOW += ("wrapped sequence group",)
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
@@ -101,6 +101,12 @@ def test_offloaded_states_and_inputs_travel_beside_the_kernels(case: str) -> Non
     of_states = [place for place in copies if "storage.py" not in place]  # keys and values
     assert {place.split(":")[0] for place in of_states} == {"to cpu, other stream", "to cuda, other stream"}
     assert not any("host_copies.py:fetch" in place for place in of_states)
+
+
+def test_copies_of_stored_tensors_race_with_nothing() -> None:
+    counts = result("stored", "stored tensors")
+    assert counts["mixed"] == counts["races"] == [] and counts["gradients"] == ["cuda"]
+    assert counts["waits"] == counts["event_waits"] == {}
 
 
 def test_offloaded_keys_and_values_come_over_by_chunks() -> None:

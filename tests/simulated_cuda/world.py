@@ -3,7 +3,8 @@ are on CUDA, a stand-in for the device's guard, and our launch code up to Triton
 instead.
 
 It sees tensors of two devices in one operation, waits of the host for the device, copies between them,
-launches and their grids, and what streams do at the same time (`streams`). It does not see values or graphs."""
+launches and their grids, and what streams do at the same time (`streams`). It sees neither values nor
+graphs."""
 
 from __future__ import annotations
 
@@ -345,7 +346,7 @@ def _per_thread(default: Any) -> property:
 
 
 def _queues() -> bool:
-    """Whether this thread queues kernels, which then come later if it waits; threads that send or add do not."""
+    """Whether this thread queues kernels, which come later if it waits; threads that send or add do not."""
     return not threading.current_thread().name.startswith("adjoint-")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from adjoint.memory import rate_text, size_text, size_unit
 from adjoint.plan.capacity import LONGEST, Fit
 from adjoint.plan.estimate import Costs, Estimate
-from adjoint.plan.host_weights import SUSTAINED_LINK, hiding_chunk, link_bytes
+from adjoint.plan.host_weights import SUSTAINED_LINK, adding_seconds, hiding_chunk, link_bytes
 from adjoint.plan.layouts import Ranked
 from adjoint.plan.memory import PARTS, Setup, needs
 from adjoint.plan.partition import named
@@ -86,7 +86,8 @@ def as_dict(
 
 def host_weights_as_dict(setup: Setup, costs: Costs) -> dict[str, object]:
     """Return, in plain types, what weights in host memory move, and from which chunk on copies hide."""
-    moved, planned = link_bytes(setup), setup.host_link
+    moved, planned, model = link_bytes(setup), setup.host_link, setup.model
+    costs_by_layer = costs.forward, costs.backward
     rates = {name: SUSTAINED_LINK * peak for name, peak in LINKS.items()}
     assert planned is not None
     return {
@@ -94,8 +95,11 @@ def host_weights_as_dict(setup: Setup, costs: Costs) -> dict[str, object]:
         "to_device_bytes": moved.to_device,
         "to_host_bytes": moved.to_host,
         "bytes_per_chunk": moved.per_chunk,
-        "hiding_chunk": hiding_chunk(setup, costs.forward, planned),
-        "hiding_chunks": {name: hiding_chunk(setup, costs.forward, rate) for name, rate in rates.items()},
+        "adding_seconds_per_chunk": adding_seconds(
+            setup, sum(layer.weights for layer in model.layers) + model.last
+        ),
+        "hiding_chunk": hiding_chunk(setup, *costs_by_layer, planned),
+        "hiding_chunks": {name: hiding_chunk(setup, *costs_by_layer, rate) for name, rate in rates.items()},
     }
 
 
@@ -171,14 +175,16 @@ def _show_memory(plan: dict[str, Any]) -> None:
         print(f"host    {size_text(max(host))} of host memory for the fullest device, {total} in all")
 
 
-def _show_host_weights(link: dict[str, int], hiding_chunks: dict[str, int]) -> None:
+def _show_host_weights(link: dict[str, Any], hiding_chunks: dict[str, int]) -> None:
     others = ", ".join(f"{tokens:,} over {name}" for name, tokens in hiding_chunks.items())
     down, up = size_text(link["to_device_bytes"]), size_text(link["to_host_bytes"])
     each, rate = size_text(link["bytes_per_chunk"]), rate_text(link["bytes_per_second"])
     print(
         f"link    {down} of weights to the GPU and {up} of gradients back a step, {each} a chunk, at {rate}"
     )
-    print(f"        copies of weights hide in chunks of {link['hiding_chunk']:,} tokens ({others})")
+    adding = _seconds(link["adding_seconds_per_chunk"])
+    print(f"        the host adds the gradients of a chunk in {adding}")
+    print(f"        both hide in chunks of {link['hiding_chunk']:,} tokens ({others})")
 
 
 def _show_layouts(layouts: Sequence[dict[str, Any]]) -> None:
