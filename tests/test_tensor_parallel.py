@@ -279,6 +279,9 @@ def refusals() -> None:
     ids = torch.zeros(1, 16 + dist.get_rank(), dtype=torch.int64)
     refused("different numbers of tokens", lambda: split(ids, labels=ids, method=EXACT))
     ids = ids[:, :16]
+    refused("different tokens", lambda: split(ids + dist.get_rank(), labels=ids, method=EXACT))
+    refused("different tokens", lambda: split(ids, labels=ids + dist.get_rank(), method=EXACT))
+    refused("different", lambda: split(ids, labels=ids, method=adjoint.Exact(chunk_size=8 + dist.get_rank())))
     torch.manual_seed(dist.get_rank())
     drops = adjoint.Truncated(8, 4, unbiased=True)
     refused("random number generator", lambda: split(ids, labels=ids, method=drops))

@@ -254,6 +254,7 @@ class _SequenceCall:
         """Return the call on the first tokens, of leaves that require gradients where tensors can."""
 
         def leaf(t: Tensor) -> Tensor:
+            t = t.clone() if t.is_inference() else t  # autograd saves no tensor made in inference mode
             return t.detach().requires_grad_(t.is_floating_point())
 
         inputs = [leaf(t[:, :count]) for t in self.inputs]
@@ -450,7 +451,7 @@ def _verify(call: _SequenceCall) -> float:
         Refused: they differ.
     """
     count = min(TOKENS, call.seqlen)
-    first, generators = call.first_tokens(count), _RecurrenceStage(call).generators
+    generators = _RecurrenceStage(call).generators
     modules = [module for _, module in call.modules]
     saved: dict[int, int] = {}
 
@@ -467,6 +468,7 @@ def _verify(call: _SequenceCall) -> float:
     unchanged = UntrainedTensors(call.modules, frozen=False).restored()
     gradients = torch.inference_mode(False), torch.enable_grad()
     with full_float32(), gradients[0], gradients[1], generators.undone(), unchanged:
+        first = call.first_tokens(count)
         before = generators.states()
         try:
             y, after = run_whole()

@@ -242,17 +242,18 @@ class Detaching(Forgetful):
 
 @pytest.mark.parametrize("gradients", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_gradients_are_compared_wherever_the_first_use_is(gradients: Callable[[], Any]) -> None:
-    message = "^checkpoint_sequence of Detaching cannot be trained by chunks: .*the gradient of .* differs"
+    message = "^checkpoint_sequence of Detaching cannot be trained by chunks: the gradient of 13 tokens"
+    detaching = Detaching()
     with gradients(), pytest.raises(ValueError, match=message):
         adjoint.checkpoint_sequence(
-            Detaching(), torch.randn(ROWS, SEQLEN, WIDTH), torch.zeros(1, ROWS, 7), chunk_size=8
+            detaching, torch.randn(ROWS, SEQLEN, WIDTH), torch.zeros(1, ROWS, 7), chunk_size=8
         )
 
 
 def test_the_comparison_leaves_buffers_and_generators_as_they_were() -> None:
     noisy, x, state = Noisy(), torch.randn(ROWS, SEQLEN, WIDTH), torch.zeros(1, ROWS, 7)
     noisy.register_buffer("calls", torch.zeros(()))
-    noisy.register_forward_pre_hook(lambda module, _: module.calls.add_(1))
+    noisy.register_forward_hook(lambda module, *_: module.calls.add_(1) and None)
     outputs = []
     for _ in range(2):  # the first one compares
         noisy.calls.zero_()

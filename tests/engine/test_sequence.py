@@ -17,7 +17,8 @@ from adjoint.engine.grid import make_grid
 from adjoint.engine.schedule import Owners, Send, make_schedule
 from adjoint.errors import UserError
 from adjoint.layers import WINDOWED
-from adjoint.parallel.transport import GroupTransport
+from adjoint.parallel.handoff import StateHandoff
+from adjoint.parallel.transport import Alone, GroupTransport
 from tests.cluster.test_layouts import Spare
 from tests.model_helpers import (
     RECURRENT,
@@ -286,6 +287,17 @@ def test_no_message_is_left_to_the_backward_that_may_not_come() -> None:
         assert names <= {"S", "dS"}
 
 
+def test_a_state_that_is_written_twice_is_refused() -> None:
+    """The next rank has got it by then; a forward that runs again in the backward sends nothing."""
+    handoff = StateHandoff(Alone(), 16, torch.zeros(2), torch.empty(0), 0, None, None)
+    handoff.send(torch.ones(2))
+    with refused("writes its state more than once in a chunk"):
+        handoff.send(torch.ones(2))
+    handoff.end_forward()
+    handoff.send(torch.ones(2))
+    assert [len(messages) for messages in handoff.messages.sent.values()] == [1]  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------------------ refused by name
 
 
@@ -315,6 +327,12 @@ def disagreement() -> None:
     with refused("what is trained"):
         model.embedding.requires_grad_(bool(rank))
         model(ids, ids, Exact(5), sequence_group=world())
+    model.requires_grad_()
+    with refused("precision"), torch.autocast("cpu", torch.bfloat16, enabled=bool(rank)):
+        model(ids, ids, Exact(5), sequence_group=world())
+    with refused("the initial state"):
+        state = draw_states(model, 2, random_from(rank))
+        model(ids, ids, Exact(5), state, sequence_group=world())
     with refused("the model's weights"):
         model = make_model("mamba", seed=rank)
         model(ids, ids, Exact(5), sequence_group=world())

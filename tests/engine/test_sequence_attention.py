@@ -124,9 +124,18 @@ def states() -> None:
             assert_same(found[1], found[0], 1e-10)
 
 
+def pasts_of_two_lengths() -> None:
+    model, ids = hybrid(["attention", "attention"]), make_ids(2, 9)
+    first, second = draw_states(model, 2, random_from(2), tokens=3)
+    shorter = tuple(s[:, :, 1:] for s in second)
+    with refused("initial states have keys of [2, 3] tokens"):
+        model(ids, ids, Exact(5), [first, shorter], sequence_group=world())
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_initial_and_final_states(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, states)
+    on_ranks(2, tmp_path, pasts_of_two_lengths)
 
 
 def precisions() -> None:

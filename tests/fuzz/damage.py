@@ -2,7 +2,8 @@
 damage, or with one line that says what is wrong; no traceback, and nothing else is lost.
 
 A file is cut, emptied, changed by a bit, removed, exchanged with another one, or replaced by the same file of
-another run. Each process makes the undamaged folders once.
+another run; or all files of its name or kind are left out, as by `rsync --exclude`. Each process makes the
+undamaged folders once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from adjoint.kernels.cpu import build as cpu_build
 from tests.fuzz.oracle import Case, Deviation, Refusal, Vacuous
 from tests.training_helpers import run, tiny
 
-DAMAGES = ("cut", "emptied", "changed", "removed", "exchanged", "foreign", "folder", "rubbish")
+DAMAGES = ("cut", "emptied", "changed", "removed", "excluded", "exchanged", "foreign", "folder", "rubbish")
 COMMANDS = ("resume", "go on", "eval", "export", "train", "kernels")
 STEPS = 4
 NOT_KEPT = (".lock", "loss.png")  # written by each command anew
@@ -284,7 +285,9 @@ def _may_change(name: str, damage: str, command: str) -> bool:
     another run is a whole file by itself is none of this one's: it is the user who put it there."""
     if name == "text.txt" or name.endswith((".lock", ".png", ".writing")):
         return False
-    if name == "run/config.yaml" and damage not in ("cut", "emptied", "removed", "folder", "rubbish"):
+    if name == "run/config.yaml" and damage not in (
+        *("cut", "emptied", "removed", "excluded", "folder", "rubbish"),
+    ):
         return False
     return not (name == "run/metrics.jsonl" and damage == "folder") or command != "train"
 
@@ -293,11 +296,13 @@ def _change(case: Case, home: Path, name: str, other: str, foreign: Path) -> Non
     path, damage = home / name, case["damage"]
     content = path.read_bytes()
     at = int(case.get("place", 0.5) * len(content))
+    alike = f"*{path.suffix}" if path.suffix and at % 2 else path.name
     simple: dict[str, Callable[[], object]] = {
         "cut": lambda: path.write_bytes(content[:at]),
         "emptied": lambda: path.write_bytes(b""),
         "changed": lambda: path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]),
         "removed": lambda: path.unlink(),
+        "excluded": lambda: [f.unlink() for f in home.rglob(alike)],
         "rubbish": lambda: path.write_bytes(random.Random(at).randbytes(len(content))),
     }
     if damage in ("changed",) and not content:

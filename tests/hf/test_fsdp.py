@@ -519,13 +519,29 @@ def refused(rank: int) -> None:
     fully_shard(model.model.layers[1].mlp.up_proj, mesh=mesh())
     with pytest.raises(ValueError, match=r"fully_shard for layers\.1\.mlp, not for parts of it"):
         adjoint.wrap(shard(model), adjoint.MiniSequence(2, 2))(**inputs_of_batch)
+    packed = {**inputs_of_batch, "position_ids": (torch.arange(53) % 30).expand(2, -1)}
     for message, method, inputs in (
         ("give labels to the causal LM", METHOD, {"input_ids": ids}),
+        ("give one document per row", adjoint.Exact(16, checkpoints=2), packed),
         ("give chunk_size instead", adjoint.Exact(16, memory="1GB"), inputs_of_batch),
         ("more similar lengths", METHOD, {"input_ids": short, "labels": short}),
     ):
         with pytest.raises(ValueError, match=message):
             adjoint.wrap(sharded(LLAMA, dtype=torch.float32), method)(**inputs)
+
+
+@case
+def refused_as_gradients_come_early(rank: int) -> None:
+    """What the loss's own backward would bring: a GradScaler's factor, the gradient of a final state."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    ids, policy = rows()[rank : rank + 1], MixedPrecisionPolicy(param_dtype=torch.float16)
+    with pytest.raises(UserError, match="float16 under fully_shard"):
+        sharded(LLAMA, dtype=torch.float32, mp_policy=policy)(input_ids=ids, labels=ids)
+    stack = shard(adjoint.Stack(adjoint.StackConfig(VOCAB, 16, 2, "mamba", d_state=4)))
+    output = stack(ids, labels=ids, method=METHOD, return_state=True)
+    with pytest.raises(UserError, match="detach the final state"):
+        (output.loss + output.state[0][0].sum()).backward()
 
 
 SLOW = ("replicated", "finer", "adapters")

@@ -197,6 +197,9 @@ def check_refusals() -> None:
         model(input_ids=unequal_rows, labels=unequal_rows)
     with refused("num_items_in_batch"):
         model(**inputs, num_items_in_batch=10 + dist.get_rank())
+    reads_types = adjoint.wrap(make("GPT2LMHeadModel").eval(), adjoint.Exact(7), sequence_group=group)
+    with refused("further inputs"):
+        reads_types(**inputs, token_type_ids=torch.full_like(ids, dist.get_rank()))
 
 
 def test_what_a_wrapped_model_cannot_share(tmp_path: Path) -> None:
