@@ -23,6 +23,7 @@ from adjoint.hf.model_parts import (
     original_class,
     override_attribute,
 )
+from adjoint.hf.wrap import hidden_states
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.parallel.fsdp import uses_fsdp
 
@@ -72,9 +73,11 @@ def logprobs_of_model(
             results.append(of_hidden(hidden))
         return Output(last_hidden_state=hidden[:, :1].detach())  # logits of one token that nobody reads
 
-    if uses_fsdp(model):  # without gradients
-        hidden = backbone(**inputs, return_dict=True)[0]
-        return gathered_runner(lm)(lambda: of_hidden(hidden))
+    wrap_state = wrap_state_or_original(lm)
+    if uses_fsdp(model) and wrap_state.method.has_chunks and not wrap_state.uses_original_forward:
+        with wrap_state.lock:
+            hidden = hidden_states(lm, inputs)
+            return gathered_runner(lm)(lambda: of_hidden(hidden))
     if "forward" in vars(lm):  # accelerate's, around the forward that it has found
         with _with_forward(backbone, run_backbone):
             model(**inputs)

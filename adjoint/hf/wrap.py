@@ -669,6 +669,25 @@ def last_logits(model: PreTrainedModel, ids: Tensor, tokens: int, spec: EngineSp
     return logits_by_slices(model, last.hidden)
 
 
+@torch.no_grad()
+def hidden_states(model: PreTrainedModel, arguments: dict[str, Any]) -> Tensor:
+    """Return the hidden states (batch, seqlen, hidden_size) of a wrapped causal LM, also under `fully_shard`.
+
+    A call of the backbone alone would be outside of the root, which gathers what no layer's unit has.
+
+    Args:
+        arguments: of the call by name, without labels.
+    """
+    ids, call = arguments["input_ids"], Call(model, arguments)
+    verification = verify(Call(model, {"input_ids": ids, "labels": ids}))
+    batch, spec = _cut_into_chunks(call, verification)
+    context = CallContext.from_call(call, verification.padding_of(call))
+    stage = Backbone(model, verification.slots, fetches=verification.fetches, context=context)
+    collect = CollectHiddenStates(batch.seqlen)
+    hidden, _ = hidden_by_chunks(make_step([stage, collect], batch, spec), collect)
+    return hidden.reshape(*call.ids.shape, -1)
+
+
 def _announce(verification: Verification, describe: Callable[[], str]) -> None:
     """Log once for each wrapped model what runs, at the level INFO.
 

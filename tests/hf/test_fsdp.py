@@ -494,6 +494,31 @@ def read_logits(rank: int) -> None:
                 torch.testing.assert_close(output.logits, expected)
 
 
+@case
+def log_probabilities(rank: int) -> None:
+    """`token_logprobs`: by DDP with gradients; under fully_shard without, and with them refused."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids, mask = rows(), torch.arange(rows().shape[1]).expand(RANKS, -1) >= 20
+    own = slice(rank, rank + 1)
+    with float64_throughout():
+        reference = make(LLAMA)
+        expected = adjoint.token_logprobs(reference, ids, mask)
+        expected.exp().sum().backward()
+        model = DistributedDataParallel(adjoint.wrap(make(LLAMA), METHOD))
+        logprobs = adjoint.token_logprobs(model, ids[own], mask[own])
+        torch.testing.assert_close(logprobs, expected[own])
+        (logprobs.exp().sum() * RANKS).backward()
+        assert_same(current_gradients(model.module), current_gradients(reference))
+        model = shard(adjoint.wrap(make(LLAMA), METHOD))
+        with torch.no_grad():
+            torch.testing.assert_close(adjoint.token_logprobs(model, ids[own], mask[own]), expected[own])
+        with pytest.raises(
+            UserError, match=r"token_logprobs: under fully_shard .* call it under torch.no_grad"
+        ):
+            adjoint.token_logprobs(model, ids[own], mask[own])
+
+
 def fsdp1(model: Any) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
