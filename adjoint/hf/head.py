@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import fetched
+from adjoint.engine.parameter_access import ContextFactory
 from adjoint.hf.model_parts import backbone_of, original_class
 from adjoint.hf.transformers_api import ModelOutput, MoeModelOutputWithPast, with_cache_names
-from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, linear_logprobs, selected_logprobs, tokens_per_slice
 
@@ -247,13 +247,20 @@ def _summed_loss(
     return total
 
 
-def logprobs(model: PreTrainedModel, hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def logprobs(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    labels: Tensor,
+    temperature: float,
+    slice_context: ContextFactory = contextlib.nullcontext,
+) -> Tensor:
     """Return the log-probability of each label, (tokens,), in float32 at least, by slices of the tokens.
 
     Args:
         hidden: (tokens, hidden_size), of the tokens before the labels.
         labels: (tokens,).
         temperature: divides the logits.
+        slice_context: around a slice's code, which runs again in the backward.
     """
     with fetched(model.get_output_embeddings()):
         scale = logit_scale(model, hidden[None])
@@ -263,7 +270,7 @@ def logprobs(model: PreTrainedModel, hidden: Tensor, labels: Tensor, temperature
             return linear_logprobs(hidden if scale == 1 else hidden * scale, weight, labels, temperature)
 
     def slice_logprobs(hidden: Tensor, labels: Tensor) -> Tensor:
-        with wrap_state_or_original(model).lock, fetched(model.get_output_embeddings()):
+        with slice_context(), fetched(model.get_output_embeddings()):
             logits = head_logits(model, hidden[None])[0]
         logits = logits.to(accumulate_dtype(logits.dtype)) / temperature
         return selected_logprobs(logits, labels)

@@ -29,7 +29,7 @@ from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache, RowLengths, Slot, make_chunk_cache, zeros
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
-from adjoint.hf.head import summed_loss
+from adjoint.hf.head import logprobs, summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
 from adjoint.hf.language_inputs import (
     EMBEDS,
@@ -54,6 +54,9 @@ from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
+
+# Name of the weights of log-probabilities among a batch's inputs, which the model's own code does not get.
+WEIGHTS = f"{PREFIX}weights"
 
 
 class CallContext(NamedTuple):
@@ -367,6 +370,27 @@ class CausalLM(Backbone):
             chunk_sums = self.router.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
             loss = loss + self.router.add(chunk_sums, chunk.start)
         return loss, state
+
+
+class WeightedLogProbs(Backbone):
+    """The backbone and the head as a stage: ids → the weighted sum of the log-probabilities of targets.
+
+    Args:
+        backbone: arguments of `Backbone`.
+        temperature: divides the logits.
+    """
+
+    def __init__(self, *backbone: Any, temperature: float, **options: Any) -> None:
+        super().__init__(*backbone, **options)
+        self.temperature = temperature
+
+    def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        output, state = self.run_backbone(x, state, chunk)
+        weights = chunk.inputs[WEIGHTS]
+        is_counted = weights != 0
+        is_counted[0, 0] = True  # the head runs in every chunk, as under FSDP it must
+        values = logprobs(self.model, output[0][is_counted], chunk.targets[is_counted], self.temperature)
+        return (values * weights[is_counted]).sum(), state
 
 
 def make_step(

@@ -43,6 +43,7 @@ from adjoint.hf.carried_state import (
     why_not_carried,
 )
 from adjoint.hf.chunking import move_edges_out_of_blocks, refuse_unknown_blocks
+from adjoint.hf.documents import join_rows
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
@@ -70,7 +71,7 @@ from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.snapshot import ForwardState, Snapshot
-from adjoint.hf.stage import Backbone, CallContext, CausalLM, make_step
+from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, WeightedLogProbs, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput
 from adjoint.hf.trials import ignores_input
@@ -666,6 +667,54 @@ def last_logits(model: PreTrainedModel, ids: Tensor, tokens: int, spec: EngineSp
     make_step([Backbone(model, verification.slots), last], Batch(ids, ids), spec).forward()
     assert last.hidden is not None
     return logits_by_slices(model, last.hidden)
+
+
+@torch.no_grad()
+def hidden_states(model: PreTrainedModel, arguments: dict[str, Any]) -> Tensor:
+    """Return the hidden states (batch, seqlen, hidden_size) of a wrapped causal LM, also under `fully_shard`.
+
+    A call of the backbone alone would be outside of the root, which gathers what no layer's unit has.
+
+    Args:
+        arguments: of the call by name, without labels.
+    """
+    call, options, batch, spec = _unlabelled(model, arguments)
+    collect = CollectHiddenStates(batch.seqlen)
+    step = make_step([Backbone(model, **options), collect], batch, spec)
+    return hidden_by_chunks(step, collect)[0].reshape(*call.ids.shape, -1)
+
+
+def weighted_logprobs(
+    model: PreTrainedModel, arguments: dict[str, Any], weights: Tensor, temperature: float
+) -> Tensor:
+    """Return the weighted sum of the log-probabilities of tokens, differentiable.
+
+    Args:
+        arguments: as in `hidden_states`.
+        weights: (batch, seqlen), 0 at position 0.
+        temperature: divides the logits.
+    """
+    call, options, batch, spec = _unlabelled(model, arguments)
+    shifted = {"ids": call.ids.roll(-1, 1), "weights": weights.roll(-1, 1)}
+    tensors, _ = join_rows(shifted, call.starts)
+    inputs = {**batch.inputs, WEIGHTS: tensors["weights"]}
+    batch = dataclasses.replace(batch, labels=tensors["ids"], inputs=inputs)
+    return make_step([WeightedLogProbs(model, temperature=temperature, **options)], batch, spec).loss().loss
+
+
+def _unlabelled(
+    model: PreTrainedModel, arguments: dict[str, Any]
+) -> tuple[Call, dict[str, Any], Batch, EngineSpec]:
+    """Return the call of a causal LM without labels, options of its `Backbone`, its batch and its spec."""
+    ids, call = arguments["input_ids"], Call(model, arguments)
+    verification = verify(Call(model, {"input_ids": ids, "labels": ids}))
+    options = {
+        "slots": verification.slots,
+        "recompute": verification.wrap_state.method.recompute,
+        "fetches": verification.fetches,
+        "context": CallContext.from_call(call, verification.padding_of(call)),
+    }
+    return call, options, *_cut_into_chunks(call, verification)
 
 
 def _announce(verification: Verification, describe: Callable[[], str]) -> None:

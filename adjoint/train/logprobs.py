@@ -25,7 +25,8 @@ def token_logprobs(
 
     The backbone of a wrapped model and a `Stack` run by chunks, with gradients and without; the head runs on
     the tokens of completions alone, slice by slice, so that the logits of a sequence never exist at once.
-    They are what the model's own head makes (scaled, capped), divided by the temperature in float32.
+    They are what the model's own head makes (scaled, capped), divided by the temperature in float32. Of a
+    wrapped model under `fully_shard` the gradient takes a second pass, at the end of the backward.
 
     Args:
         model: a causal LM of transformers, wrapped or not, also inside the model of PEFT or of
@@ -41,8 +42,8 @@ def token_logprobs(
         completion_mask are 0.0.
 
     Raises:
-        UserError: the model cannot give its hidden states here: with gradients under `fully_shard`, ZeRO-3 or
-            `offload_weights`, or prompts that PEFT has learnt.
+        UserError: the model cannot give its hidden states here: ZeRO-3, with gradients `offload_weights`,
+            prompts that PEFT has learnt, a `Stack` that is split or sharded.
         ValueError: shapes do not fit, temperature is not positive, or a completion begins in padding.
     """
     counted = _check(input_ids, completion_mask, temperature, attention_mask)

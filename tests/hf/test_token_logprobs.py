@@ -178,6 +178,9 @@ def test_what_is_refused() -> None:
         adjoint.token_logprobs(model, ids, mask, 0)
     with pytest.raises(adjoint.errors.UserError, match="takes a causal LM of transformers or a Stack"):
         adjoint.token_logprobs(model.model, ids, mask)
+    offloaded = adjoint.offload_weights(make(LLAMA, torch.float32), "cpu")
+    with pytest.raises(adjoint.errors.UserError, match="offload_weights fetches the head's weight"):
+        adjoint.token_logprobs(offloaded, ids, mask)
     peft = pytest.importorskip("peft")
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(adjoint.errors.UserError, match="prompts that PEFT has learnt"):
