@@ -32,6 +32,8 @@ from adjoint.layers import State
 # rows, 128 shared tokens repay it at every size that `python -m benchmarks.shared_prefixes` has tried.
 MIN_SHARED_TOKENS = 128
 
+Targets = Callable[[int, int], Tensor]  # (start, stop) → shifted labels (rows, stop - start)
+
 
 class Segment(NamedTuple):
     """Tokens [start, stop) of some rows, which one call computes.
@@ -71,14 +73,14 @@ class Rows:
 
     Attributes:
         ids: (rows, seqlen), numbers that are equal where the tokens are.
-        targets: (start, stop) → shifted labels (rows, stop - start); None if there is no loss.
+        targets: None if there is no loss.
         starts: first token of each row after padding at the left.
         stops: number of tokens up to the last one that is no padding, of each row.
         least_rest: tokens that must be left of each row after a shared beginning.
     """
 
     ids: Tensor
-    targets: Callable[[int, int], Tensor] | None
+    targets: Targets | None
     starts: Sequence[int]
     stops: Sequence[int]
     least_rest: int = 1
@@ -156,7 +158,7 @@ def _branch(
         _branch(rows, groups, stop, len(segments) - 1, segments)
 
 
-def targets_of(segment: Segment, targets: Callable[[int, int], Tensor]) -> tuple[Tensor, Tensor | None]:
+def targets_of(segment: Segment, targets: Targets) -> tuple[Tensor, Tensor | None]:
     """Return a segment's shifted targets and how often each counts, (rows, tokens) each.
 
     Args:

@@ -9,6 +9,7 @@ hidden states themselves."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import operator
 import warnings
@@ -27,6 +28,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
+from adjoint.engine.shared_prefix import Segment, run_segments
 from adjoint.engine.step import uncompiled
 from adjoint.engine.tile import Gradients
 from adjoint.engine.verification import TOKENS
@@ -67,6 +69,7 @@ from adjoint.hf.outputs import (
 from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
+from adjoint.hf.shared_rows import hidden_of_rows, segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
@@ -83,6 +86,7 @@ from adjoint.hf.verification import (
 from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
+from adjoint.layers import State
 from adjoint.methods import Backprop, Exact, Method, MiniSequence
 from adjoint.parallel.context import group_of, ranks_of
 from adjoint.parallel.fsdp import reduce_at_once, uses_fsdp
@@ -495,6 +499,8 @@ def _loss_by_chunks(
     Args:
         returns_cache: whether the output has the cache after the last token.
     """
+    if not returns_cache and (segments := segments_of(call, verification)) is not None:
+        return _loss_by_segments(call, verification, segments)
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
     model, group = call.model, verification.wrap_state.group
     if group is not None and call.logits_index is not None:
@@ -529,6 +535,27 @@ def _loss_by_chunks(
     return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits, **{CACHE_FIELD: cache})
 
 
+def _loss_by_segments(call: Call, verification: Verification, segments: Sequence[Segment]) -> LossOutput:
+    """Compute the loss of a call whose rows begin alike: each shared beginning once."""
+    method, losses = verification.wrap_state.method, list[Tensor]()
+    parents = {segment.parent for segment in segments}
+
+    def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
+        state = None if initial is None else initial[0]
+        inner, weights = segment_call(call, segment, state)
+        batch, spec = _cut_into_chunks(inner, verification)
+        stage = CausalLM.from_call(inner, verification.slots, method)
+        step = make_step(
+            [stage], dataclasses.replace(batch, weights=weights), spec, _backward_context(verification)
+        )
+        result = step.loss(states=number in parents)
+        losses.append(result.loss)
+        return result.states
+
+    run_segments(segments, run)
+    return LossOutput(loss=torch.stack(losses).sum())
+
+
 def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
     """Return storage for the hidden states of which logits are asked for.
 
@@ -557,6 +584,36 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
             "known: give labels to the causal LM",
         )
     verification = verify(call)
+    segments = segments_of(call, verification)
+    if segments is None:
+        hidden, _, router = _hidden_and_state(call, verification)
+        if isinstance(router, RouterLogits):
+            hidden, *logits = router.split_from(hidden)
+            router_logits = tuple(layer.flatten(0, 1) for layer in logits)
+            return Output(last_hidden_state=hidden, router_logits=router_logits)
+        return Output(last_hidden_state=hidden)
+    pieces, parents = list[Tensor](), {segment.parent for segment in segments}
+
+    def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
+        inner, _ = segment_call(call, segment, None if initial is None else initial[0])
+        hidden, state, _ = _hidden_and_state(inner, verification, number in parents)
+        pieces.append(hidden)
+        return [state]
+
+    run_segments(segments, run)
+    return Output(last_hidden_state=hidden_of_rows(call, segments, pieces))
+
+
+def _hidden_and_state(
+    call: Call, verification: Verification, returns_state: bool = False
+) -> tuple[Tensor, State, RouterLogits | RouterLoss | None]:
+    """Compute hidden states (batch, seqlen, hidden_size) and, if asked for, the state after the last token.
+
+    Returns:
+        Hidden states, which the router logits follow if the call asks for these; the state; what has added
+        the router logits.
+    """
+    model = call.model
     batch, spec = _cut_into_chunks(call, verification)
     stage = Backbone(
         model,
@@ -567,19 +624,18 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
     )
     collect = CollectHiddenStates(batch.seqlen)
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
-    step.forward()
+    _, final = step.forward(return_final_kv=returns_state)
+    final = final if returns_state else []
     assert collect.hidden is not None
 
-    def backward(cotangent: Tensor) -> tuple[Gradients, Sequence[Tensor | None]]:
+    def backward(
+        cotangent: Tensor | None, *d_final: Tensor | None
+    ) -> tuple[Gradients, Sequence[Tensor | None]]:
         collect.cotangent = cotangent
-        return step.backward(None, [None] * len(step.initial))
+        return step.backward(None, d_final or [None] * len(step.initial))
 
-    (hidden,) = step.differentiable([collect.hidden.detach()], backward)
-    hidden = hidden.reshape(*call.ids.shape, -1)
-    if not isinstance(stage.router, RouterLogits):
-        return Output(last_hidden_state=hidden)
-    hidden, *logits = stage.router.split_from(hidden)
-    return Output(last_hidden_state=hidden, router_logits=tuple(layer.flatten(0, 1) for layer in logits))
+    hidden, *state = step.differentiable([collect.hidden.detach(), *final], backward)
+    return hidden.reshape(*call.ids.shape, -1), tuple(state), stage.router
 
 
 @torch.no_grad()
