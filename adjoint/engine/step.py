@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine import budget
+from adjoint.engine.continuation import STEP, frees_graph
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
@@ -68,6 +69,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, steps: ChunkedStep, back: Backward, results: list[Tensor], *inputs: Tensor) -> Any:
         ctx.back, ctx.grad_inputs = back, steps.grad_inputs
         ctx.executor = getattr(steps, "executor", None)  # None if the backward is done already
+        setattr(ctx, STEP, steps)
         # saved so that autograd refuses a backward after a change in place
         ctx.save_for_backward(*inputs, *steps.batch.tensors)
         ctx.set_materialize_grads(False)
@@ -83,7 +85,11 @@ class _Chunked(torch.autograd.Function):
             if isinstance(value, Tape):
                 value.check_is_ours()
         gradients, d_initial = ctx.back(*cotangents)
-        return None, None, None, *input_gradients(ctx.grad_inputs, gradients), *d_initial
+        grad_inputs = ctx.grad_inputs
+        if frees_graph():  # with the step: of many that hang together, each is freed as its backward ends
+            ctx.back = ctx.executor = ctx.grad_inputs = None
+            setattr(ctx, STEP, None)
+        return None, None, None, *input_gradients(grad_inputs, gradients), *d_initial
 
 
 def input_gradients(inputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
@@ -266,6 +272,13 @@ class ChunkedStep:
     def differentiable(self, results: list[Tensor], back: Backward) -> tuple[Tensor, ...]:
         """Return the results of `forward`, differentiable by `back`; empty the list."""
         return _Chunked.apply(self, back, results, *self.grad_inputs, *self.initial)
+
+    def drop_tapes(self) -> None:
+        """Free the tapes that the forward has kept; the backward recomputes them."""
+        executor = self.executor
+        if any(key[0] == "tape" for key in executor.store):
+            executor.begin_again({key: value for key, value in executor.store.items() if key[0] != "tape"})
+            self.backward_actions = self._backward_program()
 
     @torch.no_grad()
     def forward(self, return_final_kv: bool = True) -> tuple[Tensor, list[Tensor]]:

@@ -167,10 +167,15 @@ class Call:
         return self.arguments.get("use_cache") is None and bool(getattr(config, "use_cache", False))
 
     @property
+    def returns_cache(self) -> bool:
+        """Whether the model's own forward would return a cache."""
+        return bool(self.arguments.get("use_cache")) or self.returns_cache_by_default
+
+    @property
     def carries_state(self) -> bool:
-        """Whether the call asks for a loss and begins with a cache or returns one, and for nothing else."""
+        """Whether the call begins with a cache or returns one, and asks for nothing else."""
         names = self.extra_outputs
-        return self.has_labels and bool(names) and set(names) <= {*CACHE_NAMES, "use_cache"}
+        return bool(names) and set(names) <= {*CACHE_NAMES, "use_cache"}
 
     @property
     def cache(self) -> object:
@@ -188,7 +193,7 @@ class Call:
         mask = arguments.pop("attention_mask", None)
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             reason = "the state after padding is not that of the row's last token: give rows without padding"
-            check.refuse(self.model, f"use_cache and past_key_values beside labels: {reason}")
+            check.refuse(self.model, f"use_cache and past_key_values: {reason}")
         positions = arguments.get(POSITIONS)
         past_tokens = 0 if carried is None else carried.tokens
         if positions is not None and past_tokens:
@@ -201,7 +206,7 @@ class Call:
             del arguments[POSITIONS]
         call = Call(self.model, arguments, carried=carried)
         if len(set(call.starts)) > 1:
-            check.refuse(self.model, "use_cache beside labels: rows must have the same documents")
+            check.refuse(self.model, "use_cache: rows must have the same documents")
         return call
 
     @property

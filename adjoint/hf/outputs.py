@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
+from adjoint.engine.continuation import frees_graph
 from adjoint.errors import UserError
 from adjoint.hf.transformers_api import (
     Cache,
@@ -44,16 +45,29 @@ def defers_logits() -> bool:
     return choice == LOGITS_CHOICES[0]
 
 
-def compute_logits_later(loss: Tensor, compute: Callable[[], Tensor]) -> None:
+def compute_logits_later(
+    loss: Tensor, compute: Callable[[], Tensor], *, until_backward: bool = False
+) -> None:
     """Note on a loss how the logits of its output are computed.
 
     Outputs are copied (accelerate) and so are losses: FSDP2 and DistributedDataParallel return one that comes
     out of an autograd function of theirs. So it is noted in the loss's graph, or on a loss without one.
+
+    Args:
+        until_backward: whether the note is dropped, with what it holds, when a backward frees the graph.
     """
     if loss.grad_fn is None:
         setattr(loss, _COMPUTE, compute)
-    else:
-        _metadata(loss.grad_fn)[_COMPUTE] = compute
+        return
+    metadata = _metadata(loss.grad_fn)
+    metadata[_COMPUTE] = compute
+    if until_backward:
+
+        def forget(*_: object) -> None:
+            if frees_graph():
+                metadata.pop(_COMPUTE, None)
+
+        loss.grad_fn.register_hook(forget)
 
 
 def _metadata(node: Node) -> dict[str, Callable[[], Tensor]]:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
+from adjoint.engine.continuation import goes_on_from
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
@@ -37,6 +38,7 @@ from adjoint.hf import check, mini_sequence
 from adjoint.hf.call import Call
 from adjoint.hf.carried_state import (
     cache_of_state,
+    detached,
     refuse_if_states_are_lost,
     state_of_cache,
     why_not_carried,
@@ -291,7 +293,9 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
             output = _loss_by_chunks(at_language_model, verify(at_language_model))
         has_logits = wrap_state.group is None and call.logits_index is None and defers_logits()
         if has_logits and output.loss is not None:
-            compute_logits_later(output.loss, _deferred_logits(call))
+            # of calls that hang together each would keep the cache before it
+            has_gradients = detached(call.cache) is not call.cache
+            compute_logits_later(output.loss, _deferred_logits(call), until_backward=has_gradients)
     return output if call.returns_dict else output.to_tuple()
 
 
@@ -308,10 +312,15 @@ def _without_unread_count(call: Call) -> Call:
     return Call(call.model, {n: value for n, value in call.arguments.items() if n != name})
 
 
+def _without_graph(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments with tensors and caches detached."""
+    return {n: v.detach() if isinstance(v, Tensor) else detached(v) for n, v in arguments.items()}
+
+
 def _deferred_logits(call: Call) -> Callable[[], Tensor]:
     """Return a function that makes the logits of a call, without their values until somebody uses them."""
     model, seqlen = call.model, call.ids.shape[1]
-    arguments = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.arguments.items()}
+    arguments = _without_graph(call.arguments)
     arguments |= {"logits_to_keep": seqlen, "return_dict": True}
 
     def compute() -> Tensor:
@@ -340,14 +349,19 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
     """Run the backbone: its hidden states by the method, or transformers' forward.
 
     The method applies where gradients are on, in training without them too (as for a reference model), and
-    where documents are packed. A long forward of an evaluation without gradients is by chunks to save
-    memory, unless it asks for a cache or is one that chunks refuse."""
+    where documents are packed. A call that begins with a cache or asks for one is by chunks in training with
+    gradients alone: generation and evaluation are transformers' own. A long forward of an evaluation without
+    gradients is by chunks to save memory, unless it asks for a cache or is one that chunks refuse."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.lock:
         is_required = self.training or torch.is_grad_enabled()
         is_mini_sequence = isinstance(wrap_state.method, MiniSequence)
         if wrap_state.uses_original_forward or isinstance(wrap_state.method, Backprop) or call.is_chunk:
             return call.run_original()
+        if self.training and torch.is_grad_enabled() and _carries_state(call, wrap_state):
+            output = _hidden_with_state(call)
+            if output is not None:
+                return output if call.returns_dict else output.to_tuple()
         if call.extra_outputs or (is_mini_sequence and not is_required):
             if torch.is_grad_enabled() and not is_mini_sequence:
                 _warn_not_chunked(call)
@@ -391,7 +405,7 @@ def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | N
 
 def _deferred_cache(call: Call) -> Callable[[], Cache]:
     """Return a function that computes the cache that transformers' forward returns for a call."""
-    arguments = {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.arguments.items()}
+    arguments = _without_graph(call.arguments)
     arguments |= {"use_cache": True, "return_dict": True}
 
     def compute() -> Cache:
@@ -469,8 +483,8 @@ def _carries_state(call: Call, wrap_state: WrapState) -> bool:
     )
 
 
-def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
-    """Compute the loss of a call that begins with a cache or returns one.
+def _after_cache(call: Call) -> Call:
+    """Return a call that begins with a cache or returns one as a call that begins with a state.
 
     Raises:
         Refused: the state cannot be carried on.
@@ -483,10 +497,65 @@ def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
         check.refuse(model, f"{', '.join(modalities)}: {reason}")
     slots = verification_of(model).slots
     carried = None if call.cache is None else state_of_cache(model, call.cache, slots, call.ids)
-    continued = call.after(carried)
-    verification = verify(continued)
-    verification.compute_once("carried states", refuse_if_states_are_lost, model, verification.slots)
-    return _loss_by_chunks(continued, verification, bool(call.arguments.get("use_cache")))
+    if carried is not None and torch.is_grad_enabled():
+        if carried.tokens and call.ids.shape[1] == 1 and any(slot.grows is None for slot in slots):
+            reason = "its code for a single token writes recurrent states over those that a backward needs"
+            check.refuse(model, f"past_key_values: {reason}: give two tokens or more")
+        carried = dataclasses.replace(carried, state=goes_on_from(carried.state))
+    return call.after(carried)
+
+
+def _verify_with_state(call: Call) -> Verification:
+    """Return the verification of a call that begins with a state or returns one, and of its model's cache.
+
+    Raises:
+        Refused: chunks or the cache change the result.
+    """
+    verification = verify(call)
+    verification.compute_once("carried states", refuse_if_states_are_lost, call.model, verification.slots)
+    return verification
+
+
+def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
+    """Compute the loss of a call that begins with a cache or returns one.
+
+    Raises:
+        Refused: the state cannot be carried on.
+    """
+    continued = _after_cache(call)
+    return _loss_by_chunks(continued, _verify_with_state(continued), bool(call.arguments.get("use_cache")))
+
+
+def _hidden_with_state(call: Call) -> ModelOutput | None:
+    """Compute the output of a backbone's call that begins with a cache or returns one, or return None.
+
+    It is None if the state cannot be carried on: transformers' own forward can have gradients through its
+    cache, too, and takes only more memory. As there, a cache that is given holds the state at the end."""
+    model = call.model
+    names = sorted(name for name in call.arguments if call.has(name))
+    refused, key = verification_of(model).results, ("refused with a cache", *names)
+    if key in refused:
+        return None
+    try:
+        continued = _after_cache(call)
+    except ValueError as refusal:  # of these tokens or this cache
+        LOGGER.debug(f"this forward with a cache runs as if not wrapped: {refusal}")
+        return None
+    try:
+        check.refuse_transforms(model)
+        _verify_with_state(continued)
+    except ValueError as refusal:
+        LOGGER.debug(f"forwards with a cache run as if not wrapped: {refusal}")
+        refused[key] = True
+        return None
+    output = _hidden_by_chunks(continued, returns_cache=True)
+    cache, given_cache = output[CACHE_FIELD], call.cache
+    if isinstance(given_cache, Cache):
+        given_cache.layers = cache.layers
+        if type(given_cache) is DynamicCache:
+            given_cache.__class__ = type(cache)
+        output[CACHE_FIELD] = given_cache
+    return output if call.returns_cache else Output(**{n: v for n, v in output.items() if n != CACHE_FIELD})
 
 
 def _loss_by_chunks(
@@ -566,10 +635,11 @@ def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
     return HiddenStates(num_tokens, batch.seqlen - num_tokens)
 
 
-def _hidden_by_chunks(call: Call) -> ModelOutput:
+def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
     """Compute the backbone's output by `Exact` or `Truncated`.
 
-    Hidden states (batch, seqlen, hidden_size), and the logits of the routers if they are asked for."""
+    Hidden states (batch, seqlen, hidden_size), the logits of the routers if they are asked for, and the cache
+    after the last token with `returns_cache`."""
     model = call.model
     if wrap_state_or_original(model).group is not None:
         check.refuse(
@@ -584,14 +654,16 @@ def _hidden_by_chunks(call: Call) -> ModelOutput:
             "known: give labels to the causal LM",
         )
     verification = verify(call)
-    segments = segments_of(call, verification)
+    segments = None if returns_cache else segments_of(call, verification)
     if segments is None:
-        hidden, _, router = _hidden_and_state(call, verification)
+        hidden, state, router = _hidden_and_state(call, verification, returns_cache)
+        outputs: dict[str, Any] = {"last_hidden_state": hidden}
         if isinstance(router, RouterLogits):
-            hidden, *logits = router.split_from(hidden)
-            router_logits = tuple(layer.flatten(0, 1) for layer in logits)
-            return Output(last_hidden_state=hidden, router_logits=router_logits)
-        return Output(last_hidden_state=hidden)
+            outputs["last_hidden_state"], *logits = router.split_from(hidden)
+            outputs["router_logits"] = tuple(layer.flatten(0, 1) for layer in logits)
+        if returns_cache:
+            outputs[CACHE_FIELD] = cache_of_state(model, state, verification.slots, call.last_document)
+        return Output(**outputs)
     pieces, parents = list[Tensor](), {segment.parent for segment in segments}
 
     def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
@@ -625,14 +697,15 @@ def _hidden_and_state(
     collect = CollectHiddenStates(batch.seqlen)
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
     _, final = step.forward(return_final_kv=returns_state)
-    final = final if returns_state else []
     assert collect.hidden is not None
+    shape, zero = collect.hidden.shape, collect.hidden.new_zeros(())
 
     def backward(
         cotangent: Tensor | None, *d_final: Tensor | None
     ) -> tuple[Gradients, Sequence[Tensor | None]]:
-        collect.cotangent = cotangent
-        return step.backward(None, d_final or [None] * len(step.initial))
+        # without one, a later call has gone on from the state, and nobody has used the hidden states
+        collect.cotangent = zero.expand(shape) if cotangent is None else cotangent
+        return step.backward(None, d_final)
 
     hidden, *state = step.differentiable([collect.hidden.detach(), *final], backward)
     return hidden.reshape(*call.ids.shape, -1), tuple(state), stage.router

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -70,10 +71,16 @@ def test_the_cache_is_transformers_own(name: str) -> None:
     model, ids = make(name).eval(), tokens(23)
     wrapped = wrapped_copy(model)
     _, cache = run_segments(wrapped, ids[:, :14])
-    assert type(cache) is transformers.DynamicCache and cache.get_seq_length() == 14
-    tensors = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
-    assert tensors and not any(t.requires_grad for t in tensors)
-    assert all(t.untyped_storage().nbytes() < 2 * t.nbytes for t in tensors)
+    assert isinstance(cache, transformers.DynamicCache) and cache.get_seq_length() == 14
+    assert type(pickle.loads(pickle.dumps(cache))) is transformers.DynamicCache
+    with torch.no_grad():
+        without_gradients = wrapped(input_ids=ids, labels=ids, use_cache=True).past_key_values
+    assert type(without_gradients) is transformers.DynamicCache
+    for made, requires_grad in ((cache, True), (without_gradients, False)):
+        tensors = [t for layer in made.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+        tensors = [t for t in tensors if t.is_floating_point()]
+        assert tensors and all(t.requires_grad == requires_grad for t in tensors)
+        assert all(t.untyped_storage().nbytes() < 2 * t.nbytes for t in tensors)
     models_cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :14], past_key_values=models_cache, use_cache=True)
@@ -109,8 +116,10 @@ def test_gradients_into_a_cache_of_an_earlier_call(name: str, method: Any) -> No
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         argument = cache_argument(inspect.signature(model.forward).parameters)
-        cache = getattr(wrapped(input_ids=ids[:, :14], use_cache=True), argument)
-        out = wrapped(input_ids=ids[:, 14:], labels=labels[:, 14:], **{argument: cache})
+        wrapped.eval()  # the call is transformers' own, then
+        with pytest.warns(UserWarning, match="as if not wrapped"):
+            cache = getattr(wrapped(input_ids=ids[:, :14], use_cache=True), argument)
+        out = wrapped.train()(input_ids=ids[:, 14:], labels=labels[:, 14:], **{argument: cache})
         out.loss.backward()
     assert_exact((out.loss.detach(), current_gradients(wrapped)), (loss.detach(), current_gradients(model)))
 
