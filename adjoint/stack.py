@@ -415,12 +415,14 @@ class Stack(nn.Module):
 
     @uncompiled
     def _by_chunks(
-        self, batch: Batch, method: Method, states: bool, group: Any
+        self, batch: Batch, method: Method, states: bool, group: Any, others_go_on: bool = False
     ) -> tuple[Tensor, list[State], list[int] | None]:
         default = default_chunk_size(self, batch.ids, method.recompute, method.checkpoints)
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
-        results = self.steps(batch, method.engine_spec(batch.seqlen, default), group).loss(states)
+        spec = method.engine_spec(batch.seqlen, default)
+        spec = spec.without_tapes() if others_go_on else spec
+        results = self.steps(batch, spec, group).loss(states)
         final = grouped(batch.states, [s for state in results.states for s in state])
         return results.loss, final[1:-1], results.windows
 
@@ -453,7 +455,8 @@ class Stack(nn.Module):
             labels, weights = shared_prefix.targets_of(segment, _targets_in(batch))
             states = self.stage_states(states)
             part = Batch(ids, labels, batch.divisor, states=states, weights=weights)
-            loss, final, _ = self._by_chunks(part, method, returns_states or number in parents, None)
+            is_parent = number in parents
+            loss, final, _ = self._by_chunks(part, method, returns_states or is_parent, None, is_parent)
             losses.append(loss)
             return final
 

@@ -613,6 +613,7 @@ def _loss_by_segments(call: Call, verification: Verification, segments: Sequence
         state = None if initial is None else initial[0]
         inner, weights = segment_call(call, segment, state)
         batch, spec = _cut_into_chunks(inner, verification)
+        spec = spec.without_tapes() if number in parents else spec
         stage = CausalLM.from_call(inner, verification.slots, method)
         step = make_step(
             [stage], dataclasses.replace(batch, weights=weights), spec, _backward_context(verification)
@@ -668,7 +669,8 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
 
     def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
         inner, _ = segment_call(call, segment, None if initial is None else initial[0])
-        hidden, state, _ = _hidden_and_state(inner, verification, number in parents)
+        is_parent = number in parents
+        hidden, state, _ = _hidden_and_state(inner, verification, is_parent, is_parent)
         pieces.append(hidden)
         return [state]
 
@@ -677,9 +679,12 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
 
 
 def _hidden_and_state(
-    call: Call, verification: Verification, returns_state: bool = False
+    call: Call, verification: Verification, returns_state: bool = False, others_go_on: bool = False
 ) -> tuple[Tensor, State, RouterLogits | RouterLoss | None]:
     """Compute hidden states (batch, seqlen, hidden_size) and, if asked for, the state after the last token.
+
+    Args:
+        others_go_on: whether other calls begin with the state, so that their backwards come first.
 
     Returns:
         Hidden states, which the router logits follow if the call asks for these; the state; what has added
@@ -687,6 +692,7 @@ def _hidden_and_state(
     """
     model = call.model
     batch, spec = _cut_into_chunks(call, verification)
+    spec = spec.without_tapes() if others_go_on else spec
     stage = Backbone(
         model,
         verification.slots,
