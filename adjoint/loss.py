@@ -52,8 +52,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         slice_tokens: int,
         backward_follows: bool,
         shard: VocabularyShard | None,
-        weights: Tensor | None,
     ) -> Tensor:
+        # (tokens,), or with how often each counts (2, tokens)
+        targets, weights = targets if targets.dim() == 2 else (targets, None)
         tokens = hidden.shape[0]
         dtype = accumulate_dtype(hidden.dtype)
         loss = hidden.new_zeros((), dtype=dtype)
@@ -117,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_weight = _scaled(factor_or_gradient, d_loss, ctx.dtype)
         else:  # the product is rounded once, when it has been summed
             d_weight = factor_or_gradient.T @ _scaled(hidden, d_loss, hidden.dtype)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,9 +202,8 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
-            targets.reshape(-1),
+            targets.reshape(-1) if weights is None else torch.stack([targets, weights]).flatten(1),
             slice_tokens,
             backward_follows,
             shard,
-            None if weights is None else weights.reshape(-1),
         )

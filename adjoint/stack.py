@@ -454,9 +454,10 @@ class Stack(nn.Module):
             ids = batch.ids[segment.rows, segment.start : segment.stop]
             labels, weights = shared_prefix.targets_of(segment, _targets_in(batch))
             states = self.stage_states(states)
-            part = Batch(ids, labels, batch.divisor, states=states, weights=weights)
+            segment_batch = Batch(ids, labels, batch.divisor, states=states, weights=weights)
             is_parent = number in parents
-            loss, final, _ = self._by_chunks(part, method, returns_states or is_parent, None, is_parent)
+            keeps_states = returns_states or is_parent
+            loss, final, _ = self._by_chunks(segment_batch, method, keeps_states, None, is_parent)
             losses.append(loss)
             return final
 

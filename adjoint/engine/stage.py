@@ -274,7 +274,7 @@ def _class_of(module: Any) -> type:
 class Head(Stage):
     """y_K → the chunk's summed loss."""
 
-    def __init__(self, model: Any, **options: Any) -> None:
+    def __init__(self, model: Any, **options: object) -> None:
         """Take a `Stack`, or a model with its `head_parameters` and `head_loss`, and options of this call."""
         self.model, self.options = model, options
 
@@ -289,7 +289,7 @@ class Head(Stage):
             if any(id(p) in listed for p in module._parameters.values())
         ]
 
-    def _options_of(self, chunk: Batch) -> dict[str, Any]:
+    def _options_of(self, chunk: Batch) -> dict[str, object]:
         # named only where there are any: a model of one's own need not know them
         return self.options if chunk.weights is None else {**self.options, "weights": chunk.weights}
 

@@ -50,17 +50,40 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
     has_other_loss = custom_loss_function(model) is not None or check.z_loss_coefficient(model)
     if call.has_labels and has_other_loss:
         return None
-    if (starts := _first_tokens(call)) is None:
-        return None
-    rows = Rows(call.ids, _targets_in(call), starts, _stops(call), LEAST_TOKENS)
-    segments = shared_prefix.plan(rows)
+    segments = _plan(call)
     # Models that pick keys by `topk` see how long the row is.
     if segments is None or topk_forwards(backbone_of(model)):
         return None
     if verification.compute_once("draws random numbers", _draws_random_numbers, verification):
         return None
-    shared_prefix.announce(model, segments, call.ids.numel() - sum(starts))
+    shared_prefix.announce(model, segments, _tokens(call))
     return segments
+
+
+def halves_tokens(call: Call) -> bool:
+    """Whether at most half of a call's tokens are computed where rows that begin alike share them."""
+    if not call.has("input_ids"):
+        return False
+    try:
+        segments = None if call.modalities else _plan(call)
+        return segments is not None and 2 * sum(segment.tokens for segment in segments) <= _tokens(call)
+    except ValueError:  # masks and positions that chunks refuse
+        return False
+
+
+def _plan(call: Call) -> list[Segment] | None:
+    """Return the segments of a call by its tokens alone."""
+    rows, seqlen = call.ids.shape
+    if rows == 1 or seqlen < shared_prefix.MIN_SHARED_TOKENS + LEAST_TOKENS:
+        return None
+    if (starts := _first_tokens(call)) is None:
+        return None
+    return shared_prefix.plan(Rows(call.ids, _targets_in(call), starts, _stops(call), LEAST_TOKENS))
+
+
+def _tokens(call: Call) -> int:
+    """Return the number of a call's tokens, padding at the left left out."""
+    return call.ids.numel() - sum(_first_tokens(call) or ())
 
 
 def _first_tokens(call: Call) -> list[int] | None:

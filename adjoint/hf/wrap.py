@@ -71,7 +71,7 @@ from adjoint.hf.outputs import (
 from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
-from adjoint.hf.shared_rows import hidden_of_rows, segment_call, segments_of
+from adjoint.hf.shared_rows import halves_tokens, hidden_of_rows, segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
@@ -388,7 +388,9 @@ def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | N
     tokens = next((call.arguments[n] for n in ("input_ids", "inputs_embeds") if call.has(n)), None)
     limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
     is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
-    if not is_long or wrap_state.group is not None or uses_fsdp(call.model):
+    if wrap_state.group is not None or uses_fsdp(call.model):
+        return None
+    if not is_long and not (wrap_state.method.share_prefixes and halves_tokens(call)):
         return None
     refused = verification_of(call.model).results
     key = "refused without gradients", *sorted(name for name in call.arguments if call.has(name))
@@ -658,7 +660,7 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
     segments = None if returns_cache else segments_of(call, verification)
     if segments is None:
         hidden, state, router = _hidden_and_state(call, verification, returns_cache)
-        outputs: dict[str, Any] = {"last_hidden_state": hidden}
+        outputs: dict[str, object] = {"last_hidden_state": hidden}
         if isinstance(router, RouterLogits):
             outputs["last_hidden_state"], *logits = router.split_from(hidden)
             outputs["router_logits"] = tuple(layer.flatten(0, 1) for layer in logits)

@@ -57,8 +57,8 @@ def results(model: Stack, ids: Tensor, labels: Tensor, method: Any, **options: A
     out = model(ids, labels=labels, method=method, return_state=True, **options)
     states = [s for state in out.state for s in state]
     (out.loss + sum(s.sin().sum() for s in states)).backward()
-    found = {"loss": out.loss} | {f"state {i}": s for i, s in enumerate(states)}
-    return found | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    values = {"loss": out.loss} | {f"state {i}": s for i, s in enumerate(states)}
+    return values | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -82,7 +82,7 @@ def test_loss_states_and_gradients_are_those_of_full_rows(variant: str, computed
 
 
 def test_prompt_and_answers_take_their_tokens_once(computed: list[int]) -> None:
-    """With labels of the answers alone all but the prompt's last token is shared: P - 1 + G (R + 1)."""
+    """If the answers alone have labels, all but the prompt's last token is shared: P - 1 + G (R + 1)."""
     prompt, answers = make_ids(1, 30).expand(5, -1), make_ids(5, 7, seed=1)
     answers[:, 0] = torch.arange(5)
     ids = torch.cat([prompt, answers], dim=1)
@@ -105,7 +105,7 @@ def test_evaluation_without_gradients_shares(computed: list[int]) -> None:
 
 
 def test_rows_are_full_where_their_results_would_differ(computed: list[int]) -> None:
-    """With states or documents of their own, with a memory budget, or with an embedding that draws noise."""
+    """States or documents of their own, a memory budget, an embedding that draws noise."""
     model, ids = make_model(), tree()
     numbers = torch.zeros_like(ids)
     for options in ({"state": model.initial_state(len(ids))}, {"seq_idx": numbers}):

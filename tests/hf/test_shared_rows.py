@@ -106,25 +106,26 @@ def test_prompts_padded_at_the_left_take_their_tokens_once(computed: list[int]) 
     """Two prompts of different lengths with four answers each, as in GRPO: P1 + P2 + 2·4·R tokens."""
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, VOCAB, (2, 12), generator=draw).repeat_interleave(4, 0)
-    answers = torch.randint(3, VOCAB, (8, 6), generator=draw)
+    answers = torch.randint(3, VOCAB, (8, 4), generator=draw)
     answers[:, 0] = torch.arange(3, 11)
     ids = torch.cat([prompts, answers], 1)
     mask = torch.ones_like(ids)
     mask[4:, :5] = 0
     model = make("BambaForCausalLM")
-    backbone = wrapped(model).get_decoder()
-    with torch.no_grad():
-        hidden = backbone(input_ids=ids, attention_mask=mask).last_hidden_state
-        computed.clear()
-        backbone(input_ids=ids, attention_mask=mask)
-        expected = model.get_decoder()(input_ids=ids, attention_mask=mask).last_hidden_state
-    assert sorted(computed) == [7, 12, 24, 24]
-    is_real = mask.bool()
-    assert (hidden - expected)[is_real].abs().max() < 1e-10
+    backbone = wrapped(model, Exact()).get_decoder()
+    for training in (True, False):  # a policy, and a reference model
+        backbone.train(training)
+        with torch.no_grad():
+            backbone(input_ids=ids, attention_mask=mask)
+            computed.clear()
+            hidden = backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+            expected = model.get_decoder()(input_ids=ids, attention_mask=mask).last_hidden_state
+        assert sorted(computed) == [7, 12, 16, 16]
+        assert (hidden - expected)[mask.bool()].abs().max() < 1e-10
 
 
 def test_rows_are_full_where_their_results_would_differ(computed: list[int]) -> None:
-    """With dropout and other noise, routers' losses, documents, caches, and where it is switched off."""
+    """Dropout and other noise, routers' losses, documents, caches, losses of one's own, and switched off."""
     batch = batch_of("none")
     tokens = batch["input_ids"].numel()
 
