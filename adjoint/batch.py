@@ -25,6 +25,8 @@ class Batch:
         labels: (batch, seqlen) int64; -100 is ignored.
         is_shifted: whether `labels` are shifted already; else `targets` are, and each chunk shifts its own:
             a shifted copy of the sequence would take as much memory as its ids.
+        weights: (batch, seqlen), how often each of the shifted `labels` counts: a row may stand for several
+            that begin alike (`engine.shared_prefix`). None: once.
         divisor: number of valid targets of the whole batch, by which the summed loss is divided.
         seq_idx: (batch, seqlen), each token's document, numbered from 0 within its row; None: one document.
         states: the state of each stage before the first token, one tuple per stage.
@@ -46,6 +48,7 @@ class Batch:
     document_end: int | None = None
     starts_document: Tensor | None = None
     is_shifted: bool = True
+    weights: Tensor | None = None
 
     @staticmethod
     def from_labels(
@@ -71,7 +74,7 @@ class Batch:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors with a value per token."""
-        standard = [t for t in (self.ids, self.labels, self.seq_idx) if t is not None]
+        standard = [t for t in (self.ids, self.labels, self.seq_idx, self.weights) if t is not None]
         return standard + list(self.inputs.values())
 
     def chunk(self, start: int, stop: int, document: int = 0, document_end: int | None = None) -> Batch:
@@ -98,6 +101,7 @@ class Batch:
             starts_document=None
             if document_numbers is None or not start
             else document_numbers[:, start] != document_numbers[:, start - 1],
+            weights=None if self.weights is None else self.weights[:, tokens],
         )
 
     def share(self, replica: int, replicas: int, device: torch.device) -> Batch:
@@ -117,6 +121,7 @@ class Batch:
             seq_idx=None if self.seq_idx is None else rows_of_replica(self.seq_idx),
             states=(),
             inputs={name: rows_of_replica(tensor) for name, tensor in self.inputs.items()},
+            weights=None if self.weights is None else rows_of_replica(self.weights),
         )
 
 

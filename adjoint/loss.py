@@ -53,6 +53,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         backward_follows: bool,
         shard: VocabularyShard | None,
     ) -> Tensor:
+        # (tokens,), or with how often each counts (2, tokens)
+        targets, weights = targets if targets.dim() == 2 else (targets, None)
         tokens = hidden.shape[0]
         dtype = accumulate_dtype(hidden.dtype)
         loss = hidden.new_zeros((), dtype=dtype)
@@ -83,11 +85,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 )
             # not +=: torch 2.11's compiler would then give no gradients
             token_losses = (log_normalizer - label_logits).squeeze(1)
-            loss = loss + token_losses.where(valid, 0).sum()  # not times valid: others' may be infinite
+            token_losses = token_losses.where(valid, 0)  # not times valid: others' may be infinite
+            token_weights = None if weights is None else weights[start : start + slice_tokens].to(dtype)
+            loss = loss + (token_losses if token_weights is None else token_losses * token_weights).sum()
             if d_hidden is not None:
                 d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' own memory
                 d_logits.scatter_add_(1, labels, -has_label.to(dtype))
-                d_logits_rounded = d_logits.masked_fill_(~valid.unsqueeze(1), 0).to(h.dtype)
+                d_logits.masked_fill_(~valid.unsqueeze(1), 0)
+                if token_weights is not None:
+                    d_logits.mul_(token_weights.unsqueeze(1))
+                d_logits_rounded = d_logits.to(h.dtype)
                 d_hidden[start : start + slice_tokens] = d_logits_rounded @ weight
                 if d_weight is None:
                     ctx.save_for_backward(d_hidden, d_logits_rounded, hidden)
@@ -156,6 +163,7 @@ def linear_cross_entropy(
     targets: Tensor,
     slice_tokens: int | None = None,
     shard: VocabularyShard | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Return the sum over valid targets of -log softmax(hidden weightᵀ)[target].
 
@@ -169,6 +177,7 @@ def linear_cross_entropy(
         slice_tokens: tokens per slice; None calls `tokens_per_slice`. It need not divide anything.
         shard: the part of the vocabulary that weight has rows of, where a group of ranks splits it: all call
             with the same hidden and targets. The gradient of hidden is then this rank's term of the whole.
+        weights: (…,), how often each target counts; None for once.
 
     Raises:
         ValueError: slice_tokens is not positive, or targets do not match hidden.
@@ -193,7 +202,7 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
-            targets.reshape(-1),
+            targets.reshape(-1) if weights is None else torch.stack([targets, weights]).flatten(1),
             slice_tokens,
             backward_follows,
             shard,

@@ -66,6 +66,7 @@ class Method(Protocol):
             (see `Exact`).
         memory: budget for activations in one process (see `Exact`), or None.
         checkpoints: states that each layer stores at a time (see `Exact`), or None for those at all edges.
+        share_prefixes: whether a common beginning of several rows is computed once (see `Exact`).
         picks_windows: whether windows are picked after the forward, for which it needs the whole sequence.
         has_independent_layers: whether a layer's backward needs no other layer's, so that helpers can share
             it.
@@ -95,6 +96,10 @@ class Method(Protocol):
     @property
     def checkpoints(self) -> int | None:
         return None
+
+    @property
+    def share_prefixes(self) -> bool:
+        return False
 
     @property
     def picks_windows(self) -> bool:
@@ -243,6 +248,12 @@ class Exact(Method):
         "fewest chunks that this takes (binomial checkpointing, Griewank & Walther 2000). Memory then does "
         "not grow with the number of chunks; attention's keys and values still do. None stores the states "
         "at all chunk edges.",
+    )
+    share_prefixes: bool = option(
+        True,
+        "compute a beginning that several rows have in common once, as a prompt that has several answers. "
+        "Loss and gradients are those of full rows. With `memory`, and where results would be others, as "
+        "with dropout, each row is computed in full.",
     )
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
+from adjoint.engine import shared_prefix
 from adjoint.engine.chunk_size import at_most, default_chunk_size
+from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.module_tensors import ModuleTensors
+from adjoint.engine.shared_prefix import Rows, Segment
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, grouped, uncompiled
 from adjoint.errors import UserError
@@ -254,12 +257,14 @@ class Stack(nn.Module):
         targets: Tensor,
         parameters: Sequence[Tensor] | None = None,
         whole_tokens: bool = False,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Return the summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen).
 
         Args:
             parameters: used in the place of `head_parameters`.
             whole_tokens: as in `stages`; y_K of a split stack has this rank's tokens without it.
+            weights: (batch, seqlen), how often each target counts; None for once.
 
         Raises:
             ValueError: lm_head or norm_f is more than its weight.
@@ -270,11 +275,11 @@ class Stack(nn.Module):
             with contextlib.ExitStack() as in_place:
                 for module in modules:
                     in_place.enter_context(ModuleTensors(module).replaced(replacements))
-                return self.head_loss(y, targets, whole_tokens=whole_tokens)
+                return self.head_loss(y, targets, whole_tokens=whole_tokens, weights=weights)
         with fetched(*modules):
-            return self._head_loss(y, targets, whole_tokens)
+            return self._head_loss(y, targets, whole_tokens, weights)
 
-    def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool) -> Tensor:
+    def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool, weights: Tensor | None) -> Tensor:
         if not is_untouched(self.lm_head, nn.Linear) or self.lm_head.bias is not None:
             raise ValueError(
                 "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
@@ -290,7 +295,7 @@ class Stack(nn.Module):
         else:
             normalised = gather_tokens(self.norm_f(y), split.group, targets.shape[1])
         shard = None if split is None else split.vocabulary_shard
-        return linear_cross_entropy(normalised, self.lm_head.weight, targets, shard=shard)
+        return linear_cross_entropy(normalised, self.lm_head.weight, targets, shard=shard, weights=weights)
 
     def head_parameters(self) -> list[Tensor]:
         """Return the parameters that `head_loss` reads."""
@@ -388,7 +393,11 @@ class Stack(nn.Module):
                 if batch is None or return_logits:
                     output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         else:
-            output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
+            segments = None if state is not None or group is not None else self._segments(batch, method)
+            if segments is None:
+                output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
+            else:
+                output.loss, final = self._by_segments(batch, segments, method, return_state)
             if return_logits:
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
@@ -422,12 +431,14 @@ class Stack(nn.Module):
 
     @uncompiled
     def _by_chunks(
-        self, batch: Batch, method: Method, states: bool, group: Any
+        self, batch: Batch, method: Method, states: bool, group: Any, others_go_on: bool = False
     ) -> tuple[Tensor, list[State], list[int] | None]:
         default = self.default_chunk_size(batch.ids, method)
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
-        results = self.steps(batch, method.engine_spec(batch.seqlen, default), group).loss(states)
+        spec = method.engine_spec(batch.seqlen, default)
+        spec = spec.without_tapes() if others_go_on else spec
+        results = self.steps(batch, spec, group).loss(states)
         final = grouped(batch.states, [s for state in results.states for s in state])
         return results.loss, final[1:-1], results.windows
 
@@ -435,6 +446,45 @@ class Stack(nn.Module):
         """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
         on_host = access_kind(self).copies_from_host
         return default_chunk_size(self, input_ids, method.recompute, method.checkpoints, on_host)
+
+    @uncompiled
+    def _segments(self, batch: Batch, method: Method) -> list[Segment] | None:
+        """Return the segments of a batch whose rows begin alike; None if each row is computed in full."""
+        if not method.share_prefixes or method.memory is not None or batch.seq_idx is not None:
+            return None
+        is_split = self.tensor_parallel is not None or access_kind(self).is_collective
+        if is_split or batch.rows == 1 or not is_untouched(self.embedding, nn.Embedding):
+            return None
+        rows, seqlen = batch.rows, batch.seqlen
+        segments = shared_prefix.plan(Rows(batch.ids, _targets_in(batch), [0] * rows, [seqlen] * rows))
+        if segments is None or any(map(custom_class, self.stages())):  # a layer may mix or tell rows apart
+            return None
+        shared_prefix.announce(self, segments, rows * seqlen)
+        return segments
+
+    @uncompiled
+    def _by_segments(
+        self, batch: Batch, segments: Sequence[Segment], method: Method, returns_states: bool
+    ) -> tuple[Tensor, list[State]]:
+        """Return the loss and the final states of a batch whose segments are computed once each."""
+        losses = list[Tensor]()
+        parents = {segment.parent for segment in segments}
+
+        def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
+            states = self.initial_state(len(segment.rows)) if initial is None else initial
+            ids = batch.ids[segment.rows, segment.start : segment.stop]
+            labels, weights = shared_prefix.targets_of(segment, _targets_in(batch))
+            states = self.stage_states(states)
+            segment_batch = Batch(ids, labels, batch.divisor, states=states, weights=weights)
+            is_parent = number in parents
+            keeps_states = returns_states or is_parent
+            loss, final, _ = self._by_chunks(segment_batch, method, keeps_states, None, is_parent)
+            losses.append(loss)
+            return final
+
+        final = shared_prefix.run_segments(segments, run)
+        loss = torch.stack(losses).sum()
+        return loss, shared_prefix.states_in_batch_order(segments, final) if returns_states else []
 
     def steps(self, batch: Batch, spec: EngineSpec, group: Any = None) -> ChunkedStep:
         """Return the batch's forward and backward for the engine.
@@ -598,6 +648,11 @@ class Stack(nn.Module):
                 the folder is a run, or one of transformers.
         """
         return _read(directory, "mamba-ssm")
+
+
+def _targets_in(batch: Batch) -> Callable[[int, int], Tensor]:
+    """Return a function from two tokens of a batch to the shifted labels between them."""
+    return lambda start, stop: batch.chunk(start, stop).targets
 
 
 def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:

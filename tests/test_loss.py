@@ -54,6 +54,21 @@ def test_the_mean_is_over_the_valid_labels_of_all_slices() -> None:
 
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, None])
+def test_weights_count_targets_several_times(slice_tokens: int | None) -> None:
+    """A target of weight 3 has the loss and gradients of three equal ones; an ignored one has none."""
+    hidden, weight, targets = inputs()
+    targets[0, :4] = -100
+    weights = torch.randint(0, 4, targets.shape)
+    got = with_gradients(
+        linear_cross_entropy(hidden, weight, targets, slice_tokens, weights=weights), hidden, weight
+    )
+    rows = torch.arange(targets.numel()).repeat_interleave(weights.flatten())
+    repeated = plain(hidden.flatten(0, 1)[rows], weight, targets.flatten()[rows])
+    for a, b in zip(got, with_gradients(repeated, hidden, weight), strict=True):
+        assert relative(a, b) <= 1e-13
+
+
+@pytest.mark.parametrize("slice_tokens", [1, 7, None])
 def test_all_ignored_is_zero_and_never_nan(slice_tokens: int | None) -> None:
     hidden, weight, targets = inputs()
     targets = torch.full_like(targets, -100)

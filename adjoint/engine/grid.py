@@ -124,6 +124,12 @@ class EngineSpec:
     cut_at: tuple[int, ...] = ()
     least: int = 1
 
+    def without_tapes(self) -> EngineSpec:
+        """Return the spec of a sequence whose backward comes after that of others that go on from it.
+
+        A tape that it kept would add to theirs: the whole would take more memory than one sequence does."""
+        return dataclasses.replace(self, storage=dataclasses.replace(self.storage, tapes=0))
+
     def cuts(self, seqlen: int) -> tuple[int, ...]:
         """Return the cuts of a sequence: chunk c is the tokens [cuts[c], cuts[c + 1])."""
         all_cuts: list[int] = []

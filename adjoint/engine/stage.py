@@ -274,7 +274,7 @@ def _class_of(module: Any) -> type:
 class Head(Stage):
     """y_K → the chunk's summed loss."""
 
-    def __init__(self, model: Any, **options: bool) -> None:
+    def __init__(self, model: Any, **options: object) -> None:
         """Take a `Stack`, or a model with its `head_parameters` and `head_loss`, and options of this call."""
         self.model, self.options = model, options
 
@@ -289,14 +289,18 @@ class Head(Stage):
             if any(id(p) in listed for p in module._parameters.values())
         ]
 
+    def _options_of(self, chunk: Batch) -> dict[str, object]:
+        # named only where there are any: a model of one's own need not know them
+        return self.options if chunk.weights is None else {**self.options, "weights": chunk.weights}
+
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self.model.head_loss(x, chunk.targets, **self.options), ()
+        return self.model.head_loss(x, chunk.targets, **self._options_of(chunk)), ()
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-            return self.model.head_loss(x, chunk.targets, leaves, **self.options), ()
+            return self.model.head_loss(x, chunk.targets, leaves, **self._options_of(chunk)), ()
 
         return tile.linearize(call, self.model.head_parameters(), x, (), gradients)
 

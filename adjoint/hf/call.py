@@ -12,6 +12,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -86,10 +87,11 @@ class Padding:
 
     Args:
         is_real: (rows, seqlen) bool, False for padding.
+        past_tokens: number of tokens before these, none of them padding.
     """
 
-    def __init__(self, is_real: Tensor) -> None:
-        self.is_real = is_real
+    def __init__(self, is_real: Tensor, past_tokens: int = 0) -> None:
+        self.is_real, self.past_tokens = F.pad(is_real, (past_tokens, 0), value=True), past_tokens
         self.is_padded_token = (~is_real).any(0).cpu()  # read once, not chunk by chunk
 
     def mask(self, start: int, stop: int, attended: int) -> Tensor | None:
@@ -103,7 +105,7 @@ class Padding:
         """
         if not bool(self.is_padded_token[start:stop].any()):
             return None
-        return self.is_real[:, start - attended : stop].long()
+        return self.is_real[:, self.past_tokens + start - attended : self.past_tokens + stop].long()
 
 
 class Call:
@@ -458,7 +460,7 @@ class Call:
             return None
         after_last = self.mask.flip(1).cumsum(1).flip(1) == 0
         rows, _ = join_rows({TOKEN_MASK: ~after_last}, self.starts)
-        return Padding(rows[TOKEN_MASK])
+        return Padding(rows[TOKEN_MASK], self.past_tokens)
 
     @property
     def is_padded_left(self) -> bool:

@@ -206,6 +206,7 @@ def summed_loss(
     targets: Tensor,
     z: float | Tensor | None = None,
     slices: int | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
@@ -214,13 +215,20 @@ def summed_loss(
         targets: (batch, tokens), already shifted.
         z: coefficient of the squared log-partition function of every token, or None.
         slices: number of slices; None for `tokens_per_slice`'s choice.
+        weights: (batch, tokens), how often each target counts; None for once. Not for a user's loss function
+            or with `z`.
     """
     with fetched(model.get_output_embeddings()):
-        return _summed_loss(model, hidden, targets, z, slices)
+        return _summed_loss(model, hidden, targets, z, slices, weights)
 
 
 def _summed_loss(
-    model: PreTrainedModel, hidden: Tensor, targets: Tensor, z: float | Tensor | None, slices: int | None
+    model: PreTrainedModel,
+    hidden: Tensor,
+    targets: Tensor,
+    z: float | Tensor | None,
+    slices: int | None,
+    weights: Tensor | None,
 ) -> Tensor:
     custom_loss, vocab_size = custom_loss_function(model), vocab_size_of(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
@@ -228,9 +236,10 @@ def _summed_loss(
     if scale is not None:
         weight = model.get_output_embeddings().weight
         hidden = hidden.to(weight.dtype)  # Mamba's residual stream is float32
-        return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets, tokens)
+        scaled = hidden if scale == 1 else hidden * scale
+        return linear_cross_entropy(scaled, weight, targets, tokens, weights=weights)
 
-    def slice_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+    def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = head_logits(model, hidden[None])
         if custom_loss is not None:
             labels = targets[None]
@@ -238,12 +247,16 @@ def _summed_loss(
                 logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=1, shift_labels=labels
             )
         logits = logits[0] if logits.dtype == torch.float64 else logits[0].float()
-        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        reduction = "sum" if weights is None else "none"
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction=reduction)
+        loss = loss if weights is None else (loss * weights).sum()
         return loss if z is None else loss + z * logits.logsumexp(-1).square().sum()
 
     total = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
-    for h, t in zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True):
-        total = total + run_checkpointed(slice_loss, h, t)
+    for start in range(0, targets.numel(), tokens):
+        h, t = (values.flatten(0, 1)[start : start + tokens] for values in (hidden, targets))
+        w = None if weights is None else weights.flatten()[start : start + tokens]
+        total = total + run_checkpointed(slice_loss, h, t, w)
     return total
 
 

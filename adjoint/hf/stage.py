@@ -363,7 +363,7 @@ class CausalLM(Backbone):
             if self.z_loss_factor is None
             else self.z_loss_factor * torch.as_tensor(chunk.divisor, dtype=torch.float64)
         )
-        loss = summed_loss(self.model, output[0], chunk.targets, z_loss_factor)
+        loss = summed_loss(self.model, output[0], chunk.targets, z_loss_factor, weights=chunk.weights)
         if self.hidden_states is not None:
             self.hidden_states.add(output[0], chunk.start)
         if isinstance(self.router, RouterLoss):

@@ -14,7 +14,7 @@ import inspect
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates, hidd
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
+from adjoint.engine.shared_prefix import Segment, run_segments
 from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import TOKENS
 from adjoint.errors import LOGGER, UserError, is_heard
@@ -70,6 +71,7 @@ from adjoint.hf.outputs import (
 from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
+from adjoint.hf.shared_rows import halves_tokens, hidden_of_rows, segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, WeightedLogProbs, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
@@ -86,6 +88,7 @@ from adjoint.hf.verification import (
 from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
+from adjoint.layers import State
 from adjoint.methods import Exact, Method, check_wrapped_method
 from adjoint.parallel.access import access_kind
 from adjoint.parallel.context import group_of, ranks_of
@@ -384,7 +387,9 @@ def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | N
     tokens = next((call.arguments[n] for n in ("input_ids", "inputs_embeds") if call.has(n)), None)
     limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
     is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
-    if not is_long or wrap_state.group is not None or access_kind(call.model).is_collective:
+    if wrap_state.group is not None or access_kind(call.model).is_collective:
+        return None
+    if not is_long and not (wrap_state.method.share_prefixes and halves_tokens(call)):
         return None
     refused = verification_of(call.model).results
     key = "refused without gradients", *sorted(name for name in call.arguments if call.has(name))
@@ -564,6 +569,8 @@ def _loss_by_chunks(
     Args:
         returns_cache: whether the output has the cache after the last token.
     """
+    if not returns_cache and (segments := segments_of(call, verification)) is not None:
+        return _loss_by_segments(call, verification, segments)
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
     model, group = call.model, verification.wrap_state.group
     if group is not None and call.logits_index is not None:
@@ -598,6 +605,28 @@ def _loss_by_chunks(
     return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits, **{CACHE_FIELD: cache})
 
 
+def _loss_by_segments(call: Call, verification: Verification, segments: Sequence[Segment]) -> LossOutput:
+    """Compute the loss of a call whose rows begin alike: each shared beginning once."""
+    method, losses = verification.wrap_state.method, list[Tensor]()
+    parents = {segment.parent for segment in segments}
+
+    def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
+        state = None if initial is None else initial[0]
+        inner, weights = segment_call(call, segment, state)
+        batch, spec = _cut_into_chunks(inner, verification)
+        spec = spec.without_tapes() if number in parents else spec
+        stage = CausalLM.from_call(inner, verification.slots, method)
+        step = make_step(
+            [stage], dataclasses.replace(batch, weights=weights), spec, _backward_context(verification)
+        )
+        result = step.loss(states=number in parents)
+        losses.append(result.loss)
+        return result.states
+
+    run_segments(segments, run)
+    return LossOutput(loss=torch.stack(losses).sum())
+
+
 def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
     """Return storage for the hidden states of which logits are asked for.
 
@@ -628,7 +657,44 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
             "is known: give labels to the causal LM",
         )
     verification = verify(call)
+    segments = None if returns_cache else segments_of(call, verification)
+    if segments is None:
+        hidden, state, router = _hidden_and_state(call, verification, returns_cache)
+        outputs: dict[str, object] = {"last_hidden_state": hidden}
+        if isinstance(router, RouterLogits):
+            outputs["last_hidden_state"], *logits = router.split_from(hidden)
+            outputs["router_logits"] = tuple(layer.flatten(0, 1) for layer in logits)
+        if returns_cache:
+            outputs[CACHE_FIELD] = cache_of_state(model, state, verification.slots, call.last_document)
+        return Output(**outputs)
+    pieces, parents = list[Tensor](), {segment.parent for segment in segments}
+
+    def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
+        inner, _ = segment_call(call, segment, None if initial is None else initial[0])
+        is_parent = number in parents
+        hidden, state, _ = _hidden_and_state(inner, verification, is_parent, is_parent)
+        pieces.append(hidden)
+        return [state]
+
+    run_segments(segments, run)
+    return Output(last_hidden_state=hidden_of_rows(call, segments, pieces))
+
+
+def _hidden_and_state(
+    call: Call, verification: Verification, returns_state: bool = False, others_go_on: bool = False
+) -> tuple[Tensor, State, RouterLogits | RouterLoss | None]:
+    """Compute hidden states (batch, seqlen, hidden_size) and, if asked for, the state after the last token.
+
+    Args:
+        others_go_on: whether other calls begin with the state, so that their backwards come first.
+
+    Returns:
+        Hidden states, which the router logits follow if the call asks for these; the state; what has added
+        the router logits.
+    """
+    model = call.model
     batch, spec = _cut_into_chunks(call, verification)
+    spec = spec.without_tapes() if others_go_on else spec
     stage = Backbone(
         model,
         verification.slots,
@@ -638,14 +704,8 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
     )
     collect = CollectHiddenStates(batch.seqlen)
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
-    hidden, state = hidden_by_chunks(step, collect, returns_cache)
-    outputs: dict[str, Any] = {"last_hidden_state": hidden.reshape(*call.ids.shape, -1)}
-    if isinstance(stage.router, RouterLogits):
-        outputs["last_hidden_state"], *logits = stage.router.split_from(outputs["last_hidden_state"])
-        outputs["router_logits"] = tuple(layer.flatten(0, 1) for layer in logits)
-    if returns_cache:
-        outputs[CACHE_FIELD] = cache_of_state(model, state, verification.slots, call.last_document)
-    return Output(**outputs)
+    hidden, state = hidden_by_chunks(step, collect, returns_state)
+    return hidden.reshape(*call.ids.shape, -1), tuple(state), stage.router
 
 
 @torch.no_grad()

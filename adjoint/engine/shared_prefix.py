@@ -1,0 +1,275 @@
+"""Rows of a batch that begin with the same tokens: which tokens are computed once, and the calls that do so.
+
+The state after a common beginning is the same in all its rows, so it is computed with one row and branched:
+the rows go on from copies of it, and the cotangents of the copies are summed. A batch of G rows that share P
+tokens and have R more takes P + G·R tokens instead of G·(P + R). Rows that share more than the others do are
+branches of a branch, so the calls form a tree.
+
+    rows              segments
+    0: A A A B C D    A A A        for rows 0, 1 and 2
+    1: A A A E F G    E F G        of row 1, from the state after A A A
+    2: A A A B C H    B C          for rows 0 and 2, from the same state
+    3: X Y Z U V W    D, H         of rows 0 and 2, from the state after B C
+                      X Y Z U V W  of row 3
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adjoint.batch import IGNORE_INDEX
+from adjoint.errors import LOGGER, is_heard
+from adjoint.layers import State
+
+# Tokens that rows must have in common. A branch costs a second program and a copy of the states: with two
+# rows, 128 shared tokens repay it at every size that `python -m benchmarks.shared_prefixes` has tried.
+MIN_SHARED_TOKENS = 128
+
+Targets = Callable[[int, int], Tensor]  # (start, stop) → shifted labels (rows, stop - start)
+
+
+class Segment(NamedTuple):
+    """Tokens [start, stop) of some rows, which one call computes.
+
+    Attributes:
+        start, stop: columns of the batch.
+        members: for each row of the call, the rows of the batch that it stands for. Only the first one's
+            tokens are computed.
+        parent: number of the segment after whose states this one begins; None at the rows' beginnings.
+        parent_rows: for each row of the call, the row of the parent's call that it goes on from.
+    """
+
+    start: int
+    stop: int
+    members: list[list[int]]
+    parent: int | None = None
+    parent_rows: list[int] = []  # noqa: RUF012 - never changed
+
+    @property
+    def rows(self) -> list[int]:
+        """The batch's rows whose tokens the call computes."""
+        return [members[0] for members in self.members]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the call computes."""
+        return len(self.members) * (self.stop - self.start)
+
+    @property
+    def is_shared(self) -> bool:
+        return any(len(members) > 1 for members in self.members)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a batch, as far as they decide which tokens are shared.
+
+    Attributes:
+        ids: (rows, seqlen), numbers that are equal where the tokens are.
+        targets: None if there is no loss.
+        starts: first token of each row after padding at the left.
+        stops: number of tokens up to the last one that is no padding, of each row.
+        least_rest: tokens that must be left of each row after a shared beginning.
+    """
+
+    ids: Tensor
+    targets: Targets | None
+    starts: Sequence[int]
+    stops: Sequence[int]
+    least_rest: int = 1
+
+    @property
+    def seqlen(self) -> int:
+        return self.ids.shape[1]
+
+    def agreement(self, rows: Sequence[int], start: int) -> int:
+        """Return the number of tokens from `start` on that may be computed once for all these rows.
+
+        A token's target counts, too: rows may ignore it, but may not have two different ones. So the last
+        common token, which predicts each row's own next one, is left to the rows."""
+        stop = min(min(self.stops[row] for row in rows), self.seqlen) - self.least_rest
+        if stop <= start:
+            return 0
+        ids = self.ids[rows, start:stop]
+        agrees = (ids == ids[:1]).all(0)
+        if self.targets is not None:
+            targets = self.targets(start, stop)[rows]
+            agrees &= ((targets == targets.amax(0)) | (targets == IGNORE_INDEX)).all(0)
+        return int(agrees.long().cumprod(0).sum())
+
+    def groups(self, rows: Sequence[int], start: int) -> list[list[int]]:
+        """Return rows that have their next `MIN_SHARED_TOKENS` tokens in common, in lists of two or more."""
+        tokens = MIN_SHARED_TOKENS
+        long_enough = [row for row in rows if self.stops[row] - start >= tokens + self.least_rest]
+        if len(long_enough) < 2:
+            return []
+        beginnings = self.ids[long_enough, start : start + tokens]
+        numbers = torch.unique(beginnings, dim=0, return_inverse=True)[1].tolist()
+        rows_by_number = defaultdict[int, list[int]](list)
+        for row, number in zip(long_enough, numbers, strict=True):
+            rows_by_number[number].append(row)
+        return [group for group in rows_by_number.values() if len(group) > 1]
+
+
+def plan(rows: Rows) -> list[Segment] | None:
+    """Return the segments of a batch, parents before their branches; None if no beginning is shared.
+
+    Rows of all segments without a branch after them are the batch's rows, each once."""
+    segments: list[Segment] = []
+    rows_by_start = defaultdict[int, list[int]](list)
+    for row, start in enumerate(rows.starts):
+        rows_by_start[start].append(row)
+    for start, members in rows_by_start.items():
+        _branch(rows, [members], start, None, segments)
+    return segments if any(segment.is_shared for segment in segments) else None
+
+
+def _branch(
+    rows: Rows, nodes: Sequence[list[int]], start: int, parent: int | None, segments: list[Segment]
+) -> None:
+    """Append the segments that begin at `start`, and the branches after them.
+
+    Args:
+        nodes: for each row of the parent's call, the rows of the batch that go on from it.
+    """
+    single_rows: list[tuple[int, int]] = []  # (row, its parent's row)
+    shared_by_stop = defaultdict[int, list[tuple[list[int], int]]](list)
+    for parent_row, members in enumerate(nodes):
+        grouped_rows: set[int] = set()
+        for group in rows.groups(members, start):
+            tokens = rows.agreement(group, start)
+            if tokens >= MIN_SHARED_TOKENS:
+                shared_by_stop[start + tokens].append((group, parent_row))
+                grouped_rows.update(group)
+        single_rows += [(row, parent_row) for row in members if row not in grouped_rows]
+    if single_rows:
+        singles, parent_rows = [[row] for row, _ in single_rows], [number for _, number in single_rows]
+        segments.append(Segment(start, rows.seqlen, singles, parent, parent_rows))
+    for stop, pairs in sorted(shared_by_stop.items()):
+        groups, parent_rows = [group for group, _ in pairs], [number for _, number in pairs]
+        segments.append(Segment(start, stop, groups, parent, parent_rows))
+        _branch(rows, groups, stop, len(segments) - 1, segments)
+
+
+def targets_of(segment: Segment, targets: Targets) -> tuple[Tensor, Tensor | None]:
+    """Return a segment's shifted targets and how often each counts, (rows, tokens) each.
+
+    Args:
+        targets: as in `Rows`.
+
+    Returns:
+        The weights are None if each target counts once.
+    """
+    segment_targets = targets(segment.start, segment.stop)
+    if not segment.is_shared:
+        return segment_targets[segment.rows], None
+    by_member = [segment_targets[members] for members in segment.members]
+    merged = torch.stack([t.amax(0) for t in by_member])
+    return merged, torch.stack([(t != IGNORE_INDEX).sum(0) for t in by_member])
+
+
+def branch(state: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return rows of a state's tensor, which may repeat: a view if all are one row.
+
+    In the backward the cotangents of a row's copies are summed."""
+    if len(set(rows)) == 1:
+        return state[rows[0] : rows[0] + 1].expand(len(rows), *state.shape[1:])
+    return state if list(rows) == list(range(len(state))) else state.index_select(0, _indices(rows, state))
+
+
+def run_segments(
+    segments: Sequence[Segment],
+    run: Callable[[int, Segment, list[State] | None], list[State]],
+) -> dict[int, list[State]]:
+    """Run all segments, each from the branched states of its parent.
+
+    Args:
+        run: computes a segment, by its number, from its initial states, None for those before a sequence, and
+            returns the states after it.
+
+    Returns:
+        The states after each segment without branches, by the segment's number.
+    """
+    final: dict[int, list[State]] = {}
+    last_child = {segment.parent: number for number, segment in enumerate(segments)}
+    for number, segment in enumerate(segments):
+        initial = None
+        if (parent := segment.parent) is not None:
+            initial = [tuple(branch(s, segment.parent_rows) for s in state) for state in final[parent]]
+            if last_child[parent] == number:
+                del final[parent]
+        final[number] = run(number, segment, initial)
+    return final
+
+
+def states_in_batch_order(segments: Sequence[Segment], final: dict[int, list[State]]) -> list[State]:
+    """Return the states after all rows, in the order of the batch's rows.
+
+    Args:
+        final: from `run_segments`.
+    """
+    return [
+        tuple(
+            _in_batch_order(segments, dict(zip(final, tensors, strict=True)))
+            for tensors in zip(*states, strict=True)
+        )
+        for states in zip(*final.values(), strict=True)
+    ]
+
+
+def _in_batch_order(segments: Sequence[Segment], pieces: dict[int, Tensor]) -> Tensor:
+    rows = [row for number in pieces for row in segments[number].rows]
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    return branch(torch.cat(list(pieces.values())), order)
+
+
+def tokens_in_batch_order(segments: Sequence[Segment], pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return what has a value for each token, (batch, seqlen, …), from that of each segment.
+
+    Tokens that no segment has computed, padding at the left, are zero. In the backward the cotangents of a
+    token that stands for several rows are summed.
+
+    Args:
+        pieces: (rows, tokens, …) of each segment.
+        like: (batch, seqlen).
+    """
+    pieces_by_row = defaultdict[int, list[Tensor]](list)
+    for segment, piece in zip(segments, pieces, strict=True):
+        for values, members in zip(piece, segment.members, strict=True):
+            for row in members:
+                pieces_by_row[row].append(values)
+    width, rows = pieces[0].shape[2:], []
+    for row in range(len(like)):
+        padding = like.shape[1] - sum(len(values) for values in pieces_by_row[row])
+        rows.append(torch.cat([pieces[0].new_zeros(padding, *width), *pieces_by_row[row]]))
+    return torch.stack(rows)
+
+
+def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(rows, device=like.device)
+
+
+_announced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def announce(model: nn.Module, segments: Sequence[Segment], tokens: int) -> None:
+    """Log once for each model how many of a batch's tokens are computed, at the level INFO.
+
+    Args:
+        tokens: of the batch, padding at the left left out.
+    """
+    if model in _announced or not is_heard():
+        return
+    _announced.add(model)
+    computed = sum(segment.tokens for segment in segments)
+    LOGGER.info(
+        f"{type(model).__name__}: rows that begin with the same tokens are computed once, {computed:,} of "
+        f"{tokens:,} tokens in this batch; Exact(share_prefixes=False) computes each row"
+    )

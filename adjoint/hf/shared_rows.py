@@ -1,0 +1,163 @@
+"""Rows of a wrapped model's call that begin with the same tokens: as calls of the tokens that are computed.
+
+`engine.shared_prefix` says which tokens these are. Here are the conditions under which a model's results are
+those of full rows, and the call of each segment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adjoint.batch import Batch
+from adjoint.engine import shared_prefix
+from adjoint.engine.module_tensors import UntrainedTensors
+from adjoint.engine.shared_prefix import Rows, Segment
+from adjoint.hf import check
+from adjoint.hf.cache import CarriedState, make_chunk_cache
+from adjoint.hf.call import Call
+from adjoint.hf.head import custom_loss_function
+from adjoint.hf.kernels.topk import topk_forwards
+from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forwards
+from adjoint.hf.stage import Backbone
+from adjoint.hf.trial_copy import example_tokens
+from adjoint.hf.verification import Verification
+from adjoint.layers import State
+from adjoint.parallel.access import tensor_parallel_groups
+
+LEAST_TOKENS = 2  # of a call that goes on: transformers takes a single token for decoding
+
+
+def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
+    """Return the segments of a call whose rows begin alike; None if each row is computed in full.
+
+    Args:
+        verification: of the call's model, all that the call needs having been tried.
+    """
+    wrap_state = verification.wrap_state
+    method, model = wrap_state.method, call.model
+    if not method.share_prefixes or method.memory is not None or len(call.ids) == 1:
+        return None
+    if (
+        wrap_state.group is not None
+        or verification.access_kind.is_collective
+        or tensor_parallel_groups(model)
+    ):
+        return None
+    # The state of the caller's is one per row; logits are gathered from full rows; a router's loss counts
+    # each row's tokens; other inputs may differ where the ids are the same.
+    kind = call.kind
+    has_other_inputs = kind.embedded or kind.token_inputs or kind.position_components or kind.language_layout
+    if call.carried is not None or call.logits_index is not None or kind.routed or has_other_inputs:
+        return None
+    has_other_loss = custom_loss_function(model) is not None or check.z_loss_coefficient(model)
+    if call.has_labels and has_other_loss:
+        return None
+    segments = _plan(call)
+    # Models that pick keys by `topk` see how long the row is.
+    if segments is None or topk_forwards(backbone_of(model)):
+        return None
+    if verification.compute_once("draws random numbers", _draws_random_numbers, verification):
+        return None
+    shared_prefix.announce(model, segments, _tokens(call))
+    return segments
+
+
+def halves_tokens(call: Call) -> bool:
+    """Whether at most half of a call's tokens are computed where rows that begin alike share them."""
+    if not call.has("input_ids"):
+        return False
+    try:
+        segments = None if call.modalities else _plan(call)
+        return segments is not None and 2 * sum(segment.tokens for segment in segments) <= _tokens(call)
+    except ValueError:  # masks and positions that chunks refuse
+        return False
+
+
+def _plan(call: Call) -> list[Segment] | None:
+    """Return the segments of a call by its tokens alone."""
+    rows, seqlen = call.ids.shape
+    if rows == 1 or seqlen < shared_prefix.MIN_SHARED_TOKENS + LEAST_TOKENS:
+        return None
+    if (starts := _first_tokens(call)) is None:
+        return None
+    return shared_prefix.plan(Rows(call.ids, _targets_in(call), starts, _stops(call), LEAST_TOKENS))
+
+
+def _tokens(call: Call) -> int:
+    """Return the number of a call's tokens, padding at the left left out."""
+    return call.ids.numel() - sum(_first_tokens(call) or ())
+
+
+def _first_tokens(call: Call) -> list[int] | None:
+    """Return each row's first token after padding at the left; None if rows hold several documents."""
+    if call.mask is None:
+        first = [0] * len(call.ids)
+    else:
+        first = (call.mask.cumsum(1) == 0).sum(1).tolist()
+    for starts, start in zip(call.starts, first, strict=True):
+        if starts not in ((0,), (0, start)):
+            return None
+    return first
+
+
+def _stops(call: Call) -> list[int]:
+    """Return each row's number of tokens up to the last one that is no padding."""
+    rows, seqlen = call.ids.shape
+    if call.mask is None:
+        return [seqlen] * rows
+    return (seqlen - (call.mask.flip(1).cumsum(1) == 0).sum(1)).tolist()
+
+
+def _targets_in(call: Call) -> shared_prefix.Targets | None:
+    if not call.has_labels:
+        return None
+    return lambda start, stop: call.targets[:, start:stop]
+
+
+@torch.no_grad()
+def _draws_random_numbers(verification: Verification) -> bool:
+    """Whether the model draws random numbers, which would be others in each of the rows."""
+    model = verification.model
+    stage, cache = Backbone(model, verification.slots), make_chunk_cache(model.config)
+    if stage.randomness.has_dropout:
+        return True
+    ids, untrained = example_tokens(model)[0], UntrainedTensors(model.named_modules(), frozen=False)
+    with (
+        calling_original_forwards(model),
+        stage.chunk_context(),
+        stage.randomness.undone(),
+        untrained.restored(),
+    ):
+        before = stage.randomness.states()
+        access_to(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
+        return stage.randomness.have_drawn(before)
+
+
+def segment_call(call: Call, segment: Segment, state: State | None) -> tuple[Call, Tensor | None]:
+    """Return the call of a segment, and how often each of its targets counts.
+
+    Args:
+        state: with which the segment begins; None for the beginning of its rows.
+    """
+    columns = slice(segment.start, segment.stop)
+    arguments: dict[str, object] = {"input_ids": call.ids[segment.rows, columns]}
+    weights = None
+    if (targets_in := _targets_in(call)) is not None:
+        arguments["shift_labels"], weights = shared_prefix.targets_of(segment, targets_in)
+        arguments["num_items_in_batch"] = call.divisor  # the whole call's
+    carried = None
+    if call.mask is not None:
+        arguments["attention_mask"] = call.mask[segment.rows, columns].long()
+    if state is not None:
+        start = 0 if call.mask is None else int((call.mask[segment.rows[0]].cumsum(0) == 0).sum())
+        carried = CarriedState(state, segment.start - start)
+    return Call(call.model, arguments, carried=carried), weights
+
+
+def hidden_of_rows(call: Call, segments: Sequence[Segment], hidden: Sequence[Tensor]) -> Tensor:
+    """Return the hidden states (batch, seqlen, …) of all rows from those of each segment.
+
+    Those of padding at the left are zeros."""
+    return shared_prefix.tokens_in_batch_order(segments, hidden, call.ids)

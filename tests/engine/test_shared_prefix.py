@@ -1,0 +1,151 @@
+"""Rows that begin with the same tokens: these are computed once, with the loss and gradients of full rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adjoint import Backprop, Exact, Stack
+from adjoint.engine import shared_prefix
+from adjoint.engine.shared_prefix import Rows, Segment
+from adjoint.engine.step import ChunkedStep
+from tests.model_helpers import UNWINDOWED, VARIANTS, make_ids, make_model, relative
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MIN_SHARED = 3
+# (ids of a beginning, tokens of its own) of each row; numbers are seeds. Rows 0 and 4 share 14 tokens, row 2
+# the first 9 of these; rows 1, 5 and 6 share 6; rows 5 and 6 are the same; row 3 is alone.
+TREE = [[(1, 9), (2, 5), (3, 9)], [(4, 6), (5, 17)], [(1, 9), (6, 14)], [(7, 23)]]
+TREE += [[(1, 9), (2, 5), (8, 9)], [(4, 6), (9, 17)], [(4, 6), (9, 17)]]
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefix, "MIN_SHARED_TOKENS", MIN_SHARED)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each step."""
+    tokens, init = list[int](), ChunkedStep.__init__
+
+    def counting(self: ChunkedStep, stages: Any, batch: Any, *args: Any, **options: Any) -> None:
+        tokens.append(batch.rows * batch.seqlen)
+        init(self, stages, batch, *args, **options)
+
+    monkeypatch.setattr(ChunkedStep, "__init__", counting)
+    return tokens
+
+
+def tree(rows: list[list[tuple[int, int]]] = TREE) -> Tensor:
+    return torch.stack([torch.cat([make_ids(1, n, seed=s)[0] for s, n in row]) for row in rows])
+
+
+def labels_of(ids: Tensor) -> Tensor:
+    """Labels of which some rows ignore some that others with the same beginning do not."""
+    labels = ids.clone()
+    labels[0, :10] = labels[2, 4:7] = labels[5, :] = -100
+    return labels
+
+
+def results(model: Stack, ids: Tensor, labels: Tensor, method: Any, **options: Any) -> dict[str, Tensor]:
+    """Loss, final states and gradients, of a loss that depends on the states as well."""
+    model.zero_grad()
+    out = model(ids, labels=labels, method=method, return_state=True, **options)
+    states = [s for state in out.state for s in state]
+    (out.loss + sum(s.sin().sum() for s in states)).backward()
+    values = {"loss": out.loss} | {f"state {i}": s for i, s in enumerate(states)}
+    return values | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative(got[name], value) < 1e-10, name
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("variant", VARIANTS | UNWINDOWED)
+def test_loss_states_and_gradients_are_those_of_full_rows(variant: str, computed: list[int]) -> None:
+    """A tree of rows, in any order, with rows that have no partner and labels that only some rows have."""
+    model, ids = make_model(variant), tree()
+    expected = results(model, ids, labels_of(ids), Backprop())
+    for method in (Exact(chunk_size=4), Exact(chunk_size=5, keep="inputs"), Exact(checkpoints=1)):
+        computed.clear()
+        assert_equal(results(model, ids, labels_of(ids), method), expected)
+        # rows 0, 2 and 4: 8 together, 5 more of 0 and 4; rows 1, 5 and 6: 5 and 17, of which the last is not
+        # shared; each beginning's last token is computed by the rows, whose next ones differ
+        assert sum(computed) == 8 + 15 + (5 + 2 * 10) + 5 + 18 + (17 + 2 * 1) + 23
+
+
+def test_prompt_and_answers_take_their_tokens_once(computed: list[int]) -> None:
+    """If the answers alone have labels, all but the prompt's last token is shared: P - 1 + G (R + 1)."""
+    prompt, answers = make_ids(1, 30).expand(5, -1), make_ids(5, 7, seed=1)
+    answers[:, 0] = torch.arange(5)
+    ids = torch.cat([prompt, answers], dim=1)
+    labels = ids.clone()
+    labels[:, :30] = -100
+    model = make_model("hybrid")
+    assert_equal(results(model, ids, labels, Exact()), results(model, ids, labels, Backprop()))
+    assert computed == [29, 5 * 8]
+    computed.clear()
+    results(model, ids, labels, Exact(share_prefixes=False))
+    assert computed == [5 * 37]
+
+
+def test_evaluation_without_gradients_shares(computed: list[int]) -> None:
+    model, ids = make_model(), tree()
+    with torch.no_grad():
+        expected = model(ids, labels=ids).loss
+        assert relative(model(ids, labels=ids, method=Exact()).loss, expected) < 1e-10
+    assert sum(computed) < ids.numel()
+
+
+def test_rows_are_full_where_their_results_would_differ(computed: list[int]) -> None:
+    """States or documents of their own, a memory budget, an embedding that draws noise."""
+    model, ids = make_model(), tree()
+    numbers = torch.zeros_like(ids)
+    for options in ({"state": model.initial_state(len(ids))}, {"seq_idx": numbers}):
+        computed.clear()
+        results(model, ids, ids, Exact(chunk_size=8), **options)
+        assert computed == [ids.numel()]
+    computed.clear()
+    results(model, ids, ids, Exact(chunk_size=8, memory="1GB"))
+    assert computed[0] == ids.numel()  # the first chunk is measured after it
+    computed.clear()
+    model.embedding.register_forward_hook(lambda module, inputs, y: nn.functional.dropout(y, 0.5))
+    model(ids, labels=ids, method=Exact(chunk_size=32))
+    assert computed == [ids.numel()]
+
+
+def segments_of(rows: list[list[tuple[int, int]]], **options: Any) -> list[Segment]:
+    ids = tree(rows)
+    options = {"starts": [0] * len(ids), "stops": [ids.shape[1]] * len(ids), "targets": None} | options
+    return shared_prefix.plan(Rows(ids, **options)) or []
+
+
+def test_plan_groups_by_beginning_padding_and_length() -> None:
+    """Padding at the left is cut, padding at the right is never shared; a short beginning is not shared."""
+    pair = [[(1, 12), (2, 8)], [(3, 20)], [(1, 12), (4, 8)]]
+    assert segments_of(pair) == [
+        Segment(0, 20, [[1]], None, [0]),
+        Segment(0, 12, [[0, 2]], None, [0]),
+        Segment(12, 20, [[0], [2]], 1, [0, 0]),
+    ]
+    assert segments_of(pair, starts=[2, 0, 2])[0] == Segment(2, 12, [[0, 2]], None, [0])
+    assert segments_of(pair, starts=[2, 0, 1]) == []
+    assert segments_of([[(1, 2), (2, 8)], [(1, 2), (3, 8)]]) == []
+    same = [[(1, 20)], [(1, 20)]]
+    assert [(s.start, s.stop) for s in segments_of(same, stops=[11, 9], least_rest=2)] == [(0, 7), (7, 20)]
+
+
+def test_info_line_says_how_many_tokens_were_computed(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = make_model(), tree([[(1, 20), (2, 5)], [(1, 20), (3, 5)]])
+    caplog.set_level("INFO", "adjoint")
+    for _ in range(2):
+        model(ids, labels=ids, method=Exact())
+    (line,) = [r.getMessage() for r in caplog.records if "computed once" in r.getMessage()]
+    assert "of 50 tokens" in line
