@@ -5,7 +5,7 @@ process. Where importing PyTorch would take longer than the point, one process s
 breaks CUDA, or ends its process, gets the next one a fresh process there too.
 
 The parent sends a point a line, and reads lines: what the point has found so far, and its result. A process
-that does not answer in time is ended, with all that it has started.
+that does not answer in time is ended, with all that it has started, and so is one whose parent was killed.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ Point = dict[str, Any]  # what is to be measured, or what was found, as JSON can
 
 ROOT = Path(__file__).resolve().parents[3]  # where `adjoint` is: processes import it from there
 RESULT, PARTIAL = "result: ", "partial: "
+PARENT_CHECKED_EVERY_S = 1.0
 GRACE_S = 60  # after its limit a process ends itself, should the parent be gone
 
 # ------------------------------------------------------------------------------------------------- the parent
@@ -145,6 +146,7 @@ _deadline = math.inf
 def serve(module: str) -> None:
     """Serve requests in the child process: read one per line, write its result, until stdin ends."""
     global _serving, _deadline
+    threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
     measure, _serving = importlib.import_module(module).measure, True
     for line in sys.stdin:
         request = json.loads(line)
@@ -156,6 +158,13 @@ def serve(module: str) -> None:
         gc.collect()  # the exception is gone, and with it the frames that held tensors
         _say(RESULT, {"result": result, "spoiled": _spoiled()})
         signal.alarm(0)
+
+
+def _end_after(parent: int) -> None:
+    """End this process, and what it has started, within seconds of its parent's end, however that came."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECKED_EVERY_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 def answer(measure: Callable[[Point], Point], point: Point) -> Point:
