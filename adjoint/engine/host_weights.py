@@ -48,11 +48,11 @@ def offload_weights(model: ModelT, device: torch.device | str) -> ModelT:
         model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
 
     Parameters stay ordinary parameters of the CPU: gradients, clipping, optimizers and checkpoints need no
-    change, and the optimizer's step runs on the CPU. The device holds two layers' weights, a
-    layer's gradients, the head's weights and their gradient, and a chunk's activations. Loss and gradients are those without it. Layers are recomputed
-    in the backward, as with `recompute="full"`. On a CPU as the device it saves nothing, and the copies take
-    time. Do not use it if the weights fit the device with room for a chunk. `generate` copies all weights
-    for every token.
+    change, and the optimizer's step runs on the CPU. The device holds two layers' weights, a layer's
+    gradients, the head's weights and their gradient, and a chunk's activations. Loss and gradients are those
+    without it. Layers are recomputed in the backward, as with `recompute="full"`. On a CPU as the device it
+    saves nothing, and the copies take time. Do not use it if the weights fit the device with room for a
+    chunk. `generate` copies all weights for every token.
 
     Args:
         model: a model of transformers, wrapped or not, a PEFT model around one, or a `Stack`. In place.
