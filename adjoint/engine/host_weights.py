@@ -16,7 +16,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import ref
 
 import torch
@@ -304,18 +304,23 @@ def _subclass(cls: type[nn.Module], attributes: dict[str, object]) -> type[nn.Mo
     return type(cls.__name__, (cls,), {**attributes, **identity})
 
 
+class _FetchContext(FunctionCtx):
+    parameter: Tensor
+    transfers: Transfers
+
+
 class _Fetch(torch.autograd.Function):
     """A parameter's copy on the device; its backward sends the gradient to the host.
 
     In a tile nobody waits for it there. In another backward autograd gets it, and may read it at once."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, transfers: Transfers) -> Tensor:
+    def forward(ctx: _FetchContext, parameter: Tensor, transfers: Transfers) -> Tensor:
         ctx.parameter, ctx.transfers = parameter, transfers
         return transfers.copied(parameter)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: _FetchContext, gradient: Tensor) -> tuple[Tensor | None, None]:
         take_arriving = vars(ctx.parameter).get(TAKE_ARRIVING)
         if ctx.transfers.gradient_stream is None or take_arriving is None:
             return _on_host(gradient, pinned=gradient.is_cuda), None

@@ -317,7 +317,7 @@ def test_a_tied_tables_gradients_are_added_one_after_the_other(monkeypatch: pyte
 
 
 def test_no_more_gradients_are_under_way_than_a_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where adding is slower than computing, the host waits; also for a gradient larger than a layer."""
+    """The host waits where adding is slower than computing, also for a gradient larger than a layer."""
     model = adjoint.offload_weights(adjoint.Stack(adjoint.StackConfig(61, 16, 2), seed=0), "cpu")
     transfers, may_arrive = host_weights.transfers_of(model.layers[0]), threading.Event()
     late_streams(monkeypatch, model)
