@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,19 +18,16 @@ class LateStreams:
 
     Args:
         patch: undoes it at the end.
-        slow_shape: shape of tensors whose copies take a while.
+        before_copy: called with the source before a copy is made.
 
     Attributes:
         copies: number of copies on other streams than the computing one.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, slow_shape: torch.Size | None = None) -> None:
-        self.lock, self.local, self.slow_shape, self.copies = (
-            threading.RLock(),
-            threading.local(),
-            slow_shape,
-            0,
-        )
+    def __init__(
+        self, patch: pytest.MonkeyPatch, before_copy: Callable[[Tensor], object] = lambda source: None
+    ) -> None:
+        self.local, self.copies = threading.local(), 0
         streams = self
 
         class Stream:
@@ -39,6 +35,7 @@ class LateStreams:
 
             def __init__(self, device: object = None) -> None:
                 self.queue: list[Callable[[], object]] = []
+                self.running = threading.Lock()
 
             def record_event(self) -> Event:
                 event = Event()
@@ -58,12 +55,11 @@ class LateStreams:
                 self.stream, self.place = Stream(), 0
 
             def record(self, stream: Stream) -> None:
-                with streams.lock:
-                    self.stream, self.place = stream, len(stream.queue)
+                self.stream, self.place = stream, len(stream.queue)
 
             def run(self) -> None:
                 """Make the copies that were queued before the event."""
-                with streams.lock:
+                with self.stream.running:
                     for i in range(self.place):
                         self.stream.queue[i]()
                         self.stream.queue[i] = int
@@ -78,14 +74,12 @@ class LateStreams:
                 return copy(target, source, non_blocking)
 
             def run() -> None:
-                if source.shape == self.slow_shape:
-                    time.sleep(0.2)
+                before_copy(source)
                 with torch.no_grad():
                     copy(target, source)
 
-            with streams.lock:
-                streams.copies += 1
-                stream.queue.append(run)
+            streams.copies += 1
+            stream.queue.append(run)
             return target
 
         self.Stream, self.computing = Stream, Stream()

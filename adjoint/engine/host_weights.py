@@ -16,7 +16,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 from weakref import ref
 
 import torch
@@ -52,11 +52,11 @@ def offload_weights(model: ModelT, device: torch.device | str) -> ModelT:
         model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
 
     Parameters stay ordinary parameters of the CPU: gradients, clipping, optimizers and checkpoints need no
-    change, and the optimizer's step runs on the CPU. The device holds two layers' weights, the head's and
-    its gradient, and a chunk's activations. Loss and gradients are those without it. Layers are recomputed
-    in the backward, as with `recompute="full"`. On a CPU as the device it saves nothing, and the copies take
-    time. Do not use it if the weights fit the device with room for a chunk. `generate` copies all weights
-    for every token.
+    change, and the optimizer's step runs on the CPU. The device holds two layers' weights, a layer's
+    gradients, the head's weights and their gradient, and a chunk's activations. Loss and gradients are those
+    without it. Layers are recomputed in the backward, as with `recompute="full"`. On a CPU as the device it
+    saves nothing, and the copies take time. Do not use it if the weights fit the device with room for a
+    chunk. `generate` copies all weights for every token.
 
     Args:
         model: a model of transformers, wrapped or not, a PEFT model around one, or a `Stack`. In place.
@@ -308,18 +308,23 @@ def _subclass(cls: type[nn.Module], attributes: dict[str, object]) -> type[nn.Mo
     return type(cls.__name__, (cls,), {**attributes, **identity})
 
 
+class _FetchContext(FunctionCtx):
+    parameter: Tensor
+    transfers: Transfers
+
+
 class _Fetch(torch.autograd.Function):
     """A parameter's copy on the device; its backward sends the gradient to the host.
 
     In a tile nobody waits for it there. In another backward autograd gets it, and may read it at once."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, transfers: Transfers) -> Tensor:
+    def forward(ctx: _FetchContext, parameter: Tensor, transfers: Transfers) -> Tensor:
         ctx.parameter, ctx.transfers = parameter, transfers
         return transfers.copied(parameter)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: _FetchContext, gradient: Tensor) -> tuple[Tensor | None, None]:
         take_arriving = vars(ctx.parameter).get(TAKE_ARRIVING)
         if ctx.transfers.gradient_stream is None or take_arriving is None:
             return _on_host(gradient, pinned=gradient.is_cuda), None

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from adjoint import Exact, StackConfig, Truncated
+from adjoint.batch import Batch
 from adjoint.cluster.shard import Microbatch
 from adjoint.engine import tile
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.distribution import draw_adjoint_scale
+from adjoint.engine.grid import EngineSpec, make_grid
 from adjoint.engine.tile import Gradients
+from adjoint.engine.tile_values import TileValues
 from adjoint.layers import AttentionMixer, State
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
@@ -154,6 +157,16 @@ def test_what_is_stored_can_be_on_the_host(
     before = {"states": 1.0, "before": 4, "final": True} if config is HYBRID else {}
     check(config, {"name": "Exact", "chunk_size": 4, **how}, layout, seqlen=13, **before)
     assert streams.copies > 13
+
+
+def test_a_message_waits_for_what_is_being_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transport reads host memory at once, while a copy to it may be on its way."""
+    monkeypatch.setattr("adjoint.engine.tile_values.stores_on_host", lambda *_: True)
+    LateStreams(monkeypatch)
+    ids, stored = torch.zeros(1, 8, dtype=torch.long), torch.full((1, 4, 3), 7.0)
+    values = TileValues((), make_grid(EngineSpec(4), 8, [], 0), Batch(ids, ids), EngineSpec(4))
+    values.store["y", 0, 0] = values.put_on_host(stored)
+    assert torch.equal(values.message(("y", 0, 0)), stored)
 
 
 def test_workers_share_a_state_that_grows() -> None:

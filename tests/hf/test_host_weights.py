@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import adjoint
 from adjoint.engine import host_gradients, host_weights, threads
 from adjoint.engine.executor import Executor
+from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
 from adjoint.plan.host_weights import link_bytes
 from adjoint.plan.memory import Setup
@@ -241,11 +243,9 @@ def test_the_optimizer_of_weights_on_the_host_is_fused_and_uses_the_cores_that_a
     assert not torch.equal(next(model.parameters()), before)
 
 
-def late_streams(
-    patch: pytest.MonkeyPatch, model: nn.Module, slow_shape: torch.Size | None = None
-) -> LateStreams:
+def late_streams(patch: pytest.MonkeyPatch, model: nn.Module, **options: Any) -> LateStreams:
     """Copy an offloaded model's weights and gradients on streams, although its device is the CPU."""
-    streams = LateStreams(patch, slow_shape)
+    streams = LateStreams(patch, **options)
     layer = next(module for module in model.modules() if isinstance(module, adjoint.layers.Block))
     transfers = host_weights.transfers_of(layer)
     patch.setattr(transfers, "stream", streams.Stream())
@@ -265,16 +265,13 @@ def step(model: adjoint.Stack) -> tuple[Tensor, dict[str, Tensor]]:
     return loss_and_gradients(model, input_ids=ids, labels=ids, method=METHOD)
 
 
-@pytest.mark.parametrize("tied", [False, True])
 def test_gradients_are_added_by_threads_once_their_copies_have_arrived(
-    monkeypatch: pytest.MonkeyPatch, tied: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also weights are used once theirs have. Exact in float64, and in float32 the same bits with any number
-    of threads. A tied table gets its gradient from the head, by a late thread, and from the embedding.
-    A program ends when all are added."""
-    config = adjoint.StackConfig(
-        61, 16, 3, ["mamba", "mamba2", "attention"], d_state=4, headdim=8, tie_embeddings=tied
-    )
+    of threads. A program ends when all are added."""
+    mixers = ["mamba", "mamba2", "attention"]
+    config = adjoint.StackConfig(61, 16, 3, mixers, d_state=4, headdim=8, tie_embeddings=False)
     expected, results = step(adjoint.Stack(config, seed=0).double()), list[dict[str, Tensor]]()
     run = Executor.run
 
@@ -286,8 +283,7 @@ def test_gradients_are_added_by_threads_once_their_copies_have_arrived(
     for dtype, count in ((torch.float64, 3), (torch.float32, 1), (torch.float32, 3)):
         with monkeypatch.context() as patch:
             model = adjoint.offload_weights(adjoint.Stack(config, seed=0).to(dtype), "cpu")
-            is_late = tied and dtype == torch.float64
-            streams = late_streams(patch, model, model.lm_head.weight.shape if is_late else None)
+            streams = late_streams(patch, model)
             with_workers(patch, count)
             result = step(model)
             results.append(result[1])
@@ -297,8 +293,31 @@ def test_gradients_are_added_by_threads_once_their_copies_have_arrived(
     assert all(torch.equal(gradient, results[2][name]) for name, gradient in results[1].items())
 
 
+def test_a_tied_tables_gradients_are_added_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread adds the head's, which is late, and the backward the embedding's."""
+    config = adjoint.StackConfig(61, 16, 1, "mamba", d_state=4, tie_embeddings=True)
+    expected, embedding_comes = step(adjoint.Stack(config, seed=0).double()), threading.Event()
+    model = adjoint.offload_weights(adjoint.Stack(config, seed=0).double(), "cpu")
+    table, add = model.lm_head.weight, Gradients.add
+
+    def delay_heads(source: Tensor) -> None:
+        if source.shape == table.shape and source is not table:
+            embedding_comes.wait(60)
+            time.sleep(0.2)
+
+    def add_and_say(gradients: Gradients, parameter: Tensor, gradient: Tensor | None) -> None:
+        if parameter is table:
+            embedding_comes.set()
+        add(gradients, parameter, gradient)
+
+    late_streams(monkeypatch, model, before_copy=delay_heads)
+    monkeypatch.setattr(host_weights.transfers_of(model.layers[0]), "max_leaving_bytes", 1 << 30)
+    monkeypatch.setattr(Gradients, "add", add_and_say)
+    assert_exact(step(model), expected)
+
+
 def test_no_more_gradients_are_under_way_than_a_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where adding is slower than computing, the host waits; also for a gradient larger than a layer."""
+    """The host waits where adding is slower than computing, also for a gradient larger than a layer."""
     model = adjoint.offload_weights(adjoint.Stack(adjoint.StackConfig(61, 16, 2), seed=0), "cpu")
     transfers, may_arrive = host_weights.transfers_of(model.layers[0]), threading.Event()
     late_streams(monkeypatch, model)

@@ -307,11 +307,16 @@ def stored_tensors() -> dict[str, Any]:
             copies.store(row, lambda buffer: buffer.zero_())
         for place in (0, 1):
             copies.start_fetch(place, rows[place])
-        fetched = [copies.fetch(place, rows[place]) for place in (2, 0, 1)]
-        copies.store(rows[2], lambda buffer: buffer.copy_(fetched[0]))
+        fetched = [copies.fetch(0, rows[0])]
+        copies.start_fetch(2, rows[2])
+        copies.store(rows[4], lambda buffer: buffer.zero_())
+        fetched += [copies.fetch(place, rows[place]) for place in (4, 1, 2)]
+        copies.store(rows[4], lambda buffer: buffer.copy_(fetched[1]))
+        copies.start_fetch(3, rows[3])
+        copies.forget_fetches()
+        copies.start_fetch(5, torch.empty(96))
         for _ in range(3):
             copies.store(torch.empty(96), lambda buffer: buffer.zero_())
-        copies.start_fetch(3, torch.empty(96))  # nobody asks for it
         copies.finish()
         del copies
     return record.counts() | {"gradients": sorted({t.device.type for t in fetched}), "a chunk": {}}

@@ -32,7 +32,7 @@ class Streams:
     """The agents of a simulated GPU.
 
     Args:
-        where: says where in the code something happens.
+        describe_place: says where in the code something happens.
         is_noted: whether a wait of the host in this thread counts.
 
     Attributes:
@@ -40,23 +40,23 @@ class Streams:
         waits, event_waits: the host's waits for streams and events, by place.
     """
 
-    def __init__(self, where: Callable[[], str], is_noted: Callable[[], bool]) -> None:
-        self.where, self.is_noted, self.races = where, is_noted, list[str]()
+    def __init__(self, describe_place: Callable[[], str], is_noted: Callable[[], bool]) -> None:
+        self.describe_place, self.is_noted, self.races = describe_place, is_noted, list[str]()
         self.waits, self.event_waits = collections.Counter[str](), collections.Counter[str]()
         self.clocks: dict[str, Clock[str]] = collections.defaultdict(collections.Counter)
         self.memory: dict[int, Memory] = {}
-        self.lock, self.local, self.made = threading.RLock(), threading.local(), 0
+        self.lock, self.local, self.count = threading.RLock(), threading.local(), 0
         streams = self
 
         class Stream:
             """A stream; copies of kernels that are queued on it run in order."""
 
             def __init__(self, device: Any = None) -> None:
-                streams.made += 1
-                self.device, self.name = device, f"stream {streams.made}"
+                streams.count += 1
+                self.device, self.name = device, f"stream {streams.count}"
 
             def synchronize(self) -> None:
-                streams.waits[f"synchronize: {streams.where()}"] += 1
+                streams.waits[f"synchronize: {streams.describe_place()}"] += 1
                 streams.join(HOST, streams.clock_of(self.name))
 
             def wait_stream(self, other: Stream) -> None:
@@ -81,7 +81,7 @@ class Streams:
 
             def synchronize(self) -> None:
                 if streams.is_noted():
-                    streams.event_waits[streams.where()] += 1
+                    streams.event_waits[streams.describe_place()] += 1
                 streams.join(HOST, self.clock)
 
         self.Stream, self.Event, self.default = Stream, Event, Stream()
@@ -100,12 +100,12 @@ class Streams:
             self.local.stream = before
 
     def clock_of(self, agent: str) -> Clock[str]:
-        """What has been queued on a stream, and what the host did before."""
+        """Return the clock of what is queued on a stream, the host's operations before it included."""
         with self.lock:
             return self.clocks[agent] | self.clocks[HOST]
 
     def join(self, agent: str, clock: Clock[str]) -> None:
-        """What an agent does next comes after what a clock knows."""
+        """Have what an agent does next come after all that a clock knows."""
         with self.lock:
             self.clocks[agent] |= clock
 
@@ -142,7 +142,7 @@ class Streams:
         for other, number in before + ([memory.write] if memory.write else []):
             if clock[other] < number:
                 kind = "writes" if writes else "reads"
-                self.races.append(f"{agent} {kind} what {other} still uses: {self.where()}")
+                self.races.append(f"{agent} {kind} what {other} still uses: {self.describe_place()}")
         if writes:
             memory.write, memory.reads = (agent, clock[agent]), {}
         else:
