@@ -39,6 +39,7 @@ from adjoint.parallel.agreement import (
     COMPARED_ELEMENTS,
     describe_settings,
     describe_tensors,
+    different_calls,
     different_models,
     digest,
     first_difference_among,
@@ -471,10 +472,7 @@ class SequenceGroup(Distribution):
                 raise UserError(different_models("sequence_group", *difference))
             if rank is not None:
                 counts = f": {rank_numbers[rank]} and {rank_numbers[0]}" if name in COUNTED else ""
-                raise UserError(
-                    "sequence_group: every rank must call with the same rows and method, but rank "
-                    f"{rank} and rank 0 of the group differ in {name}{counts}"
-                )
+                raise UserError(different_calls("sequence_group", rank, f"{name}{counts}"))
         if not grid.adjoint_scale:
             return grid
         own_scale = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=executor.device)

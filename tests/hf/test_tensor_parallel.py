@@ -126,7 +126,20 @@ def ranks_differ(folder: str) -> None:
     ):
         model(**batch(19))
     norm.variance_epsilon = 1e-3
+    rank, inputs = dist.get_rank(), batch(19)
+    for name, change in (
+        ("input_ids", {"input_ids": inputs["input_ids"] + rank}),
+        ("input_ids", batch(19 + rank)),
+        ("labels", {"labels": inputs["labels"].masked_fill(inputs["labels"] == 5 + rank, -100)}),
+        ("num_items_in_batch", {"num_items_in_batch": 7 + rank}),
+    ):
+        message = rf"same rows and method, but rank 1 and rank 0 of the group differ in {name}$"
+        with pytest.raises(ValueError, match=message):
+            model(**{**inputs, **change})
     model(**batch(19)).loss.backward()
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8 + rank))
+    with pytest.raises(ValueError, match="differ in the method$"):
+        model(**inputs)
 
 
 def test_ranks_whose_parts_differ(tmp_path: Path) -> None:
