@@ -521,7 +521,7 @@ class SequenceGroup(Distribution):
         """Return the first rank whose model differs from rank 0's, and the name of what differs."""
         description = [*describe_tensors(self.modules), *describe_settings(self.modules)]
         return first_difference_among(
-            description, lambda own: self.transport.all_gather(own, self.transport.ranks), self.ignored
+            description, lambda tensor: self.transport.all_gather(tensor, self.transport.ranks), self.ignored
         )
 
     def _note_changes(self) -> None:
