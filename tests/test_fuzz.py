@@ -22,7 +22,7 @@ COUNTS = {
     "stacks": 48,
     "distributions": 20,
     "recurrences": 40,
-    "losses": 8,
+    "losses": 4,
     "ranks": 4,
     "chats": 40,
     "damage": 8,
