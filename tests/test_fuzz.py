@@ -18,7 +18,15 @@ from tests.fuzz.runner import Outcome, draw, judge, module_of, shrink
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COUNTS = {"stacks": 48, "distributions": 20, "chats": 40, "damage": 8}
+COUNTS = {
+    "stacks": 48,
+    "distributions": 20,
+    "recurrences": 40,
+    "losses": 4,
+    "ranks": 4,
+    "chats": 40,
+    "damage": 8,
+}
 PARTS = 4  # for several processes
 LINES = (Path(__file__).parent / "fuzz" / "cases.jsonl").read_text().splitlines()
 KEPT = [json.loads(line) for line in LINES]

@@ -321,7 +321,7 @@ class PipelineWorker:
         self.agreed, self.at = True, ("comparison of models", True)
         transport, modules = self.transport, [*self.part.named_modules()]
         description = [*describe_tensors(modules), *describe_settings(modules)]
-        difference = first_difference_among(description, lambda own: transport.all_gather(own, peers))
+        difference = first_difference_among(description, lambda tensor: transport.all_gather(tensor, peers))
         if difference is not None:
             subject = f"workers of layers {layers.start}-{layers.stop - 1}"
             raise UserError(different_models(subject, *difference))

@@ -65,8 +65,9 @@ from adjoint.hf.trials import (
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.precision import full_float32
 from adjoint.parallel.access import access_kind, tensor_parallel_groups
-from adjoint.parallel.agreement import refuse_different_models
+from adjoint.parallel.agreement import describe, digest, refuse_different_models
 from adjoint.parallel.kv import NotAttended
+from adjoint.parallel.split_tensors import local
 
 T = TypeVar("T")
 # States of a model whose verification is remembered, such as adapters that take turns.
@@ -218,7 +219,7 @@ def verify(call: Call) -> Verification:
     check.refuse_unreadable_weights(model)
     access = access_to(model)
     access.rest()
-    _refuse_different_parts(model)
+    _refuse_different_parts(call)
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model)
@@ -264,15 +265,29 @@ def verify(call: Call) -> Verification:
     return verification
 
 
-def _refuse_different_parts(model: PreTrainedModel) -> None:
-    """Refuse a model whose weights are split over ranks that differ in a buffer, a setting or a hook.
+def _refuse_different_parts(call: Call) -> None:
+    """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
+
+    Their collectives would not meet, or add up parts of different tokens.
 
     Raises:
         UserError: they do.
     """
-    for group in tensor_parallel_groups(model):
+    model = call.model
+    if not (groups := tensor_parallel_groups(model)):
+        return
+    described_call: list[tuple[str, Hashable]] = [
+        ("the method", repr(wrap_state_or_original(model).method)),
+        ("whether gradients are on", torch.is_grad_enabled()),
+    ]
+    for name, value in call.arguments.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        described_call.append(
+            (name, (*value.shape, digest([local(value)])) if is_tensor else describe(value))
+        )
+    for group in groups:
         subject = f"{original_class(model).__name__} under tensor parallelism"
-        refuse_different_models(model.named_modules(), group, device_of(model), subject)
+        refuse_different_models(model.named_modules(), group, device_of(model), subject, described_call)
 
 
 def _padding_key(kind: CallKind) -> tuple[str, CallKind]:
@@ -289,7 +304,7 @@ def verify_pieces(call: Call) -> Verification:
     """
     model = call.model
     check.refuse_unreadable_weights(model)
-    _refuse_different_parts(model)
+    _refuse_different_parts(call)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
     method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces

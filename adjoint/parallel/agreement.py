@@ -41,16 +41,23 @@ _numbers: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
 
 def refuse_different_models(
-    modules: Iterable[tuple[str, nn.Module]], group: dist.ProcessGroup, device: torch.device, subject: str
+    modules: Iterable[tuple[str, nn.Module]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    subject: str,
+    call: Iterable[tuple[str, Hashable]] = (),
 ) -> None:
     """Refuse modules of which each rank of a group has a part if their buffers, settings or hooks differ.
 
+    Args:
+        call: what the ranks' calls must have in common besides, by the users' names for it.
+
     Raises:
-        UserError: they do; it begins with `subject`.
+        UserError: they do, or the calls; it begins with `subject`.
     """
-    named_modules = [*modules]
+    named_modules, described_call = [*modules], [*call]
     described = [*describe_tensors(named_modules, weights=False), *describe_settings(named_modules)]
-    description = [item for item in described if not item[0].endswith(SPLIT_ATTRIBUTES)]
+    description = [item for item in described if not item[0].endswith(SPLIT_ATTRIBUTES)] + described_call
     low = torch.tensor([number_of(description)], device=device)
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
@@ -60,7 +67,9 @@ def refuse_different_models(
     descriptions = [to_bytes(())] * dist.get_world_size(group)
     dist.all_gather_object(descriptions, to_bytes(description), group=group)
     if (difference := first_difference(descriptions)) is not None:
-        raise UserError(different_models(subject, *difference))
+        rank, name = difference
+        is_of_call = name in dict(described_call)
+        raise UserError((different_calls if is_of_call else different_models)(subject, rank, name))
 
 
 def different_models(subject: str, rank: int, name: str) -> str:
@@ -68,6 +77,14 @@ def different_models(subject: str, rank: int, name: str) -> str:
     return (
         f"{subject}: every rank must have the same model, but rank {rank} and rank 0 of the group differ in "
         f"{name}: load it or set it alike on all ranks"
+    )
+
+
+def different_calls(subject: str, rank: int, name: str) -> str:
+    """Return the message on a rank whose call differs from rank 0's in what the name says."""
+    return (
+        f"{subject}: every rank must call with the same rows and method, but rank {rank} and rank 0 of the "
+        f"group differ in {name}"
     )
 
 

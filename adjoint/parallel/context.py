@@ -39,6 +39,7 @@ from adjoint.parallel.agreement import (
     COMPARED_ELEMENTS,
     describe_settings,
     describe_tensors,
+    different_calls,
     different_models,
     digest,
     first_difference_among,
@@ -470,10 +471,7 @@ class SequenceGroup(Distribution):
                 raise UserError(different_models("sequence_group", *difference))
             if rank is not None:
                 counts = f": {rank_numbers[rank]} and {rank_numbers[0]}" if name in COUNTED else ""
-                raise UserError(
-                    "sequence_group: every rank must call with the same rows and method, but rank "
-                    f"{rank} and rank 0 of the group differ in {name}{counts}"
-                )
+                raise UserError(different_calls("sequence_group", rank, f"{name}{counts}"))
         if not grid.adjoint_scale:
             return grid
         own_scale = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=executor.device)
@@ -522,7 +520,7 @@ class SequenceGroup(Distribution):
         """Return the first rank whose model differs from rank 0's, and the name of what differs."""
         description = [*describe_tensors(self.modules), *describe_settings(self.modules)]
         return first_difference_among(
-            description, lambda own: self.transport.all_gather(own, self.transport.ranks), self.ignored
+            description, lambda tensor: self.transport.all_gather(tensor, self.transport.ranks), self.ignored
         )
 
     def _note_changes(self) -> None:

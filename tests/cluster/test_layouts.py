@@ -216,20 +216,32 @@ def test_gradients_of_several_batches_are_averaged_and_summed_once(
 def test_workers_with_the_same_layers_whose_settings_differ(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are refused at the first batch, which compares them; workers that agree are compared once."""
-    made = functools.partial(disturbed_shards, StackConfig(**SIZES), layout, Exact(5), TRAINING)
-    ids, shards = make_ids(2, 17), made()
+    """The first batch compares them and refuses; workers that agree are compared once."""
+    make = functools.partial(disturbed_shards, StackConfig(**SIZES), layout, Exact(5), TRAINING)
+    ids, shards = make_ids(2, 17), make()
     shards[-1].part.layers[-1].norm.eps *= 2
     layers = shards[-1].spec.spans[-1]
     said = rf"workers of layers {layers.start}-{layers.stop - 1}: .* differ in layers\.\d+\.norm\.eps"
     with pytest.raises(UserError, match=said):
         together(shards, lambda shard: shard.accumulate(ids))
     compared: list[object] = []
-    monkeypatch.setattr("adjoint.cluster.shard.first_difference_among", lambda *given: compared.append(given))
-    shards = made()
+    monkeypatch.setattr(
+        "adjoint.cluster.shard.first_difference_among", lambda *arguments: compared.append(arguments)
+    )
+    shards = make()
     for _ in range(2):
         together(shards, lambda shard: shard.accumulate(ids))
     assert len(compared) == len(shards)
+
+
+def test_trainable_tensors_that_no_module_lists_are_refused() -> None:
+    """Each shard would have a part of their gradients."""
+    shards = disturbed_shards(StackConfig(**SIZES), Layout(2), Exact(5), TRAINING)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    mixer = shards[0].part.layers[0].mixer
+    mixer.register_forward_hook(lambda module, inputs, output: (output[0] * scale, *output[1:]))
+    with pytest.raises(UserError, match="requires a gradient and is no parameter of a module"):
+        together(shards, lambda shard: shard.accumulate(make_ids(2, 17)))
 
 
 @pytest.mark.sampled(3)

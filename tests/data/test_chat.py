@@ -196,7 +196,7 @@ def test_a_token_that_joins_an_answer_to_other_text_is_refused(chatty: Path) -> 
 def test_tokens_that_are_said_to_be_elsewhere_are_refused(
     chatty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What would be predicted is decoded, and compared with the answer."""
+    """Predicted tokens are decoded, and compared with the answer."""
     encode = FileTokenizer.encode_with_offsets
 
     def shifted(self: FileTokenizer, text: str) -> Any:

@@ -120,8 +120,8 @@ def loss_function(case: Case) -> Callable[..., Tensor]:
     """Return a loss in the form of transformers' `model.loss_function`."""
     term, name = TERMS[case["term"]], case["divisor"]
 
-    def loss(logits: Any, labels: Any, vocab_size: Any, num_items_in_batch: Any = None, **given: Any) -> Any:
-        targets = given.get("shift_labels")
+    def loss(logits: Any, labels: Any, vocab_size: Any, num_items_in_batch: Any = None, **inputs: Any) -> Any:
+        targets = inputs.get("shift_labels")
         targets = shift_labels(labels) if targets is None else targets
         logits = logits.double()
         has_count = num_items_in_batch is not None and name in WITHOUT_COUNT
@@ -141,17 +141,17 @@ def life(case: Case, model: Any) -> dict[str, Any]:
         labels = ids % 3 + 3 if case.get("rare") else ids.clone()
         labels[torch.rand(ids.shape, generator=generator) < case.get("ignored", 0)] = IGNORED
         labels[0, 1] = ids[0, 1]
-        given: dict[str, Any] = {"input_ids": ids, "labels": labels}
+        inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
         if "padded" in case:
             mask = torch.ones_like(ids)
             padding = max(1, int(case["padded"] * (seqlen - 2)))
             mask[-1, -padding:], labels[-1, -padding:] = 0, IGNORED
-            given["attention_mask"] = mask
+            inputs["attention_mask"] = mask
         if "labels" in case:
-            given["shift_labels"] = shift_labels(labels)
+            inputs["shift_labels"] = shift_labels(labels)
         if count is not None:
-            given["num_items_in_batch"] = torch.tensor(9) if count == "tensor" else count
-        loss = model(**given).loss * case.get("scale", 1.0)
+            inputs["num_items_in_batch"] = torch.tensor(9) if count == "tensor" else count
+        loss = model(**inputs).loss * case.get("scale", 1.0)
         loss.backward()
         results[f"loss {call}"] = loss.detach()
         results |= {

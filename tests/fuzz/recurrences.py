@@ -182,7 +182,7 @@ def loss_of(y: Any, target: Tensor) -> Tensor:
     return ((first.sum(-1) - target) ** 2).sum()
 
 
-def whole(function: Any, x: Any, state: Any, loss: Any = None, target: Any = None) -> tuple[Any, Any]:
+def at_once(function: Any, x: Any, state: Any, loss: Any = None, target: Any = None) -> tuple[Any, Any]:
     y, after = function(x, tree_map(torch.clone, state))
     return (y if loss is None else loss(y, target)), after
 
@@ -220,18 +220,18 @@ def life(case: Case, run: Callable[..., tuple[Any, Any]]) -> dict[str, Any]:
         x = cell.inputs(batch, 2 * seqlen)
         step = 2 if case.get("strided") else 1
         x = tree_map(lambda t, step=step, seqlen=seqlen: t[:, : step * seqlen : step], x)
-        given = {"x": x, "state": cell.initial(batch)}
-        for name, value in given.items():
+        arguments = {"x": x, "state": cell.initial(batch)}
+        for name, value in arguments.items():
             tensors, spec = tree_flatten(value)
             named = [leaf(f"{name} {call}.{i}", t) for i, t in enumerate(tensors)]
-            given[name] = torch.utils._pytree.tree_unflatten(named, spec)
+            arguments[name] = torch.utils._pytree.tree_unflatten(named, spec)
         loss = {"loss": loss_of, "target": torch.randn(batch, seqlen)} if case.get("loss") else {}
-        y, after = run(function, given["x"], given["state"], **loss)
+        y, after = run(function, arguments["x"], arguments["state"], **loss)
         total = torch.zeros(())
-        for part, value in (("y", y), ("state", after)):
+        for name, value in (("y", y), ("state", after)):
             for i, t in enumerate(tree_flatten(value)[0]):
-                results[f"{part} after {call}.{i}"] = t.detach() * 1.0
-                if t.requires_grad and case.get("reads", part) == part:
+                results[f"{name} after {call}.{i}"] = t.detach() * 1.0
+                if t.requires_grad and case.get("reads", name) == name:
                     real = torch.view_as_real(t) if t.is_complex() else t
                     total = total + (real * torch.randn(real.shape)).sum()
         losses.append(total)
@@ -250,7 +250,7 @@ def check(case: Case) -> None:
     torch.set_default_dtype(torch.float64)
     options = {name: case[name] for name in ("chunk_size", "checkpoints") if name in case}
     try:
-        expected = life(case, whole)
+        expected = life(case, at_once)
         try:
             results = life(case, functools.partial(adjoint.checkpoint_sequence, **options))
         except Exception as error:

@@ -568,7 +568,7 @@ def refused(rank: int) -> None:
 
 @case
 def refused_as_gradients_come_early(rank: int) -> None:
-    """What the loss's own backward would bring: a GradScaler's factor, the gradient of a final state."""
+    """Refuse a GradScaler's factor and the gradient of a final state, which come with the backward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     ids, policy = rows()[rank : rank + 1], MixedPrecisionPolicy(param_dtype=torch.float16)

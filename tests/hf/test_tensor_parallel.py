@@ -126,7 +126,20 @@ def ranks_differ(folder: str) -> None:
     ):
         model(**batch(19))
     norm.variance_epsilon = 1e-3
+    rank, inputs = dist.get_rank(), batch(19)
+    for name, change in (
+        ("input_ids", {"input_ids": (inputs["input_ids"] + rank) % VOCAB}),
+        ("input_ids", batch(19 + rank)),
+        ("labels", {"labels": inputs["labels"] + rank * (inputs["labels"] >= 0)}),
+        ("num_items_in_batch", {"num_items_in_batch": 7 + rank}),
+    ):
+        message = rf"same rows and method, but rank 1 and rank 0 of the group differ in {name}$"
+        with pytest.raises(ValueError, match=message):
+            model(**{**inputs, **change})
     model(**batch(19)).loss.backward()
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8 + rank))
+    with pytest.raises(ValueError, match=r"differ in the method$"):
+        model(**inputs)
 
 
 def test_ranks_whose_parts_differ(tmp_path: Path) -> None:
@@ -303,12 +316,17 @@ def test_dropout(name: str, rates: dict[str, float], tmp_path: Path) -> None:
     on_ranks(2, tmp_path, with_dropout, str(tmp_path / "model"))
 
 
-def across_a_sequence_group(folder: str) -> None:
-    """Compare with one process: layers sharded along one dimension of a mesh, chunks along the other."""
+def across_a_sequence_group(folder: str, replicas: int | None = None) -> None:
+    """Compare with one process: layers sharded along one dimension of a mesh, chunks along another.
+
+    Args:
+        replicas: along a third dimension, each with other rows, over which FSDP2 shards the layers too.
+    """
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "tensor"))
+    mesh = init_device_mesh("cpu", (2, replicas or 1, 2), mesh_dim_names=("sequence", "data", "tensor"))
     columns = (
         ("self_attn", ("q_proj", "k_proj", "v_proj"), ColwiseParallel),
         ("mlp", ("gate_proj", "up_proj"), ColwiseParallel),
@@ -320,9 +338,16 @@ def across_a_sequence_group(folder: str) -> None:
             for module, names, style in (*columns, *rows):
                 plan = {name: style() for name in names}
                 parallelize_module(layer.get_submodule(module), mesh["tensor"], plan)
+        for module in [*model.model.layers, model] if replicas else []:
+            fully_shard(module, mesh=mesh["data"])
         adjoint.wrap(model, METHOD, sequence_group=mesh["sequence"])
-        inputs = batch(37)
-        assert_same(loss_and_gradients(model, inputs), loss_and_gradients(plain, inputs), 1e-10)
+        inputs, row = batch(37), mesh.get_local_rank("data")
+        expected = loss_and_gradients(plain, inputs)
+        if replicas:  # FSDP2 takes the mean over replicas of losses that are divided by this
+            inputs["num_items_in_batch"] = (inputs["labels"][:, 1:] != -100).sum() / replicas
+            inputs |= {name: inputs[name][row : row + 1] for name in ("input_ids", "labels")}
+        results = loss_and_gradients(model, inputs)
+        assert_same({**results, "loss": expected["loss"]} if replicas else results, expected, 1e-10)
 
 
 def with_split_tokens(folder: str) -> None:
@@ -359,6 +384,12 @@ def test_split_tokens_are_refused(tmp_path: Path) -> None:
 def test_across_a_sequence_group(tmp_path: Path) -> None:
     make(LLAMA).save_pretrained(tmp_path / "model")
     on_ranks(4, tmp_path, across_a_sequence_group, str(tmp_path / "model"))
+
+
+@pytest.mark.slow
+def test_across_a_sequence_group_and_fsdp(tmp_path: Path) -> None:
+    make(LLAMA).save_pretrained(tmp_path / "model")
+    on_ranks(8, tmp_path, across_a_sequence_group, str(tmp_path / "model"), 2, timeout=300)
 
 
 @pytest.mark.slow
