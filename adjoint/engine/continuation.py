@@ -16,6 +16,8 @@ from adjoint.kernels.checks import differentiable_once
 
 # Attribute of the node of a step's results: the step, or None once a backward has freed its graph.
 STEP = "chunked_step"
+# Attribute of the node of a `ReturnedState`: an alias of the copy, and its version when it was made.
+COPY = "returned_copy"
 
 
 class ReturnedState(torch.autograd.Function):
@@ -27,14 +29,14 @@ class ReturnedState(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: Tensor) -> Tensor:
         copy = state.clone()
-        ctx.alias, ctx.version = copy.detach(), copy._version
+        setattr(ctx, COPY, (copy.detach(), copy._version))
         return copy
 
     @staticmethod
     @differentiable_once("a state by chunks")
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
         if frees_graph():
-            ctx.alias = None
+            setattr(ctx, COPY, None)
         return cotangent
 
 
@@ -71,6 +73,6 @@ def _can_get_gradient(tensor: Tensor) -> bool:
             if marks[STEP] is not None:
                 marks[STEP].drop_tapes()
                 return True
-        elif (alias := marks.get("alias")) is None or alias._version == marks["version"]:
+        elif (copy := marks.get(COPY)) is None or copy[0]._version == copy[1]:
             nodes += [before for before, _ in node.next_functions if before is not None]
     return False
