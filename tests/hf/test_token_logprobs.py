@@ -36,9 +36,12 @@ def batch(rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def by_trl(logits: Tensor, ids: Tensor, mask: Tensor, temperature: float = TEMPERATURE) -> Tensor:
-    """Return what TRL's function makes of whole logits, with position 0 and masked ones 0."""
+    """Return what TRL's function makes of whole logits, as verl's formula does: 0 at position 0 and where
+    the mask is 0."""
     selective_log_softmax = pytest.importorskip("trl.trainer.utils").selective_log_softmax
     logprobs = selective_log_softmax(logits[:, :-1] / temperature, ids[:, 1:])
+    by_verl = (logits[:, :-1] / temperature).log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    torch.testing.assert_close(logprobs, by_verl)
     logprobs = torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs], dim=1)
     return torch.where(mask.bool(), logprobs, 0)
 
@@ -84,7 +87,7 @@ def test_a_stack(variant: str) -> None:
 
 @pytest.mark.parametrize("name", [LLAMA, GEMMA])
 def test_bfloat16_logits(name: str) -> None:
-    """They are widened before the softmax: TRL's result, without its rounding to bfloat16."""
+    """Logits are widened before the softmax: TRL's result, without its rounding to bfloat16."""
     model, (ids, mask, _) = make(name, torch.bfloat16).eval(), batch()
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -156,7 +159,7 @@ def test_adapters() -> None:
 
 
 def test_autocast_of_accelerate() -> None:
-    """It is around the forward that accelerate has found on the model, and applies."""
+    """The autocast around the forward that accelerate has found on the model applies."""
     accelerate = pytest.importorskip("accelerate")
     ids, mask, _ = batch()
     prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(
