@@ -31,6 +31,9 @@ from adjoint.layers import State
 # Tokens that rows must have in common. A branch costs a second program and a copy of the states: with two
 # rows, 128 shared tokens repay it at every size that `python -m benchmarks.shared_prefixes` has tried.
 MIN_SHARED_TOKENS = 128
+# Of a batch's tokens. A call of few tokens takes a GPU as long as a call of many: a system prompt in front of
+# long rows is not worth one.
+MIN_SAVED_SHARE = 1 / 16
 
 Targets = Callable[[int, int], Tensor]  # (start, stop) → shifted labels (rows, stop - start)
 
@@ -89,6 +92,11 @@ class Rows:
     def seqlen(self) -> int:
         return self.ids.shape[1]
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all rows, padding at the left left out."""
+        return len(self.starts) * self.seqlen - sum(self.starts)
+
     def agreement(self, rows: Sequence[int], start: int) -> int:
         """Return the number of tokens from `start` on that may be computed once for all these rows.
 
@@ -119,7 +127,7 @@ class Rows:
 
 
 def plan(rows: Rows) -> list[Segment] | None:
-    """Return the segments of a batch, parents before their branches; None if no beginning is shared.
+    """Return the segments of a batch, parents before their branches; None if too few tokens are shared.
 
     Rows of all segments without a branch after them are the batch's rows, each once."""
     segments: list[Segment] = []
@@ -128,7 +136,8 @@ def plan(rows: Rows) -> list[Segment] | None:
         rows_by_start[start].append(row)
     for start, members in rows_by_start.items():
         _branch(rows, [members], start, None, segments)
-    return segments if any(segment.is_shared for segment in segments) else None
+    tokens, computed = rows.tokens, sum(segment.tokens for segment in segments)
+    return segments if tokens - computed >= MIN_SAVED_SHARE * tokens else None
 
 
 def _branch(

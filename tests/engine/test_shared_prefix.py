@@ -138,6 +138,7 @@ def test_plan_groups_by_beginning_padding_and_length() -> None:
     assert segments_of(pair, starts=[2, 0, 2])[0] == Segment(2, 12, [[0, 2]], None, [0])
     assert segments_of(pair, starts=[2, 0, 1]) == []
     assert segments_of([[(1, 2), (2, 8)], [(1, 2), (3, 8)]]) == []
+    assert segments_of([[(1, 6), (2, 99)], [(1, 6), (3, 99)]]) == []  # too few of all tokens
     same = [[(1, 20)], [(1, 20)]]
     assert [(s.start, s.stop) for s in segments_of(same, stops=[11, 9], least_rest=2)] == [(0, 7), (7, 20)]
 
