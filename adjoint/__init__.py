@@ -24,6 +24,7 @@ _MODULES = {
     "optimizer_in_backward": "train.in_backward",
     "selective_scan": "kernels.selective_scan",
     "ssd_scan": "kernels.ssd_scan",
+    "token_logprobs": "train.logprobs",
     "unusable_backends": "kernels.dispatch",
     "unwrap": "hf.wrap",
     "wrap": "hf.wrap",

@@ -16,5 +16,6 @@ from adjoint.methods import Truncated as Truncated
 from adjoint.stack import Stack as Stack
 from adjoint.stack import StackOutput as StackOutput
 from adjoint.train.in_backward import optimizer_in_backward as optimizer_in_backward
+from adjoint.train.logprobs import token_logprobs as token_logprobs
 
 __version__: str

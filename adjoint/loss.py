@@ -207,3 +207,69 @@ def linear_cross_entropy(
             backward_follows,
             shard,
         )
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Log-probabilities of labels under a linear map's softmax; the backward makes each slice's logits again.
+
+    Their cotangents are not known before: a policy's loss weighs each token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, slice_tokens: int
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.temperature, ctx.slice_tokens = temperature, slice_tokens
+        results = hidden.new_empty(len(hidden), dtype=accumulate_dtype(hidden.dtype))
+        for start in range(0, len(hidden), slice_tokens):
+            tokens = slice(start, start + slice_tokens)
+            logits = (hidden[tokens] @ weight.T).to(results.dtype).div_(temperature)
+            results[tokens] = selected_logprobs(logits, labels[tokens])
+        return results
+
+    @staticmethod
+    @differentiable_once("token_logprobs")
+    def backward(ctx: Any, cotangents: Tensor) -> Any:
+        hidden, weight, labels = ctx.saved_tensors
+        dtype = cotangents.dtype
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden), ctx.slice_tokens):
+            tokens = slice(start, start + ctx.slice_tokens)
+            h, d = hidden[tokens], cotangents[tokens, None] / ctx.temperature
+            logits = (h @ weight.T).to(dtype).div_(ctx.temperature)
+            d_logits = logits.sub_(logits.logsumexp(1, keepdim=True)).exp_().mul_(-d)
+            d_logits = d_logits.scatter_add_(1, labels[tokens, None], d).to(h.dtype)
+            if d_hidden is not None:
+                d_hidden[tokens] = d_logits @ weight
+            if d_weight is not None and h.dtype == dtype:
+                d_weight += d_logits.T @ h
+            elif d_weight is not None:
+                add_product(d_weight, d_logits.T, h)
+            del logits, d_logits  # before the next slice's are made
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+
+
+def selected_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probabilities of labels, (tokens,), under the softmax of logits (tokens, vocab_size)."""
+    return logits.gather(1, labels.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
+
+
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, slice_tokens: int | None = None
+) -> Tensor:
+    """Return log softmax(hidden weightᵀ / temperature)[label] of each token, (tokens,).
+
+    It is in float32, for float64 inputs in float64; logits exist for one slice of the tokens at a time.
+
+    Args:
+        hidden: (tokens, d_model). weight: (vocab_size, d_model). labels: (tokens,) int64.
+        slice_tokens: tokens per slice; None calls `tokens_per_slice`.
+    """
+    if slice_tokens is None:
+        slice_tokens = tokens_per_slice(len(hidden), len(weight), hidden.is_cuda)
+    dtype = dispatch.autocast_dtype(hidden.device)
+    if dtype is not None:  # as autocast would do for a linear layer
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _LinearLogProbs.apply(hidden, weight, labels, temperature, slice_tokens)

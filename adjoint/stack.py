@@ -25,6 +25,7 @@ from adjoint.engine import shared_prefix
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of, fetched, is_offloaded, recompute_of
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.parameter_access import ParameterAccess
@@ -412,6 +413,28 @@ class Stack(nn.Module):
         if return_state:
             output.state = final
         return output
+
+    @uncompiled
+    def hidden_by_chunks(self, input_ids: Tensor, method: Method) -> Tensor:
+        """Return y_K (batch, seqlen, d_model), before the last norm, by a method that runs chunks.
+
+        Raises:
+            UserError: the stack is split over ranks, or `fully_shard` has sharded its layers.
+        """
+        if self.tensor_parallel is not None or uses_fsdp(self):
+            raise UserError(
+                "hidden states by chunks are of a stack in one process: give labels, whose loss works with "
+                "layers that are split or sharded"
+            )
+        self._check(input_ids, None)
+        states = self.stage_states(self.initial_state(input_ids.shape[0]))
+        batch = Batch.from_labels(input_ids, input_ids, None, states)
+        default = default_chunk_size(self, input_ids, method.recompute, method.checkpoints)
+        spec, collect = method.engine_spec(batch.seqlen, default), CollectHiddenStates(batch.seqlen)
+        stages = [*self.stages(spec.storage.recompute, reads_windows(spec))[:-1], collect]
+        step = ChunkedStep(stages, batch, spec, self.config.d_model, access=self._access(None))
+        step.access.verify(step)
+        return hidden_by_chunks(step, collect)[0]
 
     @uncompiled
     def _by_chunks(

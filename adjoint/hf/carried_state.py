@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from adjoint.engine.continuation import ReturnedState
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.hidden_states import CollectHiddenStates
 from adjoint.engine.verification import alike
 from adjoint.hf import check
 from adjoint.hf.cache import (
@@ -29,7 +30,7 @@ from adjoint.hf.cache import (
 from adjoint.hf.call import Call
 from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.hf.model_parts import calling_original_forwards
-from adjoint.hf.stage import Backbone, CallContext, CollectHiddenStates, make_step
+from adjoint.hf.stage import Backbone, CallContext, make_step
 from adjoint.hf.transformers_api import REQUIRED_CACHE_CLASS, Cache
 from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 from adjoint.hf.verification import verification_of

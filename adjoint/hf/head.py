@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import fetched
+from adjoint.engine.parameter_access import ContextFactory
 from adjoint.hf.model_parts import backbone_of, original_class
 from adjoint.hf.transformers_api import ModelOutput, MoeModelOutputWithPast, with_cache_names
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
-from adjoint.loss import linear_cross_entropy, tokens_per_slice
+from adjoint.loss import linear_cross_entropy, linear_logprobs, selected_logprobs, tokens_per_slice
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -257,6 +258,39 @@ def _summed_loss(
         w = None if weights is None else weights.flatten()[start : start + tokens]
         total = total + run_checkpointed(slice_loss, h, t, w)
     return total
+
+
+def logprobs(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    labels: Tensor,
+    temperature: float,
+    slice_context: ContextFactory = contextlib.nullcontext,
+) -> Tensor:
+    """Return the log-probability of each label, (tokens,), in float32 at least, by slices of the tokens.
+
+    Args:
+        hidden: (tokens, hidden_size), of the tokens before the labels.
+        labels: (tokens,).
+        temperature: divides the logits.
+        slice_context: around a slice's code, which runs again in the backward.
+    """
+    with fetched(model.get_output_embeddings()):
+        scale = logit_scale(model, hidden[None])
+        if scale is not None:
+            weight = model.get_output_embeddings().weight
+            hidden = hidden.to(weight.dtype)  # Mamba's residual stream is float32
+            return linear_logprobs(hidden if scale == 1 else hidden * scale, weight, labels, temperature)
+
+    def slice_logprobs(hidden: Tensor, labels: Tensor) -> Tensor:
+        with slice_context(), fetched(model.get_output_embeddings()):
+            logits = head_logits(model, hidden[None])[0]
+        logits = logits.to(accumulate_dtype(logits.dtype)) / temperature
+        return selected_logprobs(logits, labels)
+
+    tokens = tokens_per_slice(len(labels), vocab_size_of(model), hidden.is_cuda)
+    pieces = zip(hidden.split(tokens), labels.split(tokens), strict=True)
+    return torch.cat([run_checkpointed(slice_logprobs, *piece) for piece in pieces])
 
 
 def run_checkpointed(function: Callable[[*Ts], T], *args: *Ts) -> T:

@@ -19,17 +19,18 @@ from transformers import PreTrainedModel
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.hidden_states import HiddenStates
 from adjoint.engine.host_weights import recompute_of
 from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
-from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.engine.tile import Gradients, Pullback
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache, RowLengths, Slot, make_chunk_cache, zeros
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
-from adjoint.hf.head import summed_loss
+from adjoint.hf.head import logprobs, summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
 from adjoint.hf.language_inputs import (
     EMBEDS,
@@ -52,11 +53,13 @@ from adjoint.hf.model_parts import (
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
-from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 from adjoint.parallel.fsdp import FSDPAccess, trained_parameters, uses_fsdp, why_not_shared
+
+# Name of the weights of log-probabilities among a batch's inputs, which the model's own code does not get.
+WEIGHTS = f"{PREFIX}weights"
 
 
 class CallContext(NamedTuple):
@@ -371,66 +374,25 @@ class CausalLM(Backbone):
         return loss, state
 
 
-class HiddenStates:
-    """Storage for the hidden states of a sequence's last tokens.
+class WeightedLogProbs(Backbone):
+    """The backbone and the head as a stage: ids → the weighted sum of the log-probabilities of targets.
 
     Args:
-        tokens: number of tokens to store.
-        first_token: index of the first of them in the sequence.
-
-    Attributes:
-        hidden: (batch, tokens, hidden_size) after the forward.
+        backbone: arguments of `Backbone`.
+        temperature: divides the logits.
     """
 
-    def __init__(self, tokens: int, first_token: int = 0) -> None:
-        self.tokens, self.first_token = tokens, first_token
-        self.hidden: Tensor | None = None
+    def __init__(self, *backbone: Any, temperature: float, **options: Any) -> None:
+        super().__init__(*backbone, **options)
+        self.temperature = temperature
 
-    def add(self, hidden: Tensor, start: int) -> None:
-        """Store the part of a chunk's hidden states that is among the last tokens."""
-        if self.hidden is None:
-            self.hidden = hidden.new_empty(hidden.shape[0], self.tokens, hidden.shape[2])
-        y = hidden[:, max(0, self.first_token - start) :]
-        at = max(0, start - self.first_token)
-        self.hidden[:, at : at + y.shape[1]] = y
-
-
-class CollectHiddenStates(HiddenStates, Stage):
-    """A stage above a backbone that stores the hidden states instead of computing a loss.
-
-    If not all of them are stored, no backward may follow.
-
-    Attributes:
-        cotangent: gradient of the hidden states, to be set before the backward.
-    """
-
-    def __init__(self, tokens: int, first_token: int = 0) -> None:
-        super().__init__(tokens, first_token)
-        self.cotangent: Tensor | None = None
-
-    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        self.add(x, chunk.start)
-        return _hidden_norm(x), ()
-
-    def linearize(
-        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
-    ) -> tuple[Tensor, State, Pullback]:
-        if self.cotangent is None:  # the last chunk is linearised in the forward
-            self.forward(x, state, chunk)
-
-        def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
-            if self.cotangent is None:  # the measurement of a chunk comes before the backward
-                return torch.zeros_like(x), ()
-            return self.cotangent[:, chunk.start : chunk.start + x.shape[1]], ()
-
-        return _hidden_norm(x), (), pullback
-
-
-def _hidden_norm(hidden: Tensor) -> Tensor:
-    """Return the norm of the hidden states, in the place of a chunk's loss.
-
-    A recomputed chunk is compared with the first run by its loss; this chunk has none."""
-    return torch.linalg.vector_norm(hidden.detach(), dtype=accumulate_dtype(hidden.dtype))
+    def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        output, state = self.run_backbone(x, state, chunk)
+        weights = chunk.inputs[WEIGHTS]
+        is_counted = weights != 0
+        is_counted[0, 0] = True  # the head runs in every chunk, as under FSDP it must
+        values = logprobs(self.model, output[0][is_counted], chunk.targets[is_counted], self.temperature)
+        return (values * weights[is_counted]).sum(), state
 
 
 def make_step(

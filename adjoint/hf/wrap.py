@@ -26,12 +26,12 @@ from adjoint.batch import Batch
 from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.continuation import goes_on_from
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.shared_prefix import Segment, run_segments
 from adjoint.engine.step import uncompiled
-from adjoint.engine.tile import Gradients
 from adjoint.engine.verification import TOKENS
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, mini_sequence
@@ -44,6 +44,7 @@ from adjoint.hf.carried_state import (
     why_not_carried,
 )
 from adjoint.hf.chunking import check_method, move_edges_out_of_blocks, refuse_unknown_blocks
+from adjoint.hf.documents import join_rows
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
@@ -73,7 +74,7 @@ from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.shared_rows import halves_tokens, hidden_of_rows, segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState, Snapshot
-from adjoint.hf.stage import Backbone, CallContext, CausalLM, CollectHiddenStates, HiddenStates, make_step
+from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, WeightedLogProbs, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput
 from adjoint.hf.trials import ignores_input
@@ -704,18 +705,7 @@ def _hidden_and_state(
     )
     collect = CollectHiddenStates(batch.seqlen)
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
-    _, final = step.forward(return_final_kv=returns_state)
-    assert collect.hidden is not None
-    shape, zero = collect.hidden.shape, collect.hidden.new_zeros(())
-
-    def backward(
-        cotangent: Tensor | None, *d_final: Tensor | None
-    ) -> tuple[Gradients, Sequence[Tensor | None]]:
-        # without one, a later call has gone on from the state, and nobody has used the hidden states
-        collect.cotangent = zero.expand(shape) if cotangent is None else cotangent
-        return step.backward(None, d_final)
-
-    hidden, *state = step.differentiable([collect.hidden.detach(), *final], backward)
+    hidden, state = hidden_by_chunks(step, collect, returns_state)
     return hidden.reshape(*call.ids.shape, -1), tuple(state), stage.router
 
 
@@ -738,6 +728,54 @@ def last_logits(model: PreTrainedModel, ids: Tensor, tokens: int, spec: EngineSp
     make_step([Backbone(model, verification.slots), last], Batch(ids, ids), spec).forward()
     assert last.hidden is not None
     return logits_by_slices(model, last.hidden)
+
+
+@torch.no_grad()
+def hidden_states(model: PreTrainedModel, arguments: dict[str, Any]) -> Tensor:
+    """Return the hidden states (batch, seqlen, hidden_size) of a wrapped causal LM, also under `fully_shard`.
+
+    A call of the backbone alone would be outside of the root, which gathers what no layer's unit has.
+
+    Args:
+        arguments: of the call by name, without labels.
+    """
+    call, options, batch, spec = _unlabelled(model, arguments)
+    collect = CollectHiddenStates(batch.seqlen)
+    step = make_step([Backbone(model, **options), collect], batch, spec)
+    return hidden_by_chunks(step, collect)[0].reshape(*call.ids.shape, -1)
+
+
+def weighted_logprobs(
+    model: PreTrainedModel, arguments: dict[str, Any], weights: Tensor, temperature: float
+) -> Tensor:
+    """Return the weighted sum of the log-probabilities of tokens, differentiable.
+
+    Args:
+        arguments: as in `hidden_states`.
+        weights: (batch, seqlen), 0 at position 0.
+        temperature: divides the logits.
+    """
+    call, options, batch, spec = _unlabelled(model, arguments)
+    shifted = {"ids": call.ids.roll(-1, 1), "weights": weights.roll(-1, 1)}
+    tensors, _ = join_rows(shifted, call.starts)
+    inputs = {**batch.inputs, WEIGHTS: tensors["weights"]}
+    batch = dataclasses.replace(batch, labels=tensors["ids"], inputs=inputs)
+    return make_step([WeightedLogProbs(model, temperature=temperature, **options)], batch, spec).loss().loss
+
+
+def _unlabelled(
+    model: PreTrainedModel, arguments: dict[str, Any]
+) -> tuple[Call, dict[str, Any], Batch, EngineSpec]:
+    """Return the call of a causal LM without labels, options of its `Backbone`, its batch and its spec."""
+    ids, call = arguments["input_ids"], Call(model, arguments)
+    verification = verify(Call(model, {"input_ids": ids, "labels": ids}))
+    options = {
+        "slots": verification.slots,
+        "recompute": verification.wrap_state.method.recompute,
+        "fetches": verification.fetches,
+        "context": CallContext.from_call(call, verification.padding_of(call)),
+    }
+    return call, options, *_cut_into_chunks(call, verification)
 
 
 def _announce(verification: Verification, describe: Callable[[], str]) -> None:

@@ -84,8 +84,7 @@ def test_three_calls_and_two_branches(name: str, only_last: bool) -> None:
 
         expected = torch.zeros(())
         if not only_last:
-            whole = {"input_ids": ids, "shift_labels": shifted(ids), "num_items_in_batch": ids.numel()}
-            expected = expected + loss_of(model, **whole)
+            expected = expected + loss_of(model, ids, shifted(ids), ids.numel())
         for answer in answers:
             prompt = ids.repeat_interleave(len(answer) // 2, 0)
             rows = torch.cat([prompt, answer], dim=1)
@@ -101,6 +100,26 @@ def loss_of(model: Any, input_ids: Tensor, shift_labels: Tensor, num_items_in_ba
     return torch.nn.functional.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / (
         num_items_in_batch
     )
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        adjoint.Exact(chunk_size=4, checkpoints=2),
+        adjoint.Exact(chunk_size=4, recompute="full"),
+        adjoint.Exact(memory="1GB"),
+        adjoint.Truncated(12, chunk_size=4),  # no call is longer than the window
+    ],
+    ids=str,
+)
+def test_three_calls_by_each_method(method: Any) -> None:
+    model, ids = make(BAMBA), tokens(2, CUTS[-1])
+    wrapped = wrapped_copy(model, method)
+    loss = torch.stack(chain(wrapped, ids, shifted(ids))[0]).sum()
+    loss.backward()
+    expected = loss_of(model, ids, shifted(ids), ids.numel())
+    expected.backward()
+    assert_exact((loss.detach(), current_gradients(wrapped)), (expected.detach(), current_gradients(model)))
 
 
 def test_an_attention_cache_is_cropped() -> None:

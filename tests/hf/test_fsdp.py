@@ -494,6 +494,42 @@ def read_logits(rank: int) -> None:
                 torch.testing.assert_close(output.logits, expected)
 
 
+@case
+def log_probabilities(rank: int) -> None:
+    """`token_logprobs` by DDP, under fully_shard in two passes, and of an untouched model under it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids, mask = rows(), torch.arange(rows().shape[1]).expand(RANKS, -1) >= 20
+    own = slice(rank, rank + 1)
+    with float64_throughout():
+        reference = make(LLAMA)
+        expected = adjoint.token_logprobs(reference, ids, mask)
+        expected.exp().sum().backward()
+        model = DistributedDataParallel(adjoint.wrap(make(LLAMA), METHOD))
+        logprobs = adjoint.token_logprobs(model, ids[own], mask[own])
+        torch.testing.assert_close(logprobs, expected[own])
+        (logprobs.exp().sum() * RANKS).backward()
+        assert_same(current_gradients(model.module), current_gradients(reference))
+        for name in (LLAMA, BAMBA):
+            reference = make(name)
+            expected = adjoint.token_logprobs(reference, ids, mask)
+            expected.exp().sum().backward()
+            for model in (shard(adjoint.wrap(make(name), METHOD)), shard(make(name))):
+                with torch.no_grad():
+                    again = adjoint.token_logprobs(model, ids[own], mask[own])
+                logprobs = adjoint.token_logprobs(model, ids[own], mask[own])
+                for values in (again, logprobs):
+                    torch.testing.assert_close(values, expected[own])
+                (logprobs.exp().sum() * RANKS).backward()
+                assert_same(whole_gradients(model), current_gradients(reference))
+        model = shard(adjoint.wrap(make(LLAMA), METHOD))
+        logprobs = adjoint.token_logprobs(model, ids[own], mask[own])
+        with torch.no_grad():
+            model.model.norm.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="log-probabilities summed to"):
+            logprobs.sum().backward()
+
+
 def fsdp1(model: Any) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 

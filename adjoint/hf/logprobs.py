@@ -1,0 +1,201 @@
+"""Log-probabilities of tokens under a causal LM of transformers, wrapped or not."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from adjoint.engine.executor import RECOMPUTE_RTOL
+from adjoint.engine.host_weights import is_offloaded
+from adjoint.engine.leaves import ChunkChangedError
+from adjoint.engine.step import uncompiled
+from adjoint.errors import UserError
+from adjoint.hf.head import Output, logprobs
+from adjoint.hf.model_parts import (
+    MISSING,
+    backbone_of,
+    base_of,
+    gathered_runner,
+    original_class,
+    override_attribute,
+)
+from adjoint.hf.randomness import ChunkRandomness
+from adjoint.hf.wrap import hidden_states, weighted_logprobs
+from adjoint.hf.wrap_state import wrap_state_or_original
+from adjoint.kernels.checks import differentiable_once
+from adjoint.parallel.fsdp import uses_fsdp
+
+_REMEDY = "call it under torch.no_grad(), or give the causal LM labels, whose loss works"
+
+
+@uncompiled
+def logprobs_of_model(
+    model: nn.Module, input_ids: Tensor, counted: Tensor, temperature: float, attention_mask: Tensor | None
+) -> Tensor:
+    """Return the log-probabilities of the counted tokens, (tokens,); arguments as `token_logprobs` has them.
+
+    The model is called, so that what is around the causal LM (DistributedDataParallel, PEFT, accelerate's
+    autocast) does its part; in the place of the causal LM's forward runs its backbone and, by slices, its
+    head. The head is not a call of `lm`: that would make all logits.
+
+    Args:
+        counted: (batch, seqlen) bool, False at position 0.
+    """
+    lm = causal_lm_of(model)
+    _refuse_unsupported(model, lm)
+    backbone, labels, results = backbone_of(lm), input_ids[:, 1:][counted[:, 1:]], list[Tensor]()
+    inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
+    takes = inspect.signature(original_class(backbone).forward).parameters
+
+    wrap_state = wrap_state_or_original(lm)
+    lm_forward, backbone_forward = (vars(m).get("forward", MISSING) for m in (lm, backbone))
+
+    def of_hidden(hidden: Tensor) -> Tensor:
+        if hidden.shape[:2] != input_ids.shape:
+            raise UserError(
+                f"token_logprobs: the backbone returned {hidden.shape[1]} tokens of {input_ids.shape[1]}: "
+                "prompts that PEFT has learnt move the tokens, which only the model's own call knows"
+            )
+        with wrap_state.lock:
+            chosen = hidden[:, :-1][counted[:, 1:]]
+            return logprobs(lm, chosen, labels, temperature, lambda: wrap_state.lock)
+
+    def run_lm(*_: object, **arguments: Any) -> Tensor:
+        arguments = {n: value for n, value in arguments.items() if value is not None and n in takes}
+        with _with_forward(lm, lm_forward):
+            return of_hidden(backbone(**arguments, return_dict=True)[0])
+
+    def run_backbone(*args: Any, **arguments: Any) -> Output:
+        with _with_forward(backbone, backbone_forward):  # which the comparison on first use copies
+            hidden: Tensor = backbone.forward(*args, **{**arguments, "return_dict": True})[0]
+            results.append(of_hidden(hidden))
+        return Output(last_hidden_state=hidden[:, :1].detach())  # logits of one token that nobody reads
+
+    if uses_fsdp(model) and wrap_state.method.has_chunks and not wrap_state.uses_original_forward:
+        before = (randomness := ChunkRandomness(lm)).states()
+        with torch.no_grad(), wrap_state.lock:
+            hidden = hidden_states(lm, inputs)
+            values = gathered_runner(lm)(lambda: of_hidden(hidden))
+        if not torch.is_grad_enabled():
+            return values
+
+        def second_pass(cotangents: Tensor) -> None:
+            weights = torch.zeros(input_ids.shape, dtype=values.dtype, device=values.device)
+            weights[:, 1:][counted[:, 1:]] = cotangents
+            with torch.enable_grad(), wrap_state.lock, randomness.again(before):
+                loss = weighted_logprobs(lm, inputs, weights, temperature)
+            _refuse_other_values(loss.detach(), values * cotangents)
+            loss.backward()
+
+        return two_passes(values, second_pass)
+    if "forward" in vars(lm):  # accelerate's, around the forward that it has found
+        with _with_forward(backbone, run_backbone):
+            model(**inputs)
+    else:
+        with _with_forward(lm, run_lm):
+            results.append(model(**inputs))
+    return results[-1]
+
+
+@contextlib.contextmanager
+def _with_forward(module: nn.Module, forward: object) -> Iterator[None]:
+    """Give a module a forward of its own, or `MISSING` for its class's, for the time of the context."""
+    undo = override_attribute(module, "forward", forward)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def causal_lm_of(model: nn.Module) -> PreTrainedModel:
+    """Return the causal LM inside DistributedDataParallel's, a compiled or PEFT's model.
+
+    Raises:
+        UserError: there is none.
+    """
+    inner: nn.Module = model
+    while isinstance(wrapped := getattr(inner, "module", getattr(inner, "_orig_mod", None)), nn.Module):
+        inner = wrapped
+    lm = base_of(inner)
+    if not isinstance(lm, PreTrainedModel) or lm.get_output_embeddings() is None or backbone_of(lm) is lm:
+        raise UserError(
+            f"token_logprobs takes a causal LM of transformers or a Stack, got {type(model).__name__}: a "
+            "model without a language-model head gives no probabilities"
+        )
+    return lm
+
+
+def two_passes(values: Tensor, second_pass: Callable[[Tensor], None]) -> Tensor:
+    """Return values whose gradient takes a second pass, when their cotangents are known.
+
+    Args:
+        second_pass: gets the cotangents and adds gradients to parameters. It runs at the end of the backward,
+            as FSDP's hooks do not work inside of one.
+    """
+    kind, anchor = values.device.type, torch.zeros((), requires_grad=True)
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def run(cotangents: Tensor) -> None:
+        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+            second_pass(cotangents)
+
+    result: Tensor = _TwoPasses.apply(values, anchor, run)
+    return result
+
+
+class _TwoPasses(torch.autograd.Function):
+    """The node of `two_passes`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, anchor: Tensor, second_pass: Callable[[Tensor], None]) -> Tensor:
+        ctx.second_pass = second_pass
+        ctx.save_for_backward(anchor)  # so that torch refuses a second backward through a graph that is freed
+        return values.clone()
+
+    @staticmethod
+    @differentiable_once("token_logprobs")
+    def backward(ctx: Any, cotangents: Tensor) -> Any:
+        _, second_pass = ctx.saved_tensors, ctx.second_pass
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: second_pass(cotangents))
+        return None, None, None
+
+
+def _refuse_other_values(loss: Tensor, terms: Tensor) -> None:
+    """Raise ChunkChangedError if the second pass has other log-probabilities than the first.
+
+    Args:
+        loss: the second pass's sum of `terms`.
+    """
+    dtype = torch.bfloat16 if torch.is_autocast_enabled(terms.device.type) else terms.dtype
+    size = terms.abs().sum()
+    if bool((loss - terms.sum()).abs() > max(RECOMPUTE_RTOL[dtype], 1e-4) * size):
+        raise ChunkChangedError(
+            f"the weighted log-probabilities summed to {float(terms.sum()):.6g} in the forward and to "
+            f"{float(loss):.6g} when they were computed again for the backward: weights or settings of the "
+            "model have changed in between"
+        )
+
+
+def _refuse_unsupported(model: nn.Module, lm: PreTrainedModel) -> None:
+    """Raise a UserError for a model whose hidden states are not at hand."""
+    if any(hasattr(p, "ds_id") for p in lm.parameters()):
+        raise UserError(
+            "token_logprobs: DeepSpeed ZeRO-3 holds the head's weight elsewhere: use ZeRO-2, or "
+            "DistributedDataParallel"
+        )
+    if not torch.is_grad_enabled():
+        return
+    if is_offloaded(lm):
+        raise UserError(
+            "token_logprobs: offload_weights fetches the head's weight for its forward, and the backward "
+            f"would not find it: {_REMEDY}"
+        )

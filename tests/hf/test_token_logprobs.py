@@ -1,0 +1,187 @@
+"""`adjoint.token_logprobs` against TRL's function of whole logits, for wrapped and untouched models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import adjoint
+import adjoint.loss
+from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, float64_throughout, make
+from tests.model_helpers import make_model
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.usefixtures("one_thread")]
+
+LLAMA, BAMBA, GEMMA, GRANITE = (f"{n}ForCausalLM" for n in ("Llama", "Bamba", "Gemma2", "Granite"))
+# Granite divides logits, Gemma caps them.
+MODELS = [LLAMA, BAMBA, GEMMA, GRANITE, "MambaForCausalLM", "Mamba2ForCausalLM", "Qwen3_5ForCausalLM"]
+SEQLEN, TEMPERATURE, HIDDEN_SIZE = 23, 0.7, 24
+
+
+def batch(rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, the mask of completions of different lengths, and weights of their tokens."""
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, VOCAB, (rows, SEQLEN), generator=draw)
+    starts = torch.tensor([[0], [9], [17]])[:rows]
+    mask = (torch.arange(SEQLEN) >= starts).long()
+    mask[0, 5] = 0
+    return ids, mask, torch.randn(rows, SEQLEN, generator=draw, dtype=torch.float64)
+
+
+def by_trl(logits: Tensor, ids: Tensor, mask: Tensor, temperature: float = TEMPERATURE) -> Tensor:
+    """Return what TRL's function makes of whole logits, with position 0 and masked ones 0."""
+    selective_log_softmax = pytest.importorskip("trl.trainer.utils").selective_log_softmax
+    logprobs = selective_log_softmax(logits[:, :-1] / temperature, ids[:, 1:])
+    logprobs = torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs], dim=1)
+    return torch.where(mask.bool(), logprobs, 0)
+
+
+def weighted_gradients(model: Any, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = (logprobs.exp() * weights).sum()
+    loss.backward()
+    return loss.detach(), current_gradients(model)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_gradients(name: str) -> None:
+    model, (ids, mask, weights) = make(name), batch()
+    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=5))
+    with float64_throughout():
+        expected = by_trl(model(input_ids=ids).logits, ids, mask)
+        expected_gradients = weighted_gradients(model, expected, weights)
+        for other in (wrapped, model):
+            logprobs = adjoint.token_logprobs(other, ids, mask, TEMPERATURE)
+            torch.testing.assert_close(logprobs, expected, rtol=1e-11, atol=1e-11)
+            assert_exact(weighted_gradients(other, logprobs, weights), expected_gradients)
+            with torch.no_grad():
+                again = adjoint.token_logprobs(other, ids, mask.bool(), TEMPERATURE)
+            assert not again.requires_grad
+            torch.testing.assert_close(again, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("variant", ["mamba", "mamba2", "gated_deltanet", "attention"])
+def test_a_stack(variant: str) -> None:
+    stack, (ids, mask, weights) = make_model(variant, vocab_size=VOCAB), batch()
+    expected = by_trl(stack(ids).logits, ids, mask)
+    expected_gradients = weighted_gradients(stack, expected, weights)
+    logprobs = adjoint.token_logprobs(stack, ids, mask, TEMPERATURE)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-11, atol=1e-11)
+    assert_exact(weighted_gradients(stack, logprobs, weights), expected_gradients)
+    with torch.no_grad():
+        again = adjoint.token_logprobs(stack, ids, mask, TEMPERATURE)
+    torch.testing.assert_close(again, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", [LLAMA, GEMMA])
+def test_bfloat16_logits(name: str) -> None:
+    """They are widened before the softmax: TRL's result, without its rounding to bfloat16."""
+    model, (ids, mask, _) = make(name, torch.bfloat16).eval(), batch()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        logprobs = adjoint.token_logprobs(model, ids, mask)
+        assert logprobs.dtype == torch.float32
+        torch.testing.assert_close(logprobs, by_trl(logits.float(), ids, mask, 1.0), rtol=1e-5, atol=1e-5)
+        rounded = by_trl(logits, ids, mask, 1.0).float()
+        torch.testing.assert_close(logprobs, rounded, rtol=2**-7, atol=0)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", [LLAMA, GEMMA])
+def test_logits_exist_for_a_slice_of_the_completions_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens_at_once = 3
+    monkeypatch.setattr(adjoint.loss, "SLICE_ELEMENTS", tokens_at_once * VOCAB)
+    largest = 0
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            is_weight = isinstance(result, Tensor) and result.shape == (HIDDEN_SIZE, VOCAB)
+            if isinstance(result, Tensor) and result.shape[-1:] == (VOCAB,) and not is_weight:
+                largest = max(largest, result.numel() // VOCAB)
+            return result
+
+    model, (ids, mask, weights) = make(name), batch()
+    wrapped = adjoint.wrap(model, adjoint.Exact(chunk_size=5))
+    weighted_gradients(wrapped, adjoint.token_logprobs(wrapped, ids, mask), weights)  # compared on first use
+    with Noting():
+        weighted_gradients(wrapped, adjoint.token_logprobs(wrapped, ids, mask), weights)
+    assert largest == tokens_at_once
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", [LLAMA, BAMBA])
+def test_padding_at_both_ends(name: str) -> None:
+    """Rows of a padded batch are as each row alone."""
+    wrapped = adjoint.wrap(make(name), adjoint.Exact(chunk_size=5))
+    ids, mask, _ = batch(2)
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0, :4] = attention_mask[1, -3:] = 0
+    mask = mask & attention_mask
+    mask[0, 4] = 0
+    logprobs = adjoint.token_logprobs(wrapped, ids, mask, attention_mask=attention_mask)
+    for row, tokens in enumerate((slice(4, None), slice(0, -3))):
+        alone = adjoint.token_logprobs(wrapped, ids[row : row + 1, tokens], mask[row : row + 1, tokens])
+        torch.testing.assert_close(logprobs[row : row + 1, tokens], alone, rtol=1e-11, atol=1e-11)
+    with pytest.raises(ValueError, match="the first token after padding"):
+        adjoint.token_logprobs(wrapped, ids, torch.ones_like(ids), attention_mask=attention_mask)
+
+
+@pytest.mark.usefixtures("double")
+def test_adapters() -> None:
+    """PEFT's adapters, also on the head."""
+    peft = pytest.importorskip("peft")
+    ids, mask, weights = batch()
+    config = peft.LoraConfig(
+        r=3, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"]
+    )
+    torch.manual_seed(1)
+    model = peft.get_peft_model(make(LLAMA), config).double()
+    expected = weighted_gradients(model, by_trl(model(input_ids=ids).logits, ids, mask), weights)
+    adjoint.wrap(model, adjoint.Exact(chunk_size=5))
+    logprobs = adjoint.token_logprobs(model, ids, mask, TEMPERATURE)
+    assert_exact(weighted_gradients(model, logprobs, weights), expected)
+
+
+def test_autocast_of_accelerate() -> None:
+    """It is around the forward that accelerate has found on the model, and applies."""
+    accelerate = pytest.importorskip("accelerate")
+    ids, mask, _ = batch()
+    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(
+        adjoint.wrap(make(LLAMA, torch.float32), adjoint.Exact(chunk_size=5))
+    )
+    logprobs = adjoint.token_logprobs(prepared, ids, mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = adjoint.token_logprobs(make(LLAMA, torch.float32), ids, mask)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(logprobs, adjoint.token_logprobs(make(LLAMA, torch.float32), ids, mask))
+    logprobs.sum().backward()
+
+
+def test_what_is_refused() -> None:
+    model, (ids, mask, _) = make(LLAMA, torch.float32), batch()
+    with pytest.raises(ValueError, match="put 0 for the prompt's tokens before it"):
+        adjoint.token_logprobs(model, ids, mask[:, 5:])
+    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+        adjoint.token_logprobs(model, ids, mask, 0)
+    with pytest.raises(adjoint.errors.UserError, match="takes a causal LM of transformers or a Stack"):
+        adjoint.token_logprobs(model.model, ids, mask)
+    offloaded = adjoint.offload_weights(make(LLAMA, torch.float32), "cpu")
+    with pytest.raises(adjoint.errors.UserError, match="offload_weights fetches the head's weight"):
+        adjoint.token_logprobs(offloaded, ids, mask)
+    peft = pytest.importorskip("peft")
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(adjoint.errors.UserError, match="prompts that PEFT has learnt"):
+        adjoint.token_logprobs(peft.get_peft_model(model, prompts), ids, mask)
