@@ -254,11 +254,11 @@ def tokens_in_batch_order(segments: Sequence[Segment], pieces: Sequence[Tensor],
         for values, members in zip(piece, segment.members, strict=True):
             for row in members:
                 pieces_by_row[row].append(values)
-    width, rows = pieces[0].shape[2:], []
+    all_pieces = list[Tensor]()  # joined at once: a second copy of all tokens would take as much memory
     for row in range(len(like)):
         padding = like.shape[1] - sum(len(values) for values in pieces_by_row[row])
-        rows.append(torch.cat([pieces[0].new_zeros(padding, *width), *pieces_by_row[row]]))
-    return torch.stack(rows)
+        all_pieces += [pieces[0].new_zeros(padding, *pieces[0].shape[2:]), *pieces_by_row[row]]
+    return torch.cat(all_pieces).unflatten(0, like.shape)
 
 
 def _indices(rows: Sequence[int], like: Tensor) -> Tensor:

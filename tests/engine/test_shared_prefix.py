@@ -96,6 +96,20 @@ def test_prompt_and_answers_take_their_tokens_once(computed: list[int]) -> None:
     assert computed == [5 * 37]
 
 
+def test_hidden_states_of_rows_share(computed: list[int]) -> None:
+    """Hidden states for a head of one's own: cotangents of all rows that a token stands for are summed."""
+    model, ids = make_model("hybrid"), tree()
+    weights = torch.arange(1.0, 8, dtype=torch.float64)[:, None, None]
+    grads = []
+    for method in (Exact(chunk_size=4, share_prefixes=False), Exact(chunk_size=4)):
+        model.zero_grad()
+        computed.clear()
+        (model.hidden_by_chunks(ids, method).sin() * weights).sum().backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_equal(grads[1], grads[0])
+    assert sum(computed) < ids.numel()
+
+
 def test_evaluation_without_gradients_shares(computed: list[int]) -> None:
     model, ids = make_model(), tree()
     with torch.no_grad():
