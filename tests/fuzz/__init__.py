@@ -5,4 +5,4 @@ A kind of case is a module with `draw(rng)`, a random case, and `check(case)`, w
 need and what no case's time limit is for. A case is plain data, so that one that fails is a
 line of JSON: with `--case` it runs again, in `cases.jsonl` it is tried in every run of the tests."""
 
-KINDS = ("stacks", "distributions", "operators", "wrapped", "adapters", "chats", "damage")
+KINDS = ("stacks", "distributions", "operators", "wrapped", "adapters", "chats", "damage", "prefixes")
