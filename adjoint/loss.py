@@ -1,7 +1,7 @@
 """Cross-entropy of the head in slices (Mini-Sequence Transformer, section 3): logits exist for one slice
 of the tokens at a time."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -209,6 +209,17 @@ def linear_cross_entropy(
         )
 
 
+class _LogProbsContext(Protocol):
+    """The values that `_LinearLogProbs` keeps from its forward for its backward."""
+
+    temperature: float
+    slice_tokens: int
+    saved_tensors: tuple[Tensor, Tensor, Tensor]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _LinearLogProbs(torch.autograd.Function):
     """Log-probabilities of labels under a linear map's softmax; the backward makes each slice's logits again.
 
@@ -216,7 +227,12 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, slice_tokens: int
+        ctx: _LogProbsContext,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        slice_tokens: int,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
         ctx.temperature, ctx.slice_tokens = temperature, slice_tokens
@@ -229,7 +245,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once("token_logprobs")
-    def backward(ctx: Any, cotangents: Tensor) -> Any:
+    def backward(ctx: _LogProbsContext, cotangents: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         dtype = cotangents.dtype
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

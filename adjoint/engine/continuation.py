@@ -6,16 +6,18 @@ whose graph leads to nothing that can still get a gradient is a value."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 
 from adjoint.kernels.checks import differentiable_once
 
 # Attribute of the node of a step's results: the step, or None once a backward has freed its graph.
 STEP = "chunked_step"
+# Attribute of the node of a `ReturnedState`: an alias of the copy, and its version when it was made.
+COPY = "returned_copy"
 
 
 class ReturnedState(torch.autograd.Function):
@@ -25,16 +27,16 @@ class ReturnedState(torch.autograd.Function):
     `goes_on_from` sees by the version of an alias: the tensor's own graph would lead to the old state."""
 
     @staticmethod
-    def forward(ctx: Any, state: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, state: Tensor) -> Tensor:
         copy = state.clone()
-        ctx.alias, ctx.version = copy.detach(), copy._version
+        setattr(ctx, COPY, (copy.detach(), copy._version))
         return copy
 
     @staticmethod
     @differentiable_once("a state by chunks")
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, cotangent: Tensor) -> Tensor:
         if frees_graph():
-            ctx.alias = None
+            setattr(ctx, COPY, None)
         return cotangent
 
 
@@ -58,12 +60,12 @@ def _can_get_gradient(tensor: Tensor) -> bool:
     if tensor.grad_fn is None:
         return tensor.requires_grad
     nodes: list[Node] = [tensor.grad_fn]
-    seen = set[Node]()
+    visited = set[Node]()
     while nodes:
         node = nodes.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.name().endswith("AccumulateGrad"):
             return True
         marks = getattr(node, "__dict__", {})  # those that our autograd functions have set
@@ -71,6 +73,6 @@ def _can_get_gradient(tensor: Tensor) -> bool:
             if marks[STEP] is not None:
                 marks[STEP].drop_tapes()
                 return True
-        elif (alias := marks.get("alias")) is None or alias._version == marks["version"]:
+        elif (copy := marks.get(COPY)) is None or copy[0]._version == copy[1]:
             nodes += [before for before, _ in node.next_functions if before is not None]
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def logprobs_of_model(
     lm = causal_lm_of(model)
     _refuse_unsupported(model, lm)
     backbone, labels, results = backbone_of(lm), input_ids[:, 1:][counted[:, 1:]], list[Tensor]()
-    inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+    inputs: dict[str, object] = {"input_ids": input_ids, "use_cache": False}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
     takes = inspect.signature(original_class(backbone).forward).parameters
@@ -68,12 +68,12 @@ def logprobs_of_model(
             chosen = hidden[:, :-1][counted[:, 1:]]
             return logprobs(lm, chosen, labels, temperature, lambda: wrap_state.lock)
 
-    def run_lm(*_: object, **arguments: Any) -> Tensor:
+    def run_lm(*_: object, **arguments: object) -> Tensor:
         arguments = {n: value for n, value in arguments.items() if value is not None and n in takes}
         with _with_forward(lm, lm_forward):
             return of_hidden(backbone(**arguments, return_dict=True)[0])
 
-    def run_backbone(*args: Any, **arguments: Any) -> Output:
+    def run_backbone(*args: object, **arguments: object) -> Output:
         with _with_forward(backbone, backbone_forward):  # which the comparison on first use copies
             hidden: Tensor = backbone.forward(*args, **{**arguments, "return_dict": True})[0]
             results.append(of_hidden(hidden))
@@ -151,21 +151,31 @@ def two_passes(values: Tensor, second_pass: Callable[[Tensor], None]) -> Tensor:
     return result
 
 
+class _TwoPassesContext(Protocol):
+    """The values that `_TwoPasses` keeps from its forward for its backward."""
+
+    second_pass: Callable[[Tensor], None]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _TwoPasses(torch.autograd.Function):
     """The node of `two_passes`."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, anchor: Tensor, second_pass: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: _TwoPassesContext, values: Tensor, anchor: Tensor, second_pass: Callable[[Tensor], None]
+    ) -> Tensor:
         ctx.second_pass = second_pass
         ctx.save_for_backward(anchor)  # so that torch refuses a second backward through a graph that is freed
         return values.clone()
 
     @staticmethod
     @differentiable_once("token_logprobs")
-    def backward(ctx: Any, cotangents: Tensor) -> Any:
+    def backward(ctx: _TwoPassesContext, cotangents: Tensor) -> tuple[None, None, None]:
         _, second_pass = ctx.saved_tensors, ctx.second_pass
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: second_pass(cotangents))
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: second_pass(cotangents))
         return None, None, None
 
 

@@ -377,14 +377,11 @@ class CausalLM(Backbone):
 class WeightedLogProbs(Backbone):
     """The backbone and the head as a stage: ids → the weighted sum of the log-probabilities of targets.
 
-    Args:
-        backbone: arguments of `Backbone`.
+    Attributes:
         temperature: divides the logits.
     """
 
-    def __init__(self, *backbone: Any, temperature: float, **options: Any) -> None:
-        super().__init__(*backbone, **options)
-        self.temperature = temperature
+    temperature = 1.0
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)

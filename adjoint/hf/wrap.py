@@ -100,6 +100,7 @@ if TYPE_CHECKING:
 # Tokens of a row above which an evaluation without gradients is by chunks, if the method has no chunk_size.
 LONG_FORWARD = 8192
 ModelT = TypeVar("ModelT", bound=nn.Module)
+StageT = TypeVar("StageT", bound=Backbone)
 # Takes a module through which calls enter, and the call's arguments by name.
 EntryForward = Callable[[PreTrainedModel, dict[str, Any]], ModelOutput | tuple[Tensor, ...]]
 
@@ -313,7 +314,7 @@ def _without_unread_count(call: Call) -> Call:
     return Call(call.model, {n: value for n, value in call.arguments.items() if n != name})
 
 
-def _without_graph(arguments: dict[str, Any]) -> dict[str, Any]:
+def _without_graph(arguments: dict[str, object]) -> dict[str, object]:
     """Return a call's arguments with tensors and caches detached."""
     return {n: v.detach() if isinstance(v, Tensor) else detached(v) for n, v in arguments.items()}
 
@@ -661,13 +662,13 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
     segments = None if returns_cache else segments_of(call, verification)
     if segments is None:
         hidden, state, router = _hidden_and_state(call, verification, returns_cache)
-        outputs: dict[str, object] = {"last_hidden_state": hidden}
+        outputs: dict[str, object] = {}
         if isinstance(router, RouterLogits):
-            outputs["last_hidden_state"], *logits = router.split_from(hidden)
+            hidden, *logits = router.split_from(hidden)
             outputs["router_logits"] = tuple(layer.flatten(0, 1) for layer in logits)
         if returns_cache:
             outputs[CACHE_FIELD] = cache_of_state(model, state, verification.slots, call.last_document)
-        return Output(**outputs)
+        return Output(last_hidden_state=hidden, **outputs)
     pieces, parents = list[Tensor](), {segment.parent for segment in segments}
 
     def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
@@ -731,7 +732,7 @@ def last_logits(model: PreTrainedModel, ids: Tensor, tokens: int, spec: EngineSp
 
 
 @torch.no_grad()
-def hidden_states(model: PreTrainedModel, arguments: dict[str, Any]) -> Tensor:
+def hidden_states(model: PreTrainedModel, arguments: dict[str, object]) -> Tensor:
     """Return the hidden states (batch, seqlen, hidden_size) of a wrapped causal LM, also under `fully_shard`.
 
     A call of the backbone alone would be outside of the root, which gathers what no layer's unit has.
@@ -739,14 +740,14 @@ def hidden_states(model: PreTrainedModel, arguments: dict[str, Any]) -> Tensor:
     Args:
         arguments: of the call by name, without labels.
     """
-    call, options, batch, spec = _unlabelled(model, arguments)
+    call, stage, batch, spec = _unlabelled(model, arguments, Backbone)
     collect = CollectHiddenStates(batch.seqlen)
-    step = make_step([Backbone(model, **options), collect], batch, spec)
+    step = make_step([stage, collect], batch, spec)
     return hidden_by_chunks(step, collect)[0].reshape(*call.ids.shape, -1)
 
 
 def weighted_logprobs(
-    model: PreTrainedModel, arguments: dict[str, Any], weights: Tensor, temperature: float
+    model: PreTrainedModel, arguments: dict[str, object], weights: Tensor, temperature: float
 ) -> Tensor:
     """Return the weighted sum of the log-probabilities of tokens, differentiable.
 
@@ -755,27 +756,29 @@ def weighted_logprobs(
         weights: (batch, seqlen), 0 at position 0.
         temperature: divides the logits.
     """
-    call, options, batch, spec = _unlabelled(model, arguments)
+    call, stage, batch, spec = _unlabelled(model, arguments, WeightedLogProbs)
     shifted = {"ids": call.ids.roll(-1, 1), "weights": weights.roll(-1, 1)}
     tensors, _ = join_rows(shifted, call.starts)
     inputs = {**batch.inputs, WEIGHTS: tensors["weights"]}
     batch = dataclasses.replace(batch, labels=tensors["ids"], inputs=inputs)
-    return make_step([WeightedLogProbs(model, temperature=temperature, **options)], batch, spec).loss().loss
+    stage.temperature = temperature
+    return make_step([stage], batch, spec).loss().loss
 
 
 def _unlabelled(
-    model: PreTrainedModel, arguments: dict[str, Any]
-) -> tuple[Call, dict[str, Any], Batch, EngineSpec]:
-    """Return the call of a causal LM without labels, options of its `Backbone`, its batch and its spec."""
+    model: PreTrainedModel, arguments: dict[str, object], kind: type[StageT]
+) -> tuple[Call, StageT, Batch, EngineSpec]:
+    """Return the call of a causal LM without labels, its stage, its batch and its spec."""
     ids, call = arguments["input_ids"], Call(model, arguments)
     verification = verify(Call(model, {"input_ids": ids, "labels": ids}))
-    options = {
-        "slots": verification.slots,
-        "recompute": verification.wrap_state.method.recompute,
-        "fetches": verification.fetches,
-        "context": CallContext.from_call(call, verification.padding_of(call)),
-    }
-    return call, options, *_cut_into_chunks(call, verification)
+    stage = kind(
+        model,
+        verification.slots,
+        recompute=verification.wrap_state.method.recompute,
+        fetches=verification.fetches,
+        context=CallContext.from_call(call, verification.padding_of(call)),
+    )
+    return call, stage, *_cut_into_chunks(call, verification)
 
 
 def _announce(verification: Verification, describe: Callable[[], str]) -> None:

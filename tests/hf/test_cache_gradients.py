@@ -158,19 +158,19 @@ def test_backwards_as_torch_has_them(name: str) -> None:
         second_loss.backward()
 
 
-@pytest.mark.parametrize("how", ["backward has run", "used without gradients", "made without gradients"])
-def test_a_cache_without_a_way_back_is_a_value(how: str) -> None:
-    """It gives the gradients of the second call alone, as a detached cache does."""
+@pytest.mark.parametrize("reason", ["backward has run", "used without gradients", "made without gradients"])
+def test_a_cache_without_a_way_back_is_a_value(reason: str) -> None:
+    """The second call has the gradients that a detached cache gives it."""
     model, ids, results = make(QWEN), tokens(2, 23), []
     for is_expected in (True, False):
         wrapped = wrapped_copy(model)
-        with torch.set_grad_enabled(not (is_expected or how == "made without gradients")):
+        with torch.set_grad_enabled(not (is_expected or reason == "made without gradients")):
             out = wrapped(input_ids=ids[:, :9], labels=ids[:, :9], use_cache=True)
         cache = out.past_key_values
-        if how == "backward has run" and not is_expected:
+        if reason == "backward has run" and not is_expected:
             out.loss.backward()
             wrapped.zero_grad()
-        if how == "used without gradients":
+        if reason == "used without gradients":
             with torch.no_grad():
                 wrapped(input_ids=ids[:, 9:14], past_key_values=cache, use_cache=True)
         start = cache.get_seq_length()
@@ -183,7 +183,7 @@ def test_a_cache_without_a_way_back_is_a_value(how: str) -> None:
 
 
 def test_calls_are_freed_as_the_backward_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sixteen calls that hang together a tape is kept for the last one alone, and when a call's backward
+    """Sixteen calls hang together: a tape is kept for the last one alone, and when a call's backward
     begins, those after it are gone: steps, states and the caches that logits could be computed from."""
     steps: list[weakref.ref[Any]] = []
     caches: list[weakref.ref[Any]] = []
@@ -253,7 +253,7 @@ def test_calls_without_labels(name: str) -> None:
 
 
 def test_one_token_after_a_recurrent_state() -> None:
-    """With labels it is refused by name; without, it is transformers' own forward."""
+    """A call with labels is refused by name; one without is transformers' own forward."""
     wrapped, ids = wrapped_copy(make(QWEN)), tokens(2, 10)
     cache = wrapped(input_ids=ids[:, :9], labels=ids[:, :9], use_cache=True).past_key_values
     with one_line("give two tokens or more"):

@@ -76,8 +76,8 @@ def test_the_cache_is_transformers_own(name: str) -> None:
     with torch.no_grad():
         without_gradients = wrapped(input_ids=ids, labels=ids, use_cache=True).past_key_values
     assert type(without_gradients) is transformers.DynamicCache
-    for made, requires_grad in ((cache, True), (without_gradients, False)):
-        tensors = [t for layer in made.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    for kept_cache, requires_grad in ((cache, True), (without_gradients, False)):
+        tensors = [t for layer in kept_cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
         tensors = [t for t in tensors if t.is_floating_point()]
         assert tensors and all(t.requires_grad == requires_grad for t in tensors)
         assert all(t.untyped_storage().nbytes() < 2 * t.nbytes for t in tensors)

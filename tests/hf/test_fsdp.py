@@ -500,14 +500,14 @@ def log_probabilities(rank: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     ids, mask = rows(), torch.arange(rows().shape[1]).expand(RANKS, -1) >= 20
-    own = slice(rank, rank + 1)
+    row = slice(rank, rank + 1)
     with float64_throughout():
         reference = make(LLAMA)
         expected = adjoint.token_logprobs(reference, ids, mask)
         expected.exp().sum().backward()
         model = DistributedDataParallel(adjoint.wrap(make(LLAMA), METHOD))
-        logprobs = adjoint.token_logprobs(model, ids[own], mask[own])
-        torch.testing.assert_close(logprobs, expected[own])
+        logprobs = adjoint.token_logprobs(model, ids[row], mask[row])
+        torch.testing.assert_close(logprobs, expected[row])
         (logprobs.exp().sum() * RANKS).backward()
         assert_same(current_gradients(model.module), current_gradients(reference))
         for name in (LLAMA, BAMBA):
@@ -516,16 +516,17 @@ def log_probabilities(rank: int) -> None:
             expected.exp().sum().backward()
             for model in (shard(adjoint.wrap(make(name), METHOD)), shard(make(name))):
                 with torch.no_grad():
-                    again = adjoint.token_logprobs(model, ids[own], mask[own])
-                logprobs = adjoint.token_logprobs(model, ids[own], mask[own])
+                    again = adjoint.token_logprobs(model, ids[row], mask[row])
+                logprobs = adjoint.token_logprobs(model, ids[row], mask[row])
                 for values in (again, logprobs):
-                    torch.testing.assert_close(values, expected[own])
+                    torch.testing.assert_close(values, expected[row])
                 (logprobs.exp().sum() * RANKS).backward()
                 assert_same(whole_gradients(model), current_gradients(reference))
         model = shard(adjoint.wrap(make(LLAMA), METHOD))
-        logprobs = adjoint.token_logprobs(model, ids[own], mask[own])
+        shards = dict(model.named_parameters())
+        logprobs = adjoint.token_logprobs(model, ids[row], mask[row])
         with torch.no_grad():
-            model.model.norm.weight.mul_(2)
+            shards["model.norm.weight"].mul_(2)
         with pytest.raises(RuntimeError, match="log-probabilities summed to"):
             logprobs.sum().backward()
 

@@ -84,7 +84,7 @@ def test_a_stack(variant: str) -> None:
 
 @pytest.mark.parametrize("name", [LLAMA, GEMMA])
 def test_bfloat16_logits(name: str) -> None:
-    """They are widened before the softmax: TRL's result, without its rounding to bfloat16."""
+    """Logits are widened before the softmax: TRL's result, without its rounding to bfloat16."""
     model, (ids, mask, _) = make(name, torch.bfloat16).eval(), batch()
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -156,7 +156,7 @@ def test_adapters() -> None:
 
 
 def test_autocast_of_accelerate() -> None:
-    """It is around the forward that accelerate has found on the model, and applies."""
+    """The autocast around the forward that accelerate has found on the model applies."""
     accelerate = pytest.importorskip("accelerate")
     ids, mask, _ = batch()
     prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(
