@@ -28,9 +28,10 @@ from adjoint.batch import IGNORE_INDEX
 from adjoint.errors import LOGGER, is_heard
 from adjoint.layers import State
 
-# Tokens that rows must have in common. A branch costs a second program and a copy of the states: with two
-# rows, 128 shared tokens repay it at every size that `python -m benchmarks.shared_prefixes` has tried.
-MIN_SHARED_TOKENS = 128
+# Tokens that rows must have in common. A branch costs a program of its own, a copy of the states, and a
+# recomputation of the beginning: for two rows of a Stack of width 256 on a CPU so many tokens repay it, for
+# more rows or wider models fewer.
+MIN_SHARED_TOKENS = 256
 # Of a batch's tokens. A call of few tokens takes a GPU as long as a call of many: a system prompt in front of
 # long rows is not worth one.
 MIN_SAVED_SHARE = 1 / 16
