@@ -13,6 +13,7 @@ from torch import Tensor
 import adjoint
 from adjoint.engine import shared_prefix
 from adjoint.engine.step import ChunkedStep
+from adjoint.hf.model_parts import backbone_of
 from adjoint.methods import RECOMPUTE
 from tests.fuzz import stacks
 from tests.fuzz.oracle import Case, Refusal, Vacuous, raised_by_us, same, some
@@ -76,7 +77,7 @@ def run(case: Case, model: Any, batch: dict[str, Tensor], method: Any) -> dict[s
         inputs = {"method": method} if is_stack else {"attention_mask": mask}
         loss = model(input_ids=ids, labels=labels, **inputs).loss
     else:
-        backbone = None if is_stack else model.get_decoder()
+        backbone = None if is_stack else backbone_of(model)
         hidden = (
             model.hidden_by_chunks(ids, method)
             if backbone is None
