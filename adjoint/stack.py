@@ -413,21 +413,45 @@ class Stack(nn.Module):
         Raises:
             UserError: the stack is split over ranks, or `fully_shard` has sharded its layers.
         """
-        access = access_of(self, None, ModuleTensors(self).restored)
-        if self.tensor_parallel is not None or access.runs_backward_in_forward:
+        if self.tensor_parallel is not None or access_kind(self).runs_backward_in_forward:
             raise UserError(
                 "hidden states by chunks are of a stack in one process: give labels, whose loss works with "
                 "layers that are split or sharded"
             )
         self._check(input_ids, None)
-        states = self.stage_states(self.initial_state(input_ids.shape[0]))
-        batch = Batch.from_labels(input_ids, input_ids, None, states)
+        segments = self._segments(Batch(input_ids, input_ids), method, has_loss=False)
+        if segments is None:
+            return self._hidden_by_chunks(input_ids, self.initial_state(len(input_ids)), method)[0]
+        pieces, parents = list[Tensor](), {segment.parent for segment in segments}
+
+        def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
+            states = self.initial_state(len(segment.rows)) if initial is None else initial
+            ids = input_ids[segment.rows, segment.start : segment.stop]
+            hidden, final = self._hidden_by_chunks(ids, states, method, number in parents)
+            pieces.append(hidden)
+            return final
+
+        shared_prefix.run_segments(segments, run)
+        return shared_prefix.tokens_in_batch_order(segments, pieces, input_ids)
+
+    def _hidden_by_chunks(
+        self, input_ids: Tensor, states: Sequence[State], method: Method, others_go_on: bool = False
+    ) -> tuple[Tensor, list[State]]:
+        """Return y_K and the final states, one tuple per layer, by a method that runs chunks.
+
+        Args:
+            others_go_on: whether other sequences begin with the final states.
+        """
+        batch = Batch(input_ids, input_ids, states=self.stage_states(states), is_shifted=False)
         default = self.default_chunk_size(input_ids, method)
         spec, collect = method.engine_spec(batch.seqlen, default), CollectHiddenStates(batch.seqlen)
+        spec = spec.without_tapes() if others_go_on else spec
         stages = [*self.stages(spec.storage.recompute, reads_windows(spec))[:-1], collect]
+        access = access_of(self, None, ModuleTensors(self).restored)
         step = ChunkedStep(stages, batch, spec, self.config.d_model, access=access)
         access.verify(step)
-        return hidden_by_chunks(step, collect)[0]
+        hidden, final = hidden_by_chunks(step, collect, others_go_on)
+        return hidden, grouped(batch.states, final)[1:-1]
 
     @uncompiled
     def _by_chunks(
@@ -448,7 +472,7 @@ class Stack(nn.Module):
         return default_chunk_size(self, input_ids, method.recompute, method.checkpoints, on_host)
 
     @uncompiled
-    def _segments(self, batch: Batch, method: Method) -> list[Segment] | None:
+    def _segments(self, batch: Batch, method: Method, has_loss: bool = True) -> list[Segment] | None:
         """Return the segments of a batch whose rows begin alike; None if each row is computed in full."""
         if not method.share_prefixes or method.memory is not None or batch.seq_idx is not None:
             return None
@@ -456,7 +480,8 @@ class Stack(nn.Module):
         if is_split or batch.rows == 1 or not is_untouched(self.embedding, nn.Embedding):
             return None
         rows, seqlen = batch.rows, batch.seqlen
-        segments = shared_prefix.plan(Rows(batch.ids, _targets_in(batch), [0] * rows, [seqlen] * rows))
+        targets = _targets_in(batch) if has_loss else None
+        segments = shared_prefix.plan(Rows(batch.ids, targets, [0] * rows, [seqlen] * rows))
         if segments is None or any(map(custom_class, self.stages())):  # a layer may mix or tell rows apart
             return None
         shared_prefix.announce(self, segments, rows * seqlen)

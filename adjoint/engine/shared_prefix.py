@@ -28,9 +28,13 @@ from adjoint.batch import IGNORE_INDEX
 from adjoint.errors import LOGGER, is_heard
 from adjoint.layers import State
 
-# Tokens that rows must have in common. A branch costs a second program and a copy of the states: with two
-# rows, 128 shared tokens repay it at every size that `python -m benchmarks.shared_prefixes` has tried.
-MIN_SHARED_TOKENS = 128
+# Tokens that rows must have in common. A branch costs a program of its own, a copy of the states, and a
+# recomputation of the beginning: for two rows of a Stack of width 256 on a CPU so many tokens repay it, for
+# more rows or wider models fewer.
+MIN_SHARED_TOKENS = 256
+# Of a batch's tokens. A call of few tokens takes a GPU as long as a call of many: a system prompt in front of
+# long rows is not worth one.
+MIN_SAVED_SHARE = 1 / 16
 
 Targets = Callable[[int, int], Tensor]  # (start, stop) → shifted labels (rows, stop - start)
 
@@ -89,6 +93,11 @@ class Rows:
     def seqlen(self) -> int:
         return self.ids.shape[1]
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all rows, padding at the left left out."""
+        return len(self.starts) * self.seqlen - sum(self.starts)
+
     def agreement(self, rows: Sequence[int], start: int) -> int:
         """Return the number of tokens from `start` on that may be computed once for all these rows.
 
@@ -119,7 +128,7 @@ class Rows:
 
 
 def plan(rows: Rows) -> list[Segment] | None:
-    """Return the segments of a batch, parents before their branches; None if no beginning is shared.
+    """Return the segments of a batch, parents before their branches; None if too few tokens are shared.
 
     Rows of all segments without a branch after them are the batch's rows, each once."""
     segments: list[Segment] = []
@@ -128,7 +137,8 @@ def plan(rows: Rows) -> list[Segment] | None:
         rows_by_start[start].append(row)
     for start, members in rows_by_start.items():
         _branch(rows, [members], start, None, segments)
-    return segments if any(segment.is_shared for segment in segments) else None
+    tokens, computed = rows.tokens, sum(segment.tokens for segment in segments)
+    return segments if tokens - computed >= MIN_SAVED_SHARE * tokens else None
 
 
 def _branch(
@@ -245,11 +255,11 @@ def tokens_in_batch_order(segments: Sequence[Segment], pieces: Sequence[Tensor],
         for values, members in zip(piece, segment.members, strict=True):
             for row in members:
                 pieces_by_row[row].append(values)
-    width, rows = pieces[0].shape[2:], []
+    all_pieces = list[Tensor]()  # joined at once: a second copy of all tokens would take as much memory
     for row in range(len(like)):
         padding = like.shape[1] - sum(len(values) for values in pieces_by_row[row])
-        rows.append(torch.cat([pieces[0].new_zeros(padding, *width), *pieces_by_row[row]]))
-    return torch.stack(rows)
+        all_pieces += [pieces[0].new_zeros(padding, *pieces[0].shape[2:]), *pieces_by_row[row]]
+    return torch.cat(all_pieces).unflatten(0, like.shape)
 
 
 def _indices(rows: Sequence[int], like: Tensor) -> Tensor:

@@ -91,13 +91,15 @@ def _tokens(call: Call) -> int:
 
 
 def _first_tokens(call: Call) -> list[int] | None:
-    """Return each row's first token after padding at the left; None if rows hold several documents."""
+    """Return each row's first token after padding at the left.
+
+    None if a row has several documents, or nothing but padding."""
     if call.mask is None:
         first = [0] * len(call.ids)
     else:
         first = (call.mask.cumsum(1) == 0).sum(1).tolist()
     for starts, start in zip(call.starts, first, strict=True):
-        if starts not in ((0,), (0, start)):
+        if starts not in ((0,), (0, start)) or start == call.ids.shape[1]:
             return None
     return first
 

@@ -96,6 +96,20 @@ def test_prompt_and_answers_take_their_tokens_once(computed: list[int]) -> None:
     assert computed == [5 * 37]
 
 
+def test_hidden_states_of_rows_share(computed: list[int]) -> None:
+    """Hidden states for a head of one's own: cotangents of all rows that a token stands for are summed."""
+    model, ids = make_model("hybrid"), tree()
+    weights = torch.arange(1.0, 8, dtype=torch.float64)[:, None, None]
+    grads = []
+    for method in (Exact(chunk_size=4, share_prefixes=False), Exact(chunk_size=4)):
+        model.zero_grad()
+        computed.clear()
+        (model.hidden_by_chunks(ids, method).sin() * weights).sum().backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_equal(grads[1], grads[0])
+    assert sum(computed) < ids.numel()
+
+
 def test_evaluation_without_gradients_shares(computed: list[int]) -> None:
     model, ids = make_model(), tree()
     with torch.no_grad():
@@ -138,6 +152,7 @@ def test_plan_groups_by_beginning_padding_and_length() -> None:
     assert segments_of(pair, starts=[2, 0, 2])[0] == Segment(2, 12, [[0, 2]], None, [0])
     assert segments_of(pair, starts=[2, 0, 1]) == []
     assert segments_of([[(1, 2), (2, 8)], [(1, 2), (3, 8)]]) == []
+    assert segments_of([[(1, 6), (2, 99)], [(1, 6), (3, 99)]]) == []  # too few of all tokens
     same = [[(1, 20)], [(1, 20)]]
     assert [(s.start, s.stop) for s in segments_of(same, stops=[11, 9], least_rest=2)] == [(0, 7), (7, 20)]
 

@@ -6,16 +6,6 @@ need and what no case's time limit is for. A case is plain data, so that one tha
 line of JSON: with `--case` it runs again, in `cases.jsonl` it is tried in every run of the tests."""
 
 KINDS = (
-    *(
-        "stacks",
-        "distributions",
-        "operators",
-        "wrapped",
-        "losses",
-        "adapters",
-        "recurrences",
-        "ranks",
-        "chats",
-    ),
-    "damage",
+    *("stacks", "distributions", "operators", "wrapped", "losses", "adapters", "recurrences", "ranks"),
+    *("chats", "damage", "prefixes"),
 )
