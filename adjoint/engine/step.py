@@ -275,8 +275,8 @@ class ChunkedStep:
 
     def drop_tapes(self) -> None:
         """Free the tapes that the forward has kept; the backward recomputes them."""
-        executor = self.executor
-        if any(key[0] == "tape" for key in executor.store):
+        executor = getattr(self, "executor", None)  # None if the backward is done already
+        if executor is not None and any(key[0] == "tape" for key in executor.store):
             executor.begin_again({key: value for key, value in executor.store.items() if key[0] != "tape"})
             self.backward_actions = self._backward_program()
 

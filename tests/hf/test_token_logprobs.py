@@ -36,9 +36,12 @@ def batch(rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def by_trl(logits: Tensor, ids: Tensor, mask: Tensor, temperature: float = TEMPERATURE) -> Tensor:
-    """Return what TRL's function makes of whole logits, with position 0 and masked ones 0."""
+    """Return what TRL's function makes of whole logits, as verl's formula does: 0 at position 0 and where
+    the mask is 0."""
     selective_log_softmax = pytest.importorskip("trl.trainer.utils").selective_log_softmax
     logprobs = selective_log_softmax(logits[:, :-1] / temperature, ids[:, 1:])
+    by_verl = (logits[:, :-1] / temperature).log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    torch.testing.assert_close(logprobs, by_verl)
     logprobs = torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs], dim=1)
     return torch.where(mask.bool(), logprobs, 0)
 
