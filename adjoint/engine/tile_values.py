@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
-from adjoint.engine.host_copies import HostCopies
+from adjoint.engine.offload import HostCopies
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import Edges, Packing, Slab, allocate, recurrent_part, stores_on_host
 from adjoint.engine.tile import Cotangents
