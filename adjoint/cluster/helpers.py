@@ -101,7 +101,9 @@ def inputs_of(worker: Executor, tiles: Sequence[Tile]) -> dict[Key, Tensor]:
     """Return the values that a unit reads from other units, on the CPU."""
     written = {key for t in tiles for key in worker.grid.writes(t)}
     reads = {key for t in tiles for key in worker.grid.reads(t)} - written
-    inputs = {key: worker.complete_value(key).cpu() for key in reads}
+    for key in reads:
+        worker.wait_until_stored(key)
+    inputs = {key: worker.value(key).cpu() for key in reads}
     seq_idx = worker.batch.seq_idx
     return inputs if seq_idx is None else {**inputs, SEQ_IDX: seq_idx.cpu()}
 

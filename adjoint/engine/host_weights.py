@@ -3,7 +3,7 @@
 A unit is a module whose weights are copied together: a layer, the final norm, the head. Its class is swapped
 for a subclass of the same name whose forward copies the weights to the device first and drops the copies at
 its end. The copy is differentiable: its backward sends the gradient to the host, where threads add it up
-(`host_gradients`) and where the optimizer steps. An embedding looks its rows up on the host.
+(`arriving_gradients`) and where the optimizer steps. An embedding looks its rows up on the host.
 
 A tape that kept weights would keep all copies, so layers are recomputed in the backward (`recompute="full"`,
 unless the method says "selective"), which copies them once more. `Exact` thus copies a layer three times per
@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from adjoint.batch import Batch
+from adjoint.engine.arriving_gradients import ArrivingGradient
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.host_gradients import ArrivingGradient
 from adjoint.engine.leaves import TAKE_ARRIVING
 from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.storage import allocate, to_host

@@ -16,8 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from adjoint.engine.arriving_gradients import ArrivingGradient
 from adjoint.engine.decay import Decays
-from adjoint.engine.host_gradients import ArrivingGradient
 from adjoint.engine.leaves import TAKE_ARRIVING, UnlistedLeaves, alias, next_node, suspend_hooks
 from adjoint.errors import UserError
 from adjoint.kernels.add_product import add_product

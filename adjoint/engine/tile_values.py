@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
-from adjoint.engine.host_copies import HostCopies
+from adjoint.engine.offload import HostCopies
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import Edges, Packing, Slab, allocate, recurrent_part, stores_on_host
 from adjoint.engine.tile import Cotangents
@@ -228,13 +228,11 @@ class TileValues:
         value = self.store[key]
         return self.edges[key[1]].view(value) if isinstance(value, int) else value
 
-    def complete_value(self, key: Key) -> Any:
-        """Return a value of the store, for the host to read at once: wait for its copy to host memory."""
-        value = self.value(key)
-        if self.is_on_host(value):
+    def wait_until_stored(self, key: Key) -> None:
+        """Wait for a value's copy to host memory, if it is there, so that the host may read it at once."""
+        if self.is_on_host(self.value(key)):
             assert self.host_copies is not None
             self.host_copies.wait_on_host()
-        return value
 
     def destination(self, key: Key) -> tuple[int | Tensor, Tensor]:
         """Return the store's entry for a value that will be written, and the tensor to write to.
@@ -261,7 +259,8 @@ class TileValues:
 
     def message(self, key: Key) -> Tensor:
         """Return a value of the store as one tensor, as a message carries it."""
-        value = self.complete_value(key)
+        self.wait_until_stored(key)
+        value = self.value(key)
         if isinstance(value, tuple):
             return self.packing[key[1]].pack(value, self.room(key))
         if value is None:  # no cotangent

@@ -141,21 +141,21 @@ def test_states_that_grow_and_layers_of_ones_own(
 
 
 ON_HOST: list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = [
-    *((HYBRID, how, {}) for how in ({}, {"keep": "inputs"})),
-    *((MIXED, how, {}) for how in ({}, {"keep": "inputs"}, {"checkpoints": 2})),
+    *((HYBRID, options, {}) for options in ({}, {"keep": "inputs"})),
+    *((MIXED, options, {}) for options in ({}, {"keep": "inputs"}, {"checkpoints": 2})),
     *((MIXED, {"keep": "inputs"}, layout) for layout in ({"shards": 2}, {"sequence": 2})),
 ]
 
 
-@pytest.mark.parametrize("config, how, layout", ON_HOST)
+@pytest.mark.parametrize("config, options, layout", ON_HOST)
 def test_what_is_stored_can_be_on_the_host(
-    config: dict[str, Any], how: dict[str, Any], layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], options: dict[str, Any], layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU it is there anyway; copies are made as for a device, as late as they may come."""
     monkeypatch.setattr("adjoint.engine.tile_values.stores_on_host", lambda *_: True)
     streams = LateStreams(monkeypatch)
     before = {"states": 1.0, "before": 4, "final": True} if config is HYBRID else {}
-    check(config, {"name": "Exact", "chunk_size": 4, **how}, layout, seqlen=13, **before)
+    check(config, {"name": "Exact", "chunk_size": 4, **options}, layout, seqlen=13, **before)
     assert streams.copies > 13
 
 

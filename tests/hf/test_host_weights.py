@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
-from adjoint.engine import host_gradients, host_weights, threads
+from adjoint.engine import arriving_gradients, host_weights, threads
 from adjoint.engine.executor import Executor
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
@@ -255,9 +255,9 @@ def late_streams(patch: pytest.MonkeyPatch, model: nn.Module, **options: Any) ->
 
 def with_workers(patch: pytest.MonkeyPatch, count: int) -> None:
     """Have so many threads add gradients, each a part of all but the smallest."""
-    workers = [ThreadPoolExecutor(1, host_gradients.WORKER_NAME) for _ in range(count)]
-    patch.setattr(host_gradients, "_workers", lambda: workers)
-    patch.setattr(host_gradients, "MIN_ELEMENTS_OF_PART", 16)
+    workers = [ThreadPoolExecutor(1, arriving_gradients.WORKER_NAME) for _ in range(count)]
+    patch.setattr(arriving_gradients, "_workers", lambda: workers)
+    patch.setattr(arriving_gradients, "MIN_ELEMENTS_OF_PART", 16)
 
 
 def step(model: adjoint.Stack) -> tuple[Tensor, dict[str, Tensor]]:

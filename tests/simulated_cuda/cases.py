@@ -29,7 +29,7 @@ import adjoint
 from adjoint import layers
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.grid import EngineSpec, make_grid
-from adjoint.engine.host_copies import HostCopies
+from adjoint.engine.offload import HostCopies
 from adjoint.engine.schedule import Owners
 from adjoint.engine.storage import Slab
 from adjoint.parallel import context

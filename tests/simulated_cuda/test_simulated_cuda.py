@@ -100,7 +100,7 @@ def test_offloaded_states_and_inputs_travel_beside_the_kernels(case: str) -> Non
     copies = result("core", case)["copies"]
     of_states = [place for place in copies if "storage.py" not in place]  # keys and values
     assert {place.split(":")[0] for place in of_states} == {"to cpu, other stream", "to cuda, other stream"}
-    assert not any("host_copies.py:fetch" in place for place in of_states)
+    assert not any("offload.py:fetch" in place for place in of_states)
 
 
 def test_copies_of_stored_tensors_race_with_nothing() -> None:

@@ -155,7 +155,8 @@ def show(plan: dict[str, Any]) -> None:
                 f"links   {inside} from GPU to GPU in a node of {links['devices']}, {between} between nodes"
             )
     if "host_weights" in plan:
-        _show_host_weights(plan["host_weights"], plan["host_weights"]["hiding_chunks"])
+        link = plan["host_weights"]
+        _show_host_weights(link, link["hiding_chunks"], link["adding_seconds_per_chunk"])
     if len(plan["layouts"]) > 1:
         _show_layouts(plan["layouts"])
 
@@ -175,15 +176,16 @@ def _show_memory(plan: dict[str, Any]) -> None:
         print(f"host    {size_text(max(host))} of host memory for the fullest device, {total} in all")
 
 
-def _show_host_weights(link: dict[str, Any], hiding_chunks: dict[str, int]) -> None:
+def _show_host_weights(
+    link: dict[str, int], hiding_chunks: dict[str, int], adding_seconds_per_chunk: float
+) -> None:
     others = ", ".join(f"{tokens:,} over {name}" for name, tokens in hiding_chunks.items())
     down, up = size_text(link["to_device_bytes"]), size_text(link["to_host_bytes"])
     each, rate = size_text(link["bytes_per_chunk"]), rate_text(link["bytes_per_second"])
     print(
         f"link    {down} of weights to the GPU and {up} of gradients back a step, {each} a chunk, at {rate}"
     )
-    adding = _seconds(link["adding_seconds_per_chunk"])
-    print(f"        the host adds the gradients of a chunk in {adding}")
+    print(f"        the host adds the gradients of a chunk in {_seconds(adding_seconds_per_chunk)}")
     print(f"        both hide in chunks of {link['hiding_chunk']:,} tokens ({others})")
 
 
