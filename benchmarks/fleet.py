@@ -88,7 +88,7 @@ class Fleet(Benchmark):
     name = "fleet"
     module = "benchmarks.fleet"
     limiting_options = ("models", "gpus", "devices")
-    document = "docs/paper_fleet.md"
+    document = "docs/paper.md"
     caption = "Tokens per second against GPUs, planned and simulated; dotted: in proportion to GPUs"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -106,7 +106,7 @@ class Recall(Benchmark):
     name = "recall"
     module = "benchmarks.recall"
     limiting_options = ("mixers",)
-    document, caption = "docs/long_memory.md", "Needles found, by mixer"
+    document, caption = "docs/convergence.md", "Needles found, by mixer"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--mixers", [*MIXERS, HYBRID])

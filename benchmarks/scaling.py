@@ -218,7 +218,7 @@ class Scaling(Benchmark):
         return [row for p, r in measurements if p["answer"] == "figure 6" for row in r.get("rows", ())]
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        yield "docs/paper_figures.md", "figure-6", days_table(result["rows"])
+        yield "docs/paper.md", "figure-6", days_table(result["rows"])
         yield "docs/cluster.md", "slices", slices_table(result["slices"])
 
     def markdown(self, result: Row) -> str:

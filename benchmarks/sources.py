@@ -265,7 +265,7 @@ class Sources(Benchmark):
     name = "sources"
     module = "benchmarks.sources"
     limiting_options = ("tables", "lengths")
-    document, layers_document = "docs/paper_figures.md", "docs/paper_claims.md"
+    document, layers_document = "docs/paper.md", "docs/paper_claims.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--tables", TABLES)

@@ -30,7 +30,7 @@ RUNS: dict[str, tuple[dict[str, str], str]] = {
     "README.md#Will it fit?": ({}, "memory  fits"),
     "README.md#Train from scratch": (SHORT | TINY, "resuming after step 2"),
     "docs/finetune.md": (SHORT | {"DATA__SEQLEN": "512", "GPUS": "2"}, "adapters: rank 16"),
-    "docs/finetune_hybrid.md": (TUTORIAL, "def main("),
+    "docs/finetune.md#Fine-tune a hybrid at 128K": (TUTORIAL, "def main("),
     "docs/million_tokens.md": (TUTORIAL, "peak_memory_bytes"),
 }
 
@@ -41,11 +41,15 @@ def is_command(line: str) -> bool:
 
 
 def script(place: str) -> str:
-    """The commands of a page, or of the part below a heading."""
+    """The commands of a page, without its parts that are in `RUNS`, or of the part below a heading."""
     page, _, heading = place.partition("#")
     text = (ROOT / page).read_text()
+    parts = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", text, re.M))
     if heading:
-        text = text.split(f"\n## {heading}\n")[1].partition("\n## ")[0]
+        text = parts[heading]
+    else:
+        for other in parts:
+            text = text.replace(parts[other], "") if f"{page}#{other}" in RUNS else text
     indented = [line for line in text.splitlines() if line.startswith("    ") and is_command(line)]
     return "\n".join(indented or re.findall(r"```bash\n(.*?)```", text, re.S))
 
@@ -91,7 +95,7 @@ def carry_out(commands: str, folder: Path, places: Path | None = None, **variabl
 
 def make_hybrid(folder: Path) -> Path:
     """The tutorial's own model."""
-    tutorial = (ROOT / "docs" / "finetune_hybrid.md").read_text()
+    tutorial = (ROOT / "docs" / "finetune.md").read_text().split("\n## Fine-tune a hybrid at 128K\n")[1]
     carry_out(re.findall(r"```bash\n(.*?)```", tutorial, re.S)[0], folder)
     return folder / "hybrid"
 

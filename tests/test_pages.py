@@ -35,10 +35,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_pages_are_short_and_listed_by_their_titles() -> None:
-    """Pages have at most 200 lines; the site lists each once, under its own title."""
+def test_pages_are_listed_by_their_titles() -> None:
+    """The site lists each page once, under its own title."""
     guides = [page for page in PAGES if page.name != "CHANGELOG.md"]
-    assert not [page.name for page in guides if page.read_text().count("\n") > 200]
     listed = re.findall(r"^ +- (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(["index.md", *(page.name for page in guides[1:])])
 

@@ -255,8 +255,8 @@ def test_imports_are_not_hidden_from_the_interpreter() -> None:
 
 
 def test_every_promise_has_its_tests() -> None:
-    """docs/promises_tests.md names files below tests/, and after each the tests in it."""
-    text = (ROOT / "docs" / "promises_tests.md").read_text()
+    """docs/promises.md names files below tests/, and after each the tests in it."""
+    text = (ROOT / "docs" / "promises.md").read_text()
     rows = [line.rstrip(" |").rpartition(" | ")[2] for line in text.splitlines() if ".py`" in line]
     assert len(rows) > 40
     missing, functions = [], 0

@@ -105,7 +105,7 @@ class TrainingConfig:
         'before, whose text each row continues; "other", the final states of another sequence; "noise", '
         "random with the mean and deviation of final states. No gradient flows into them. May "
         'help a model generalize beyond data.seqlen (Buitrago & Gu 2025, "Understanding and improving '
-        'length generalization in recurrent models"); docs/long_memory.md measures "previous".',
+        'length generalization in recurrent models"); docs/convergence.md measures "previous".',
     )
     precision: Precision = option(
         "auto", '"auto" is bfloat16 autocast on CUDA devices with native bfloat16, float32 elsewhere.'

@@ -41,7 +41,7 @@ class Convergence(Benchmark):
     name = "convergence"
     module = "benchmarks.convergence.train"
     limiting_options = ("methods", "tasks", "seeds", "steps", "seqlen")
-    document = "docs/convergence_tables.md"
+    document = "docs/convergence.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
