@@ -177,6 +177,8 @@ TABLES = [
     Table("docs/method_costs.md", "reversible table", reversible),
     Table("docs/gpu.md", "dry run on a simulated GPU table", lambda: dry_run("gpu-simulated"),
           ("gpu-simulated",)),
+    Table("docs/gpu.md", "half a million tokens on a simulated GPU table",
+          lambda: dry_run("half-a-million/gpu-simulated"), ("half-a-million/gpu-simulated",)),
     Table("docs/gpu.md", "dry run on a CPU table", lambda: dry_run("gpu-dry-run"),
           ("gpu-dry-run",)),
     runs("docs/results.md", "exact-growth", "exact-growth/memory"),
