@@ -924,12 +924,16 @@ def test_a_backward_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hidden_states_leave_nothing_behind() -> None:
+    def executors() -> set[int]:
+        return {id(o) for o in gc.get_objects() if type(o) is Executor}
+
     model = wrapped(make(LLAMA))
     gc.collect()
     gc.disable()
+    before = executors()  # graphs that other tests hold, such as a fixture's
     try:
         model.model(IDS)[0].sum().backward()
-        assert not [o for o in gc.get_objects() if type(o) is Executor]
+        assert executors() <= before
     finally:
         gc.enable()
 
