@@ -15,7 +15,15 @@ from torch import Tensor
 
 import adjoint
 from adjoint.engine import step as engine_step
-from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, float64_throughout, make, one_line
+from tests.hf.hf_models import (
+    RELEASE,
+    VOCAB,
+    assert_exact,
+    current_gradients,
+    float64_throughout,
+    make,
+    one_line,
+)
 
 transformers = pytest.importorskip("transformers")
 from adjoint.hf.outputs import LossOutput  # noqa: E402
@@ -70,6 +78,10 @@ def repeat_rows(cache: Any, repeats: int) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_three_calls_and_two_branches(name: str, only_last: bool) -> None:
     """Three calls, from whose last cache two branches go on: one with the rows doubled, and a deep copy."""
+    if name == "MambaForCausalLM" and RELEASE < (5, 17):
+        pytest.skip(
+            "its forward takes num_items_in_batch, by which the parts are weighed, and does not read it"
+        )
     model, ids = make(name), tokens(2, CUTS[-1])
     answers = [tokens(4, 7, seed=5), tokens(2, 6, seed=6)]
     wrapped = wrapped_copy(model)
