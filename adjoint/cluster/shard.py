@@ -38,6 +38,7 @@ from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import begin_peak, peak_memory_bytes
+from adjoint.parallel.access import access_of
 from adjoint.parallel.agreement import (
     describe_settings,
     describe_tensors,
@@ -46,7 +47,7 @@ from adjoint.parallel.agreement import (
 )
 from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
-from adjoint.parallel.tensor import TensorParallelAccess, reads_windows
+from adjoint.parallel.tensor import reads_windows
 from adjoint.parallel.transport import sum_gradients
 from adjoint.plan.schedule import forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
@@ -296,14 +297,13 @@ class PipelineWorker:
 
     def _step(self, batch: Batch, engine_spec: EngineSpec, microbatch: Microbatch | None) -> ChunkedStep:
         """Return a batch's step; without a microbatch it is evaluated, and draws nothing anew."""
-        split = self.part.tensor_parallel if self.spec.layout.tensor > 1 else None
         return ChunkedStep(
             self._stages(engine_spec),
             batch,
             engine_spec,
             self.spec.model.d_model,
             distribution=PipelineRank(self, microbatch),
-            access=None if split is None else TensorParallelAccess(self.part, split),
+            access=access_of(self.part),
         )
 
     def _refuse_different_parts(self) -> None:
