@@ -14,3 +14,13 @@ def double() -> Iterator[None]:
 
     with float64_throughout():
         yield
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """Reset accelerate's settings, which it keeps for the life of a process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

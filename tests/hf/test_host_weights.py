@@ -348,9 +348,9 @@ def test_an_error_of_a_thread_that_adds_gradients_reaches_the_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = adjoint.offload_weights(adjoint.Stack(adjoint.StackConfig(61, 16, 2), seed=0), "cpu")
+    late_streams(monkeypatch, model)
+    with_workers(monkeypatch, 2)
     with monkeypatch.context() as patch:
-        late_streams(patch, model)
-        with_workers(patch, 2)
         patch.setattr(Tensor, "add_", lambda *_: 1 / 0)  # chunks after the first add
         with pytest.raises(ZeroDivisionError):
             step(model)

@@ -8,7 +8,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -379,16 +379,6 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- accelerate
-
-
-@pytest.fixture
-def fresh_accelerate() -> Iterator[None]:
-    """Reset accelerate's settings, which it keeps for the life of a process."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

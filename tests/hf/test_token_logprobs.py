@@ -158,6 +158,7 @@ def test_adapters() -> None:
     assert_exact(weighted_gradients(model, logprobs, weights), expected)
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_autocast_of_accelerate() -> None:
     """The autocast around the forward that accelerate has found on the model applies."""
     accelerate = pytest.importorskip("accelerate")
