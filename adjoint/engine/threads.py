@@ -42,8 +42,10 @@ def sleep_while_waiting() -> None:
         ready = threading.Event()
 
         def park() -> None:
-            torch.zeros(1 << 17).add_(1)  # long enough to be shared by all threads
-            ready.set()
+            try:
+                torch.zeros(1 << 17).add_(1)  # long enough to be shared by all threads
+            finally:
+                ready.set()
             threading.Event().wait()
 
         _parked = threading.Thread(target=park, name="adjoint-parked", daemon=True)
