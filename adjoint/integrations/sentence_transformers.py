@@ -1,13 +1,33 @@
-"""sentence-transformers: the backbone of an embedding model, by chunks of each text."""
+"""sentence-transformers: texts' embeddings and scores from models of transformers that run by chunks.
+
+    trainer = SentenceTransformerTrainer(model, …, callbacks=[AdjointCallback(adjoint.Exact(chunk_size=4096))])
+
+In a loop of your own it is `adjoint.wrap(model[0].auto_model)`.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from torch import nn
+from transformers import PreTrainedModel
 
-from adjoint.hf.wrap import wrap
-from adjoint.integrations.options import method_from_environment
-from adjoint.methods import Method
+from adjoint.errors import UserError
+from adjoint.integrations import trainer
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
+
+class AdjointCallback(trainer.AdjointCallback):
+    """As `adjoint.integrations.AdjointCallback`, for the trainers of sentence-transformers."""
+
+    def models_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the transformers models inside a model's modules.
+
+        Raises:
+            UserError: there is none.
+        """
+        inner = (getattr(module, "auto_model", None) for module in model.children())
+        models: list[nn.Module] = [module for module in inner if isinstance(module, PreTrainedModel)]
+        if not models:
+            raise UserError(
+                f"AdjointCallback: {type(model).__name__} has no module with an auto_model of transformers: "
+                "call adjoint.wrap on the model that runs the tokens"
+            )
+        return models

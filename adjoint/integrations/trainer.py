@@ -30,11 +30,15 @@ class AdjointCallback(TrainerCallback):
     def __init__(self, method: Method | None = None) -> None:
         self.method = method_from_environment() if method is None else method
 
+    def models_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the models to wrap in what the Trainer trains."""
+        return [model]
+
     def on_init_end(
         self, args: object, state: object, control: object, model: nn.Module | None = None, **_: object
     ) -> None:
-        if model is not None:
-            wrap(model, self.method)
+        for wrapped in [] if model is None else self.models_of(model):
+            wrap(wrapped, self.method)
 
     def on_train_begin(
         self, args: object, state: object, control: object, model: nn.Module | None = None, **_: object
@@ -44,7 +48,7 @@ class AdjointCallback(TrainerCallback):
         Raises:
             UserError: it is not wrapped.
         """
-        if model is not None and not is_wrapped(model):
+        if model is not None and not all(map(is_wrapped, self.models_of(model))):
             raise UserError(
                 f"AdjointCallback: the Trainer's {type(model).__name__} is not the model that was wrapped "
                 "(model_init makes a new one for each run): return adjoint.wrap(model) from model_init"
