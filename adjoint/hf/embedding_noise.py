@@ -15,8 +15,8 @@ class EmbeddingNoise:
     """Noise of ±alpha / √(seqlen · hidden_size) that a hook adds to the output of an embedding.
 
     The hook takes for seqlen the length of its input, a chunk. So alpha is √(tokens / seqlen) of itself
-    while a chunk runs, and each token's noise has the size that it has in the whole sequence. It is drawn from
-    PyTorch's generator, as dropout is, so that a chunk that is recomputed gets the same noise.
+    while a chunk runs, and each token's noise has the size that it has in the whole sequence. It is drawn
+    from PyTorch's generator, as dropout is, so that a chunk that is recomputed gets the same noise.
 
     Args:
         model: whose embeddings may have noise.

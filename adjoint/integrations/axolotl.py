@@ -1,15 +1,15 @@
 """A plugin of axolotl.
 
-    plugins:
-      - adjoint.integrations.axolotl.AdjointPlugin
-    adjoint:
-      chunk_size: 4096
+plugins:
+  - adjoint.integrations.axolotl.AdjointPlugin
+adjoint:
+  chunk_size: 4096
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Protocol
 
 from pydantic import BaseModel, field_validator
 from torch import nn
@@ -26,13 +26,19 @@ class AdjointArgs(BaseModel):
             axolotl before it loads anything.
     """
 
-    adjoint: dict[str, Any] | None = None
+    adjoint: dict[str, object] | None = None
 
     @field_validator("adjoint")
     @classmethod
-    def check_options(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
+    def check_options(cls, options: dict[str, object] | None) -> dict[str, object] | None:
         method_from_options(options or {})
         return options
+
+
+class AxolotlConfig(Protocol):
+    """The part of axolotl's configuration that the plugin reads."""
+
+    adjoint: dict[str, object] | None
 
 
 class _AxolotlHandler(logging.Handler):
@@ -41,10 +47,11 @@ class _AxolotlHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from axolotl.utils.logging import get_logger
 
-        get_logger(__name__).log(record.levelno, record.getMessage())
+        # a name below axolotl's, which has the handlers; one below ours would come back here
+        get_logger("axolotl.integrations.adjoint").log(record.levelno, record.getMessage())
 
 
-def _wrap_model(self: object, cfg: Any, model: nn.Module) -> None:
+def _wrap_model(self: object, cfg: AxolotlConfig, model: nn.Module) -> None:
     """Wrap the model, with its adapters, before the trainer gets it (`BasePlugin.post_model_load`)."""
     from adjoint.hf.wrap import wrap
 

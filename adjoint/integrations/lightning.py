@@ -1,6 +1,6 @@
 """Lightning: a callback that wraps the transformers model inside a LightningModule.
 
-    trainer = lightning.Trainer(callbacks=[AdjointCallback(adjoint.Exact(chunk_size=4096))])
+trainer = lightning.Trainer(callbacks=[AdjointCallback(adjoint.Exact(chunk_size=4096))])
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class _WrapsModel:
     """A callback that wraps the module's transformers model, before a strategy shards or moves it.
 
     A model that `configure_model` makes is wrapped when the fit starts; under FSDP2 wrap it there yourself,
-    before `fully_shard`. Lightning leaves modules in the mode in which they are, and `from_pretrained` returns
-    models in evaluation mode: the callback puts the model into training mode.
+    before `fully_shard`. Lightning leaves modules in the mode in which they are, and `from_pretrained`
+    returns models in evaluation mode: the callback puts the model into training mode.
 
     Args:
         method: as `adjoint.wrap` takes it; None takes it from the environment, or `Exact()`.

@@ -1,6 +1,6 @@
 """sentence-transformers: texts' embeddings and scores from models of transformers that run by chunks.
 
-    trainer = SentenceTransformerTrainer(model, …, callbacks=[AdjointCallback(adjoint.Exact(chunk_size=4096))])
+    trainer = SentenceTransformerTrainer(model, …, callbacks=[AdjointCallback(adjoint.Exact(4096))])
 
 In a loop of your own it is `adjoint.wrap(model[0].auto_model)`.
 """

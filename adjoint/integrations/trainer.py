@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -65,6 +64,6 @@ def add_to_every_trainer(method: Method | None = None) -> None:
 
     For frameworks that import a module, but take no callbacks.
     """
-    module: Any = sys.modules[Trainer.__module__]
-    if not any(isinstance(callback, AdjointCallback) for callback in module.DEFAULT_CALLBACKS):
-        module.DEFAULT_CALLBACKS.append(AdjointCallback(method))
+    default_callbacks: list[object] = vars(sys.modules[Trainer.__module__])["DEFAULT_CALLBACKS"]
+    if not any(isinstance(callback, AdjointCallback) for callback in default_callbacks):
+        default_callbacks.append(AdjointCallback(method))

@@ -55,8 +55,8 @@ def distillation_loss(
         raise ValueError(f"beta must be between 0 (forward KL) and 1 (reverse KL), got {beta}")
     if labels.shape != input_ids.shape:
         raise ValueError(
-            f"labels must have input_ids' shape {tuple(input_ids.shape)}, got {tuple(labels.shape)}: put -100 "
-            "where predictions do not count"
+            f"labels must have input_ids' shape {tuple(input_ids.shape)}, got {tuple(labels.shape)}: put "
+            "-100 where predictions do not count"
         )
     from adjoint.hf.distillation import summed_divergence
 

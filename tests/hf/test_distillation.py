@@ -33,9 +33,7 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def by_hand(
-    student: Any, teacher: Any, inputs: dict[str, Tensor], beta: float, temperature: float
-) -> Tensor:
+def by_hand(student: Any, teacher: Any, inputs: dict[str, Tensor], beta: float, temperature: float) -> Tensor:
     """The definition, on whole logits."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with torch.no_grad():
@@ -76,9 +74,7 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
     with short_slices(monkeypatch):
         loss = adjoint.distillation_loss(student, teacher, beta=beta, temperature=1.7, **inputs)
         loss.backward()
-    assert_exact(
-        (loss.detach(), current_gradients(student)), (expected.detach(), current_gradients(plain))
-    )
+    assert_exact((loss.detach(), current_gradients(student)), (expected.detach(), current_gradients(plain)))
     assert all(p.grad is None for p in teacher.parameters())
 
 
@@ -107,7 +103,9 @@ def test_no_logits_of_a_sequence_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
     sizes, head_logits = [], distillation.head_logits
     monkeypatch.setattr(
-        distillation, "head_logits", lambda lm, hidden: sizes.append(hidden.shape[1]) or head_logits(lm, hidden)
+        distillation,
+        "head_logits",
+        lambda lm, hidden: sizes.append(hidden.shape[1]) or head_logits(lm, hidden),
     )
     student, teacher = make(LLAMA, seed=0), make(LLAMA, seed=1).eval()
     with short_slices(monkeypatch):

@@ -22,7 +22,7 @@ CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor 
 
 
 class Run(NamedTuple):
-    """What a command left behind.
+    """The traces of a command.
 
     Attributes:
         losses: of each step.
@@ -72,7 +72,9 @@ def write_data(folder: Path) -> None:
     ]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    (folder / "dataset_info.json").write_text(json.dumps({"texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}}}))
+    (folder / "dataset_info.json").write_text(
+        json.dumps({"texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}}})
+    )
 
 
 def edited_example(name: str, folder: Path, without: tuple[str, ...], **changes: Any) -> Path:

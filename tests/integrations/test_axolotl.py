@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.commands import assert_same_losses, edited_example, run_module, write_data, write_model
+from tests.integrations.commands import (
+    assert_same_losses,
+    edited_example,
+    run_module,
+    write_data,
+    write_model,
+)
 
 pytest.importorskip("axolotl")
 SMALL = {

@@ -11,7 +11,18 @@ import torch
 import adjoint
 from adjoint.errors import UserError
 from adjoint.integrations import AdjointCallback, method_from_environment, method_from_options
-from tests.hf.test_loops import METHOD, TRAINING, TRL, documents, logged, lora, padded, tiny, trl_model, trl_trainer
+from tests.hf.test_loops import (
+    METHOD,
+    TRAINING,
+    TRL,
+    documents,
+    logged,
+    lora,
+    padded,
+    tiny,
+    trl_model,
+    trl_trainer,
+)
 from tests.integrations.chunk_counter import count_chunks
 
 transformers = pytest.importorskip("transformers")
@@ -37,7 +48,7 @@ def losses_of(folder: Path, callbacks: list[Any], model: Any = None, **options: 
 
 @pytest.mark.parametrize("case", ["float32", "bf16 with LoRA"])
 def test_the_callback_wraps_the_trainers_model(case: str, tmp_path: Path) -> None:
-    """In bfloat16 accelerate replaces the model's forward: the callback comes before it."""
+    """Accelerate replaces the model's forward in bfloat16: the callback comes before it."""
     losses, chunks = [], []
     for callbacks in ([], [AdjointCallback(METHOD)]):
         model = tiny()
@@ -70,7 +81,7 @@ def test_the_callback_in_trl(case: str, tmp_path: Path) -> None:
 
 def test_a_model_that_takes_the_wrapped_ones_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"return adjoint.wrap\(model\) from model_init"):
-        losses_of(tmp_path, [AdjointCallback(METHOD)], model_init=lambda: tiny())  # noqa: PLW0108
+        losses_of(tmp_path, [AdjointCallback(METHOD)], model_init=lambda: tiny())
     losses_of(tmp_path, [AdjointCallback(METHOD)], model_init=lambda: adjoint.wrap(tiny(), METHOD))
 
 
@@ -81,7 +92,10 @@ def test_options_are_read_from_configurations_and_the_environment(monkeypatch: p
     )
     assert method_from_options({"name": "mini-sequence", "mlp_chunks": 8}) == adjoint.MiniSequence(8)
     for options, message in (
-        ({"chunksize": 64}, "adjoint.chunksize: the method 'exact' has no such option; did you mean chunk_size"),
+        (
+            {"chunksize": 64},
+            "adjoint.chunksize: the method 'exact' has no such option; did you mean chunk_size",
+        ),
         ({"chunk_size": "many"}, "adjoint.chunk_size: expected a whole number"),
         ({"chunk_size": 0}, r"adjoint \(exact\): chunk_size"),
         ({"name": "layer-local"}, "adjoint.name: expected one of exact, truncated"),
