@@ -44,7 +44,7 @@ def method_from_options(options: Mapping[str, object], section: str = "adjoint")
             arguments[key] = read_value(value, hints[key])
         except ValueError as error:
             raise UserError(f"{section}.{key}: {error}") from error
-    missing = [f.name for f in dataclasses.fields(method) if f.default is dataclasses.MISSING]  # type: ignore[arg-type]
+    missing = [f.name for f in dataclasses.fields(method) if f.default is dataclasses.MISSING]
     if lacking := [key for key in missing if key not in arguments]:
         raise UserError(f"{section}.{lacking[0]}: the method {name!r} needs it")
     try:
