@@ -55,8 +55,8 @@ def summed_divergence(
         total = chosen[:0].sum(dtype=accumulate_dtype(chosen.dtype))  # in the graph, if no token counts
         tokens = tokens_per_slice(len(chosen), vocab_size_of(student_lm), chosen.is_cuda)
         for start in range(0, len(chosen), tokens):
-            pieces = (hidden[start : start + tokens] for hidden in (chosen, teacher_hidden))
-            total = total + run_checkpointed(slice_divergence, *pieces)
+            piece = slice(start, start + tokens)
+            total = total + run_checkpointed(slice_divergence, chosen[piece], teacher_hidden[piece])
         return total
 
     return on_hidden_states(student, inputs, of_hidden, _CALLER)
