@@ -1,8 +1,8 @@
 """TRL's GRPO and DPO with long prompts, computed once or with each row: `python -m benchmarks.long_prompts`.
 
-A Bamba (Mamba-2, one layer of four is attention) with random weights is trained by TRL's own trainer, each way
-in a fresh process on one thread. Losses are compared step by step. Of GRPO's time, what goes into sampling the
-answers is shown apart: it is transformers' `generate`, which wrapping does not change.
+A Bamba (Mamba-2, one layer of four is attention) with random weights is trained by TRL's own trainer, each
+way in a fresh process on one thread. Losses are compared step by step. Of GRPO's time, what goes into sampling
+the answers is shown apart: it is transformers' `generate`, which wrapping does not change.
 """
 
 from __future__ import annotations
@@ -141,8 +141,13 @@ class LongPrompts(Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--trainers", TRAINERS)
-        runner.add_counts(parser, prompt=(4096, "tokens of a prompt"), rest=(64, "tokens of an answer"),
-                          answers=(8, "answers to a prompt in GRPO"), steps=(10, "steps of training"))  # fmt: skip
+        runner.add_counts(
+            parser,
+            prompt=(4096, "tokens of a prompt"),
+            rest=(64, "tokens of an answer"),
+            answers=(8, "answers to a prompt in GRPO"),
+            steps=(10, "steps of training"),
+        )
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         sizes = {name: getattr(options, name) for name in ("prompt", "rest", "answers", "steps")}
@@ -172,17 +177,20 @@ class LongPrompts(Benchmark):
             if len(way) < 2:
                 continue
             full, once = way[False], way[True]
-            apart = max(abs(a - b) for a, b in zip(full["losses"], once["losses"], strict=True))
+            losses = zip(full["losses"], once["losses"], strict=True)
             norms = zip(full["gradient_norms"], once["gradient_norms"], strict=True)  # 0 if rewards are alike
+            norms_apart = max(abs(a - b) / max(b, 1e-9) for a, b in norms)
+            rows = f"{full['answers']} {ANSWER[trainer]} of {full['prompt']:,} + {full['rest']:,} tokens"
             seconds = [row["seconds"] for row in (full, once)]
             lines.append([
-                trainer, f"{full['answers']} {ANSWER[trainer]} of {full['prompt']:,} + {full['rest']:,} tokens",
-                f"{full['losses'][-1]:.6f}", f"{once['losses'][-1]:.6f}", f"{apart:.0e}",
-                f"{max(abs(a - b) / max(b, 1e-9) for a, b in norms):.0e}", *(f"{s:.2f}" for s in seconds), f"{seconds[0] / seconds[1]:.1f}",
+                trainer, rows, *(f"{row['losses'][-1]:.6f}" for row in (full, once)),
+                f"{max(abs(a - b) for a, b in losses):.0e}", f"{norms_apart:.0e}",
+                *(f"{s:.2f}" for s in seconds), f"{seconds[0] / seconds[1]:.1f}",
                 f"{full['sampling_seconds']:.2f}",
             ])  # fmt: skip
-        heads = ["trainer", "rows of a step", "loss of the last step", "once", "losses apart", "norms of gradients apart",
-                 "seconds per step without sampling", "once", "times faster", "seconds of sampling"]  # fmt: skip
+        heads = ["trainer", "rows of a step", "loss of the last step", "once", "losses apart",
+                 "norms of gradients apart", "seconds per step without sampling", "once", "times faster",
+                 "seconds of sampling"]  # fmt: skip
         return report.markdown_table(heads, lines, left=(0, 1))
 
 
