@@ -1,8 +1,8 @@
 """TRL's GRPO and DPO with long prompts, computed once or with each row: `python -m benchmarks.long_prompts`.
 
 A Bamba (Mamba-2, one layer of four is attention) with random weights is trained by TRL's own trainer, each
-way in a fresh process on one thread. Losses are compared step by step. Of GRPO's time, what goes into sampling
-the answers is shown apart: it is transformers' `generate`, which wrapping does not change.
+way in a fresh process on one thread. Losses are compared step by step. Of GRPO's time, what goes into
+sampling the answers is shown apart: it is transformers' `generate`, which wrapping does not change.
 """
 
 from __future__ import annotations
