@@ -70,8 +70,8 @@ def divergence(log_probs: Tensor, target: Tensor, beta: float) -> Tensor:
     for beta 0 it is KL(target ‖ probs), for beta 1 KL(probs ‖ target).
     """
 
-    def kl(of: Tensor, to: Tensor) -> Tensor:
-        return F.kl_div(to, of, reduction="sum", log_target=True)
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return F.kl_div(q, p, reduction="sum", log_target=True)
 
     if beta == 0:
         return kl(target, log_probs)

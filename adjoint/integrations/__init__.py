@@ -1,4 +1,4 @@
-"""One line of ours in the configuration of a training framework: a module for each of them.
+"""Modules for training frameworks, each for one line in the framework's own configuration.
 
 Every module can be imported without its framework, which is imported when something of it is used. What a
 framework does not say about the method comes from the environment (`options.method_from_environment`).

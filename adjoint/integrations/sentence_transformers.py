@@ -15,7 +15,7 @@ from adjoint.integrations import trainer
 
 
 class AdjointCallback(trainer.AdjointCallback):
-    """As `adjoint.integrations.AdjointCallback`, for the trainers of sentence-transformers."""
+    """A callback that wraps the transformers models inside a model of sentence-transformers."""
 
     def models_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the transformers models inside a model's modules.

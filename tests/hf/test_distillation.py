@@ -43,8 +43,8 @@ def by_hand(student: Any, teacher: Any, inputs: dict[str, Tensor], beta: float, 
     p, q = ((x[:, :-1][counts] / temperature).softmax(-1) for x in (target, logits))
     mixture = {0: q, 1: p}.get(beta, beta * p + (1 - beta) * q)
 
-    def kl(of: Tensor) -> Tensor:
-        return (of * (of / mixture).log()).sum()
+    def kl(r: Tensor) -> Tensor:
+        return (r * (r / mixture).log()).sum()
 
     parts = {0: lambda: kl(p), 1: lambda: kl(q)}.get(beta, lambda: beta * kl(p) + (1 - beta) * kl(q))
     return parts() / counts.sum()
@@ -79,7 +79,7 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
 
 
 def test_a_wrapped_teacher_runs_by_chunks() -> None:
-    """In evaluation mode, under no_grad, where a row is longer than chunk_size."""
+    """Evaluation mode, no_grad, and rows that are longer than chunk_size."""
     from tests.integrations.chunk_counter import count_chunks
 
     teacher, student = (adjoint.wrap(make(BAMBA, seed=seed), METHOD) for seed in (0, 1))
