@@ -1,7 +1,7 @@
 """Tiles and the arrows between them: plain data, without tensors.
 
-The model is cut into stages (embedding, a layer each, head), the sequence into chunks. A tile is a stage on a
-chunk:
+The model is cut into stages, the sequence into chunks. A stage is a worker's run of layers, or embedding, a
+layer, head (`EngineSpec.tasks_are_layers`). A tile is a stage on a chunk:
 
     kind         reads                                 writes
     forward      y[k-1,c], S[k,c-1]                    y[k,c], S[k,c]
