@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import adjoint
 from adjoint import Backprop, Exact, LayerLocal, Truncated
-from adjoint.batch import Batch
+from adjoint.batch import Batch, State
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.layer_run import LayerRun
 from adjoint.engine.schedule import Owners, Recv, Run, Send
+from adjoint.engine.stage import Stage
+from adjoint.engine.tile import Gradients, Pullback
 from adjoint.plan.schedule import grid_of, step_plan
 from tests.cluster.threads import split
 from tests.model_helpers import assert_same, current_gradients, make_ids, make_model, random_from
@@ -83,6 +86,38 @@ def test_memory_is_that_of_layers(results: Any) -> None:
     for _ in range(2):  # the first call makes what stays
         peaks = [results(model, Exact(128), layers, input_ids=ids, labels=ids)[1] for layers in (False, True)]
     assert peaks[0] < 1.01 * peaks[1]
+
+
+class LastToken(Stage):
+    """y = 2 x; the state is the last token, a view of the whole input and, backward, of its cotangent."""
+
+    stateful: ClassVar[bool] = True
+    grows: ClassVar[tuple[None]] = (None,)
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return 2 * x, (x[:, -1:],)
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        return *self.forward(x, state, chunk), lambda dy, d_state: (dy, (dy[:, :1],))
+
+
+def test_states_keep_no_layer_s_activations_while_the_others_run() -> None:
+    run, x, chunk = (
+        LayerRun([LastToken(), LastToken()]),
+        torch.randn(1, 64, 8),
+        Batch(*make_ids(2, 64)[:, None]),
+    )
+    state = (torch.zeros(1, 1, 8),) * 2
+    with torch.no_grad():
+        _, after = run.forward(x, state, chunk)
+    _, _, pullback = run.linearize(x, state, chunk, Gradients())
+    _, before = pullback(torch.ones_like(x), (None, None))
+    for tensors, expected in ((after, (x[:, -1:], 2 * x[:, -1:])), (before, (torch.ones(1, 1, 8),) * 2)):
+        for tensor, value in zip(tensors, expected, strict=True):
+            assert torch.equal(tensor, value)
+            assert tensor.untyped_storage().nbytes() == value.nelement() * value.element_size()
 
 
 def test_tensors_that_two_layers_of_a_run_read_besides_their_input() -> None:
