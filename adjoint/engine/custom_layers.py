@@ -68,8 +68,8 @@ def verify_custom_layers(
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     layers_by_kind: dict[tuple[type, Hashable], list[tuple[Layer, State]]] = {}
     pairs = zip(stages, initial, strict=True)
-    parts = (part for stage, state in pairs if stage is not None for part in stage.parts(state))
-    for stage, state in parts:
+    in_runs = (pair for stage, state in pairs if stage is not None for pair in stage.parts(state))
+    for stage, state in in_runs:
         if isinstance(stage, Layer) and (cls := custom_class(stage)) is not None:
             layers_by_kind.setdefault((cls, kind_of(stage, dtype, device)), []).append((stage, state))
     for kind, layers in layers_by_kind.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence, Set
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,8 +162,8 @@ def _sent(stage: Stage, before: State, after: State) -> State:
 
 def _compact(stage: Stage, after: State) -> State:
     """Return a stage's new state; its append-only pieces, views of a slab, stay."""
-    kept: list[Any] = [compact(s) if dim is None else s for s, dim in zip(after, stage.grows, strict=True)]
-    return tuple(kept)
+    pairs = zip(after, stage.grows, strict=True)
+    return tuple(compact(s) if dim is None else s for s, dim in pairs)
 
 
 def named_modules(stages: Sequence[Stage | None]) -> list[tuple[str, nn.Module]]:

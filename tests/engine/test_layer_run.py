@@ -68,7 +68,7 @@ def results() -> Any:
 @pytest.mark.parametrize("variant", ["mixed, untied", "hybrid"])
 @pytest.mark.parametrize("method", [Exact(5), Exact(5, checkpoints=2), Exact(5, recompute="full")], ids=str)
 def test_results_are_those_of_layers_bit_for_bit(results: Any, variant: str, method: Any) -> None:
-    """With documents, an initial state, gradients of the final one, and keys and values that grow."""
+    """So they are with documents, an initial state, gradients of the final one, and keys that grow."""
     model, ids = make_model(variant), make_ids(2, 23)
     state = model(ids[:, :4], return_state=True).state
     state = [tuple(s.detach() for s in layer) for layer in state]
@@ -89,7 +89,7 @@ def test_memory_is_that_of_layers(results: Any) -> None:
 
 
 class LastToken(Stage):
-    """y = 2 x; the state is the last token, a view of the whole input and, backward, of its cotangent."""
+    """A stage y = 2 x whose state is the last token: a view of all, as is the cotangent of the first one."""
 
     stateful: ClassVar[bool] = True
     grows: ClassVar[tuple[None]] = (None,)
@@ -127,11 +127,11 @@ def test_tensors_that_two_layers_of_a_run_read_besides_their_input() -> None:
         v = nn.Parameter(0.3 * random_from(seed)(model.config.d_model))
         layer.register_forward_hook(lambda _, __, out, v=v: (out[0] * (1 + v), *out[1:]))
         tensors.append(v)
-    found = []
+    by_method = []
     for method in (Backprop(), Exact(5)):
         loss = model(ids, labels=ids, method=method).loss
-        found.append(dict(enumerate(torch.autograd.grad(loss, tensors))))
-    assert_same(found[1], found[0], 1e-10)
+        by_method.append(dict(enumerate(torch.autograd.grad(loss, tensors))))
+    assert_same(by_method[1], by_method[0], 1e-10)
 
 
 @pytest.mark.parametrize("shards", [1, 3, 8])
