@@ -528,7 +528,9 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
         # keys and values come over for the layers at work; cotangents a chunk at a time
         parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
         y = setup.y(spec.chunk_size)
-        largest_copy = max([y * (spec.storage.keep != "edges"), *map(setup.state, span)])
+        are_layers = stages_are_layers(model.source, spec, setup.layout.sequence)
+        states = (max if are_layers else sum)(map(setup.state, span))  # of a stage
+        largest_copy = max(y * (spec.storage.keep != "edges"), states)
         work += y + 4 * largest_copy  # two buffers of copies in each direction
     # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
     copies = 9 if setup.training.optimizer == "adamw8bit" and machine.kind == "cpu" else 2
