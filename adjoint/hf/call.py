@@ -132,7 +132,10 @@ class Call:
 
     def has(self, *names: str) -> bool:
         """Whether any of these arguments is given."""
-        return any(self.arguments.get(name) is not None for name in names)
+        for name in names:
+            if self.arguments.get(name) is not None:
+                return True
+        return False
 
     def run_original(self, **changed: object) -> ModelOutput:
         """Run the model's own forward, with some arguments changed."""
@@ -143,12 +146,12 @@ class Call:
         """Whether the engine makes this call, for one chunk."""
         return any(isinstance(self.arguments.get(name), ChunkCache) for name in CACHE_NAMES)
 
-    @property
+    @functools.cached_property
     def has_labels(self) -> bool:
         """Whether the call asks for a loss."""
         return self.has(*LABEL_INPUTS)
 
-    @property
+    @functools.cached_property
     def extra_outputs(self) -> tuple[str, ...]:
         """Names of the outputs asked for beyond the loss or hidden states, by argument or configuration."""
         names = []
@@ -222,7 +225,7 @@ class Call:
         restarts = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
         return restarts or self.has("seq_idx", "cu_seq_lens_q")
 
-    @property
+    @functools.cached_property
     def modalities(self) -> tuple[str, ...]:
         """Names of the inputs that the model's own code turns into inputs of its language model: images,
         their sizes, sound."""
@@ -286,7 +289,7 @@ class Call:
         return_dict = self.arguments.get("return_dict")
         return bool(getattr(self.model.config, "return_dict", True) if return_dict is None else return_dict)
 
-    @property
+    @functools.cached_property
     def kind(self) -> CallKind:
         """The properties that its comparison on first use depends on; `shared` is set later."""
         router_argument = self.arguments.get(check.ROUTER_LOGITS)
@@ -338,7 +341,7 @@ class Call:
         labels = labels.to(ids.device, torch.int64)
         return labels if name == "shift_labels" else shift_labels(labels)
 
-    @property
+    @functools.cached_property
     def divisor(self) -> int | Tensor:
         """Divisor of the summed loss: `num_items_in_batch`, or the number of labels that count.
 

@@ -29,8 +29,8 @@ from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache, RowLengths, Slot, make_chunk_cache, zeros
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
-from adjoint.hf.head import logprobs, summed_loss
-from adjoint.hf.kernels.replacements import ChunkContext
+from adjoint.hf.head import logit_scale, logprobs, summed_loss
+from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
 from adjoint.hf.language_inputs import (
     EMBEDS,
     POSITIONS,
@@ -106,6 +106,7 @@ class Backbone(Stage):
         fetches: as in `Stage`.
         router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
         context: properties of the call that all of its chunks share.
+        plan: what ours replace in the model as it is now; None to look.
     """
 
     stateful: ClassVar[bool] = True
@@ -122,11 +123,12 @@ class Backbone(Stage):
         fetches: bool = False,
         router: RouterLoss | RouterLogits | None = None,
         context: CallContext | None = None,
+        plan: ReplacementPlan | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
         self._grows = tuple(slot.grows for slot in self.slots)
-        self.chunk_context: ContextFactory = ChunkContext(model)
+        self.chunk_context: ContextFactory = ChunkContext(model, plan)
         access = access_to(model)
         self.trained_parameters = access.trained_parameters()
         self.tensors = ModuleTensors(model)
@@ -208,13 +210,15 @@ class Backbone(Stage):
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
-        with replaced_forwards(
-            {
+        if not layers:
+            output = self.call_backbone(x, cache, chunk)
+        else:
+            recomputed = {
                 layer: self._recompute_layer(layer.forward, cache, state, past_length, positions)
                 for layer in layers
             }
-        ):
-            output = self.call_backbone(x, cache, chunk)
+            with replaced_forwards(recomputed):
+                output = self.call_backbone(x, cache, chunk)
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         return output, after
@@ -319,6 +323,7 @@ class CausalLM(Backbone):
     ) -> None:
         super().__init__(*backbone, **options)
         self.z_loss_factor, self.hidden_states = z_loss_factor, hidden_states
+        self.logit_scale = functools.cache(functools.partial(logit_scale, self.model))
 
     @staticmethod
     def from_call(
@@ -329,12 +334,13 @@ class CausalLM(Backbone):
         router_loss_factor: float = 1.0,
         padding: Padding | None = None,
         hidden_states: HiddenStates | None = None,
+        plan: ReplacementPlan | None = None,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
         Args:
             method: says what is recomputed.
-            fetches, padding, hidden_states: as in the constructor.
+            fetches, padding, hidden_states, plan: as in the constructor.
             router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
@@ -353,6 +359,7 @@ class CausalLM(Backbone):
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             hidden_states=hidden_states,
+            plan=plan,
         )
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
@@ -363,7 +370,14 @@ class CausalLM(Backbone):
             if self.z_loss_factor is None
             else self.z_loss_factor * torch.as_tensor(chunk.divisor, dtype=torch.float64)
         )
-        loss = summed_loss(self.model, output[0], chunk.targets, z_loss_factor, weights=chunk.weights)
+        loss = summed_loss(
+            self.model,
+            output[0],
+            chunk.targets,
+            z_loss_factor,
+            weights=chunk.weights,
+            scale=self.logit_scale,
+        )
         if self.hidden_states is not None:
             self.hidden_states.add(output[0], chunk.start)
         if isinstance(self.router, RouterLoss):
