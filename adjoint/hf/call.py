@@ -132,10 +132,7 @@ class Call:
 
     def has(self, *names: str) -> bool:
         """Whether any of these arguments is given."""
-        for name in names:
-            if self.arguments.get(name) is not None:
-                return True
-        return False
+        return bool([name for name in names if self.arguments.get(name) is not None])
 
     def run_original(self, **changed: object) -> ModelOutput:
         """Run the model's own forward, with some arguments changed."""

@@ -147,7 +147,7 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
 
 
 def refuse_unsupported_modules(model: PreTrainedModel) -> None:
-    """Refuse modules with which a chunk does not compute a part of the whole, by what a snapshot sees of them.
+    """Refuse modules with which a chunk does not compute a part of the whole, by what snapshots see of them.
 
     Raises:
         Refused: there is one.

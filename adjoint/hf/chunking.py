@@ -20,8 +20,8 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import TOKEN_TYPES
 from adjoint.hf.model_parts import backbone_of, original_class
 
-# Backbones whose masks let tokens of a type attend to later ones, without a function that tells which. Of others
-# the comparison on first use tells.
+# Backbones whose masks let tokens of a type attend to later ones, without a function that tells which. The
+# comparison on first use tells whether others do.
 SEE_LATER_TOKENS = ("GitModel", "HrmTextModel", "Molmo2Model", "PaliGemmaModel", "PI0Model")
 CPU_CHUNK_SIZE = 1024  # the default chunk size on a CPU, in tokens; see `adjoint.engine.chunk_size`
 

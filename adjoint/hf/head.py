@@ -114,9 +114,9 @@ def logit_scale(model: PreTrainedModel) -> float | None:
     """Return the number by which the model multiplies its logits, usually 1.
 
     None if they are more than a product with the head's weight, for example capped, or if that is not
-    known. The model's own forward (transformers' code or fla's) runs on a few hidden states, with a stub in the
-    head's place that notes what it is given and returns a few logits: the ratios on both sides of it are
-    measured, and no weight is read."""
+    known. The model's own forward (transformers' code or fla's) runs on a few hidden states, with a stub in
+    the head's place that notes what it is given and returns a few logits: the ratios on both sides of it
+    are measured, and no weight is read."""
     head = model.get_output_embeddings()
     is_plain = (
         is_untouched(head, nn.Linear)
@@ -143,7 +143,7 @@ PROBE_EXPONENTS = (-9, 14)  # caps of logits, of 30 or 50, show
 
 
 def _probe(width: int) -> Tensor:
-    """Return (1, 2, width) powers of two in float64, large and small of both signs: exact in any precision."""
+    """Return (1, 2, width) powers of two, large and small of both signs, which any precision has exactly."""
     exponents = torch.arange(2 * width, dtype=torch.float64, device="cpu") % sum(map(abs, PROBE_EXPONENTS))
     signs = 1.0 - 2.0 * (torch.arange(2 * width, device="cpu") % 3 == 1)
     return (signs * (exponents + PROBE_EXPONENTS[0]).exp2()).view(1, 2, width)
@@ -170,11 +170,12 @@ class _HeadStub(nn.Module):
         self.__dict__["real"], self.__dict__["logits"] = real, logits
         self.given: list[Tensor] = []
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["real"], name)
+            value: Tensor | nn.Module = getattr(self.__dict__["real"], name)
+            return value
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.given.append(hidden)

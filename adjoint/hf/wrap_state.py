@@ -53,7 +53,7 @@ class WrapState:
 
     @contextlib.contextmanager
     def during_call(self) -> Iterator[None]:
-        """Hold the model for a call of the user's, in which the ways to reach its weights are looked up once."""
+        """Hold the model for a call of the user's, in which it is looked once how its weights are held."""
         with self.lock:
             is_outermost = self.access_kinds is None
             if is_outermost:

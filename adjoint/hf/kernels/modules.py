@@ -1,7 +1,7 @@
 """Our formulas in the places of the forwards of transformers' norms and MLPs.
 
-Classes are registered by name: transformers writes the same few formulas in hundreds of classes. A class whose
-methods somebody has replaced, a subclass, and a module with a forward of its own run as they are."""
+Classes are registered by name: transformers writes the same few formulas in hundreds of classes. A class
+whose methods somebody has replaced, a subclass, and a module with a forward of its own run as they are."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.kernels.gated import gated, gated_linear
 from adjoint.kernels.rms_norm import rms_norm
 
-# weight · x / √(mean x² + ε), of which classes round the product or its factor; tests compare each class of the
-# installed release with our formula
+# weight · x / √(mean x² + ε), of which classes round the product or its factor; a test compares each class
+# of the installed release with our formula
 RMS_NORMS = """
     AXK1RMSNorm AXK2RMSNorm AfmoeRMSNorm Apertus1p5TextRMSNorm ApertusRMSNorm ArceeRMSNorm AriaTextRMSNorm
     BailingHybridRMSNorm BambaRMSNorm BeamRMSNorm BitNetRMSNorm BltRMSNorm ChameleonRMSNorm ClvpRMSNorm

@@ -57,7 +57,7 @@ from adjoint.parallel.kv import NotAttended
 
 
 class ReplacementPlan:
-    """What ours replace in a model. It is valid as long as the model's snapshot, and keeps no module alive."""
+    """What ours replace in a model, valid as long as the model's snapshot; it keeps no module alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self.functions = _functions_by_namespace(model)
@@ -352,7 +352,7 @@ def function_replacements(model: nn.Module) -> FunctionReplacements:
 
 
 def _functions_by_namespace(model: nn.Module) -> FunctionReplacements:
-    """Return the namespaces of the Python modules that define a model's classes, with our functions for each."""
+    """Return the namespaces of the Python modules that define a model's classes, each with our functions."""
     pairs = [
         (names, {name: f for name, f in _functions_for(names).items() if name in names})
         for names in _namespaces(model)

@@ -33,7 +33,7 @@ LIBRARIES = ("transformers.", "fla.", "torch.")
 
 
 def key_pickers(model: nn.Module) -> list[weakref.ref[nn.Module]]:
-    """Return references to the modules of a model that pick keys, or whose code is not known and may do so."""
+    """Return the modules of a model that pick keys, or whose code is a user's own and may do so."""
     return [weakref.ref(module) for module in model.modules() if _picks_keys(original_class(module))]
 
 
