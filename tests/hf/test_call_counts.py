@@ -87,12 +87,15 @@ def second_forward() -> CallCounts:
 
 
 def test_a_second_forward_asks_what_is_new() -> None:
-    """The bounds were 5,370 calls in 57 files, of which 2,930 in hf/, and 29 frames."""
+    """Before these bounds there were 5,341 calls, 2,693 of them in hf/, and 27 frames above the kernel.
+
+    The other calls are the engine's and the kernels', about 40 for each of the 36 kernels that run."""
     counts = second_forward()
-    assert counts.total() <= 3400
-    assert counts.total(HF) <= 900
+    assert counts.total(HF) <= 850
+    assert counts.total() <= 3300
+    assert len(counts.files(HF)) <= 24
     assert len(counts.files()) <= 57
-    assert counts.kernel_frames <= 30
+    assert counts.kernel_frames <= 23
 
 
 if __name__ == "__main__":
