@@ -30,7 +30,7 @@ train: setup  ## train the default model on real text: minutes on two cores
 	$(BIN)/python train.py $(TRAIN)
 
 test: setup-dev  ## run the tests (without those marked slow or gpu)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=30 $(TESTS)
 
 fuzz: setup-dev  ## random cases against references for an hour, or MINUTES=5; prints its seed, lists what deviates
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ)

@@ -66,12 +66,14 @@ class StackOutput:
         logits: (batch, seqlen, vocab_size), or None.
         state: the final state, one tuple of tensors per layer, or None.
         windows: each layer's window in tokens, where the method picked it (`window="auto"`), or None.
+        hidden_states: (batch, seqlen, d_model), what the head multiplies with its weight, or None.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     state: list[State] | None = None
     windows: list[int] | None = None
+    hidden_states: Tensor | None = None
 
 
 class Stack(nn.Module):
@@ -332,6 +334,7 @@ class Stack(nn.Module):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         sequence_group: Any = None,
+        return_hidden_states: bool = False,
     ) -> StackOutput:
         """Return the mean loss of a batch of sequences; without labels, its logits by plain autograd.
 
@@ -352,11 +355,14 @@ class Stack(nn.Module):
             sequence_group: a `torch.distributed` process group, or a `DeviceMesh` of one dimension, whose
                 processes share the sequence: its chunks are dealt to them in turn. All call with the same
                 arguments and call `backward`; each has the whole's loss, final state and gradients.
+            return_hidden_states: also return the hidden states after the last norm, differentiable, for a
+                head and a loss of your own. A method runs chunks for them, without labels.
 
         Raises:
             UserError: what a sequence_group cannot share: no method, or Backprop; no labels; return_logits;
                 `window="auto"`, `memory=`; layers that `fully_shard` shards among its processes; or its
                 processes call with different arguments. Or the stack is a replica of `nn.DataParallel`.
+                Or hidden states by chunks meet labels, return_logits, or layers that are split or sharded.
             ValueError: an id or label is out of range, or a shape does not fit; cu_seqlens does not rise
                 from 0 to the number of tokens; a method other than Backprop meets no labels, with gradients.
         """
@@ -373,8 +379,18 @@ class Stack(nn.Module):
         if labels is not None:
             batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
         output, plain = StackOutput(), method is None or method.is_plain
+        if method is not None and not plain and return_hidden_states:
+            if labels is not None or return_logits or sequence_group is not None:
+                raise UserError(
+                    "return_hidden_states: by chunks a call returns nothing else but the state: leave "
+                    "labels, return_logits and sequence_group out, and make the loss of out.hidden_states"
+                )
+            y, final = self._hidden_of_rows(input_ids, method, state, seq_idx, return_state)
+            return StackOutput(hidden_states=self.norm_f(y), state=final if return_state else None)
         if labels is None and not plain and torch.is_grad_enabled():
-            raise ValueError(f"{method} runs the backward of a loss: give labels, or leave method out")
+            raise ValueError(
+                f"{method} runs the backward of a loss: give labels, return_hidden_states, or no method"
+            )
         group = None
         if sequence_group is not None:
             self._check_shared(method, labels, return_logits)
@@ -390,8 +406,10 @@ class Stack(nn.Module):
                 )
                 if batch is not None:
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
-                if batch is None or return_logits:
+                if (batch is None and not return_hidden_states) or return_logits:
                     output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
+                if return_hidden_states:
+                    output.hidden_states = self.norm_f(self.all_tokens(y, input_ids.shape[1]))
         else:
             segments = None if state is not None or group is not None else self._segments(batch, method)
             if segments is None:
@@ -407,8 +425,15 @@ class Stack(nn.Module):
         return output
 
     @uncompiled
-    def hidden_by_chunks(self, input_ids: Tensor, method: Method) -> Tensor:
-        """Return y_K (batch, seqlen, d_model), before the last norm, by a method that runs chunks.
+    def _hidden_of_rows(
+        self,
+        input_ids: Tensor,
+        method: Method,
+        states: list[State] | None,
+        seq_idx: Tensor | None,
+        returns_states: bool,
+    ) -> tuple[Tensor, list[State]]:
+        """Return y_K (batch, seqlen, d_model), before the last norm, and the final states, by chunks.
 
         Raises:
             UserError: the stack is split over ranks, or `fully_shard` has sharded its layers.
@@ -418,39 +443,50 @@ class Stack(nn.Module):
                 "hidden states by chunks are of a stack in one process: give labels, whose loss works with "
                 "layers that are split or sharded"
             )
-        self._check(input_ids, None)
-        segments = self._segments(Batch(input_ids, input_ids), method, has_loss=False)
+        batch = Batch(input_ids, input_ids, seq_idx=seq_idx)
+        segments = None if states is not None else self._segments(batch, method, has_loss=False)
         if segments is None:
-            return self._hidden_by_chunks(input_ids, self.initial_state(len(input_ids)), method)[0]
+            states = self.initial_state(len(input_ids)) if states is None else states
+            return self._hidden_by_chunks(batch, states, method, returns_states)
         pieces, parents = list[Tensor](), {segment.parent for segment in segments}
 
         def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
             states = self.initial_state(len(segment.rows)) if initial is None else initial
             ids = input_ids[segment.rows, segment.start : segment.stop]
-            hidden, final = self._hidden_by_chunks(ids, states, method, number in parents)
+            is_parent = number in parents
+            hidden, final = self._hidden_by_chunks(
+                Batch(ids, ids), states, method, returns_states or is_parent, is_parent
+            )
             pieces.append(hidden)
             return final
 
-        shared_prefix.run_segments(segments, run)
-        return shared_prefix.tokens_in_batch_order(segments, pieces, input_ids)
+        final = shared_prefix.run_segments(segments, run)
+        hidden = shared_prefix.tokens_in_batch_order(segments, pieces, input_ids)
+        return hidden, shared_prefix.states_in_batch_order(segments, final) if returns_states else []
 
     def _hidden_by_chunks(
-        self, input_ids: Tensor, states: Sequence[State], method: Method, others_go_on: bool = False
+        self,
+        batch: Batch,
+        states: Sequence[State],
+        method: Method,
+        returns_states: bool,
+        others_go_on: bool = False,
     ) -> tuple[Tensor, list[State]]:
         """Return y_K and the final states, one tuple per layer, by a method that runs chunks.
 
         Args:
+            batch: ids and documents.
             others_go_on: whether other sequences begin with the final states.
         """
-        batch = Batch(input_ids, input_ids, states=self.stage_states(states), is_shifted=False)
-        default = self.default_chunk_size(input_ids, method)
+        batch = dataclasses.replace(batch, states=self.stage_states(states), is_shifted=False)
+        default = self.default_chunk_size(batch.ids, method)
         spec, collect = method.engine_spec(batch.seqlen, default), CollectHiddenStates(batch.seqlen)
         spec = spec.without_tapes() if others_go_on else spec
         stages = [*self.stages(spec.storage.recompute, reads_windows(spec))[:-1], collect]
         access = access_of(self, None, ModuleTensors(self).restored)
         step = ChunkedStep(stages, batch, spec, self.config.d_model, access=access)
         access.verify(step)
-        hidden, final = hidden_by_chunks(step, collect, others_go_on)
+        hidden, final = hidden_by_chunks(step, collect, returns_states)
         return hidden, grouped(batch.states, final)[1:-1]
 
     @uncompiled

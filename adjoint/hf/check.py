@@ -133,8 +133,8 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
             refuse(model, f"rope_type {kind!r} depends on the length so far, which a chunk does not know")
     if why_not_recurrent := why_no_recurrence(config):
         refuse(model, why_not_recurrent)
-    adapters = getattr(root_of(model), "peft_config", {}).values()
-    if any(getattr(adapter, "peft_type", "") == "CPT" for adapter in adapters):
+    adapters = (getattr(module, "peft_config", None) or {} for module in root_of(model).modules())
+    if any(getattr(adapter, "peft_type", "") == "CPT" for each in adapters for adapter in each.values()):
         refuse(model, "PEFT's CPT computes its loss from the logits, which a call with labels does not make")
     if nn.utils.parametrize._cache_enabled and any(
         map(nn.utils.parametrize.is_parametrized, model.modules())

@@ -51,8 +51,34 @@ def base_of(model: nn.Module) -> nn.Module:
     return model if get_base_model is None else get_base_model()
 
 
+def contained_model(module: nn.Module) -> PreTrainedModel:
+    """Return the one model of transformers that a module contains or is: PEFT's around it is looked through.
+
+    Raises:
+        ValueError: it contains none, or several.
+    """
+    base = base_of(module)
+    if isinstance(base, PreTrainedModel):
+        return base
+    models: dict[str, PreTrainedModel] = {}
+    for name, submodule in module.named_modules():
+        is_nested = any(name.startswith(f"{outer}.") for outer in models)
+        if isinstance(submodule, PreTrainedModel) and not is_nested:
+            models[name] = submodule
+    if len(models) == 1:
+        return next(iter(models.values()))
+    cls = type(module).__name__
+    if not models:
+        raise ValueError(
+            "adjoint.wrap takes a causal LM of transformers, a classifier, an AutoModel, or a module that "
+            f"contains one of them: this is a {cls}"
+        )
+    listed = ", ".join(f"{name} ({type(model).__name__})" for name, model in models.items())
+    raise ValueError(f"{cls} contains {len(models)} models of transformers: wrap each by itself: {listed}")
+
+
 def root_of(model: nn.Module) -> nn.Module:
-    """Return the model that was passed to `adjoint.wrap`: the causal LM, or PEFT's model around it."""
+    """Return what was passed to `adjoint.wrap`: the causal LM, PEFT's model or another module around it."""
     wrap_state = vars(model).get("_adjoint")
     outer_model = None if wrap_state is None or wrap_state.outer_model is None else wrap_state.outer_model()
     return model if outer_model is None else outer_model

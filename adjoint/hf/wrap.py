@@ -54,8 +54,8 @@ from adjoint.hf.model_parts import (
     access_kind_of,
     access_to,
     backbone_of,
-    base_of,
     calling_original_forwards,
+    contained_model,
     is_bare_backbone,
     layers_of,
     original_class,
@@ -127,7 +127,8 @@ def wrap(
 
     Args:
         model: a `PreTrainedModel` with a language-model head or one for sequences or tokens (a reward model),
-            or without a head (`AutoModel`), or a PEFT model around one; wrapped in place.
+            or without a head (`AutoModel`), or any module that contains one of them, such as PEFT's model or
+            a head of your own above a backbone; wrapped in place.
         method: `Exact` (the default), `Truncated`, `MiniSequence` or `Backprop`. Truncated drops the
             gradients of states, keys and values at edges `window` tokens apart, rounded down to whole chunks;
             between these edges, and if the window is as long as the sequence, gradients are exact.
@@ -141,9 +142,9 @@ def wrap(
 
     Raises:
         UserError: sequence_group is no such group, or the method has no chunks.
-        ValueError: the model is no causal LM of transformers, its instance has its own forward, or the
-            method is none of these. On first use: the gradient by chunks is not the model's own, with the
-            reason where it is known.
+        ValueError: the model is none of transformers and contains none or several, its instance has its own
+            forward, or the method is none of these. On first use: the gradient by chunks is not the model's
+            own, with the reason where it is known.
     """
     method = Exact() if method is None else method
     check_wrapped_method(method)
@@ -192,14 +193,11 @@ def entry_modules(model: nn.Module) -> dict[nn.Module, EntryForward]:
     model's logits.
 
     Raises:
-        ValueError: the model is not of transformers, or has no backbone separate from its head.
+        ValueError: the model neither is one of transformers nor contains exactly one, or it has no backbone
+            separate from its head.
     """
-    lm = base_of(model)
-    name = type(model).__name__
-    if not isinstance(lm, PreTrainedModel):
-        raise ValueError(
-            f"adjoint.wrap takes a causal LM of transformers, a classifier or an AutoModel: this is a {name}"
-        )
+    lm = contained_model(model)
+    name = type(lm).__name__
     backbone = backbone_of(lm)
     if backbone is lm and is_bare_backbone(lm):
         return {lm: _backbone_forward}

@@ -96,7 +96,10 @@ def _of_stack(
     """Return the log-probabilities of the counted tokens of a stack, (tokens,)."""
     if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         raise ValueError("attention_mask: a Stack reads padding at the left: put padding at the right")
-    hidden = model.hidden_by_chunks(input_ids, Exact())[:, :-1][counted[:, 1:]]
+    hidden = model(input_ids, method=Exact(), return_hidden_states=True).hidden_states
     return linear_logprobs(
-        model.norm_f(hidden), model.lm_head.weight, input_ids[:, 1:][counted[:, 1:]], temperature
+        hidden[:, :-1][counted[:, 1:]],
+        model.lm_head.weight,
+        input_ids[:, 1:][counted[:, 1:]],
+        temperature,
     )

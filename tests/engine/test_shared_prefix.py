@@ -104,7 +104,8 @@ def test_hidden_states_of_rows_share(computed: list[int]) -> None:
     for method in (Exact(chunk_size=4, share_prefixes=False), Exact(chunk_size=4)):
         model.zero_grad()
         computed.clear()
-        (model.hidden_by_chunks(ids, method).sin() * weights).sum().backward()
+        hidden = model(ids, method=method, return_hidden_states=True).hidden_states
+        (hidden.sin() * weights).sum().backward()
         grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert_equal(grads[1], grads[0])
     assert sum(computed) < ids.numel()

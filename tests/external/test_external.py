@@ -9,14 +9,10 @@ Mamba-3; that recurrence is written out in tests/layers/test_mixers.py.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 import itertools
 import math
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,7 +27,7 @@ from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.layers.mamba import MambaMixer
-from tests.external.references import in_float64
+from tests.external.references import function_of, in_float64
 from tests.model_helpers import relative
 
 Case = tuple[dict[str, Tensor], Callable[..., Any], Callable[..., Any]]
@@ -266,8 +262,6 @@ def packed(theirs: Any, case: Callable[..., Case], *more: Any) -> Case:
     return tensors, one_by_one, in_one_row
 
 
-# What a package compiles for CUDA, and imports at once; its references do not call it.
-COMPILED = {"mamba_ssm": "selective_scan_cuda", "causal_conv1d": "causal_conv1d_cuda"}
 QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
 SCAN = ("mamba_ssm.ops.selective_scan_interface", "selective_scan_ref")
 TABLE: list[tuple[str, str, Callable[..., Case], tuple[Any, ...]]] = [
@@ -306,17 +300,6 @@ TABLE: list[tuple[str, str, Callable[..., Case], tuple[Any, ...]]] = [
     (QWEN, "torch_recurrent_gated_delta_rule", gated_delta, ()),
     (QWEN, "torch_chunk_gated_delta_rule", gated_delta, ()),
 ]
-
-
-def function_of(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    package = module.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed (make test-external)")
-    compiled = COMPILED.get(package)
-    if compiled is not None and importlib.util.find_spec(compiled) is None:
-        monkeypatch.setitem(sys.modules, compiled, ModuleType(compiled))
-    # transformers puts other libraries' kernels around its own functions, where they are installed
-    return inspect.unwrap(getattr(importlib.import_module(module), name))
 
 
 def case_id(module: str, name: str, case: Callable[..., Case], more: tuple[Any, ...]) -> str:

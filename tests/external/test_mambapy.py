@@ -14,7 +14,6 @@ from torch import Tensor
 
 import adjoint
 from adjoint.engine.budget import LiveBytes
-from tests.external.references import in_float64
 from tests.model_helpers import assert_same, current_gradients, make_ids, relative
 
 pytest.importorskip("mambapy.lm", reason="mambapy is not installed (make test-external)")
@@ -48,14 +47,6 @@ def stack_name(name: str) -> str:
 
 def their_loss(model: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-@pytest.fixture
-def float64(monkeypatch: pytest.MonkeyPatch) -> Any:
-    torch.set_default_dtype(torch.float64)
-    in_float64(monkeypatch)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.usefixtures("float64")

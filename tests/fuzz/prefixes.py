@@ -79,7 +79,7 @@ def run(case: Case, model: Any, batch: dict[str, Tensor], method: Any) -> dict[s
     else:
         backbone = None if is_stack else backbone_of(model)
         hidden = (
-            model.hidden_by_chunks(ids, method)
+            model(ids, method=method, return_hidden_states=True).hidden_states
             if backbone is None
             else backbone(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
         )

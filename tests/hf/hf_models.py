@@ -189,7 +189,11 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 MODELS = {name: options for classes in FAMILIES.values() for name, options in classes.items()}
 
 # Classes whose cache the releases before did not fill in a way that chunks can go on from.
-EXACT_SINCE = {"DeepseekV32ForCausalLM": (5, 18), "Qwen4ExpForCausalLM": (5, 21)}
+EXACT_SINCE = {
+    "DeepseekV32ForCausalLM": (5, 18),
+    "Qwen4ExpForCausalLM": (5, 21),
+    "Qwen4ExpForConditionalGeneration": (5, 21),
+}
 # Tried and refused, each for a reason of its own.
 REFUSED: dict[str, dict[str, Any]] = {"DeepseekV4ForCausalLM": {"head_dim": 64}}
 
@@ -275,13 +279,17 @@ def make(
     }[name]
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = cls(cls.config_class(**{**tokens, **model_options, **options}))
-    reason = why_no_recurrence(model.config.get_text_config())
-    if EXACT_SINCE.get(name, (0, 0)) > RELEASE:
-        reason = f"{name} is refused before transformers {EXACT_SINCE[name]}"
+    reason = refused_by_release(name) or why_no_recurrence(model.config.get_text_config())
     if skips and reason:
         pytest.skip(reason)
     model = perturb_weights(model).to(dtype).train()
     return to_float64(model) if dtype == torch.float64 else model
+
+
+def refused_by_release(name: str) -> str:
+    """Return why a class is refused under this release alone, or an empty text."""
+    is_refused = EXACT_SINCE.get(name, (0, 0)) > RELEASE
+    return f"{name} is refused before transformers {EXACT_SINCE[name]}" if is_refused else ""
 
 
 def since(major: int, minor: int, reason: str) -> pytest.MarkDecorator:

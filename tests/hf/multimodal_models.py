@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hf.hf_models import LAYERS, SIZES, VOCAB, perturb_weights, to_float64
+from tests.hf.hf_models import LAYERS, SIZES, VOCAB, perturb_weights, refused_by_release, to_float64
 
 transformers = pytest.importorskip("transformers")
 
@@ -335,6 +335,8 @@ def make_multimodal(name: str, seed: int = 1, **text: Any) -> Any:
     torch.manual_seed(seed)
     if (cls := _imported(name)) is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name} yet")
+    if reason := refused_by_release(name):
+        pytest.skip(reason)
     options = MULTIMODAL[name][0]
     options = {**options, "text_config": {**options["text_config"], **text}}
     model = cls(cls.config_class(**options))

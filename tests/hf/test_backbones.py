@@ -55,7 +55,7 @@ def causal_lm_loss(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("name", [BAMBA, LLAMA, MAMBA])
-@pytest.mark.parametrize("kind", ["alone", "inside a module", "of a causal LM"])
+@pytest.mark.parametrize("kind", ["alone", "inside a module", "inside a wrapped module", "of a causal LM"])
 def test_gradients_of_a_backbone(kind: str, name: str, is_training: bool, by_chunks: list[object]) -> None:
     """The mode decides dropout, not the method."""
     results = []
@@ -63,11 +63,13 @@ def test_gradients_of_a_backbone(kind: str, name: str, is_training: bool, by_chu
         torch.manual_seed(0)
         lm = make(name)
         model, loss = (lm, causal_lm_loss) if kind.startswith("of") else (lm.base_model, hidden_loss)
-        if is_wrapped:
+        if is_wrapped and "wrapped" not in kind:
             adjoint.wrap(model, EXACT)
         if kind.startswith("inside"):
             model = Regression(model)
             loss = model_loss
+        if is_wrapped and "wrapped" in kind:
+            assert adjoint.wrap(adjoint.unwrap(adjoint.wrap(model, EXACT)), EXACT) is model
         model.train(is_training).double()
         with float64_throughout():
             value = loss(model)

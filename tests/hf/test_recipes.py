@@ -16,7 +16,7 @@ RECIPES = ROOT / "examples" / "recipes"
 IN_ONE_PROCESS = (  # importing takes the longest
     ["embeddings", "regression", "both_strands", "hidden_distillation", "state_passing", "same_run"]
 )
-APART = {"trl_distillation": "trl"}  # each with the package that it needs
+APART = {"trl_distillation": "trl", "grpo": "trl"}  # each with the package that it needs
 EXTERNAL = {"lightning_module"}  # run by tests/external
 
 

@@ -426,7 +426,12 @@ def test_models_and_methods_that_are_refused() -> None:
         (
             torch.nn.Linear(2, 2),
             None,
-            "takes a causal LM of transformers, a classifier or an AutoModel: this is a Lin",
+            "takes a causal LM of transformers, a classifier, .* contains one of them: this is a Lin",
+        ),
+        (
+            torch.nn.ModuleList([make("LlamaForCausalLM"), make("LlamaForCausalLM")]),
+            None,
+            r"ModuleList contains 2 models of transformers: wrap each by itself: 0 \(LlamaForCausalLM\), 1",
         ),
         (transformers.T5Model(T5), None, "T5Model has no backbone apart from its head"),
         (two, None, "LlamaForCausalLM has no backbone apart from its head"),

@@ -227,7 +227,11 @@ def test_arguments_that_do_not_fit_are_named(method: object) -> None:
         ((ids.double(), ids), {}, "input_ids must be int64, got torch.float64"),
         ((ids, ids), {"state": model.initial_state(3)}, "initial_state must have shape"),
         ((ids, ids), {"state": model.initial_state(2)[:1]}, "state must have 2 entries, 1 per layer; got 1"),
-        ((ids, None), {"method": Exact()}, "runs the backward of a loss: give labels, or leave method out"),
+        (
+            (ids, None),
+            {"method": Exact()},
+            "runs the backward of a loss: give labels, return_hidden_states, or no method",
+        ),
         ((ids, ids), {"method": "exact"}, r"method must be an object such as adjoint.Exact\(\), got 'exact'"),
     ]
     for (input_ids, labels), options, message in wrong:
