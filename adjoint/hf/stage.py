@@ -70,6 +70,7 @@ class CallContext(NamedTuple):
         positions: of several components, (rows, seqlen, components), of all tokens; None if they are plain.
         real_end: number of the first token that is padding at the right in all rows; None if there is none.
         is_padded_left: whether padding at the left was cut off.
+        plan: what ours replace in the model as it is now; None to look.
     """
 
     padding: Padding | None = None
@@ -78,10 +79,14 @@ class CallContext(NamedTuple):
     positions: Tensor | None = None
     real_end: int | None = None
     is_padded_left: bool = False
+    plan: ReplacementPlan | None = None
 
     @staticmethod
-    def from_call(call: Call, padding: Padding | None) -> CallContext:
-        context = CallContext(padding, call.kind.language_layout, call.carried, call.positions_by_row)
+    def from_call(
+        call: Call, padding: Padding | None = None, plan: ReplacementPlan | None = None
+    ) -> CallContext:
+        layout, positions = call.kind.language_layout, call.positions_by_row
+        context = CallContext(padding, layout, call.carried, positions, plan=plan)
         if call.mask is None:
             return context
         is_real = call.mask.any(0).tolist()
@@ -106,7 +111,6 @@ class Backbone(Stage):
         fetches: as in `Stage`.
         router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
         context: properties of the call that all of its chunks share.
-        plan: what ours replace in the model as it is now; None to look.
     """
 
     stateful: ClassVar[bool] = True
@@ -123,12 +127,12 @@ class Backbone(Stage):
         fetches: bool = False,
         router: RouterLoss | RouterLogits | None = None,
         context: CallContext | None = None,
-        plan: ReplacementPlan | None = None,
     ) -> None:
+        context = context or CallContext()
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
         self._grows = tuple(slot.grows for slot in self.slots)
-        self.chunk_context: ContextFactory = ChunkContext(model, plan)
+        self.chunk_context: ContextFactory = ChunkContext(model, context.plan)
         access = access_to(model)
         self.trained_parameters = access.trained_parameters()
         self.tensors = ModuleTensors(model)
@@ -137,9 +141,8 @@ class Backbone(Stage):
         self.layers = [] if self.recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches = fetches
         self.router = router
-        context = context or CallContext()
         self.padding, self.language_layout, self.carried, self.positions = context[:4]
-        self.real_end, self.is_padded_left = context[4:]
+        self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -332,15 +335,14 @@ class CausalLM(Backbone):
         method: Method,
         fetches: bool = False,
         router_loss_factor: float = 1.0,
-        padding: Padding | None = None,
+        context: CallContext | None = None,
         hidden_states: HiddenStates | None = None,
-        plan: ReplacementPlan | None = None,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
         Args:
             method: says what is recomputed.
-            fetches, padding, hidden_states, plan: as in the constructor.
+            fetches, context, hidden_states: as in the constructor.
             router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
@@ -355,11 +357,10 @@ class CausalLM(Backbone):
             slots,
             recompute=method.recompute,
             fetches=fetches,
-            context=CallContext.from_call(call, padding),
+            context=context or CallContext.from_call(call),
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             hidden_states=hidden_states,
-            plan=plan,
         )
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:

@@ -583,9 +583,8 @@ def _loss_by_chunks(
         verification.wrap_state.method,
         verification.fetches,
         router_loss_factor,
-        verification.padding_of(call),
+        CallContext.from_call(call, verification.padding_of(call), verification.replacement_plan),
         hidden_states,
-        plan=verification.replacement_plan,
     )
     result = make_step([stage], batch, spec, backward_context, group).loss(states=returns_cache)
     cache = None
@@ -615,7 +614,8 @@ def _loss_by_segments(call: Call, verification: Verification, segments: Sequence
         inner, weights = segment_call(call, segment, state)
         batch, spec = _cut_into_chunks(inner, verification)
         spec = spec.without_tapes() if number in parents else spec
-        stage = CausalLM.from_call(inner, verification.slots, method, plan=verification.replacement_plan)
+        context = CallContext.from_call(inner, plan=verification.replacement_plan)
+        stage = CausalLM.from_call(inner, verification.slots, method, context=context)
         step = make_step(
             [stage], dataclasses.replace(batch, weights=weights), spec, _backward_context(verification)
         )
@@ -699,9 +699,8 @@ def _hidden_and_state(
         model,
         verification.slots,
         recompute=verification.wrap_state.method.recompute,
-        context=CallContext.from_call(call, verification.padding_of(call)),
+        context=CallContext.from_call(call, verification.padding_of(call), verification.replacement_plan),
         router=RouterLogits() if call.kind.routed else None,
-        plan=verification.replacement_plan,
     )
     collect = CollectHiddenStates(batch.seqlen)
     step = make_step([stage, collect], batch, spec, _backward_context(verification))

@@ -1,4 +1,4 @@
-"""How much of our own code a call of a wrapped model runs, whose first use is over.
+"""Number of our own functions that a call of a wrapped model runs, once its first use is over.
 
 A call of a Python function costs about 0.1 µs in itself and rarely comes alone: what is asked once per model
 must not be asked at every call, chunk and layer. `python -m tests.hf.test_call_counts` lists the calls by
@@ -24,7 +24,7 @@ CHUNKS = 4
 
 
 class CallCounts:
-    """The calls of functions of our package that a function makes.
+    """Calls of functions of our package that a function makes.
 
     Attributes:
         calls: number of calls by code object.
