@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ class DifferentiableCache(DynamicCache):
     A deep copy carries them, too. What is pickled is transformers' own class, without gradients."""
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: object
     ) -> Tensor:
         """Store a state that transformers' own forward has computed, in a tensor of its own.
 

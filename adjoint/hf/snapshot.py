@@ -206,7 +206,7 @@ class ForwardState:
         self.model, self.snapshot, self.tensors = model, snapshot, ModuleTensors(model)
         self.holders = {name: holder() for name, holder in snapshot.holders.items()}
         self.requires_grad_flags = [(p, p.requires_grad) for p in model.parameters()]
-        self.attributes: dict[str, dict[str, Any]] = {}
+        self.attributes: dict[str, dict[str, object]] = {}
         for name, holder in self.holders.items():
             self.attributes[name] = attributes = {}
             settings = snapshot.settings[name]

@@ -130,8 +130,8 @@ def gradient_functions(
 
     def loss_of_whole(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
         call = example_call(model, ids, labels, kind)
-        with feeding_whole(call) as whole:
-            output = whole.run_original(use_cache=False, return_dict=True)
+        with feeding_whole(call) as fed_call:
+            output = fed_call.run_original(use_cache=False, return_dict=True)
         if not kind.loss:
             return WeightedSum.sum(output[0])
         if not kind.routed:

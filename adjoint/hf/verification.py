@@ -159,7 +159,7 @@ class Verification:
 
     @property
     def replacement_plan(self) -> ReplacementPlan:
-        """What ours replace in the model."""
+        """Replacements of functions and forwards in the model, found once."""
         if (plan := self.results.get(ReplacementPlan)) is None:
             plan = self.results[ReplacementPlan] = ReplacementPlan(self.model)
         return plan

@@ -57,7 +57,7 @@ from adjoint.parallel.kv import NotAttended
 
 
 class ReplacementPlan:
-    """What ours replace in a model, valid as long as the model's snapshot; it keeps no module alive."""
+    """Replacements in a model, valid as long as the model's snapshot; it keeps no module alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self.functions = _functions_by_namespace(model)
