@@ -117,16 +117,14 @@ class _StateLayer:
 
     def states(self) -> dict[tuple[str, int], Tensor]:
         """Map (name, index) to the tensors that the chunk has left."""
-        states_by_name: dict[str, dict[int, Tensor | None]] = {
-            name: getattr(self, f"{name}_states", {}) for name in ("conv", "recurrent")
-        }
-        states_by_name |= {name: {0: piece} for name, piece in self.pieces.items()}
-        states = {
-            (name, i): s
-            for name, by_index in states_by_name.items()
-            for i, s in by_index.items()
-            if s is not None
-        }
+        states: dict[tuple[str, int], Tensor] = {}
+        for name in ("conv", "recurrent"):
+            by_index: dict[int, Tensor | None] = getattr(self, f"{name}_states", {})
+            for index in by_index:
+                if (state := by_index.get(index)) is not None:
+                    states[name, index] = state
+        for name, piece in self.pieces.items():
+            states[name, 0] = piece
         return states | self.handed_off
 
 

@@ -5,6 +5,7 @@ support is refused by name; a call that asks for more than a loss runs as if the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -108,31 +109,33 @@ class Padding:
         return self.is_real[:, self.past_tokens + start - attended : self.past_tokens + stop].long()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a wrapped causal LM or of its backbone.
+    """A call of a wrapped causal LM or of its backbone: a record of what it gives and asks for.
 
-    Arguments are read when a property needs them: many do not matter if transformers' own forward runs.
+    Arguments are parsed when a property needs them, once: many do not matter if transformers' own forward
+    runs.
 
-    Args:
+    Attributes:
         model: the causal LM, or the backbone.
         arguments: the call's arguments by name.
         language_inputs: what its images and text are for the language model; then there are no ids.
         carried: the state with which the call begins, or None.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        language_inputs: LanguageInputs | None = None,
-        carried: CarriedState | None = None,
-    ) -> None:
-        self.model, self.arguments, self.language_inputs = model, arguments, language_inputs
-        self.carried, self.past_tokens = carried, 0 if carried is None else carried.tokens
+    model: PreTrainedModel
+    arguments: dict[str, Any]
+    language_inputs: LanguageInputs | None = None
+    carried: CarriedState | None = None
+
+    @property
+    def past_tokens(self) -> int:
+        """Number of tokens before the call, of the document that goes on."""
+        return 0 if self.carried is None else self.carried.tokens
 
     def has(self, *names: str) -> bool:
         """Whether any of these arguments is given."""
-        return any(self.arguments.get(name) is not None for name in names)
+        return bool([name for name in names if self.arguments.get(name) is not None])
 
     def run_original(self, **changed: object) -> ModelOutput:
         """Run the model's own forward, with some arguments changed."""
@@ -143,12 +146,12 @@ class Call:
         """Whether the engine makes this call, for one chunk."""
         return any(isinstance(self.arguments.get(name), ChunkCache) for name in CACHE_NAMES)
 
-    @property
+    @functools.cached_property
     def has_labels(self) -> bool:
         """Whether the call asks for a loss."""
         return self.has(*LABEL_INPUTS)
 
-    @property
+    @functools.cached_property
     def extra_outputs(self) -> tuple[str, ...]:
         """Names of the outputs asked for beyond the loss or hidden states, by argument or configuration."""
         names = []
@@ -171,13 +174,13 @@ class Call:
         """Whether the model's own forward would return a cache."""
         return bool(self.arguments.get("use_cache")) or self.returns_cache_by_default
 
-    @property
+    @functools.cached_property
     def carries_state(self) -> bool:
         """Whether the call begins with a cache or returns one, and asks for nothing else."""
         names = self.extra_outputs
         return bool(names) and set(names) <= {*CACHE_NAMES, "use_cache"}
 
-    @property
+    @functools.cached_property
     def cache(self) -> object:
         """The cache that the call begins with, or None."""
         return next((self.arguments[name] for name in CACHE_NAMES if self.has(name)), None)
@@ -209,20 +212,20 @@ class Call:
             check.refuse(self.model, "use_cache: rows must have the same documents")
         return call
 
-    @property
+    @functools.cached_property
     def last_document(self) -> int:
         """Number of tokens of the last document, with those before the call if it began before it."""
         start = self.starts[0][-1]
         return self.ids.shape[1] - start + (0 if start else self.past_tokens)
 
-    @property
+    @functools.cached_property
     def has_documents(self) -> bool:
         """Whether position_ids or other inputs tell packed documents apart."""
         positions = self.arguments.get("position_ids")
         restarts = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
         return restarts or self.has("seq_idx", "cu_seq_lens_q")
 
-    @property
+    @functools.cached_property
     def modalities(self) -> tuple[str, ...]:
         """Names of the inputs that the model's own code turns into inputs of its language model: images,
         their sizes, sound."""
@@ -249,13 +252,13 @@ class Call:
         rest = {name: value for name, value in self.arguments.items() if name not in removed}
         return Call(self.model, rest, language_inputs)
 
-    @property
+    @functools.cached_property
     def position_components(self) -> Tensor | None:
         """Positions of several components, (components, batch, seqlen), or None if they are plain numbers."""
         positions = self.arguments.get(POSITIONS)
         return positions if isinstance(positions, Tensor) and positions.dim() == 3 else None
 
-    @property
+    @functools.cached_property
     def positions_by_row(self) -> Tensor | None:
         """Positions of several components in the batch's rows, (rows, seqlen, components), or None.
 
@@ -269,7 +272,7 @@ class Call:
         rows, _ = join_rows({POSITIONS: positions}, self.starts)
         return rows[POSITIONS][..., 1:] if positions.shape[-1] == 4 else rows[POSITIONS]
 
-    @property
+    @functools.cached_property
     def document_arguments(self) -> tuple[str, ...]:
         """Names of all arguments from which the model's own code may read documents.
 
@@ -280,13 +283,13 @@ class Call:
             else ()
         )
 
-    @property
+    @functools.cached_property
     def returns_dict(self) -> bool:
         """Whether the result is a ModelOutput (or a plain tuple)."""
         return_dict = self.arguments.get("return_dict")
         return bool(getattr(self.model.config, "return_dict", True) if return_dict is None else return_dict)
 
-    @property
+    @functools.cached_property
     def kind(self) -> CallKind:
         """The properties that its comparison on first use depends on; `shared` is set later."""
         router_argument = self.arguments.get(check.ROUTER_LOGITS)
@@ -338,7 +341,7 @@ class Call:
         labels = labels.to(ids.device, torch.int64)
         return labels if name == "shift_labels" else shift_labels(labels)
 
-    @property
+    @functools.cached_property
     def divisor(self) -> int | Tensor:
         """Divisor of the summed loss: `num_items_in_batch`, or the number of labels that count.
 
@@ -382,7 +385,7 @@ class Call:
             raise ValueError(f"{name} must be {expected}, got {tokens.dtype} {tuple(tokens.shape)}")
         return tokens.long() if name == "input_ids" else tokens
 
-    @property
+    @functools.cached_property
     def ids(self) -> Tensor:
         """The ids, (batch, seqlen), or numbers of this shape in the place of embeddings."""
         return self.tokens if self.tokens.dim() == 2 else self.tokens.detach()[..., 0]
@@ -436,7 +439,7 @@ class Call:
             arguments = {**arguments, POSITIONS: positions[0] if len(positions) == 4 else None}
         return document_starts(arguments, self.ids, self.mask)
 
-    @property
+    @functools.cached_property
     def longest_document(self) -> int:
         """Number of tokens of the longest document."""
         seqlen = self.ids.shape[1]
@@ -448,12 +451,12 @@ class Call:
         """Whether rows are padded at the right."""
         return self.mask is not None and not bool(self.mask[:, -1].all())
 
-    @property
+    @functools.cached_property
     def reads_padding(self) -> bool:
         """Whether the caller can read hidden states or logits of padding at the right."""
         return self.is_padded_right and not (self.has_labels and self.logits_index is None)
 
-    @property
+    @functools.cached_property
     def padding(self) -> Padding | None:
         """The padding at the right, in the batch's rows, or None if there is none."""
         if self.mask is None or not self.is_padded_right:
@@ -462,12 +465,12 @@ class Call:
         rows, _ = join_rows({TOKEN_MASK: ~after_last}, self.starts)
         return Padding(rows[TOKEN_MASK], self.past_tokens)
 
-    @property
+    @functools.cached_property
     def is_padded_left(self) -> bool:
         """Whether rows are padded at the left without position_ids."""
         return self.mask is not None and not bool(self.mask[:, 0].all()) and not self.has("position_ids")
 
-    @property
+    @functools.cached_property
     def is_packed(self) -> bool:
         """Whether position_ids tell several documents apart."""
         first = [0] * len(self.ids) if self.mask is None else (self.mask.cumsum(1) == 0).sum(1).tolist()

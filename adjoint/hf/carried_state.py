@@ -170,6 +170,19 @@ class DifferentiableCache(DynamicCache):
 
     A deep copy carries them, too. What is pickled is transformers' own class, without gradients."""
 
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: object
+    ) -> Tensor:
+        """Store a state that transformers' own forward has computed, in a tensor of its own.
+
+        transformers copies it into the tensor of the state before, which the graph of the new one has saved:
+        a circle in autograd that Python's collector does not see, and that would keep the step before."""
+        states = self.layers[layer_idx].recurrent_states
+        if torch.is_grad_enabled() and states[state_idx].requires_grad:
+            states[state_idx] = torch.empty_like(states[state_idx].detach())
+        stored: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **options)
+        return stored
+
     def __deepcopy__(self, memo: dict[int, object]) -> DifferentiableCache:
         for tensor in _tensors(self):
             if tensor.grad_fn is not None:  # deepcopy takes leaves alone

@@ -120,7 +120,7 @@ def refuse_large_masks(model: PreTrainedModel, pairs: int, limit: int) -> None:
 
 
 def refuse_unsupported_model(model: PreTrainedModel) -> None:
-    """Refuse options and modules with which a chunk does not compute a part of the whole.
+    """Refuse options with which a chunk does not compute a part of the whole.
 
     Raises:
         Refused: one is on.
@@ -136,9 +136,6 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
     adapters = (getattr(module, "peft_config", None) or {} for module in root_of(model).modules())
     if any(getattr(adapter, "peft_type", "") == "CPT" for each in adapters for adapter in each.values()):
         refuse(model, "PEFT's CPT computes its loss from the logits, which a call with labels does not make")
-    for name, module in model.named_modules():
-        if reason := _reason_against(module):
-            refuse(model, f"{name}: {reason}")
     if nn.utils.parametrize._cache_enabled and any(
         map(nn.utils.parametrize.is_parametrized, model.modules())
     ):
@@ -147,6 +144,17 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
         )
     if why := why_not(model, root_of(model)):
         refuse(model, why)
+
+
+def refuse_unsupported_modules(model: PreTrainedModel) -> None:
+    """Refuse modules with which a chunk does not compute a part of the whole, by what snapshots see of them.
+
+    Raises:
+        Refused: there is one.
+    """
+    for name, module in model.named_modules():
+        if reason := _reason_against(module):
+            refuse(model, f"{name}: {reason}")
 
 
 def _reason_against(module: nn.Module) -> str | None:

@@ -20,6 +20,9 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import TOKEN_TYPES
 from adjoint.hf.model_parts import backbone_of, original_class
 
+# Backbones whose masks let tokens of a type attend to later ones, without a function that tells which. The
+# comparison on first use tells whether others do.
+SEE_LATER_TOKENS = ("GitModel", "HrmTextModel", "Molmo2Model", "PaliGemmaModel", "PI0Model")
 CPU_CHUNK_SIZE = 1024  # the default chunk size on a CPU, in tokens; see `adjoint.engine.chunk_size`
 
 
@@ -81,7 +84,7 @@ def block_function(
     if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
         name = next(iter(inspect.signature(blocks).parameters))
         return (name, lambda types: blocks(types, device=types.device)) if name in inputs else None
-    if "block_sequence_ids" in inspect.getsource(kind.forward):
+    if kind.__name__ in SEE_LATER_TOKENS:
         check.refuse(model, f"{names[0]} lets tokens attend to later ones, which a chunk does not have")
     return None
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar, TypeVarTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import fetched
 from adjoint.engine.parameter_access import ContextFactory
-from adjoint.hf.model_parts import backbone_of, original_class
+from adjoint.hf.model_parts import MODEL_ERRORS, backbone_of, original_class
 from adjoint.hf.transformers_api import ModelOutput, MoeModelOutputWithPast, with_cache_names
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, linear_logprobs, selected_logprobs, tokens_per_slice
@@ -107,12 +107,16 @@ def vocab_size_of(model: PreTrainedModel) -> int:
     return model.config.get_text_config().vocab_size
 
 
-def logit_scale(model: PreTrainedModel, hidden: Tensor) -> float | None:
+UNQUANTIZED_CLASSES = "Tensor", "Parameter", "FakeTensor"  # not those of quantized weights
+
+
+def logit_scale(model: PreTrainedModel) -> float | None:
     """Return the number by which the model multiplies its logits, usually 1.
 
     None if they are more than a product with the head's weight, for example capped, or if that is not
-    known. It is found by following the calls of the model's own forward (transformers' code or fla's) on
-    no token: so nothing has to be stored, and the values of its tensors do not matter."""
+    known. The model's own forward (transformers' code or fla's) runs on a few hidden states, with a stub in
+    the head's place that notes what it is given and returns a few logits: the ratios on both sides of it
+    are measured, and no weight is read."""
     head = model.get_output_embeddings()
     is_plain = (
         is_untouched(head, nn.Linear)
@@ -121,83 +125,80 @@ def logit_scale(model: PreTrainedModel, hidden: Tensor) -> float | None:
     )
     if not is_plain or not original_class(model).forward.__module__.startswith(("transformers.", "fla.")):
         return None
-    tracker = _ScaleTracker(hidden[:, :0].detach(), head.weight)
-    try:
-        with torch.no_grad(), tracker:
-            logits = head_logits(model, tracker.hidden)
-    except (LookupError, RuntimeError, TypeError, ValueError):  # the head may refuse a slice without tokens
+    # on the CPU, so that no device is waited for; real also where a plan runs the model on fake tensors
+    with torch.no_grad(), _disable_current_modes():
+        hidden, logits = _probe(head.weight.shape[1]), _probe(PROBE_LOGITS)
+        try:
+            with _head_stubbed(model, head, logits) as stub:
+                scaled = head_logits(model, hidden)
+        except MODEL_ERRORS:
+            return None
+        below = None if len(stub.given) != 1 else _ratio(stub.given[0], hidden)
+        above = _ratio(scaled, logits)
+    return None if below is None or above is None else below * above
+
+
+PROBE_LOGITS = 8
+PROBE_EXPONENTS = (-9, 14)  # caps of logits, of 30 or 50, show
+
+
+def _probe(width: int) -> Tensor:
+    """Return (1, 2, width) powers of two, large and small of both signs, which any precision has exactly."""
+    exponents = torch.arange(2 * width, dtype=torch.float64, device="cpu") % sum(map(abs, PROBE_EXPONENTS))
+    signs = 1.0 - 2.0 * (torch.arange(2 * width, device="cpu") % 3 == 1)
+    return (signs * (exponents + PROBE_EXPONENTS[0]).exp2()).view(1, 2, width)
+
+
+def _ratio(values: Tensor, probe: Tensor) -> float | None:
+    """Return the number of which values are multiples of a probe, None if there is none."""
+    if values.shape != probe.shape or values.device != probe.device:
         return None
-    return (
-        None
-        if tracker.has_other_results or id(logits) in tracker.pre_logit_ids
-        else tracker.scales.get(id(logits))
-    )
+    ratios = values.double() / probe
+    first = ratios.flatten()[0]
+    return float(first) if bool((ratios == first).all()) and bool(first.isfinite()) else None
 
 
-UNQUANTIZED_CLASSES = "Tensor", "Parameter", "FakeTensor"  # not those of quantized weights
-
-
-class _ScaleTracker(TorchFunctionMode):
-    """Follows hidden states through the functions that are called with them.
+class _HeadStub(nn.Module):
+    """A module in the head's place that returns given logits.
 
     Attributes:
-        scales: total factor of each tensor that is a multiple of the hidden states or the logits, by its id.
-        pre_logit_ids: ids of those tensors that are multiples of the hidden states.
-        has_other_results: whether anything else was computed from them.
-        tracked_tensors: kept alive, as another tensor might get the id of a freed one.
+        given: what it was called with.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+    def __init__(self, real: nn.Module, logits: Tensor) -> None:
         super().__init__()
-        self.hidden, self.weight, self.has_other_results = hidden, weight, False
-        self.scales, self.pre_logit_ids, self.tracked_tensors = {id(hidden): 1.0}, {id(hidden)}, [hidden]
+        self.__dict__["real"], self.__dict__["logits"] = real, logits
+        self.given: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        inputs = [*args, *(kwargs or {}).values()]
-        if isinstance(result, Tensor) and any(id(value) in self.scales for value in inputs):
-            factor = self._factor(func, inputs[0], inputs[1:])
-            if factor is None or id(inputs[0]) not in self.scales:
-                self.has_other_results = True
-            else:
-                self.tracked_tensors.append(result)  # else another tensor might get its id
-                if id(inputs[0]) in self.pre_logit_ids and func is not F.linear:
-                    self.pre_logit_ids.add(id(result))
-                self.scales[id(result)] = factor * self.scales[id(inputs[0])]
-        return result
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value: Tensor | nn.Module = getattr(self.__dict__["real"], name)
+            return value
 
-    def _factor(self, func: Callable[..., object], first: object, rest: list[object]) -> float | None:
-        """Return by what a function multiplies its first argument, or None if it does anything else."""
-        name = getattr(func, "__name__", "")
-        if name in ("mul", "div", "__mul__", "__truediv__"):
-            factor = rest[0]
-            if isinstance(factor, (int, float)) and not isinstance(factor, bool):
-                return 1 / factor if "div" in name else factor
-        is_linear = func is F.linear and id(first) in self.pre_logit_ids
-        keeps_scale = (
-            is_linear and rest[0] is self.weight and not any(value is not None for value in rest[1:])
-        )
-        keeps_scale = (
-            keeps_scale
-            or name in ("to", "float", "contiguous")
-            or (name == "__getitem__" and _selects_everything(rest[0]))
-        )
-        return 1.0 if keeps_scale else None
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.given.append(hidden)
+        return self.__dict__["logits"]
 
 
-def _selects_everything(index: object) -> bool:
-    """Whether an index selects all elements."""
-    items = index if isinstance(index, tuple) else (index,)
-    return all(
-        item is Ellipsis or (isinstance(item, slice) and item in (slice(None), slice(0, None)))
-        for item in items
-    )
+@contextlib.contextmanager
+def _head_stubbed(model: PreTrainedModel, head: nn.Module, logits: Tensor) -> Iterator[_HeadStub]:
+    """Replace a model's head by a stub for the time of the context."""
+    stub = _HeadStub(head, logits)
+    places = [
+        (module._modules, name)
+        for module in model.modules()
+        for name, child in module._modules.items()
+        if child is head
+    ]
+    for modules, name in places:
+        modules[name] = stub
+    try:
+        yield stub
+    finally:
+        for modules, name in places:
+            modules[name] = head
 
 
 def summed_loss(
@@ -207,6 +208,7 @@ def summed_loss(
     z: float | Tensor | None = None,
     slices: int | None = None,
     weights: Tensor | None = None,
+    scale: Callable[[], float | None] | None = None,
 ) -> Tensor:
     """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
@@ -217,9 +219,10 @@ def summed_loss(
         slices: number of slices; None for `tokens_per_slice`'s choice.
         weights: (batch, tokens), how often each target counts; None for once. Not for a user's loss function
             or with `z`.
+        scale: returns the model's `logit_scale`, for callers that measure it once; None to measure it.
     """
     with fetched(model.get_output_embeddings()):
-        return _summed_loss(model, hidden, targets, z, slices, weights)
+        return _summed_loss(model, hidden, targets, z, slices, weights, scale)
 
 
 def _summed_loss(
@@ -229,10 +232,13 @@ def _summed_loss(
     z: float | Tensor | None,
     slices: int | None,
     weights: Tensor | None,
+    measured_scale: Callable[[], float | None] | None,
 ) -> Tensor:
     custom_loss, vocab_size = custom_loss_function(model), vocab_size_of(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
-    scale = logit_scale(model, hidden) if z is None and custom_loss is None else None
+    scale = None
+    if z is None and custom_loss is None:
+        scale = logit_scale(model) if measured_scale is None else measured_scale()
     if scale is not None:
         weight = model.get_output_embeddings().weight
         hidden = hidden.to(weight.dtype)  # Mamba's residual stream is float32
@@ -276,7 +282,7 @@ def logprobs(
         slice_context: around a slice's code, which runs again in the backward.
     """
     with fetched(model.get_output_embeddings()):
-        scale = logit_scale(model, hidden[None])
+        scale = logit_scale(model)
         if scale is not None:
             weight = model.get_output_embeddings().weight
             hidden = hidden.to(weight.dtype)  # Mamba's residual stream is float32

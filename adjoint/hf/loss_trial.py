@@ -252,10 +252,9 @@ def refuse_z_loss(model: PreTrainedModel, padded: bool) -> None:
         Refused: it is not the mean of the squared log-partition functions, times
             `check.z_loss_coefficient`, or reads padding.
     """
-    coefficient, weight = check.z_loss_coefficient(model), model.get_output_embeddings().weight
-    device = device_of(model)
-    if not coefficient:
+    if not (coefficient := check.z_loss_coefficient(model)):
         return
+    weight, device = model.get_output_embeddings().weight, device_of(model)
     if padded:
         check.refuse(
             model,

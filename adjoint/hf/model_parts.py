@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.hf.transformers_api import GradientCheckpointingLayer
-from adjoint.parallel.access import access_of
+from adjoint.parallel.access import access_kind
 
 MISSING = object()
 Forward = Callable[..., object]  # a module's forward: its arguments and result are the model's own
@@ -93,9 +93,20 @@ def calling_original_forwards(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def access_kind_of(model: nn.Module) -> type[ParameterAccess]:
+    """Return how a model's weights are held; asked once for each call of the user's."""
+    wrap_state = vars(model).get("_adjoint")
+    if wrap_state is None or wrap_state.access_kinds is None:
+        return access_kind(model)
+    if model not in wrap_state.access_kinds:
+        wrap_state.access_kinds[model] = access_kind(model)
+    kind: type[ParameterAccess] = wrap_state.access_kinds[model]
+    return kind
+
+
 def access_to(model: nn.Module, backward_context: ContextFactory = contextlib.nullcontext) -> ParameterAccess:
     """Return a new access to a model's weights, for one call."""
-    return access_of(model, root_of(model), backward_context)
+    return access_kind_of(model)(model, root_of(model), backward_context)
 
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -146,8 +157,10 @@ def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
     """Give modules other forwards for the time of the context.
 
     They are set on the instances, which may have such forwards already (accelerate's hooks)."""
-    previous = [(vars(module), vars(module).get("forward")) for module in forwards]
-    for (entries, _), forward in zip(previous, forwards.values(), strict=True):
+    previous = []
+    for module, forward in forwards.items():
+        entries = vars(module)
+        previous.append((entries, entries.get("forward")))
         entries["forward"] = forward
     try:
         yield

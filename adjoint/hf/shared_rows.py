@@ -18,7 +18,7 @@ from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, make_chunk_cache
 from adjoint.hf.call import Call
 from adjoint.hf.head import custom_loss_function
-from adjoint.hf.kernels.topk import topk_forwards
+from adjoint.hf.kernels.topk import key_pickers
 from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forwards
 from adjoint.hf.stage import Backbone
 from adjoint.hf.trial_copy import example_tokens
@@ -56,7 +56,7 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
         return None
     segments = _plan(call)
     # Models that pick keys by `topk` see how long the row is.
-    if segments is None or topk_forwards(backbone_of(model)):
+    if segments is None or key_pickers(backbone_of(model)):
         return None
     if verification.compute_once("draws random numbers", _draws_random_numbers, verification):
         return None

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from adjoint.engine.module_tensors import CHANGED_BEFORE_BACKWARD, ModuleTensors
-from adjoint.hf.model_parts import MISSING, original_class, override_attribute
+from adjoint.hf.model_parts import MISSING, override_attribute
 
 SettingsHolder: TypeAlias = nn.Module | PreTrainedConfig
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -58,7 +58,10 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {name: (ref(module), original_class(module)) for name, module in model.named_modules()}
+        self.modules = {
+            name: (ref(module), getattr(type(module), "_adjoint_original", type(module)))
+            for name, module in model.named_modules()
+        }
         named = settings_holders(model)
         self.holders: dict[str, ref[SettingsHolder]] = {name: ref(holder) for name, holder in named.items()}
         self.settings = {name: comparable_settings(holder) for name, holder in named.items()}
@@ -110,19 +113,15 @@ class Snapshot:
 
 def settings_holders(model: nn.Module) -> dict[str, SettingsHolder]:
     """Map names to the objects that have settings: a model's modules and, once each, their configurations."""
-    holders: dict[str, SettingsHolder] = {}
+    holders: dict[str, SettingsHolder] = dict(model.named_modules())
+    named: list[tuple[str, SettingsHolder]] = list(holders.items())
     configs: set[int] = set()
-
-    def note(name: str, holder: SettingsHolder) -> None:
-        holders[name] = holder
+    for name, holder in named:  # grows meanwhile
         for attribute, value in vars(holder).items():
             if _value_kind(type(value)) == "configuration" and id(value) not in configs:
                 configs.add(id(value))
-                note(f"{name}.{attribute}".lstrip("."), value)
-
-    for name, module in model.named_modules():
-        note(name, module)
-    return holders
+                named.append((f"{name}.{attribute}".lstrip("."), value))
+    return dict(named)
 
 
 def comparable_settings(holder: SettingsHolder) -> dict[str, object]:
@@ -133,7 +132,7 @@ def comparable_settings(holder: SettingsHolder) -> dict[str, object]:
     values = {}
     for name, value in vars(holder).items():
         if name not in IGNORED_ATTRIBUTES:
-            value = _lasting_hooks(value) if name in HOOK_ATTRIBUTES else value
+            value = _lasting_hooks(value) if name in HOOK_ATTRIBUTES and value else value
             kind = _value_kind(type(value))
             if kind == "plain":
                 values[name] = value
@@ -207,14 +206,14 @@ class ForwardState:
         self.model, self.snapshot, self.tensors = model, snapshot, ModuleTensors(model)
         self.holders = {name: holder() for name, holder in snapshot.holders.items()}
         self.requires_grad_flags = [(p, p.requires_grad) for p in model.parameters()]
-        self.attributes = {
-            name: {
-                a: copy.copy(v) if type(v) in CONTAINER_TYPES else v
-                for a, v in vars(holder).items()
-                if a in snapshot.settings[name]
-            }
-            for name, holder in self.holders.items()
-        }
+        self.attributes: dict[str, dict[str, object]] = {}
+        for name, holder in self.holders.items():
+            self.attributes[name] = attributes = {}
+            settings = snapshot.settings[name]
+            for attribute, value in vars(holder).items():
+                if attribute in settings:
+                    is_container = type(value) in CONTAINER_TYPES
+                    attributes[attribute] = copy.copy(value) if is_container else value
 
     def restore_settings(self, current: Snapshot, hooks: bool = True) -> list[Callable[[], object]]:
         """Restore the settings that differ in the snapshot `current`.

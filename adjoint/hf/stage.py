@@ -30,8 +30,8 @@ from adjoint.hf.cache import CarriedState, ChunkCache, RowLengths, Slot, make_ch
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
 from adjoint.hf.embedding_noise import EmbeddingNoise
-from adjoint.hf.head import logprobs, summed_loss
-from adjoint.hf.kernels.replacements import ChunkContext
+from adjoint.hf.head import logit_scale, logprobs, summed_loss
+from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
 from adjoint.hf.language_inputs import (
     EMBEDS,
     POSITIONS,
@@ -72,6 +72,7 @@ class CallContext(NamedTuple):
         real_end: number of the first token that is padding at the right in all rows; None if there is none.
         is_padded_left: whether padding at the left was cut off.
         seqlen: tokens of a row, padding included; None if there is no call.
+        plan: what ours replace in the model as it is now; None to look.
     """
 
     padding: Padding | None = None
@@ -81,11 +82,14 @@ class CallContext(NamedTuple):
     real_end: int | None = None
     is_padded_left: bool = False
     seqlen: int | None = None
+    plan: ReplacementPlan | None = None
 
     @staticmethod
-    def from_call(call: Call, padding: Padding | None) -> CallContext:
+    def from_call(
+        call: Call, padding: Padding | None = None, plan: ReplacementPlan | None = None
+    ) -> CallContext:
         layout, positions, seqlen = call.kind.language_layout, call.positions_by_row, call.ids.shape[1]
-        context = CallContext(padding, layout, call.carried, positions, seqlen=seqlen)
+        context = CallContext(padding, layout, call.carried, positions, seqlen=seqlen, plan=plan)
         if call.mask is None:
             return context
         is_real = call.mask.any(0).tolist()
@@ -127,10 +131,11 @@ class Backbone(Stage):
         router: RouterLoss | RouterLogits | None = None,
         context: CallContext | None = None,
     ) -> None:
+        context = context or CallContext()
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
         self._grows = tuple(slot.grows for slot in self.slots)
-        self.chunk_context: ContextFactory = ChunkContext(model)
+        self.chunk_context: ContextFactory = ChunkContext(model, context.plan)
         access = access_to(model)
         self.trained_parameters = access.trained_parameters()
         self.tensors = ModuleTensors(model)
@@ -139,9 +144,8 @@ class Backbone(Stage):
         self.layers = [] if self.recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches = fetches
         self.router = router
-        context = context or CallContext()
         self.padding, self.language_layout, self.carried, self.positions = context[:4]
-        self.real_end, self.is_padded_left = context[4:6]
+        self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
         self.embedding_noise = EmbeddingNoise(model, context.seqlen)
 
     @property
@@ -213,12 +217,11 @@ class Backbone(Stage):
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
-        replaced = replaced_forwards(
-            {
-                layer: self._recompute_layer(layer.forward, cache, state, past_length, positions)
-                for layer in layers
-            }
-        )
+        recomputed = {
+            layer: self._recompute_layer(layer.forward, cache, state, past_length, positions)
+            for layer in layers
+        }
+        replaced = replaced_forwards(recomputed) if recomputed else contextlib.nullcontext()
         with replaced, self.embedding_noise.in_chunk(x.shape[1]):
             output = self.call_backbone(x, cache, chunk)
         after = cache.collect_state(self.slots)
@@ -325,6 +328,7 @@ class CausalLM(Backbone):
     ) -> None:
         super().__init__(*backbone, **options)
         self.z_loss_factor, self.hidden_states = z_loss_factor, hidden_states
+        self.logit_scale = functools.cache(functools.partial(logit_scale, self.model))
 
     @staticmethod
     def from_call(
@@ -333,14 +337,14 @@ class CausalLM(Backbone):
         method: Method,
         fetches: bool = False,
         router_loss_factor: float = 1.0,
-        padding: Padding | None = None,
+        context: CallContext | None = None,
         hidden_states: HiddenStates | None = None,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
         Args:
             method: says what is recomputed.
-            fetches, padding, hidden_states: as in the constructor.
+            fetches, context, hidden_states: as in the constructor.
             router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
@@ -355,7 +359,7 @@ class CausalLM(Backbone):
             slots,
             recompute=method.recompute,
             fetches=fetches,
-            context=CallContext.from_call(call, padding),
+            context=context or CallContext.from_call(call),
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             hidden_states=hidden_states,
@@ -369,7 +373,14 @@ class CausalLM(Backbone):
             if self.z_loss_factor is None
             else self.z_loss_factor * torch.as_tensor(chunk.divisor, dtype=torch.float64)
         )
-        loss = summed_loss(self.model, output[0], chunk.targets, z_loss_factor, weights=chunk.weights)
+        loss = summed_loss(
+            self.model,
+            output[0],
+            chunk.targets,
+            z_loss_factor,
+            weights=chunk.weights,
+            scale=self.logit_scale,
+        )
         if self.hidden_states is not None:
             self.hidden_states.add(output[0], chunk.start)
         if isinstance(self.router, RouterLoss):

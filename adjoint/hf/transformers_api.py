@@ -64,6 +64,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+MODELS = "transformers.models."  # the beginning of the names of the Python modules that define models
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
 
 

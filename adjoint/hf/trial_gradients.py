@@ -130,8 +130,8 @@ def gradient_functions(
 
     def loss_of_whole(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
         call = example_call(model, ids, labels, kind)
-        with feeding_whole(call):
-            output = call.run_original(use_cache=False, return_dict=True)
+        with feeding_whole(call) as fed_call:
+            output = fed_call.run_original(use_cache=False, return_dict=True)
         if not kind.loss:
             return WeightedSum.sum(output[0])
         if not kind.routed:
@@ -168,19 +168,16 @@ def example_call(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: Call
 
 
 @contextlib.contextmanager
-def feeding_whole(call: Call) -> Iterator[None]:
-    """Let the model's own forward run on a call's language inputs, if it has any, as a whole."""
+def feeding_whole(call: Call) -> Iterator[Call]:
+    """Let the model's own forward run on a call's language inputs, if it has any, as a whole; yield the call
+    for it."""
     if (language_inputs := call.language_inputs) is None:
-        yield
+        yield call
         return
     inputs = language_inputs.layout.unpack(language_inputs.features, language_inputs.tokens)
-    before = call.arguments
-    call.arguments = {**before, **outer_inputs(call.model, inputs, language_inputs.tokens)}
-    try:
-        with feeding(call.model, inputs):
-            yield
-    finally:
-        call.arguments = before
+    outer = outer_inputs(call.model, inputs, language_inputs.tokens)
+    with feeding(call.model, inputs):
+        yield dataclasses.replace(call, arguments={**call.arguments, **outer})
 
 
 def example_inputs(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: CallKind) -> dict[str, Any]:

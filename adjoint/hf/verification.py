@@ -32,9 +32,11 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunking import kept_features, sizes_of
+from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
+    access_kind_of,
     access_to,
     backbone_of,
     calling_original_forwards,
@@ -64,7 +66,7 @@ from adjoint.hf.trials import (
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.precision import full_float32
-from adjoint.parallel.access import access_kind, tensor_parallel_groups
+from adjoint.parallel.access import tensor_parallel_groups
 from adjoint.parallel.agreement import describe, digest, refuse_different_models
 from adjoint.parallel.kv import NotAttended
 from adjoint.parallel.split_tensors import local
@@ -156,6 +158,13 @@ class Verification:
         return call.padding if is_computed else None
 
     @property
+    def replacement_plan(self) -> ReplacementPlan:
+        """Replacements of functions and forwards in the model, found once."""
+        if (plan := self.results.get(ReplacementPlan)) is None:
+            plan = self.results[ReplacementPlan] = ReplacementPlan(self.model)
+        return plan
+
+    @property
     def slots(self) -> list[Slot]:
         """The places of the state's tensors in the model's cache."""
 
@@ -184,7 +193,7 @@ def verification_of(model: PreTrainedModel) -> Verification:
     """Return the verification of a model as it is now, a new and empty one if its state is new."""
     wrap_state, snapshot, device = wrap_state_or_original(model), Snapshot(model), device_of(model).type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
-    kind = access_kind(model)
+    kind = access_kind_of(model)
     previous = [
         verification for verification in wrap_state.verifications if verification.model_ref() is model
     ]
@@ -226,6 +235,9 @@ def verify(call: Call) -> Verification:
     refuse_unknown_inputs(verification, call)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
+    if check.refuse_unsupported_modules not in verification.results:
+        check.refuse_unsupported_modules(model)
+        verification.results[check.refuse_unsupported_modules] = True
     # Processes that gather weights together must run the same trials: each runs what any of them needs.
     needs = map(bool, access.largest(kind.padded, call.reads_padding, call.is_padded_left, call.is_packed))
     padded, reads_padding, is_padded_left, is_packed = needs
@@ -517,7 +529,7 @@ def _results(
 def _explain_loss(model: PreTrainedModel) -> str | None:
     """Say whether the loss is why gradients differ although hidden states do not, or None if unknown."""
     ids, labels = example_tokens(model)
-    if access_kind(model).is_collective or backbone_of(model) is model:
+    if access_kind_of(model).is_collective or backbone_of(model) is model:
         return None
     try:
         with torch.no_grad(), in_eval_mode(model), calling_original_forwards(model):

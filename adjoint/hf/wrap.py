@@ -51,6 +51,7 @@ from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
+    access_kind_of,
     access_to,
     backbone_of,
     calling_original_forwards,
@@ -90,7 +91,6 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 from adjoint.layers import State
 from adjoint.methods import Exact, Method, check_wrapped_method
-from adjoint.parallel.access import access_kind
 from adjoint.parallel.context import group_of, ranks_of
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _new_instance(cls: type[nn.Module], forward_function: EntryForward) -> nn.Mo
 def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the causal LM: with labels its loss by the method, otherwise transformers' forward."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
-    with wrap_state.lock:
+    with wrap_state.during_call():
         if wrap_state.uses_original_forward or not call.has_labels:
             return call.run_original()
         method, has_pieces = wrap_state.method, wrap_state.method.pieces is not None
@@ -351,7 +351,7 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
     gradients alone: generation and evaluation are transformers' own. A long forward of an evaluation without
     gradients is by chunks to save memory, unless it asks for a cache or is one that chunks refuse."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
-    with wrap_state.lock:
+    with wrap_state.during_call():
         is_required = self.training or torch.is_grad_enabled()
         has_pieces = wrap_state.method.pieces is not None
         if wrap_state.uses_original_forward or wrap_state.method.is_plain or call.is_chunk:
@@ -386,7 +386,7 @@ def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | N
     tokens = next((call.arguments[n] for n in ("input_ids", "inputs_embeds") if call.has(n)), None)
     limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
     is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
-    if wrap_state.group is not None or access_kind(call.model).is_collective:
+    if wrap_state.group is not None or access_kind_of(call.model).is_collective:
         return None
     if not is_long and not (wrap_state.method.share_prefixes and halves_tokens(call)):
         return None
@@ -429,7 +429,7 @@ def _at_language_model(call: Call) -> Call:
     """
     if modalities := call.modalities:
         names = ", ".join(modalities)
-        if (kind := access_kind(call.model)).is_collective:
+        if (kind := access_kind_of(call.model)).is_collective:
             check.refuse(call.model, f"{names}: under {kind.name} it takes text alone")
         if wrap_state_or_original(call.model).group is not None:
             check.refuse(call.model, f"sequence_group: {names} are of the whole sequence in one process")
@@ -474,7 +474,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
 def _carries_state(call: Call, wrap_state: WrapState) -> bool:
     """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
     the usual kind."""
-    is_alone = wrap_state.group is None and not access_kind(call.model).runs_backward_in_forward
+    is_alone = wrap_state.group is None and not access_kind_of(call.model).runs_backward_in_forward
     return (
         call.carries_state
         and wrap_state.method.has_chunks
@@ -583,7 +583,7 @@ def _loss_by_chunks(
         verification.wrap_state.method,
         verification.fetches,
         router_loss_factor,
-        verification.padding_of(call),
+        CallContext.from_call(call, verification.padding_of(call), verification.replacement_plan),
         hidden_states,
     )
     result = make_step([stage], batch, spec, backward_context, group).loss(states=returns_cache)
@@ -614,7 +614,8 @@ def _loss_by_segments(call: Call, verification: Verification, segments: Sequence
         inner, weights = segment_call(call, segment, state)
         batch, spec = _cut_into_chunks(inner, verification)
         spec = spec.without_tapes() if number in parents else spec
-        stage = CausalLM.from_call(inner, verification.slots, method)
+        context = CallContext.from_call(inner, plan=verification.replacement_plan)
+        stage = CausalLM.from_call(inner, verification.slots, method, context=context)
         step = make_step(
             [stage], dataclasses.replace(batch, weights=weights), spec, _backward_context(verification)
         )
@@ -648,7 +649,7 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
             "sequence_group: no rank has the hidden states of the whole sequence: give labels to the causal "
             "LM, whose loss is shared",
         )
-    kind = access_kind(model)
+    kind = access_kind_of(model)
     if kind.runs_backward_in_forward and torch.is_grad_enabled():
         check.refuse(
             model,
@@ -698,7 +699,7 @@ def _hidden_and_state(
         model,
         verification.slots,
         recompute=verification.wrap_state.method.recompute,
-        context=CallContext.from_call(call, verification.padding_of(call)),
+        context=CallContext.from_call(call, verification.padding_of(call), verification.replacement_plan),
         router=RouterLogits() if call.kind.routed else None,
     )
     collect = CollectHiddenStates(batch.seqlen)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
 from torch import nn
 
+from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.methods import Backprop, Method
 
 
@@ -29,6 +32,8 @@ class WrapState:
             model, such as PEFT's; else None.
         group: process group whose ranks share each sequence, or None.
         announced: whether the first use has been logged.
+        access_kinds: while a call runs, how the weights of the model and of its backbone are held; None
+            between calls.
     """
 
     def __init__(
@@ -44,6 +49,20 @@ class WrapState:
         self.outer_model = outer_model
         self.group = group
         self.announced = False
+        self.access_kinds: dict[nn.Module, type[ParameterAccess]] | None = None
+
+    @contextlib.contextmanager
+    def during_call(self) -> Iterator[None]:
+        """Hold the model for a call of the user's, in which it is looked once how its weights are held."""
+        with self.lock:
+            is_outermost = self.access_kinds is None
+            if is_outermost:
+                self.access_kinds = {}
+            try:
+                yield
+            finally:
+                if is_outermost:
+                    self.access_kinds = None
 
     def __reduce__(self) -> tuple[type[WrapState], tuple[Method]]:
         # For copy and pickle, which cannot take a lock, a weak reference or a process group.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.engine import step as engine_step
+from adjoint.engine.executor import Executor
 from tests.hf.hf_models import (
     RELEASE,
     VOCAB,
@@ -272,3 +273,20 @@ def test_one_token_after_a_recurrent_state() -> None:
         wrapped(input_ids=ids[:, 9:], shift_labels=ids[:, 9:], past_key_values=cache)
     with pytest.warns(UserWarning, match="as if not wrapped"):
         wrapped(input_ids=ids[:, 9:], past_key_values=cache)
+
+
+def test_a_cache_changed_in_place_keeps_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own forward of a single token writes into the cache of a call by chunks; what that call
+    holds is freed with the cache, without a backward."""
+    executors: list[weakref.ref[Executor]] = []
+    initialize = Executor.__init__
+
+    def noted(self: Executor, *args: Any, **kwargs: Any) -> None:
+        executors.append(weakref.ref(self))
+        initialize(self, *args, **kwargs)
+
+    monkeypatch.setattr(Executor, "__init__", noted)
+    test_one_token_after_a_recurrent_state()
+    gc.collect()
+    assert executors
+    assert not [reference for reference in executors if reference() is not None]

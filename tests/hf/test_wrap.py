@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import re
 import statistics
 from pathlib import Path
@@ -17,6 +18,7 @@ import adjoint
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
 from adjoint.hf.kernels import replacements
+from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.model_parts import layers_of
 from tests.hf.hf_models import (
     MODELS,
@@ -158,10 +160,11 @@ def test_norms_and_mlps_keep_their_inputs_alone_in_bfloat16_too(name: str) -> No
             distances.append(errors((loss.double(), gradients), expected).total)
     assert min(theirs) > 1e-4
     assert sum(ours) <= 1.05 * sum(theirs), (ours, theirs)
-    replaced = {type(module).__name__ for module in replacements.replacement_forwards(wrapped)}
+    forwards = replacement_forwards(replacement_rows(wrapped))
+    replaced = {type(module).__name__ for module in forwards}
     norms = {type(m).__name__ for m in wrapped.modules() if "RMSNorm" in type(m).__name__}
     assert norms and norms <= replaced
-    for norm, forward in replacements.replacement_forwards(wrapped).items():
+    for norm, forward in forwards.items():
         if type(norm).__name__ in norms:
             assert bytes_kept(norm, forward) < 0.7 * bytes_kept(norm, norm.forward)
 
@@ -208,10 +211,11 @@ def test_layers_are_computed_again_if_asked(name: str, recompute: str, double: N
     assert statistics.mode(runs.values()) == 3 + 2 + 3  # of its modules; experts may run several times
 
 
-def test_modules_are_known_by_their_code() -> None:
-    """Ours replace transformers' RMSNorms, gated or not, and its silu-gated MLPs, whatever their names.
+def test_modules_are_registered_by_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours replace transformers' RMSNorms, gated or not, and its silu-gated MLPs.
 
-    They do not replace modules with other code, another activation or one that has hooks."""
+    They do not replace subclasses, classes whose methods were replaced, or modules with another activation or
+    one that has hooks."""
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
     x, gate = torch.randn(2, 3, 5, 24)
@@ -219,9 +223,9 @@ def test_modules_are_known_by_their_code() -> None:
     norm, mlp = model.model.norm, model.model.layers[0].mlp
     with torch.no_grad():
         gated.weight.copy_(torch.randn(24))
-        forwards = replacements.replacement_forwards(
-            nn.ModuleList([norm, gated, mlp, nn.RMSNorm(8), nn.LayerNorm(8)])
-        )
+        subclassed = type("MistralRMSNorm", (type(norm),), {})(24)
+        model_parts = nn.ModuleList([norm, gated, mlp, nn.RMSNorm(8), nn.LayerNorm(8), subclassed])
+        forwards = replacement_forwards(replacement_rows(model_parts))
         assert list(forwards) == [norm, gated, mlp]
         for ours, inputs in ((norm, (x,)), (gated, (x, gate)), (mlp, (x,))):
             assert torch.allclose(forwards[ours](*inputs), ours(*inputs), atol=1e-6)
@@ -233,6 +237,10 @@ def test_modules_are_known_by_their_code() -> None:
         mlp.act_fn = act
         forwards[mlp](x)
         assert called.pop()[0] is act  # and not by ours
+    theirs = type(norm).forward
+    for replaced in (functools.wraps(theirs)(lambda self, x: theirs(self, x)), lambda self, x: x):
+        monkeypatch.setattr(type(norm), "forward", replaced)
+        assert not replacement_rows(norm)
 
 
 def test_a_state_does_not_keep_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,9 +97,7 @@ VALUES = [
     rows("ssd_scan", 131, d=12, n=8),
     rows("ssd_scan", 70, b=1, g=1, d=33, n=80),
     rows("ssd_scan", 33, g=2, d=5, n=40),
-    rows(
-        "ssd_scan", 75, g=2, h=10, d=9, n=17, documents=0.05
-    ),  # more heads than C++ takes at once
+    rows("ssd_scan", 75, g=2, h=10, d=9, n=17, documents=0.05),  # more heads than C++ takes at once
     rows("ssd_scan", 150, b=1, g=1, h=3, d=20, n=24, documents=None),
     rows("ssd_scan", 35, b=1, g=1, h=5, d=3, **SMALL),
     rows("ssd_scan", 70, b=1, g=2, h=1, n=20, **SMALL),

@@ -6,6 +6,7 @@ accept what the layers named in `LAYERS` pass, under fla's own names."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 
@@ -42,7 +43,15 @@ SUBMODULES = ("LerpLinear", "DDLerpLinear", "LoRA")  # of these layers, in the s
 
 def is_of_fla(thing: object) -> bool:
     """Whether a module's or a configuration's class is flash-linear-attention's."""
-    return any(cls.__module__.startswith("fla.") for cls in type(thing).__mro__)
+    return is_class_of_fla(type(thing))
+
+
+def _is_class_of_fla(cls: type) -> bool:
+    return any(base.__module__.startswith("fla.") for base in cls.__mro__)
+
+
+# Not a decorator: mypy takes no class for the Hashable that a cached function's arguments are.
+is_class_of_fla: Callable[[type], bool] = functools.cache(_is_class_of_fla)
 
 
 def why_not(module: nn.Module) -> str | None:
@@ -62,7 +71,9 @@ def activation_replacements(
     model: nn.Module,
 ) -> list[tuple[dict[str, Callable[..., object]], dict[str, Callable[..., object]]]]:
     """Return the attributes of fla's modules that hold one of its activations, with ours for each."""
-    table = getattr(sys.modules.get("fla.modules.activations"), "ACT2FN", {})
+    if (activations := sys.modules.get("fla.modules.activations")) is None:
+        return []
+    table = getattr(activations, "ACT2FN", {})
     ours = {theirs: ACTIVATIONS[name] for name, theirs in table.items() if name in ACTIVATIONS}
     replacements = []
     for attributes in (vars(module) for module in model.modules() if is_of_fla(module)):

@@ -1,11 +1,10 @@
 """Our kernels in the places of transformers' own code, while a chunk runs.
 
 They replace functions that its modules call by name (`SCANS`, `REGISTRIES`), mixers that keep their state in
-themselves (`MIXERS`), and the forwards of norms and MLPs (`REPLACEMENTS`).
+themselves (`MIXERS`), and the forwards of norms and MLPs (`modules.REPLACEMENTS`).
 
-A function and a mixer are recognised by their names, and the comparison on first use tells whether ours
-compute the same. A module is recognised by the code of its class, each time it is called: one that has
-been changed in any way runs as it is."""
+All are registered by name, and the comparison on first use tells whether ours compute the same. What is
+replaced in a model is found once for each state of it (`ReplacementPlan`)."""
 
 from __future__ import annotations
 
@@ -15,21 +14,29 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import NamedTuple, cast
+from types import MethodType
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adjoint.engine.host_weights import with_weights_fetched
 from adjoint.engine.step import uncompiled
 from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.kernels import fla, fla_mixers
-from adjoint.hf.kernels.topk import topk_forwards
-from adjoint.hf.model_parts import Forward, original_class, override_attribute, replaced_forwards
+from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
+from adjoint.hf.kernels.topk import key_pickers, topk_forwards
+from adjoint.hf.model_parts import (
+    Forward,
+    backbone_of,
+    original_class,
+    override_attribute,
+    replaced_forwards,
+)
 from adjoint.hf.transformers_api import (
     ACT2FN,
     ALL_ATTENTION_FUNCTIONS,
@@ -41,236 +48,61 @@ from adjoint.hf.transformers_api import (
 )
 from adjoint.kernels import attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
-from adjoint.kernels.checks import accumulate_dtype, is_untouched
-from adjoint.kernels.gated import gated, gated_linear
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
-from adjoint.kernels.rms_norm import rms_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.parallel.kv import NotAttended
 
 
-class ChunkContext:
-    """The context in which a chunk runs: our functions and forwards, and no gradient checkpointing."""
+class ReplacementPlan:
+    """Replacements in a model, valid as long as the model's snapshot; it keeps no module alive."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.functions = function_replacements(model)
-        self.forwards = {**replacement_forwards(model), **_mixer_forwards(model), **topk_forwards(model)}
+        self.functions = _functions_by_namespace(model)
+        self.rows, self.mixers, self.pickers = replacement_rows(model), _mixers(model), key_pickers(model)
+
+    def forwards(self) -> dict[nn.Module, Forward]:
+        """Map modules to the forwards that take the place of their own."""
+        mixers = {
+            module: _forward_from_cache(module, ours, index)
+            for reference, ours, index in self.mixers
+            if (module := reference()) is not None
+        }
+        return {**replacement_forwards(self.rows), **mixers, **topk_forwards(self.pickers)}
+
+
+class ChunkContext:
+    """The context in which a chunk runs: our functions and forwards, and no gradient checkpointing.
+
+    The backbone's forward is transformers' own in it: a chunk is no call of the user's, which would enter the
+    class that `wrap` has given it.
+
+    Args:
+        model: that runs, a backbone or a causal LM.
+        plan: of this model as it is now; None to make one.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: ReplacementPlan | None = None) -> None:
+        plan, backbone = plan or ReplacementPlan(model), backbone_of(model)
+        self.functions = [*plan.functions, *fla.activation_replacements(model), *REGISTRIES]
+        self.forwards = plan.forwards()
+        if "forward" not in vars(backbone):
+            self.forwards[backbone] = MethodType(original_class(backbone).forward, backbone)
         self.without_checkpointing = WithoutCheckpointing(model)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.without_checkpointing())
-            stack.callback(setattr, last_read, "state", None)
-            stack.enter_context(rebound_functions(self.functions))
-            stack.enter_context(replaced_forwards(self.forwards))
-            yield
-
-
-# --------------------------------------------------------------------------------------- forwards of modules
-
-
-def replacement_forwards(model: nn.Module) -> dict[nn.Module, Forward]:
-    """Map each module whose class has the code of one of `REPLACEMENTS` to a forward that computes the
-    same."""
-    row_of_class: dict[type, Replacement | None] = {}
-    forwards = {}
-    for module in model.modules():
-        cls = original_class(module)
-        if cls not in row_of_class:
-            row_of_class[cls] = next((row for row in REPLACEMENTS if _has_code(cls, row.theirs)), None)
-        if (row := row_of_class[cls]) is not None and "forward" not in vars(module):
-            forwards[module] = with_weights_fetched(module, _forward(module, row))
-    return forwards
-
-
-def _has_code(cls: type, theirs: type) -> bool:
-    """Whether a class's methods have the code of those of `theirs`, ignoring the names of variables."""
-    methods = {name: method for name, method in vars(theirs).items() if hasattr(method, "__code__")}
-    return all(_code(getattr(cls, name, None)) == _code(method) for name, method in methods.items())
-
-
-def _code(method: object) -> tuple[object, ...] | None:
-    code = getattr(method, "__code__", None)
-    return code and (code.co_code, code.co_names, code.co_consts)
-
-
-def _forward(module: nn.Module, row: Replacement) -> Forward:
-    """Return a forward that uses the replacement's formula if module and inputs fit, else the module's
-    own."""
-    original_forward = module.forward
-
-    def forward(*args: object, **kwargs: object) -> object:
-        is_usual_call = not kwargs and len(args) == row.inputs and row.fits(module)
-        if not is_usual_call or not all(_matches_parameters(module, t) for t in args):
-            return original_forward(*args, **kwargs)
-        return row.formula(module, *args)
-
-    return forward
-
-
-def _matches_parameters(module: nn.Module, value: object) -> bool:
-    """Whether a value is a tensor of the dtype and device of all of the module's parameters.
-
-    False while weights are offloaded until the module's own forward fetches them."""
-    return isinstance(value, Tensor) and all(
-        p is not None and value.dtype == p.dtype and p.dtype in REPLACED_DTYPES and value.device == p.device
-        for p in module._parameters.values()
-    )
-
-
-# ------------------------------------------------------ forwards as transformers writes them, in many classes
-
-
-class _Norm(nn.Module):
-    """Attributes that transformers' norms have; some have no groups or no activation."""
-
-    weight: nn.Parameter
-    variance_epsilon: float
-    group_size: int
-    activation: str
-
-
-class _RMSNorm(_Norm):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
-
-
-class _RMSNormRoundedLast(_Norm):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return (self.weight * hidden_states).to(input_dtype)
-
-
-class _RMSNormAroundOne(_Norm):
-    """The norm of Gemma, Qwen3-Next and Qwen3.5: the weight is what the scale differs by from one."""
-
-    eps: float
-
-    def _norm(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self._norm(x.float())
-        output = output * (1.0 + self.weight.float())
-        return output.type_as(x)
-
-
-class _GatedBeforeNorm(_Norm):
-    """Mamba-2's: norm(x · silu(gate)), in groups."""
-
-    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        if gate is not None:
-            hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
-        *prefix_dims, last_dim = hidden_states.shape
-        group_count = last_dim // self.group_size
-        hidden_states_group = hidden_states.view(*prefix_dims, group_count, self.group_size)
-        variance = hidden_states_group.pow(2).mean(-1, keepdim=True)
-        hidden_states_group = hidden_states_group * torch.rsqrt(variance + self.variance_epsilon)
-        hidden_states = hidden_states_group.view(*prefix_dims, group_count * self.group_size)
-        return self.weight * hidden_states.to(input_dtype)
-
-
-class _GatedAfterNorm(_Norm):
-    """Gated DeltaNet's: norm(x) · act(gate)."""
-
-    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        hidden_states = self.weight * hidden_states.to(input_dtype)
-        hidden_states = hidden_states * ACT2FN[self.activation](gate.to(torch.float32))
-        return hidden_states.to(input_dtype)
-
-
-class _GatedMLP(nn.Module):
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Linear
-    act_fn: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down_proj
-
-
-# -------------------------------------------------------------------------- our formulas for these forwards
-
-
-class Replacement(NamedTuple):
-    """A class of transformers, written out so that its code can be compared, and the formula for its forward.
-
-    Attributes:
-        theirs: class whose methods a module's class must have, instruction by instruction.
-        inputs: number of tensors with which the forward must be called.
-        formula: (module, *inputs) → output, the same as the forward's.
-        fits: (module) → whether its attributes are what the formula supports.
-    """
-
-    theirs: type
-    inputs: int
-    formula: Callable[..., Tensor]
-    fits: Callable[..., bool]
-
-
-def _apply_norm(module: _Norm, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    return rms_norm(x, module.weight, module.variance_epsilon, gate, getattr(module, "group_size", None))
-
-
-def _apply_norm_around_one(module: _RMSNormAroundOne, x: Tensor) -> Tensor:
-    # the sum in float32 at least, as theirs: half precision would round small weights away beside one
-    return rms_norm(x, 1.0 + module.weight.to(accumulate_dtype(x.dtype)), module.eps)
-
-
-def _fits_norm(module: _Norm, epsilon: str = "variance_epsilon") -> bool:
-    """Whether a norm has a weight and nothing else, and a plain epsilon."""
-    return [*module._parameters] == ["weight"] and type(getattr(module, epsilon)) is float
-
-
-def _fits_mlp(module: _GatedMLP) -> bool:
-    """Whether an MLP's activation is an unchanged SiLU."""
-    return is_untouched(module.act_fn, nn.SiLU, ACT2FN["silu"].__class__)
-
-
-REPLACEMENTS = (
-    # transformers' own RMSNorm keeps two or three tensors as large as its input for the backward. Ours saves
-    # 5% of a step's memory (Mamba-2, Llama), with a gate 20% (Mamba-2) and 11% (Bamba); 0 to 5% of its time.
-    Replacement(_RMSNorm, 1, _apply_norm, _fits_norm),
-    Replacement(_RMSNormRoundedLast, 1, _apply_norm, _fits_norm),
-    Replacement(
-        _RMSNormAroundOne, 1, _apply_norm_around_one, lambda module: _fits_norm(module, epsilon="eps")
-    ),
-    Replacement(_GatedBeforeNorm, 2, _apply_norm, _fits_norm),
-    Replacement(
-        _GatedAfterNorm,
-        2,
-        lambda module, x, gate: gated(gate, _apply_norm(module, x)),
-        lambda module: _fits_norm(module) and module.activation in ("silu", "swish"),
-    ),
-    # transformers' gated MLP keeps four tensors of its width, ours two: 11 to 12% of a step's memory.
-    Replacement(
-        _GatedMLP,
-        1,
-        lambda module, x: gated_linear(module.gate_proj(x), module.up_proj(x), module.down_proj),
-        _fits_mlp,
-    ),
-)
-# In bfloat16 classes round in places of their own, ours once at the end, which loses no more. Theirs keep
-# tensors in float32: ours save 44% of a chunk's memory (Bamba, weights in bfloat16) and a third of its
-# launches. float16 may overflow elsewhere than theirs.
-REPLACED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+        with (
+            self.without_checkpointing(),
+            rebound_functions(self.functions),
+            replaced_forwards(self.forwards),
+        ):
+            try:
+                yield
+            finally:
+                last_read.state = None
 
 
 # -------------------------------------------------------------------------------------------------- functions
@@ -516,13 +348,16 @@ def function_replacements(model: nn.Module) -> FunctionReplacements:
 
     They are the namespaces of the Python modules that define the model's classes, transformers' registries,
     and fla's modules that hold a function as an attribute."""
-    namespaces = _namespaces(model)
+    return [*_functions_by_namespace(model), *fla.activation_replacements(model), *REGISTRIES]
+
+
+def _functions_by_namespace(model: nn.Module) -> FunctionReplacements:
+    """Return the namespaces of the Python modules that define a model's classes, each with our functions."""
     pairs = [
         (names, {name: f for name, f in _functions_for(names).items() if name in names})
-        for names in namespaces
+        for names in _namespaces(model)
     ]
-    attributes = fla.activation_replacements(model)
-    return [*((names, ours) for names, ours in pairs if ours), *attributes, *REGISTRIES]
+    return [(names, ours) for names, ours in pairs if ours]
 
 
 def _functions_for(names: Mapping[str, object]) -> Functions:
@@ -614,7 +449,7 @@ def _dispatchers_installed(functions: FunctionReplacements) -> Iterator[None]:
             for name, function in ours.items():
                 if not _threads_inside[id(mapping), name]:
                     _original_functions[id(mapping), name] = mapping[name]
-                    mapping[name] = dispatch_by_thread(function, mapping[name])
+                    mapping[name] = _dispatcher(function, mapping[name])
                 _threads_inside[id(mapping), name] += 1
     try:
         yield
@@ -639,6 +474,10 @@ def dispatch_by_thread(ours: Callable[..., object], theirs: Callable[..., object
 
     dispatch.theirs = theirs  # type: ignore[attr-defined]
     return dispatch
+
+
+# Every chunk installs the dispatchers.
+_dispatcher: Callable[..., Callable[..., object]] = functools.lru_cache(maxsize=512)(dispatch_by_thread)
 
 
 def _pytorch_reference(theirs: Callable[..., object]) -> Callable[..., object]:
@@ -741,15 +580,15 @@ MIXERS: dict[str, Forward] = {
 }
 
 
-def _mixer_forwards(model: nn.Module) -> dict[nn.Module, Forward]:
-    """Map each mixer for which there is one of ours to a forward that continues from a `ChunkCache`."""
-    forwards = {}
+def _mixers(model: nn.Module) -> list[tuple[weakref.ref[nn.Module], Forward, int]]:
+    """Return the mixers for which there is one of ours, each with ours and the index of its layer."""
+    mixers = []
     for name, module in model.named_modules():
         table = fla_mixers.MIXERS if fla.is_of_fla(module) else MIXERS
         if (ours := table.get(type(module).__name__)) is not None:
             index = next(int(component) for component in reversed(name.split(".")) if component.isdigit())
-            forwards[module] = _forward_from_cache(module, ours, index)
-    return forwards
+            mixers.append((weakref.ref(module), ours, index))
+    return mixers
 
 
 def _forward_from_cache(module: nn.Module, ours: Forward, index: int) -> Forward:

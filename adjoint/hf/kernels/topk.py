@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from adjoint.engine.verification import refuse
 from adjoint.hf import check
@@ -25,26 +27,33 @@ from adjoint.hf.transformers_api import CACHE_NAMES
 HIDDEN_SCORE = -6e4  # a score at most this is that of a key which the query does not see, in any precision
 
 
-def topk_forwards(model: nn.Module) -> dict[nn.Module, Forward]:
-    """Map each module that picks keys by `topk` to a forward that picks a chunk's as in the whole."""
-    return {module: _forward(module) for module in model.modules() if _picks_keys(original_class(module))}
+# Names of transformers' modules that pick keys end like this.
+PICKERS = ("Indexer", "DogeAttention")
+LIBRARIES = ("transformers.", "fla.", "torch.")
 
 
-def _code_picks_keys(cls: type) -> bool:
-    """Whether a class calls `topk` in a method, and its forward takes a cache (a router's does not)."""
-    forward = inspect.unwrap(vars(cls).get("forward", cls.forward))  # type: ignore[attr-defined]
-    names = inspect.signature(forward).parameters
-    return any(name in names for name in CACHE_NAMES) and any(
-        "topk" in inspect.unwrap(method).__code__.co_names
-        for base in cls.__mro__
-        if base is not nn.Module
-        for method in vars(base).values()
-        if hasattr(method, "__code__")
-    )
+def key_pickers(model: nn.Module) -> list[weakref.ref[nn.Module]]:
+    """Return the modules of a model that pick keys, or whose code is a user's own and may do so."""
+    return [weakref.ref(module) for module in model.modules() if _picks_keys(original_class(module))]
+
+
+def topk_forwards(pickers: Iterable[weakref.ref[nn.Module]]) -> dict[nn.Module, Forward]:
+    """Map modules that pick keys by `topk` to forwards that pick a chunk's as in the whole."""
+    return {module: _forward(module) for picker in pickers if (module := picker()) is not None}
+
+
+def _may_pick_keys(cls: type[nn.Module]) -> bool:
+    """Whether a class picks keys, or is of a user's own code and takes a cache (a router does not)."""
+    if issubclass(cls, PreTrainedModel):
+        return False
+    if cls.__module__.startswith(LIBRARIES):
+        return cls.__name__.endswith(PICKERS)
+    names = inspect.signature(cls.forward).parameters
+    return any(name in names for name in CACHE_NAMES)
 
 
 # Not a decorator: mypy takes no class for the Hashable that a cached function's arguments are.
-_picks_keys: Callable[[type], bool] = functools.cache(_code_picks_keys)
+_picks_keys: Callable[[type], bool] = functools.cache(_may_pick_keys)
 
 
 def _forward(module: nn.Module) -> Forward:
