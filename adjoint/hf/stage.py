@@ -222,7 +222,8 @@ class Backbone(Stage):
             for layer in layers
         }
         replaced = replaced_forwards(recomputed) if recomputed else contextlib.nullcontext()
-        with replaced, self.embedding_noise.in_chunk(x.shape[1]):
+        noise = self.embedding_noise
+        with replaced, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
             output = self.call_backbone(x, cache, chunk)
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
