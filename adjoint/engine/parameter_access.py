@@ -109,6 +109,10 @@ class ParameterAccess:
         """Return the dtypes of floating-point weights while modules run."""
         return {p.dtype for p in self.model.parameters() if p.is_floating_point()}
 
+    def shape(self, parameter: Tensor) -> torch.Size:
+        """Return the shape that a parameter has while modules run."""
+        return parameter.shape
+
     def recompute(self, recompute: str) -> str:
         """Return how much of a layer's tape is recomputed at least: see `methods.Exact`."""
         return recompute

@@ -1,0 +1,371 @@
+"""Training by chunks of models whose parameters DeepSpeed's ZeRO-3 has partitioned over processes.
+
+DeepSpeed gathers a module's parameters in hooks around the module's forward and backward, and reduces each
+gradient as soon as autograd has added it to `.grad`. So, as under `fully_shard`, each chunk runs a forward
+and a backward as DeepSpeed expects them, inside the model's forward. To DeepSpeed each chunk is a step: its
+record of the order in which modules run, from which it prefetches, does not depend on the number of chunks.
+What a chunk's gradients reduce to, this process's partition of each, is summed here; the loss's own backward
+multiplies the sums by the loss's factor and gives them to DeepSpeed's optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from adjoint.batch import Batch
+from adjoint.engine.distribution import Distribution
+from adjoint.engine.executor import Executor
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.parameter_access import Runs
+from adjoint.engine.tile import Gradients
+from adjoint.errors import UserError
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.parallel.fsdp import GatheredAccess
+
+T = TypeVar("T")
+# Attributes of modules in which DeepSpeed counts: they change with every call, and change no result.
+BOOKKEEPING = frozenset(
+    {
+        "_external_params",
+        "_original_parameters",
+        "all_parameters",
+        "applied_pre_backward_ref_cnt",
+        "ds_external_parameters",
+        "ds_grads_remaining",
+        "ds_id",
+        "ds_inflight_param_registry",
+        "ds_model_granularity",
+        "ds_recompute_parameters",
+        "post_bwd_fn",
+        "pre_bwd_fn",
+    }
+)
+# Of a loss in float16 in evaluation mode, as in the trial on first use: the optimizer's first factors are so
+# large that gradients overflow, which it is there to notice.
+MAX_TRIAL_LOSS_SCALE = 2.0**10
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 holds a part of the parameter in each process."""
+    return hasattr(parameter, "ds_id")
+
+
+def uses_zero(model: nn.Module) -> bool:
+    """Whether ZeRO-3 holds any of a model's parameters."""
+    return any(map(is_partitioned, model.parameters()))
+
+
+def optimizer_of(model: nn.Module) -> Any:
+    """Return the optimizer that `deepspeed.initialize` made for a model, or None."""
+    optimizers = (getattr(p, "_z3_optimizer", None) for p in model.parameters())
+    return next((optimizer for optimizer in optimizers if optimizer is not None), None)
+
+
+def why_not(model: nn.Module) -> str | None:
+    """Return why ZeRO-3 cannot run a model that it has partitioned, or None."""
+    if offload_of(model) is None:
+        return "ZeRO-3 has partitioned its parameters, and nothing gathers them: call deepspeed.initialize first"
+    return None
+
+
+def offload_of(model: nn.Module) -> Any:
+    """Return DeepSpeed's object that gathers a model's parameters (`DeepSpeedZeRoOffload`), or None.
+
+    Without an optimizer nothing of the model refers to it but the hooks of its modules."""
+    optimizer = optimizer_of(model)
+    if optimizer is not None:
+        return optimizer.parameter_offload
+    for hook in model._forward_pre_hooks.values():
+        function = inspect.unwrap(hook)
+        if inspect.isfunction(function):
+            owner = inspect.getclosurevars(function).nonlocals.get("self")
+            if hasattr(owner, "pre_sub_module_forward_function"):
+                return owner
+    return None
+
+
+class _Step(nn.Module):
+    """What runs as one step of DeepSpeed; parameters that are read outside of their modules are noted here."""
+
+    ds_id = -1  # modules of models count from 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        from deepspeed.runtime.zero.partition_parameters import _init_external_params
+
+        self.ds_recompute_parameters: set[Tensor] = set()
+        _init_external_params(self)
+
+
+class ChunkRunner:
+    """Runs code that calls a partitioned model's modules, and backwards of it, as steps of DeepSpeed.
+
+    The order of modules in a chunk is recorded apart from that of the call around it: one has the layers, and
+    the other the modules between the model that DeepSpeed got and the layers.
+
+    Attributes:
+        depth: of the contexts of `entered`.
+        is_running: whether a forward runs.
+    """
+
+    def __init__(self, offload: Any) -> None:
+        self.offload, self.depth, self.is_running = offload, 0, False
+        self.step = _Step()
+        self.coordinator = copy.copy(offload.param_coordinator)
+        self._forget_trace()
+
+    def _forget_trace(self) -> None:
+        if self.coordinator.is_invalid_trace():
+            self.coordinator._clear_trace_structures()
+        else:
+            self.coordinator._invalidate_trace()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let DeepSpeed's hooks see steps inside the context, and the call around it afterwards."""
+        if self.depth:
+            yield
+            return
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        offload, calls = self.offload, len(FWD_MODULE_STACK)
+        before = [
+            (parameters, parameters._in_forward)
+            for module in offload.module.modules()
+            if hasattr(parameters := module._parameters, "_in_forward")
+        ]
+        outer, offload.param_coordinator = offload.param_coordinator, self.coordinator
+        self.depth = 1
+        for parameters, _ in before:
+            parameters._in_forward = True  # the hooks gather what is read outside of its module, too
+        try:
+            yield
+            self.coordinator._clean_inflight_param_registry()
+        except BaseException:  # modules were left in the middle of their forwards or backwards
+            del FWD_MODULE_STACK[calls:]
+            self._forget_trace()
+            offload.release_backward_leftovers()
+            self.coordinator.release_and_reset_all(offload.module)
+            raise
+        finally:
+            offload.param_coordinator = outer
+            self.depth, self.is_running = 0, False
+            for parameters, flag in before:
+                parameters._in_forward = flag
+
+    def forward(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, which runs modules forward."""
+        if self.is_running:
+            return call()
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        with self.entered():
+            self.coordinator.reset_step()
+            self.is_running = True
+            self.offload.pre_sub_module_forward_function(self.step)
+            result = call()
+            FWD_MODULE_STACK.pop()
+            self.offload.post_sub_module_forward_function(self.step)
+            self.is_running = False
+        return result
+
+    def backward(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, the backward of a forward of this runner."""
+        with self.entered():
+            self.offload.pre_sub_module_backward_function(self.step)
+            result = call()
+            self.offload.post_sub_module_backward_function(self.step)
+            self.offload.release_backward_leftovers()
+        return result
+
+
+class GradientPartitions:
+    """What a ZeRO-3 optimizer's reduced gradients go through on their way to its own sums.
+
+    One object is made per optimizer, in place of its `partition_grads`.
+
+    Attributes:
+        sums: this process's partitions of the gradients of the chunks so far; None while no chunks run.
+        written: parameters whose gradients have reached the optimizer in the backward that runs now: a second
+            call's are added to them, where the optimizer's own function would overwrite.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.sums: dict[Tensor, Tensor] | None = None
+        self.written: set[Tensor] = set()
+        self.write_to_optimizer = optimizer.partition_grads
+        self.finish = optimizer.independent_gradient_partition_epilogue
+        optimizer.partition_grads = self.take
+        optimizer.independent_gradient_partition_epilogue = self.finish_backward
+
+    def take(self, parameters: Sequence[Any], partitions: Sequence[Tensor]) -> list[Tensor]:
+        """Take reduced gradients: in the place of the optimizer's `partition_grads`."""
+        if self.sums is None:
+            return self._write(parameters, partitions)
+        for p, partition in zip(parameters, partitions, strict=True):
+            if (total := self.sums.get(p)) is not None:
+                total += partition
+            else:  # a copy: it may be a part of the bucket that is filled next
+                self.sums[p] = partition.to(accumulate_dtype(partition.dtype), copy=True)
+            p.grad = None
+        return []
+
+    def _write(self, parameters: Sequence[Any], partitions: Sequence[Tensor]) -> list[Tensor]:
+        """Write reduced gradients to the optimizer, adding to those of the same backward."""
+        optimizer, buffers = self.optimizer, []
+        pairs = list(zip(parameters, partitions, strict=True))
+        for adds in (False, True):
+            chosen = [(p, partition) for p, partition in pairs if (p in self.written) == adds]
+            micro_step = optimizer.micro_step_id
+            if adds:  # the optimizer adds from the second of accumulated batches on
+                optimizer.micro_step_id = max(1, micro_step)
+            try:
+                buffers += self.write_to_optimizer([p for p, _ in chosen], [d for _, d in chosen])
+            finally:
+                optimizer.micro_step_id = micro_step
+        self.written.update(parameters)
+        return buffers
+
+    def finish_backward(self) -> None:
+        """End a backward: in the place of the optimizer's `independent_gradient_partition_epilogue`."""
+        self.finish()
+        self.written.clear()
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[dict[Tensor, Tensor]]:
+        """Collect the partitions of gradients, by parameter, in place of writing them to the optimizer."""
+        optimizer = self.optimizer
+        state = optimizer._backward_hook_state  # counts the gradients of the user's backward
+        optimizer._backward_hook_state = type(state)()
+        self.sums = sums = {}
+        self.written.clear()  # an interrupted backward leaves some
+        try:
+            yield sums
+        finally:
+            self.sums, optimizer._backward_hook_state = None, state
+
+    def reduce(self) -> None:
+        """Reduce the gradients that wait in buckets until there are enough."""
+        before = dict(self.optimizer.averaged_gradients)
+        self.finish()
+        self.optimizer.averaged_gradients.clear()
+        self.optimizer.averaged_gradients.update(before)
+
+
+_runners: WeakKeyDictionary[nn.Module, ChunkRunner] = WeakKeyDictionary()
+
+
+def runner_of(model: nn.Module) -> ChunkRunner:
+    """Return the runner of a model's chunks, the same in every call until DeepSpeed is initialized again."""
+    offload = offload_of(model)
+    if offload is None:
+        raise UserError(f"{type(model).__name__}: {why_not(model)}")
+    runner: ChunkRunner | None = vars(offload).get("_adjoint_runner")
+    if runner is None:
+        runner = offload._adjoint_runner = ChunkRunner(offload)
+    return runner
+
+
+def partitions_of(optimizer: Any) -> GradientPartitions:
+    """Return what an optimizer's gradients go through, the same in every call."""
+    partitions: GradientPartitions | None = vars(optimizer).get("_adjoint_partitions")
+    if partitions is None:
+        partitions = optimizer._adjoint_partitions = GradientPartitions(optimizer)
+    return partitions
+
+
+class ZeROAccess(GatheredAccess):
+    """Weights that DeepSpeed's ZeRO-3 gathers, and whose gradients it reduces in the chunks' backwards."""
+
+    name: ClassVar[str] = "DeepSpeed ZeRO-3"
+
+    @classmethod
+    def holds(cls, model: nn.Module) -> bool:
+        return uses_zero(model)
+
+    def gathered_parameters(self) -> set[Tensor]:
+        return set(self.root.parameters())  # the same tensors, filled and emptied
+
+    def shape(self, parameter: Tensor) -> torch.Size:
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def run(self, call: Callable[[], T]) -> T:
+        return runner_of(self.root).forward(call)
+
+    def run_backward(self, call: Callable[[], T], is_last: bool) -> T:
+        def run() -> T:
+            result = call()
+            partitions_of(optimizer_of(self.root)).reduce()
+            return result
+
+        return runner_of(self.root).backward(run)
+
+    def backpropagate(self, loss: Tensor) -> None:
+        self.run_backward(lambda: super(ZeROAccess, self).backpropagate(loss), True)
+
+    def gradients_of(
+        self, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
+    ) -> dict[Tensor, Tensor]:
+        optimizer = optimizer_of(self.root)
+        with runner_of(self.root).entered(), partitions_of(optimizer).collected() as sums:
+            run()
+        for p in parameters:
+            if p.grad is not None:  # of parameters that the optimizer does not train
+                sums[p], p.grad = p.grad, None
+        return sums
+
+    def loss_factor(self) -> float:
+        """Return the factor of the optimizer's loss scaler: what float16 needs comes too late by chunks."""
+        optimizer = optimizer_of(self.root)
+        scaler = optimizer.torch_autocast_gradscaler
+        if scaler is not None:
+            scale = float(scaler.get_scale())
+        else:
+            scale = float(optimizer.loss_scale) if optimizer.needs_scaler() else 1.0
+        return scale if self.root.training else min(scale, MAX_TRIAL_LOSS_SCALE)
+
+    def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
+        results = super().forward(step)
+        others = [t for t in step.grad_inputs if not is_partitioned(t)]
+        if step.has_backward and len(others) < len(step.grad_inputs):
+            # To autograd one number stands for the partitioned parameters: it would take DeepSpeed's hooks on
+            # them for those of gradients that have come, and their shapes now for those of the gradients.
+            step.grad_inputs = [*others, torch.zeros((), device=results[0].device, requires_grad=True)]
+        return results
+
+    def hand_over(self, gradients: Gradients) -> None:
+        """Write the partitions to the optimizer, in a backward that autograd runs; in a trial they stay."""
+        if torch._C._current_graph_task_id() == -1:
+            return
+        trained = [p for p in gradients.sums if is_partitioned(p)]
+        sums = [gradients.sums.pop(p) for p in trained]
+        partitions_of(optimizer_of(self.root)).take(trained, sums)
+
+    def largest(self, *values: float) -> list[float]:
+        from deepspeed.accelerator import get_accelerator
+
+        parameter: Any = next(filter(is_partitioned, self.root.parameters()))
+        device = get_accelerator().current_device_name()
+        maxima = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parameter.ds_process_group)
+        return maxima.tolist()
+
+    def why_not_shared(self, group: object) -> str | None:
+        return "ZeRO-3 gathers each layer in all processes at once, and ranks of a group run chunks of their own"
+
+    def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
+        if torch.is_grad_enabled():
+            pass
+        return super().begin(batch, spec, distribution)
+
+    def check(self, executor: Executor, has_backward: bool) -> None:
+        pass
