@@ -197,11 +197,6 @@ def _refuse_other_values(loss: Tensor, terms: Tensor) -> None:
 
 def _refuse_unsupported(model: nn.Module, lm: PreTrainedModel) -> None:
     """Raise a UserError for a model whose hidden states are not at hand."""
-    if any(hasattr(p, "ds_id") for p in lm.parameters()):
-        raise UserError(
-            "token_logprobs: DeepSpeed ZeRO-3 holds the head's weight elsewhere: use ZeRO-2, or "
-            "DistributedDataParallel"
-        )
     if not torch.is_grad_enabled():
         return
     if access_kind(lm).copies_from_host:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,35 @@ def optimizer_of(model: nn.Module) -> Any:
     """Return the optimizer that `deepspeed.initialize` made for a model, or None."""
     optimizers = (getattr(p, "_z3_optimizer", None) for p in model.parameters())
     return next((optimizer for optimizer in optimizers if optimizer is not None), None)
+
+
+def loss_scale(optimizer: Any) -> float:
+    """Return the factor by which an optimizer of DeepSpeed multiplies the loss, 1 but for float16."""
+    scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+    return float(optimizer.loss_scale if scaler is None else scaler.get_scale()) if optimizer else 1.0
+
+
+def is_scaled(optimizer: Any) -> bool:
+    """Whether an optimizer of DeepSpeed scales the loss, now or once gradients have overflowed less often."""
+    return optimizer is not None and (optimizer.needs_scaler() or loss_scale(optimizer) != 1)
+
+
+def why_no_gradients(model: nn.Module, optimizer: Any) -> str | None:
+    """Return why chunks cannot give gradients to an optimizer of DeepSpeed, or None."""
+    if optimizer is None:
+        return "there is no optimizer: give deepspeed.initialize one, or call the model under torch.no_grad()"
+    if optimizer.zenflow:
+        return "zenflow picks among whole gradients, and a chunk has a part of each: leave it out"
+    if optimizer._coalesce_grad_reduction:
+        return "coalesce_grad_reduction() keeps whole gradients, and chunks reduce theirs: leave it out"
+    own_hooks = {handle.id for handle in optimizer._grad_acc_hooks}
+    for name, p in model.named_parameters():
+        if p.requires_grad and (p._backward_hooks or {*(p._post_accumulate_grad_hooks or {})} - own_hooks):
+            return (
+                f"a hook on the gradient of {name} would see parts of it, of one chunk each: remove it, and read "
+                "deepspeed.utils.safe_get_full_grad before the step"
+            )
+    return None
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -194,13 +223,16 @@ class GradientPartitions:
 
     Attributes:
         sums: this process's partitions of the gradients of the chunks so far; None while no chunks run.
-        written: parameters whose gradients have reached the optimizer in the backward that runs now: a second
-            call's are added to them, where the optimizer's own function would overwrite.
+        held: partitions that calls by chunks have left in the user's backward, until it ends: then the
+            optimizer knows whether it is the last of those that it adds up.
+        written: parameters whose gradients have reached the optimizer in that backward: what is held is added
+            to them, where the optimizer's own function would overwrite.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.sums: dict[Tensor, Tensor] | None = None
+        self.held: dict[Tensor, Tensor] = {}
         self.written: set[Tensor] = set()
         self.write_to_optimizer = optimizer.partition_grads
         self.finish = optimizer.independent_gradient_partition_epilogue
@@ -218,6 +250,13 @@ class GradientPartitions:
                 self.sums[p] = partition.to(accumulate_dtype(partition.dtype), copy=True)
             p.grad = None
         return []
+
+    def hold(self, partitions: dict[Tensor, Tensor]) -> None:
+        """Keep partitions of gradients until the user's backward ends; add them to those of other calls."""
+        for p, partition in partitions.items():
+            total = self.held.setdefault(p, partition)
+            if total is not partition:
+                total += partition
 
     def _write(self, parameters: Sequence[Any], partitions: Sequence[Tensor]) -> list[Tensor]:
         """Write reduced gradients to the optimizer, adding to those of the same backward."""
@@ -238,6 +277,13 @@ class GradientPartitions:
     def finish_backward(self) -> None:
         """End a backward: in the place of the optimizer's `independent_gradient_partition_epilogue`."""
         self.finish()
+        if self.held:
+            self._write(list(self.held), list(self.held.values()))
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget a backward that has ended, or was interrupted."""
+        self.held.clear()
         self.written.clear()
 
     @contextlib.contextmanager
@@ -247,7 +293,6 @@ class GradientPartitions:
         state = optimizer._backward_hook_state  # counts the gradients of the user's backward
         optimizer._backward_hook_state = type(state)()
         self.sums = sums = {}
-        self.written.clear()  # an interrupted backward leaves some
         try:
             yield sums
         finally:
@@ -259,9 +304,6 @@ class GradientPartitions:
         self.finish()
         self.optimizer.averaged_gradients.clear()
         self.optimizer.averaged_gradients.update(before)
-
-
-_runners: WeakKeyDictionary[nn.Module, ChunkRunner] = WeakKeyDictionary()
 
 
 def runner_of(model: nn.Module) -> ChunkRunner:
@@ -287,10 +329,16 @@ class ZeROAccess(GatheredAccess):
     """Weights that DeepSpeed's ZeRO-3 gathers, and whose gradients it reduces in the chunks' backwards."""
 
     name: ClassVar[str] = "DeepSpeed ZeRO-3"
+    hooks_modules: ClassVar[bool] = True
 
     @classmethod
     def holds(cls, model: nn.Module) -> bool:
         return uses_zero(model)
+
+    @functools.cached_property
+    def optimizer(self) -> Any:
+        """What `optimizer_of` returns for the model."""
+        return optimizer_of(self.root)
 
     def gathered_parameters(self) -> set[Tensor]:
         return set(self.root.parameters())  # the same tensors, filled and emptied
@@ -304,7 +352,8 @@ class ZeROAccess(GatheredAccess):
     def run_backward(self, call: Callable[[], T], is_last: bool) -> T:
         def run() -> T:
             result = call()
-            partitions_of(optimizer_of(self.root)).reduce()
+            if self.optimizer is not None:
+                partitions_of(self.optimizer).reduce()
             return result
 
         return runner_of(self.root).backward(run)
@@ -315,8 +364,11 @@ class ZeROAccess(GatheredAccess):
     def gradients_of(
         self, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
     ) -> dict[Tensor, Tensor]:
-        optimizer = optimizer_of(self.root)
-        with runner_of(self.root).entered(), partitions_of(optimizer).collected() as sums:
+        sums: dict[Tensor, Tensor] = {}
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(runner_of(self.root).entered())
+            if self.optimizer is not None:
+                sums = contexts.enter_context(partitions_of(self.optimizer).collected())
             run()
         for p in parameters:
             if p.grad is not None:  # of parameters that the optimizer does not train
@@ -324,13 +376,8 @@ class ZeROAccess(GatheredAccess):
         return sums
 
     def loss_factor(self) -> float:
-        """Return the factor of the optimizer's loss scaler: what float16 needs comes too late by chunks."""
-        optimizer = optimizer_of(self.root)
-        scaler = optimizer.torch_autocast_gradscaler
-        if scaler is not None:
-            scale = float(scaler.get_scale())
-        else:
-            scale = float(optimizer.loss_scale) if optimizer.needs_scaler() else 1.0
+        """Return the factor that DeepSpeed gives the loss in float16, so that gradients have it in chunks."""
+        scale = loss_scale(self.optimizer)
         return scale if self.root.training else min(scale, MAX_TRIAL_LOSS_SCALE)
 
     def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
@@ -346,9 +393,15 @@ class ZeROAccess(GatheredAccess):
         """Write the partitions to the optimizer, in a backward that autograd runs; in a trial they stay."""
         if torch._C._current_graph_task_id() == -1:
             return
-        trained = [p for p in gradients.sums if is_partitioned(p)]
-        sums = [gradients.sums.pop(p) for p in trained]
-        partitions_of(optimizer_of(self.root)).take(trained, sums)
+        sums = {p: gradients.sums.pop(p) for p in list(gradients.sums) if is_partitioned(p)}
+        unknown = set(sums).difference(*self.optimizer.fp16_groups)
+        for name, p in self.root.named_parameters():
+            if p in unknown:
+                raise UserError(
+                    f"{name} is trained and DeepSpeed's optimizer does not know it: unfreeze parameters before "
+                    "deepspeed.initialize"
+                )
+        partitions_of(self.optimizer).hold(sums)
 
     def largest(self, *values: float) -> list[float]:
         from deepspeed.accelerator import get_accelerator
@@ -363,9 +416,17 @@ class ZeROAccess(GatheredAccess):
         return "ZeRO-3 gathers each layer in all processes at once, and ranks of a group run chunks of their own"
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
-        if torch.is_grad_enabled():
-            pass
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.root.parameters()):
+            if reason := why_no_gradients(self.root, self.optimizer):
+                raise UserError(f"{self.name}: {reason}")
         return super().begin(batch, spec, distribution)
 
     def check(self, executor: Executor, has_backward: bool) -> None:
-        pass
+        dtypes = self.gathered_precisions() | {executor.lowest_precision}
+        is_half = torch.float16 in dtypes or executor.autocast == (True, torch.float16)
+        if has_backward and is_half and not is_scaled(self.optimizer):
+            raise UserError(
+                "float16 under DeepSpeed ZeRO-3: gradients are computed before a GradScaler has scaled the loss, "
+                'so that small ones would be lost; let DeepSpeed scale it ("fp16": {"enabled": true} in its '
+                "configuration), or use bfloat16"
+            )
