@@ -253,8 +253,9 @@ class GradientPartitions:
 
     def hold(self, partitions: dict[Tensor, Tensor]) -> None:
         """Keep partitions of gradients until the user's backward ends; add them to those of other calls."""
+        held = self.held if self.sums is None else self.sums  # of a trial, which collects them
         for p, partition in partitions.items():
-            total = self.held.setdefault(p, partition)
+            total = held.setdefault(p, partition)
             if total is not partition:
                 total += partition
 
@@ -292,11 +293,11 @@ class GradientPartitions:
         optimizer = self.optimizer
         state = optimizer._backward_hook_state  # counts the gradients of the user's backward
         optimizer._backward_hook_state = type(state)()
-        self.sums = sums = {}
+        outer, self.sums = self.sums, (sums := dict[Tensor, Tensor]())
         try:
             yield sums
         finally:
-            self.sums, optimizer._backward_hook_state = None, state
+            self.sums, optimizer._backward_hook_state = outer, state
 
     def reduce(self) -> None:
         """Reduce the gradients that wait in buckets until there are enough."""
