@@ -20,10 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adjoint.batch import Batch
-from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
-from adjoint.engine.grid import EngineSpec
 from adjoint.engine.parameter_access import Runs
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
@@ -416,13 +413,10 @@ class ZeROAccess(GatheredAccess):
     def why_not_shared(self, group: object) -> str | None:
         return "ZeRO-3 gathers each layer in all processes at once, and ranks of a group run chunks of their own"
 
-    def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.root.parameters()):
-            if reason := why_no_gradients(self.root, self.optimizer):
-                raise UserError(f"{self.name}: {reason}")
-        return super().begin(batch, spec, distribution)
-
     def check(self, executor: Executor, has_backward: bool) -> None:
+        is_trained = has_backward and any(p.requires_grad for p in self.root.parameters())
+        if is_trained and (reason := why_no_gradients(self.root, self.optimizer)):
+            raise UserError(f"{self.name}: {reason}")
         dtypes = self.gathered_precisions() | {executor.lowest_precision}
         is_half = torch.float16 in dtypes or executor.autocast == (True, torch.float16)
         if has_backward and is_half and not is_scaled(self.optimizer):

@@ -5,11 +5,11 @@ DeepSpeed is installed beside the environment, without its dependencies, of whic
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def rank_of() -> int:
 def joined() -> None:
     """Let DeepSpeed use this process's gloo group."""
     os.environ.update(LOCAL_RANK=str(rank_of()), RANK=str(rank_of()), WORLD_SIZE=str(dist.get_world_size()))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # which libraries ask for, and nobody meets at
     warnings.filterwarnings("ignore", category=FutureWarning)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
 
@@ -330,11 +331,192 @@ def in_host_memory() -> None:
     assert_trains_alike(LLAMA, 2e-5, zero=zero, **force)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "equal"])
+@case
+def leaf_modules() -> None:
+    """A module whose parameters DeepSpeed gathers together, whatever experts of it run."""
+    in_float64()
+    with float64_throughout():
+        model = make(MIXTRAL)
+        experts = type(model.model.layers[0].mlp)
+        deepspeed.utils.set_z3_leaf_modules(model, [experts])
+        engine = initialized(adjoint.wrap(model, METHOD))
+        engine.backward(engine(**own_row()).loss)
+        expected = of_one_process(
+            make(MIXTRAL), *(lambda m, i=i: m(input_ids=i, labels=i).loss / 2 for i in rows()[:, None])
+        )
+        assert_same(whole_gradients(engine), expected)
+
+
+@case
+def partitioned_from_the_start(folder: str) -> None:
+    """A model that is loaded under `zero.Init`, as transformers does it, is never whole."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    joined()
+    if rank_of() == 0:
+        make(BAMBA, torch.float32).save_pretrained(folder)
+    dist.barrier()
+    config = HfDeepSpeedConfig({**CONFIG, "train_batch_size": dist.get_world_size()})
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    assert config.is_zero3() and all(p.numel() == 0 for p in model.parameters())
+    adjoint.wrap(model, METHOD)
+    with pytest.raises(UserError, match="nothing gathers them: call deepspeed.initialize"):
+        model(**own_row())
+    engine = initialized(model)
+    engine.backward(engine(**own_row()).loss)
+    expected = of_one_process(
+        make(BAMBA, torch.float32), lambda m: m(input_ids=rows(), labels=rows()).loss
+    )
+    assert_same(whole_gradients(engine), expected, 1e-4)
+
+
+@case
+def checkpoints(folder: str) -> None:
+    """Of DeepSpeed, in 16 bits, and universal; training goes on from them as without a break."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    joined()
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = initialized(adjoint.wrap(make(LLAMA, torch.float32), METHOD), zero)
+
+    def step(engine: Any, seed: int) -> float:
+        loss = engine(**own_row(seed)).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
+
+    step(engine, 1)
+    engine.save_checkpoint(f"{folder}/run", tag="first")
+    engine.save_16bit_model(f"{folder}/half")
+    expected = [step(engine, seed) for seed in (2, 3)]
+    dist.barrier()
+    if rank_of() == 0:
+        saved = torch.load(f"{folder}/half/pytorch_model.bin")
+        assert saved.keys() == make(LLAMA).state_dict().keys() and saved["model.norm.weight"].numel() == 24
+        arguments = ["--input_folder", f"{folder}/run/first", "--output_folder", f"{folder}/run/universal"]
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["ds_to_universal", *arguments, "--no_strict"])
+            patch.setattr(ds_to_universal, "ProcessPoolExecutor", ThreadPoolExecutor)
+            ds_to_universal.main(ds_to_universal.parse_arguments())
+    dist.barrier()
+    for tag, universal in (("first", False), ("universal", True)):
+        again = initialized(
+            adjoint.wrap(make(LLAMA, torch.float32), METHOD), checkpoint={"load_universal": universal}
+        )
+        again.load_checkpoint(f"{folder}/run", tag=tag)
+        losses = [step(again, seed) for seed in (2, 3)]
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5, (tag, losses, expected)
+
+
+@case
+def trainer(folder: str) -> None:
+    """The Trainer with DeepSpeed's configuration, and accumulation, beside the model that is not wrapped."""
+    joined()
+    accelerate = pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    data = [{"input_ids": ids, "labels": ids} for seed in range(8) for ids in rows(seed)]
+
+    def losses(wraps: bool) -> list[float]:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        model, seen = make(BAMBA, torch.float32), []
+
+        class Note(TrainerCallback):
+            def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+                seen.extend(logs[key] for key in ("loss", "grad_norm") if key in logs)
+
+        config = {
+            "zero_optimization": ZERO,
+            "zero_allow_untested_optimizer": True,
+            "gradient_accumulation_steps": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": "auto",
+        }
+        arguments = TrainingArguments(
+            folder,
+            deepspeed=config,
+            use_cpu=True,
+            max_steps=3,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=1,
+            logging_steps=1,
+            learning_rate=1e-2,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        model = adjoint.wrap(model, METHOD) if wraps else model
+        Trainer(model, arguments, train_dataset=data, callbacks=[Note()]).train()
+        return seen
+
+    expected, values = losses(False), losses(True)
+    assert len(values) == 6
+    assert max(abs(a - b) for a, b in zip(values, expected, strict=True)) < 1e-3, (values, expected)
+
+
+@case
+def refused() -> None:
+    """What chunks cannot do under ZeRO-3, by name."""
+    joined()
+    engine = initialized(adjoint.wrap(make(LLAMA, torch.float32), METHOD))
+    loss = engine(**own_row()).loss
+    with pytest.raises(ValueError, match="multiplied by 1 on one process and by 2 on another"):
+        (loss * (1 + rank_of())).backward()
+    with pytest.raises(UserError, match="coalesce_grad_reduction"), engine.coalesce_grad_reduction():
+        engine(**own_row())
+    handle = engine.module.lm_head.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(UserError, match="a hook on the gradient of lm_head.weight"):
+        engine(**own_row())
+    handle.remove()
+    with torch.autocast("cpu", torch.float16), pytest.raises(UserError, match="let DeepSpeed scale it"):
+        engine.module(**own_row())
+    frozen = make(LLAMA, torch.float32)
+    frozen.lm_head.requires_grad_(False)
+    engine = initialized(adjoint.wrap(frozen, METHOD))
+    engine.module.lm_head.requires_grad_()
+    with pytest.raises(UserError, match="unfreeze parameters before"):
+        engine.backward(engine(**own_row()).loss)
+    grouped = adjoint.wrap(make(LLAMA, torch.float32), METHOD, sequence_group=dist.group.WORLD)
+    with pytest.raises(UserError, match="ZeRO-3 gathers each layer in all processes"):
+        initialized(grouped)(input_ids=rows()[:1], labels=rows()[:1])
+
+
+@case
+def without_an_optimizer() -> None:
+    """A model of an engine that does not train: its loss and log-probabilities, as of a reference model."""
+    joined()
+    model = adjoint.wrap(make(BAMBA, torch.float32).requires_grad_(False), METHOD)
+    config = {"train_batch_size": dist.get_world_size(), "zero_optimization": ZERO}
+    engine, ids = deepspeed.initialize(model=model, config=config)[0], rows()[:1]
+    reference = make(BAMBA, torch.float32)
+    with torch.no_grad():
+        expected = reference(input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(engine(input_ids=ids, labels=ids).loss, expected)
+        logprobs = [adjoint.token_logprobs(m, ids, torch.ones_like(ids) > 0) for m in (engine, reference)]
+        torch.testing.assert_close(*logprobs)
+
+
+SLOW = ("checkpoints", "trainer", "leaf_modules", "in_host_memory", "without_an_optimizer")
+WITH_FOLDER = ("checkpoints", "trainer", "partitioned_from_the_start")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES if n != "equal"],
+)
 def test_under_zero(name: str, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, CASES[name], timeout=100)
+    folder = (str(tmp_path),) if name in WITH_FOLDER else ()
+    on_ranks(2, tmp_path, CASES[name], *folder, timeout=100)
 
 
-@pytest.mark.parametrize("name", [LLAMA, MAMBA2, BAMBA, QWEN, MIXTRAL])
-def test_gradients_are_those_of_one_process(name: str, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, equal, name, timeout=100)
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        (BAMBA, 2),
+        *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (LLAMA, MAMBA2, QWEN, MIXTRAL)),
+        *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (LLAMA, MAMBA2, BAMBA, QWEN)),
+    ],
+)
+def test_gradients_are_those_of_one_process(name: str, world: int, tmp_path: Path) -> None:
+    on_ranks(world, tmp_path, equal, name, timeout=100)
