@@ -408,7 +408,7 @@ class GatheredAccess(ParameterAccess):
     def hand_over(self, gradients: Gradients) -> None:
         """Take the gradients that autograd cannot hand to parameters out of the sums, and hand them over."""
 
-    # ------------------------------------------------------------------------------------- common to all kinds
+    # ------------------------------------------------------------------------------------ common to all kinds
 
     def precisions(self) -> set[torch.dtype]:
         return super().precisions() | self.gathered_precisions()

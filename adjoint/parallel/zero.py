@@ -89,8 +89,8 @@ def why_no_gradients(model: nn.Module, optimizer: Any) -> str | None:
     for name, p in model.named_parameters():
         if p.requires_grad and (p._backward_hooks or {*(p._post_accumulate_grad_hooks or {})} - own_hooks):
             return (
-                f"a hook on the gradient of {name} would see parts of it, of one chunk each: remove it, and read "
-                "deepspeed.utils.safe_get_full_grad before the step"
+                f"a hook on the gradient of {name} would see parts of it, of one chunk each: remove it, and "
+                "read deepspeed.utils.safe_get_full_grad before the step"
             )
     return None
 
@@ -98,7 +98,9 @@ def why_no_gradients(model: nn.Module, optimizer: Any) -> str | None:
 def why_not(model: nn.Module) -> str | None:
     """Return why ZeRO-3 cannot run a model that it has partitioned, or None."""
     if offload_of(model) is None:
-        return "ZeRO-3 has partitioned its parameters, and nothing gathers them: call deepspeed.initialize first"
+        return (
+            "ZeRO-3 has partitioned its parameters, and nothing gathers them: call deepspeed.initialize first"
+        )
     return None
 
 
@@ -119,7 +121,7 @@ def offload_of(model: nn.Module) -> Any:
 
 
 class _Step(nn.Module):
-    """What runs as one step of DeepSpeed; parameters that are read outside of their modules are noted here."""
+    """What runs as one step of DeepSpeed, which notes here the parameters read outside of their modules."""
 
     ds_id = -1  # modules of models count from 0
 
@@ -396,8 +398,8 @@ class ZeROAccess(GatheredAccess):
         for name, p in self.root.named_parameters():
             if p in unknown:
                 raise UserError(
-                    f"{name} is trained and DeepSpeed's optimizer does not know it: unfreeze parameters before "
-                    "deepspeed.initialize"
+                    f"{name} is trained and DeepSpeed's optimizer does not know it: unfreeze parameters "
+                    "before deepspeed.initialize"
                 )
         partitions_of(self.optimizer).hold(sums)
 
@@ -411,7 +413,9 @@ class ZeROAccess(GatheredAccess):
         return maxima.tolist()
 
     def why_not_shared(self, group: object) -> str | None:
-        return "ZeRO-3 gathers each layer in all processes at once, and ranks of a group run chunks of their own"
+        return (
+            "ZeRO-3 gathers each layer in all processes at once, and ranks of a group run chunks of their own"
+        )
 
     def check(self, executor: Executor, has_backward: bool) -> None:
         is_trained = has_backward and any(p.requires_grad for p in self.root.parameters())
@@ -421,7 +425,7 @@ class ZeROAccess(GatheredAccess):
         is_half = torch.float16 in dtypes or executor.autocast == (True, torch.float16)
         if has_backward and is_half and not is_scaled(self.optimizer):
             raise UserError(
-                "float16 under DeepSpeed ZeRO-3: gradients are computed before a GradScaler has scaled the loss, "
-                'so that small ones would be lost; let DeepSpeed scale it ("fp16": {"enabled": true} in its '
-                "configuration), or use bfloat16"
+                "float16 under DeepSpeed ZeRO-3: gradients are computed before a GradScaler has scaled the "
+                'loss, so that small ones would be lost; let DeepSpeed scale it ("fp16": {"enabled": true} in '
+                "its configuration), or use bfloat16"
             )

@@ -1,4 +1,4 @@
-"""Models whose parameters DeepSpeed's ZeRO-3 has partitioned over processes, against one process with all rows.
+"""Models whose parameters DeepSpeed's ZeRO-3 has partitioned, against one process with all rows.
 
 DeepSpeed is installed beside the environment, without its dependencies, of which some have other versions:
 `make test-versions ROWS=deepspeed` does it, and runs these tests."""
@@ -62,7 +62,9 @@ def rank_of() -> int:
 def joined() -> None:
     """Let DeepSpeed use this process's gloo group."""
     os.environ.update(LOCAL_RANK=str(rank_of()), RANK=str(rank_of()), WORLD_SIZE=str(dist.get_world_size()))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # which libraries ask for, and nobody meets at
+    os.environ.update(
+        MASTER_ADDR="localhost", MASTER_PORT="1"
+    )  # which libraries ask for, and nobody meets at
     warnings.filterwarnings("ignore", category=FutureWarning)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
 
@@ -271,14 +273,15 @@ def gathered_at_once() -> None:
     assert most["calls"] > 500
     assert most["weights"] < max(sizes) < sum(sizes) / 2, (most, sizes)
     assert most["gradients"] <= ZERO["reduce_bucket_size"] + largest < sum(sizes) / 4, (most, sizes)
-    del model
-    assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in engine.module.parameters())
+    assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in model.parameters())
 
 
 # ------------------------------------------------------------------------------------------------- training
 
 
-def losses_of_training(name: str, wraps: bool, dtype: torch.dtype = torch.float32, **config: Any) -> list[float]:
+def losses_of_training(
+    name: str, wraps: bool, dtype: torch.dtype = torch.float32, **config: Any
+) -> list[float]:
     """Return the losses of a few steps, with evaluation and generation in between."""
     model = trained_like(name, dtype)
     engine, losses = initialized(adjoint.wrap(model, METHOD) if wraps else model, **config), []
@@ -361,13 +364,11 @@ def partitioned_from_the_start(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).train()
     assert config.is_zero3() and all(p.numel() == 0 for p in model.parameters())
     adjoint.wrap(model, METHOD)
-    with pytest.raises(UserError, match="nothing gathers them: call deepspeed.initialize"):
+    with pytest.raises(UserError, match=r"nothing gathers them: call deepspeed\.initialize"):
         model(**own_row())
     engine = initialized(model)
     engine.backward(engine(**own_row()).loss)
-    expected = of_one_process(
-        make(BAMBA, torch.float32), lambda m: m(input_ids=rows(), labels=rows()).loss
-    )
+    expected = of_one_process(make(BAMBA, torch.float32), lambda m: m(input_ids=rows(), labels=rows()).loss)
     assert_same(whole_gradients(engine), expected, 1e-4)
 
 
@@ -466,7 +467,7 @@ def refused() -> None:
     with pytest.raises(UserError, match="coalesce_grad_reduction"), engine.coalesce_grad_reduction():
         engine(**own_row())
     handle = engine.module.lm_head.weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(UserError, match="a hook on the gradient of lm_head.weight"):
+    with pytest.raises(UserError, match=r"a hook on the gradient of lm_head\.weight"):
         engine(**own_row())
     handle.remove()
     with torch.autocast("cpu", torch.float16), pytest.raises(UserError, match="let DeepSpeed scale it"):
