@@ -92,7 +92,7 @@ def _one(rank: int, folder: str, point: Point) -> None:
         return repeated(step, "cpu", 0.0, least=2)  # as many in each process
 
     result = measured(prepare, ids, point["first"], repeat, "step")
-    result |= {"gathered": gathered[0], "parameters": gathered[1]}
+    result["gathered"] = gathered[0] / gathered[1]
     Path(folder, str(rank)).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -126,7 +126,7 @@ class Zero(Benchmark):
             {
                 **dict(zip(("model", "way", "length"), key, strict=True)),
                 **steps.medians(groups[key], key[2]),
-                **{"gathered": r["gathered"] / r["parameters"] for r in groups[key] if "gathered" in r},
+                **({"gathered": groups[key][0]["gathered"]} if "gathered" in groups[key][0] else {}),
             }
             for key in keys
             if key in groups

@@ -426,6 +426,6 @@ class ZeROAccess(GatheredAccess):
         if has_backward and is_half and not is_scaled(self.optimizer):
             raise UserError(
                 "float16 under DeepSpeed ZeRO-3: gradients are computed before a GradScaler has scaled the "
-                'loss, so that small ones would be lost; let DeepSpeed scale it ("fp16": {"enabled": true} in '
-                "its configuration), or use bfloat16"
+                "loss, so that small ones would be lost; let DeepSpeed scale it, by "
+                '"fp16": {"enabled": true} in its configuration, or use bfloat16'
             )

@@ -5,8 +5,11 @@ DeepSpeed is installed beside the environment, without its dependencies, of whic
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +34,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 pytestmark = [pytest.mark.xdist_group("zero"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 METHOD = adjoint.Exact(chunk_size=16)
+ROOT = Path(__file__).resolve().parents[2]
 LLAMA, MAMBA2, BAMBA, QWEN = (f"{name}ForCausalLM" for name in ("Llama", "Mamba2", "Bamba", "Qwen3_5"))
 MIXTRAL = "MixtralForCausalLM"
 CASES: dict[str, Callable[..., None]] = {}
@@ -521,3 +525,23 @@ def test_under_zero(name: str, tmp_path: Path) -> None:
 )
 def test_gradients_are_those_of_one_process(name: str, world: int, tmp_path: Path) -> None:
     on_ranks(world, tmp_path, equal, name, timeout=100)
+
+
+@pytest.mark.slow
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """The command line of accelerate, with DeepSpeed's configuration in a file."""
+    zero = {**ZERO, "offload_param": {"device": "none"}}
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    (tmp_path / "zero3.json").write_text(json.dumps(config))
+    launch = (
+        f"--use_deepspeed --deepspeed_config_file {tmp_path}/zero3.json --num_processes 2 --num_machines 1"
+    )
+    launch += " --dynamo_backend no --main_process_port 0 -m tests.hf.zero_loop"
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch.split(), LLAMA, MAMBA2]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
+    assert sum(line.startswith((LLAMA, MAMBA2)) for line in ended.stdout.splitlines()) == 4
