@@ -51,12 +51,12 @@ CONFIG: dict[str, Any] = {
 def measure(point: Point) -> Point:
     """A point of `steps.measure`, of the process with the higher peak, with the weights gathered at once."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one, (folder, point), nprocs=PROCESSES)  # type: ignore[attr-defined]
+        mp.spawn(_measure_rank, (folder, point), nprocs=PROCESSES)  # type: ignore[attr-defined]
         results = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(PROCESSES)]
     return max(results, key=lambda result: result["memory_bytes"])
 
 
-def _one(rank: int, folder: str, point: Point) -> None:
+def _measure_rank(rank: int, folder: str, point: Point) -> None:
     """Measure one of the processes, and write its result into the folder."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ["WORLD_SIZE"] = str(PROCESSES)
@@ -108,7 +108,7 @@ class Zero(Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(parser, lengths=([2048, 8192, 32768], "tokens"))
-        runner.add_choice(parser, "--models", ["Mamba-2", "Bamba-like"])
+        runner.add_choice(parser, "--models", ["Mamba-2"])
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         combinations = itertools.product(options.lengths, options.models, WAYS)

@@ -14,11 +14,12 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from adjoint.engine.executor import Executor
 from adjoint.engine.parameter_access import Runs
@@ -50,6 +51,48 @@ BOOKKEEPING = frozenset(
 MAX_TRIAL_LOSS_SCALE = 2.0**10
 
 
+class Coordinator(Protocol):
+    """The part of DeepSpeed's `PartitionedParameterCoordinator` that is used here."""
+
+    def is_invalid_trace(self) -> bool: ...
+    def reset_step(self) -> None: ...
+    def release_and_reset_all(self, module: nn.Module) -> None: ...
+    def _clear_trace_structures(self) -> None: ...
+    def _invalidate_trace(self) -> None: ...
+    def _clean_inflight_param_registry(self) -> None: ...
+
+
+class Offload(Protocol):
+    """The part of DeepSpeed's `DeepSpeedZeRoOffload` that is used here."""
+
+    module: nn.Module
+    param_coordinator: Coordinator
+
+    def pre_sub_module_forward_function(self, module: nn.Module) -> None: ...
+    def post_sub_module_forward_function(self, module: nn.Module) -> None: ...
+    def pre_sub_module_backward_function(self, module: nn.Module) -> None: ...
+    def post_sub_module_backward_function(self, module: nn.Module) -> None: ...
+    def release_backward_leftovers(self) -> None: ...
+
+
+class ZeROOptimizer(Protocol):
+    """The part of DeepSpeed's `DeepSpeedZeroOptimizer_Stage3` that is used here."""
+
+    parameter_offload: Offload
+    partition_grads: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+    independent_gradient_partition_epilogue: Callable[[], None]
+    averaged_gradients: dict[int, object]
+    fp16_groups: list[list[Tensor]]
+    micro_step_id: int
+    loss_scale: float
+    zenflow: bool
+    _backward_hook_state: object
+    _coalesce_grad_reduction: bool
+    _grad_acc_hooks: list[RemovableHandle]
+
+    def needs_scaler(self) -> bool: ...
+
+
 def is_partitioned(parameter: Tensor) -> bool:
     """Whether ZeRO-3 holds a part of the parameter in each process."""
     return hasattr(parameter, "ds_id")
@@ -60,24 +103,24 @@ def uses_zero(model: nn.Module) -> bool:
     return any(map(is_partitioned, model.parameters()))
 
 
-def optimizer_of(model: nn.Module) -> Any:
+def optimizer_of(model: nn.Module) -> ZeROOptimizer | None:
     """Return the optimizer that `deepspeed.initialize` made for a model, or None."""
     optimizers = (getattr(p, "_z3_optimizer", None) for p in model.parameters())
     return next((optimizer for optimizer in optimizers if optimizer is not None), None)
 
 
-def loss_scale(optimizer: Any) -> float:
+def loss_scale(optimizer: ZeROOptimizer | None) -> float:
     """Return the factor by which an optimizer of DeepSpeed multiplies the loss, 1 but for float16."""
     scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
     return float(optimizer.loss_scale if scaler is None else scaler.get_scale()) if optimizer else 1.0
 
 
-def is_scaled(optimizer: Any) -> bool:
+def is_scaled(optimizer: ZeROOptimizer | None) -> bool:
     """Whether an optimizer of DeepSpeed scales the loss, now or once gradients have overflowed less often."""
     return optimizer is not None and (optimizer.needs_scaler() or loss_scale(optimizer) != 1)
 
 
-def why_no_gradients(model: nn.Module, optimizer: Any) -> str | None:
+def why_no_gradients(model: nn.Module, optimizer: ZeROOptimizer | None) -> str | None:
     """Return why chunks cannot give gradients to an optimizer of DeepSpeed, or None."""
     if optimizer is None:
         return "there is no optimizer: give deepspeed.initialize one, or call the model under torch.no_grad()"
@@ -104,7 +147,7 @@ def why_not(model: nn.Module) -> str | None:
     return None
 
 
-def offload_of(model: nn.Module) -> Any:
+def offload_of(model: nn.Module) -> Offload | None:
     """Return DeepSpeed's object that gathers a model's parameters (`DeepSpeedZeRoOffload`), or None.
 
     Without an optimizer nothing of the model refers to it but the hooks of its modules."""
@@ -121,7 +164,7 @@ def offload_of(model: nn.Module) -> Any:
 
 
 class _Step(nn.Module):
-    """What runs as one step of DeepSpeed, which notes here the parameters read outside of their modules."""
+    """A chunk, as a module of DeepSpeed, which notes here the parameters read outside of their modules."""
 
     ds_id = -1  # modules of models count from 0
 
@@ -144,7 +187,7 @@ class ChunkRunner:
         is_running: whether a forward runs.
     """
 
-    def __init__(self, offload: Any) -> None:
+    def __init__(self, offload: Offload) -> None:
         self.offload, self.depth, self.is_running = offload, 0, False
         self.step = _Step()
         self.coordinator = copy.copy(offload.param_coordinator)
@@ -216,29 +259,29 @@ class ChunkRunner:
 
 
 class GradientPartitions:
-    """What a ZeRO-3 optimizer's reduced gradients go through on their way to its own sums.
+    """Receiver of the gradients that a ZeRO-3 optimizer has reduced, before its own sums.
 
     One object is made per optimizer, in place of its `partition_grads`.
 
     Attributes:
         sums: this process's partitions of the gradients of the chunks so far; None while no chunks run.
-        held: partitions that calls by chunks have left in the user's backward, until it ends: then the
+        waiting: partitions that calls by chunks have left in the user's backward, until it ends: then the
             optimizer knows whether it is the last of those that it adds up.
-        written: parameters whose gradients have reached the optimizer in that backward: what is held is added
+        written: parameters whose gradients have reached the optimizer in that backward: what waits is added
             to them, where the optimizer's own function would overwrite.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: ZeROOptimizer) -> None:
         self.optimizer = optimizer
         self.sums: dict[Tensor, Tensor] | None = None
-        self.held: dict[Tensor, Tensor] = {}
+        self.waiting: dict[Tensor, Tensor] = {}
         self.written: set[Tensor] = set()
         self.write_to_optimizer = optimizer.partition_grads
         self.finish = optimizer.independent_gradient_partition_epilogue
         optimizer.partition_grads = self.take
         optimizer.independent_gradient_partition_epilogue = self.finish_backward
 
-    def take(self, parameters: Sequence[Any], partitions: Sequence[Tensor]) -> list[Tensor]:
+    def take(self, parameters: Sequence[Tensor], partitions: Sequence[Tensor]) -> list[Tensor]:
         """Take reduced gradients: in the place of the optimizer's `partition_grads`."""
         if self.sums is None:
             return self._write(parameters, partitions)
@@ -252,13 +295,13 @@ class GradientPartitions:
 
     def hold(self, partitions: dict[Tensor, Tensor]) -> None:
         """Keep partitions of gradients until the user's backward ends; add them to those of other calls."""
-        held = self.held if self.sums is None else self.sums  # of a trial, which collects them
+        target = self.waiting if self.sums is None else self.sums  # of a trial, which collects them
         for p, partition in partitions.items():
-            total = held.setdefault(p, partition)
+            total = target.setdefault(p, partition)
             if total is not partition:
                 total += partition
 
-    def _write(self, parameters: Sequence[Any], partitions: Sequence[Tensor]) -> list[Tensor]:
+    def _write(self, parameters: Sequence[Tensor], partitions: Sequence[Tensor]) -> list[Tensor]:
         """Write reduced gradients to the optimizer, adding to those of the same backward."""
         optimizer, buffers = self.optimizer, []
         pairs = list(zip(parameters, partitions, strict=True))
@@ -277,13 +320,13 @@ class GradientPartitions:
     def finish_backward(self) -> None:
         """End a backward: in the place of the optimizer's `independent_gradient_partition_epilogue`."""
         self.finish()
-        if self.held:
-            self._write(list(self.held), list(self.held.values()))
+        if self.waiting:
+            self._write(list(self.waiting), list(self.waiting.values()))
         self.forget()
 
     def forget(self) -> None:
         """Forget a backward that has ended, or was interrupted."""
-        self.held.clear()
+        self.waiting.clear()
         self.written.clear()
 
     @contextlib.contextmanager
@@ -313,15 +356,15 @@ def runner_of(model: nn.Module) -> ChunkRunner:
         raise UserError(f"{type(model).__name__}: {why_not(model)}")
     runner: ChunkRunner | None = vars(offload).get("_adjoint_runner")
     if runner is None:
-        runner = offload._adjoint_runner = ChunkRunner(offload)
+        runner = vars(offload)["_adjoint_runner"] = ChunkRunner(offload)
     return runner
 
 
-def partitions_of(optimizer: Any) -> GradientPartitions:
+def partitions_of(optimizer: ZeROOptimizer) -> GradientPartitions:
     """Return what an optimizer's gradients go through, the same in every call."""
     partitions: GradientPartitions | None = vars(optimizer).get("_adjoint_partitions")
     if partitions is None:
-        partitions = optimizer._adjoint_partitions = GradientPartitions(optimizer)
+        partitions = vars(optimizer)["_adjoint_partitions"] = GradientPartitions(optimizer)
     return partitions
 
 
@@ -336,8 +379,8 @@ class ZeROAccess(GatheredAccess):
         return uses_zero(model)
 
     @functools.cached_property
-    def optimizer(self) -> Any:
-        """What `optimizer_of` returns for the model."""
+    def optimizer(self) -> ZeROOptimizer | None:
+        """The optimizer of DeepSpeed that trains the model, or None."""
         return optimizer_of(self.root)
 
     def gathered_parameters(self) -> set[Tensor]:
@@ -391,25 +434,27 @@ class ZeROAccess(GatheredAccess):
 
     def hand_over(self, gradients: Gradients) -> None:
         """Write the partitions to the optimizer, in a backward that autograd runs; in a trial they stay."""
-        if torch._C._current_graph_task_id() == -1:
+        optimizer, is_trial = self.optimizer, torch._C._current_graph_task_id() == -1
+        if optimizer is None or is_trial:
             return
         sums = {p: gradients.sums.pop(p) for p in list(gradients.sums) if is_partitioned(p)}
-        unknown = set(sums).difference(*self.optimizer.fp16_groups)
+        unknown = set(sums).difference(*optimizer.fp16_groups)
         for name, p in self.root.named_parameters():
             if p in unknown:
                 raise UserError(
                     f"{name} is trained and DeepSpeed's optimizer does not know it: unfreeze parameters "
                     "before deepspeed.initialize"
                 )
-        partitions_of(self.optimizer).hold(sums)
+        partitions_of(optimizer).hold(sums)
 
     def largest(self, *values: float) -> list[float]:
         from deepspeed.accelerator import get_accelerator
 
-        parameter: Any = next(filter(is_partitioned, self.root.parameters()))
+        parameter = next(filter(is_partitioned, self.root.parameters()))
         device = get_accelerator().current_device_name()
         maxima = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parameter.ds_process_group)
+        group = vars(parameter)["ds_process_group"]
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         return maxima.tolist()
 
     def why_not_shared(self, group: object) -> str | None:

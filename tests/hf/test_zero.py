@@ -226,7 +226,7 @@ def two_calls_in_a_backward() -> None:
 def log_probabilities() -> None:
     """`token_logprobs` in two passes; and of a model that is not wrapped."""
     in_float64()
-    ids, own = rows(), slice(rank_of(), rank_of() + 1)
+    ids, row = rows(), slice(rank_of(), rank_of() + 1)
     mask = torch.arange(ids.shape[1]).expand(len(ids), -1) >= 20
     with float64_throughout():
         for name, wraps in ((LLAMA, True), (BAMBA, True), (LLAMA, False)):
@@ -235,10 +235,10 @@ def log_probabilities() -> None:
             expected.exp().sum().backward()
             engine = initialized(adjoint.wrap(make(name), METHOD) if wraps else make(name))
             with torch.no_grad():
-                again = adjoint.token_logprobs(engine, ids[own], mask[own])
-            logprobs = adjoint.token_logprobs(engine, ids[own], mask[own])
+                again = adjoint.token_logprobs(engine, ids[row], mask[row])
+            logprobs = adjoint.token_logprobs(engine, ids[row], mask[row])
             for values in (again, logprobs):
-                torch.testing.assert_close(values, expected[own])
+                torch.testing.assert_close(values, expected[row])
             engine.backward(logprobs.exp().sum() * len(ids))
             assert_same(whole_gradients(engine), current_gradients(reference))
 
@@ -290,8 +290,8 @@ def losses_of_training(
     model = trained_like(name, dtype)
     engine, losses = initialized(adjoint.wrap(model, METHOD) if wraps else model, **config), []
     for step in range(3):
-        for part in range(config.get("gradient_accumulation_steps", 1)):
-            loss = engine(**own_row(10 * step + part)).loss
+        for microbatch in range(config.get("gradient_accumulation_steps", 1)):
+            loss = engine(**own_row(10 * step + microbatch)).loss
             engine.backward(loss)
             engine.step()
             losses.append(float(loss))
@@ -378,7 +378,7 @@ def partitioned_from_the_start(folder: str) -> None:
 
 @case
 def checkpoints(folder: str) -> None:
-    """Of DeepSpeed, in 16 bits, and universal; training goes on from them as without a break."""
+    """Checkpoints of DeepSpeed, in 16 bits, and universal; training goes on from them as without a break."""
     from deepspeed.checkpoint import ds_to_universal
 
     joined()
@@ -425,11 +425,11 @@ def trainer(folder: str) -> None:
 
     def losses(wraps: bool) -> list[float]:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        model, seen = make(BAMBA, torch.float32), []
+        model, logged = make(BAMBA, torch.float32), []
 
         class Note(TrainerCallback):
             def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-                seen.extend(logs[key] for key in ("loss", "grad_norm") if key in logs)
+                logged.extend(logs[key] for key in ("loss", "grad_norm") if key in logs)
 
         config = {
             "zero_optimization": ZERO,
@@ -453,7 +453,7 @@ def trainer(folder: str) -> None:
         )
         model = adjoint.wrap(model, METHOD) if wraps else model
         Trainer(model, arguments, train_dataset=data, callbacks=[Note()]).train()
-        return seen
+        return logged
 
     expected, values = losses(False), losses(True)
     assert len(values) == 6
@@ -462,7 +462,7 @@ def trainer(folder: str) -> None:
 
 @case
 def refused() -> None:
-    """What chunks cannot do under ZeRO-3, by name."""
+    """Refuse by name what chunks cannot do under ZeRO-3."""
     joined()
     engine = initialized(adjoint.wrap(make(LLAMA, torch.float32), METHOD))
     loss = engine(**own_row()).loss

@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def losses(accelerator: Accelerator, model: torch.nn.Module) -> list[float]:
-    seen = []
+    values = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(3, VOCAB, (2 * STEPS * accelerator.num_processes, 53), generator=generator)
@@ -29,8 +29,8 @@ def losses(accelerator: Accelerator, model: torch.nn.Module) -> list[float]:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        seen.append(float(loss))
-    return seen
+        values.append(float(loss))
+    return values
 
 
 def main() -> None:
