@@ -97,6 +97,10 @@ VALUES = [
     rows("ssd_scan", 131, d=12, n=8),
     rows("ssd_scan", 70, b=1, g=1, d=33, n=80),
     rows("ssd_scan", 33, g=2, d=5, n=40),
+    rows(
+        "ssd_scan", 75, g=2, h=10, d=9, n=17, documents=0.05
+    ),  # more heads than C++ takes at once
+    rows("ssd_scan", 150, b=1, g=1, h=3, d=20, n=24, documents=None),
     rows("ssd_scan", 35, b=1, g=1, h=5, d=3, **SMALL),
     rows("ssd_scan", 70, b=1, g=2, h=1, n=20, **SMALL),
     *(rows("ssd_scan", 70, g=g, h=h, documents=None, **SMALL) for g, h in ((1, 2), (2, 2), (3, 1))),
@@ -297,6 +301,8 @@ APART = [
     for window, halo in ((None, 0), (1, 0), (5, 2), (2, 0), (64, 0), (9, 8), (None, 4))
     if name != "rms_norm" and (name in SCANS or (window, halo) == (None, 0))
 ]
+# large enough for the products of C++
+APART.append({**make_case("ssd_scan", sum(LENGTHS["ssd_scan"]), d=8, n=16, h=1), "window": None, "halo": 0})
 
 
 @pytest.mark.sampled(13 if INTERPRETED else 5)

@@ -13,6 +13,7 @@ from adjoint.kernels.gated_delta_rule.reference import gated_delta_rule_saved_sh
 from adjoint.kernels.recurrence import step_size, zero_where
 from adjoint.kernels.ssd_scan.reference import ssd_step_gradients
 
+MIN_TOKENS_OF_BLOCK, MIN_STATE_OF_BLOCK = 8, 16  # below, matrix products gain nothing over a recurrence
 ALIGNMENT = 64  # of a cache line, and of the widest vector
 ELEMENTS_A_THREAD = 1 << 17  # about a tenth of a millisecond
 _I64 = ctypes.c_int64
@@ -23,7 +24,7 @@ class _Rows(ctypes.Structure):
     _fields_ = [("data", _PTR), ("batch_stride", _I64), ("time_stride", _I64)]
 
 
-class _ScanArgs(ctypes.Structure):  # mirrors ScanArgs in scan.cpp
+class _ScanArgs(ctypes.Structure):  # mirrors ScanArgs in scan.h
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "d_state")),
         *((name, _I64) for name in ("interval", "threads", "partials", "softplus", "window", "halo")),
@@ -270,25 +271,33 @@ def ssd_scan_saved_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
     return _saved_shape(x, x.shape[2], x.shape[3], B.shape[-1])
 
 
+def _runs_by_blocks(x: Tensor, d_state: int) -> bool:
+    """Whether matrix products of blocks of tokens are faster than the recurrence token by token."""
+    _, seqlen, _, headdim = x.shape
+    is_large = seqlen >= MIN_TOKENS_OF_BLOCK and d_state >= MIN_STATE_OF_BLOCK
+    return is_large and 2 * headdim >= _lanes(x.dtype)
+
+
 def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
-    d, decay = _ssd_steps(dt, A, dt_bias, dt_softplus, reset)
-    blocks = _blocks(nheads, headdim, x.dtype)
-    f = _scan_fields(x, headdim, nheads, ngroups, d_state, _threads(batch * blocks, x.numel() * d_state))
+    by_blocks = _runs_by_blocks(x, d_state)
+    d = step_size(dt, dt_bias, dt_softplus)
+    units = batch * (nheads if by_blocks else _blocks(nheads, headdim, x.dtype))
+    f = _scan_fields(x, headdim, nheads, ngroups, d_state, _threads(units, x.numel() * d_state))
     y = x.new_empty(batch, seqlen, nheads, headdim)
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
-    f.rows(u=x, delta=d, decay=decay, B=B, C=C, y=y)
+    f.rows(u=x, delta=d, B=B, C=C, y=y)
     f.pointers(D=_per_channel(D, headdim), initial_state=initial_state, final_state=final_state)
     f.pointers(checkpoints=checkpoints)
-    _call("scan", x.dtype, f.struct, 1, 0)
+    if by_blocks:
+        f.pointers(A=A, reset=reset)
+        _call("ssd", x.dtype, f.struct, 0)
+    else:
+        f.rows(decay=zero_where(torch.exp(d * A), reset))
+        _call("scan", x.dtype, f.struct, 1, 0)
     return y, final_state, checkpoints
-
-
-def _ssd_steps(dt, A, dt_bias, dt_softplus, reset):
-    d = step_size(dt, dt_bias, dt_softplus)
-    return d, zero_where(torch.exp(d * A), reset)
 
 
 def _per_channel(D: Tensor | None, headdim: int) -> Tensor | None:
@@ -314,22 +323,31 @@ def ssd_scan_backward(
 ):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
-    d, decay = _ssd_steps(dt, A, dt_bias, dt_softplus, reset)
-    blocks = _blocks(nheads, headdim, x.dtype)
+    window = _effective(window, seqlen)
+    by_blocks = _runs_by_blocks(x, d_state) and not window and not halo
+    d = step_size(dt, dt_bias, dt_softplus)
+    blocks = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
     threads = _threads(batch * blocks, x.numel() * d_state)
     f = _scan_fields(x, headdim, nheads, ngroups, d_state, threads)
     dx = x.new_empty(batch, seqlen, nheads, headdim)
-    dd, ddecay = (x.new_empty(batch, seqlen, blocks) for _ in range(2))
+    dd, dexponent = (x.new_empty(batch, seqlen, blocks) for _ in range(2))
     dB, dC = _partials(f, x, batch, seqlen, ngroups, d_state)
     dD = None if D is None else x.new_empty(batch, nheads * headdim)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
-    f.numbers(window=_effective(window, seqlen), halo=halo)
-    f.rows(u=x, delta=d, decay=decay, B=B, C=C, dy=dy, du=dx, ddelta=dd, ddecay=ddecay)
+    f.numbers(window=window, halo=halo)
+    f.rows(u=x, delta=d, B=B, C=C, dy=dy, du=dx, ddelta=dd, ddecay=dexponent)
     f.pointers(D=_per_channel(D, headdim), checkpoints=checkpoints, dfinal_state=dfinal_state)
     f.pointers(dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
-    _call("scan", x.dtype, f.struct, 1, 1)
-    dd, ddecay = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, ddecay))
-    ddt, dA = ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus)
+    if by_blocks:
+        f.pointers(A=A, reset=reset)
+        _call("ssd", x.dtype, f.struct, 1)
+    else:
+        decay = zero_where(torch.exp(d * A), reset)
+        f.rows(decay=decay)
+        _call("scan", x.dtype, f.struct, 1, 1)
+        dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
+        dexponent *= decay
+    ddt, dA = ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
     dD = None if dD is None else dD.sum(0).view(nheads, headdim).sum(1)
     return dx, ddt, dA, _total(dB), _total(dC), dD, dbias, dinitial

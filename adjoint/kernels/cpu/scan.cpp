@@ -10,37 +10,11 @@
 // Adjoint (mu is the accumulated adjoint state, g_t = dy_t C_t):   mu_t = g_t + a_{t+1} mu_{t+1}.
 // With a window W, mu_t sums only g_t .. g_{t+W-1}: blocks of W tokens, a suffix scan (R, S) inside the block
 // and a prefix scan (P) in the next one, joined as mu_t = R_t + S_t P_{t+W-1}. No subtraction, no division.
-#include "lanes.h"
-
-struct Rows {  // a (batch, seqlen, channels) view: the last dimension is contiguous
-  void* data;
-  int64_t batch_stride, time_stride;
-};
-
-struct ScanArgs {
-  int64_t batch, seqlen, nheads, headdim, ngroups, d_state;  // Mamba-1: nheads 1, headdim d_inner, ngroups 1
-  int64_t interval, threads, partials, softplus, window, halo;
-  Rows u, delta, B, C, z;       // Mamba-2: delta is (batch, seqlen, nheads)
-  Rows decay;                   // Mamba-2 only: a, (batch, seqlen, nheads)
-  Rows y;                       // forward's output
-  void *A, *D, *delta_bias;     // (channels, d_state), (channels), (channels)
-  void *initial_state, *final_state;  // (batch, channels, d_state)
-  void* checkpoints;            // (batch, segments, blocks, d_state, lanes)
-  uint8_t* reset;               // (batch, seqlen) or null
-  Rows dy, du, ddelta, dz;      // Mamba-2: ddelta, ddecay are (batch, seqlen, blocks)
-  Rows ddecay;
-  void *dB, *dC;                // (partials, batch, seqlen, ngroups, d_state), zeroed by the caller if several
-  void *dA, *dD, *ddelta_bias;  // (batch, channels[, d_state])
-  void *dfinal_state, *dinitial_state;
-};
+#include "scan.h"
 
 namespace {
 
 struct Block { int64_t index, channel, head, group; int width; };  // up to L channels of one head
-
-template <class T> T* row(const Rows& r, int64_t b, int64_t t) {
-  return (T*)r.data + b * r.batch_stride + t * r.time_stride;
-}
 
 template <class T, int NS, bool SSD> struct Scan {
   typedef V<T> Vt;

@@ -90,17 +90,15 @@ def ssd_scan_backward(
         dC[:, s] = (dout.unsqueeze(-1) * h).sum(3)
         if dD is not None:
             dD += (dout * x_s).sum((0, 1, 3))
-    ddt, dA = ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus)
+    ddt, dA = ssd_step_gradients(dd, ddecay * decay, d, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
     dB = dB.unflatten(2, (groups, -1)).sum(3)
     dC = dC.unflatten(2, (groups, -1)).sum(3)
     return dx, ddt, dA, dB, dC, dD, dbias, carry
 
 
-def ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus):
-    """Return the cotangents of dt and A from those of the step size and of the decay exp(d A), zero at a
-    reset."""
-    through = ddecay * decay
-    dd = dd + through * A
+def ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus):
+    """Return the cotangents of dt and A from those of the step size d and of the decay's exponent d A."""
+    dd = dd + dexponent * A
     ddt = softplus_gradient(dd, dt, dt_bias) if dt_softplus else dd
-    return ddt, (through * d).sum((0, 1))
+    return ddt, (dexponent * d).sum((0, 1))

@@ -1,0 +1,81 @@
+// Products of small matrices that stay in the first two caches: a tile of the result is held in registers, a row of it
+// for each number of the left factor and vectors of the right one. And transposition, by which a product's right factor
+// gets its lanes.
+#pragma once
+#include "lanes.h"
+
+// A left factor: number (i, k) is data[i * row + k * column].
+template <class T> struct Left { const T* data; int64_t row, column; };
+// A right factor: vector v of row k is at data + k * row + v * vector, on a vector's boundary.
+template <class T> struct Right { const T* data; int64_t row, vector; };
+
+// sum[i][v] += sum over k < depth of left(i, k) right(k, v)
+template <class T, int M, int W> ALWAYS_INLINE void add_product(V<T> (&sum)[M][W], int64_t depth, Left<T> left, Right<T> right) {
+  for (int64_t k = 0; k < depth; k++) {
+    V<T> x[W];
+    for (int v = 0; v < W; v++) x[v] = *(const V<T>*)(right.data + k * right.row + v * right.vector);
+    for (int i = 0; i < M; i++) {
+      const V<T> factor = splat<T>(left.data[i * left.row + k * left.column]);
+      for (int v = 0; v < W; v++) sum[i][v] += factor * x[v];
+    }
+  }
+}
+
+// body(sum, first row, first vector) for tiles of a result of `rows` x `vectors`, whose sums begin at zero. A tile is
+// as large as registers hold beside the factors; at the edges it is smaller.
+template <class T, int M, int W, class F> ALWAYS_INLINE void one_tile(int64_t i, int64_t v, F& body) {
+  V<T> sum[M][W] = {};
+  body(sum, i, v);
+}
+template <class T, int M, class F> ALWAYS_INLINE void tile_row(int64_t i, int64_t vectors, F& body) {
+  int64_t v = 0;
+  for (; v + 2 <= vectors; v += 2) one_tile<T, M, 2>(i, v, body);
+  if (v < vectors) one_tile<T, M, 1>(i, v, body);
+}
+template <class T, class F> ALWAYS_INLINE void in_tiles(int64_t rows, int64_t vectors, F body) {
+  constexpr int M = REGISTERS == 32 ? 8 : 4;
+  int64_t i = 0;
+  for (; i + M <= rows; i += M) tile_row<T, M>(i, vectors, body);
+  for (; i + 2 <= rows; i += 2) tile_row<T, 2>(i, vectors, body);
+  if (i < rows) tile_row<T, 1>(i, vectors, body);
+}
+
+// The rows of a square of vectors become its columns.
+template <class T> ALWAYS_INLINE void transpose_square(V<T> (&x)[Vec<T>::L]) {
+  constexpr int L = Vec<T>::L;
+#if defined(__GNUC__) && !defined(__clang__)
+  for (int step = 1; step < L; step *= 2) {  // exchanges the off-diagonal squares of step x step
+    VI<T> low, high;
+    for (int l = 0; l < L; l++) {
+      low[l] = l & step ? L + l - step : l;
+      high[l] = l & step ? L + l : l + step;
+    }
+    for (int i = 0; i < L; i++) {
+      if (i & step) continue;
+      const V<T> a = x[i], b = x[i + step];
+      x[i] = __builtin_shuffle(a, b, low);
+      x[i + step] = __builtin_shuffle(a, b, high);
+    }
+  }
+#else
+  for (int i = 0; i < L; i++)
+    for (int l = 0; l < i; l++) {
+      const T a = x[i][l];
+      x[i][l] = x[l][i];
+      x[l][i] = a;
+    }
+#endif
+}
+
+// Transpose `rows` rows of one vector each, at source + i * from: lane l becomes the row at target + l * to, in which
+// row i is element i. Elements up to the next whole vector are zero.
+template <class T> ALWAYS_INLINE void transpose_column(const T* source, int64_t from, int64_t rows, T* target, int64_t to) {
+  constexpr int L = Vec<T>::L;
+  for (int64_t first = 0; first < rows; first += L) {
+    V<T> square[L];
+    for (int64_t i = 0; i < L; i++)
+      square[i] = first + i < rows ? *(const V<T>*)(source + (first + i) * from) : V<T>{};
+    transpose_square<T>(square);
+    for (int64_t l = 0; l < L; l++) *(V<T>*)(target + l * to + first) = square[l];
+  }
+}
