@@ -185,10 +185,11 @@ class ChunkRunner:
     Attributes:
         depth: of the contexts of `entered`.
         is_running: whether a forward runs.
+        external: `_count_external` when the last chunk began.
     """
 
     def __init__(self, offload: Offload) -> None:
-        self.offload, self.depth, self.is_running = offload, 0, False
+        self.offload, self.depth, self.is_running, self.external = offload, 0, False, 0
         self.step = _Step()
         self.coordinator = copy.copy(offload.param_coordinator)
         self._forget_trace()
@@ -198,6 +199,11 @@ class ChunkRunner:
             self.coordinator._clear_trace_structures()
         else:
             self.coordinator._invalidate_trace()
+
+    def _count_external(self) -> int:
+        """Return how many parameters modules read of others: a record made with fewer is not valid."""
+        modules = (self.step, *self.offload.module.modules())
+        return sum(len(vars(module).get("_external_params", ())) for module in modules)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -214,6 +220,7 @@ class ChunkRunner:
             if hasattr(parameters := module._parameters, "_in_forward")
         ]
         outer, offload.param_coordinator = offload.param_coordinator, self.coordinator
+        external = self._count_external()
         self.depth = 1
         for parameters, _ in before:
             parameters._in_forward = True  # the hooks gather what is read outside of its module, too
@@ -228,6 +235,8 @@ class ChunkRunner:
             raise
         finally:
             offload.param_coordinator = outer
+            if self._count_external() != external and not outer.is_invalid_trace():
+                outer._invalidate_trace()
             self.depth, self.is_running = 0, False
             for parameters, flag in before:
                 parameters._in_forward = flag
@@ -239,6 +248,9 @@ class ChunkRunner:
         from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
         with self.entered():
+            if (external := self._count_external()) != self.external:
+                self.external = external
+                self._forget_trace()
             self.coordinator.reset_step()
             self.is_running = True
             self.offload.pre_sub_module_forward_function(self.step)

@@ -278,6 +278,7 @@ def gathered_at_once() -> None:
     assert most["weights"] < max(sizes) < sum(sizes) / 2, (most, sizes)
     assert most["gradients"] <= ZERO["reduce_bucket_size"] + largest < sum(sizes) / 4, (most, sizes)
     assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in model.parameters())
+    assert len(vars(model)["_adjoint"].verifications) == 1  # what DeepSpeed counts on modules is no change
 
 
 # ------------------------------------------------------------------------------------------------- training
