@@ -20,7 +20,7 @@ CODE   := adjoint benchmarks examples scripts tests $(wildcard train.py)
 # Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow test-versions test-external fuzz lint format benchmarks site setup setup-dev clean distclean
+.PHONY: help train test test-slow test-versions test-integrations test-external fuzz lint format benchmarks site setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,6 +40,9 @@ test-slow: setup-dev  ## run the tests marked slow, part by part, and record wha
 
 test-versions: setup-dev  ## run tests under other versions, row by row (docs/versions.md); ROWS="triton-3.6 python-3.13" runs two
 	JOBS=$(JOBS) $(BIN)/python scripts/versions.py $(ROWS)
+
+test-integrations: setup-dev  ## run training frameworks' own commands with our line and without it (docs/integrations.md)
+	JOBS=1 $(BIN)/python scripts/versions.py axolotl lightning llamafactory ms-swift sentence-transformers
 
 EXTERNAL := build/external
 KERNELS := build/external-kernels

@@ -19,6 +19,7 @@ _MODULES = {
     "Truncated": "methods",
     "backends": "kernels.dispatch",
     "checkpoint_sequence": "engine.recurrence",
+    "distillation_loss": "train.distillation",
     "linear_scan": "kernels.linear_scan",
     "offload_weights": "engine.host_weights",
     "optimizer_in_backward": "train.in_backward",
@@ -37,6 +38,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "integrations":
+        return importlib.import_module("adjoint.integrations")
     if name not in _MODULES:
         raise AttributeError(f"module 'adjoint' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"adjoint.{_MODULES[name]}"), name)

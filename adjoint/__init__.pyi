@@ -15,6 +15,7 @@ from adjoint.methods import MiniSequence as MiniSequence
 from adjoint.methods import Truncated as Truncated
 from adjoint.stack import Stack as Stack
 from adjoint.stack import StackOutput as StackOutput
+from adjoint.train.distillation import distillation_loss as distillation_loss
 from adjoint.train.in_backward import optimizer_in_backward as optimizer_in_backward
 from adjoint.train.logprobs import token_logprobs as token_logprobs
 

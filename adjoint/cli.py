@@ -17,13 +17,15 @@ import difflib
 import errno
 import importlib
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from adjoint.errors import UserError
-from adjoint.interrupt import quiet_imports
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("adjoint.cluster.training:main", "train or fine-tune a model (python train.py is the same)"),
@@ -87,6 +89,28 @@ def _dispatch(argv: list[str]) -> int:
     with quiet_imports():
         module = importlib.import_module(name)
     return getattr(module, function)(argv[1:])
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Let Ctrl-C end the process at once: nothing has begun, and a traceback of imports helps nobody.
+
+    In another thread than the main one, or if Ctrl-C has another handler than Python's, nothing changes."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """End the process, as the handler of Ctrl-C; an import might catch an exception."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 def _usage() -> str:

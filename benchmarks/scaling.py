@@ -103,14 +103,15 @@ def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, 
         spec = replay.method_of(method, chunk, window).engine_spec(seqlen, chunk)
         grid = grid_of(model, spec, seqlen, owners, helped, (0.0, *map(float, deep), 0.0))
 
+        # head and embedding take no time: the paper's figure has neither
+        layers = deep if grid.stages == shards else [0, *deep, 0]
+
         def tile(worker: int, t: Tile) -> float:
-            if t.stage in (0, model.n_layer + 1):
-                return 0.0  # head and embedding: the paper's figure has neither
             tokens, units = grid.tokens(t.chunk, t.count), BACKWARD if t.kind == "backward" else FORWARD
             if t.kind == "windowed":  # it also computes the halo that its window looks into
                 left, _, _, halo_stop = grid.extent(t)
                 tokens, units = halo_stop - left, FORWARD + BACKWARD
-            return tokens * deep[t.stage - 1] * units * a.unit_seconds / setup.speed
+            return tokens * layers[t.stage] * units * a.unit_seconds / setup.speed
 
         def message(key: Key) -> float:
             return a.batch * grid.tokens(key[2]) * a.d_model * a.element_bytes / setup.bytes_per_second

@@ -8,6 +8,7 @@ for the newest release of each package of `NEWEST`. What passes gets its row in 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -63,6 +64,22 @@ DEEPSPEED += ("typing-inspection==0.4.5", "msgpack==1.2.4")
 # Of these the newest release is looked for.
 NEWEST = ("transformers", "trl", "peft", "accelerate", "datasets", "ray")
 
+# Training frameworks, each with the test that runs its own command (make test-integrations).
+FRAMEWORKS = {
+    "axolotl": "test_axolotl.py",
+    "lightning": "test_lightning.py",
+    "llamafactory": "test_llamafactory.py",
+    "ms-swift": "test_swift.py",
+    "sentence-transformers": "test_sentence_transformers.py",
+}
+
+
+def packages_of(framework: str) -> tuple[str, ...]:
+    """Return a framework, the releases that it pins and what it imports, each as name==version."""
+    file = ROOT / "tests" / "integrations" / "requirements" / f"{framework}.txt"
+    return tuple(file.read_text().split())
+
+
 ROWS = {
     "newest": Row(QUICK, NEWEST),
     "newest-torch": Row(ALL, ("torch", "triton"), "3.11"),
@@ -85,6 +102,7 @@ ROWS = {
     "quick-5.15": Row(QUICK_OLD, ("transformers==5.15.0", *HUB, *TOKENIZERS)),
     "oldest-trainers": Row(TRAINERS, ("transformers==5.15.0", *HUB, *TOKENIZERS, *OLDEST)),
     "deepspeed": Row(ZERO, DEEPSPEED),
+    **{name: Row((f"tests/integrations/{file}",), packages_of(name)) for name, file in FRAMEWORKS.items()},
     # the compiled kernels for other processors; aarch64 by qemu (tests/kernels/emulated.py)
     "x86-64-v2": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v2"),)),
     "x86-64-v3": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v3"),)),
@@ -117,7 +135,7 @@ def place(name: str) -> tuple[str, dict[str, str]] | None:
     """
     row, folder = ROWS[name], PLACE / name
     packages = [package if "==" in package else f"{package}=={newest(package)}" for package in row.packages]
-    stamp = folder / " ".join(["ready", row.python, *packages]).replace("/", " ")
+    stamp = folder / stamp_name([row.python, *packages])
     python = interpreter(row.python) if row.python else sys.executable
     if python is None:
         print(f"no Python {row.python} here: put python{row.python} on the PATH", file=sys.stderr)
@@ -142,6 +160,12 @@ def place(name: str) -> tuple[str, dict[str, str]] | None:
         return str(folder / "bin" / "python"), cache
     before = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return python, cache | {"PYTHONPATH": os.pathsep.join(before)}
+
+
+def stamp_name(parts: list[str]) -> str:
+    """Return the name of the file that marks what was installed; a digest where it would be too long."""
+    name = " ".join(["ready", *parts]).replace("/", " ")
+    return name if len(name) < 200 else f"ready {hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def newest(package: str) -> str:

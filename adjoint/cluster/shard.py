@@ -31,7 +31,7 @@ from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid
 from adjoint.engine.schedule import Owners, Recv, Schedule, Send
 from adjoint.engine.stage import Stage, costs_of
-from adjoint.engine.step import ChunkedStep
+from adjoint.engine.step import ChunkedStep, grouped
 from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.errors import UserError
 from adjoint.kernels.collectives import split_tokens
@@ -49,7 +49,7 @@ from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
 from adjoint.parallel.tensor import reads_windows
 from adjoint.parallel.transport import sum_gradients
-from adjoint.plan.schedule import forward_plan, grid_of, step_plan
+from adjoint.plan.schedule import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.stack import Stack
 from adjoint.train.carried_state import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
@@ -256,7 +256,8 @@ class PipelineWorker:
             executor = chunked.accumulate(step.batches, return_final_kv=step.ended is not None)
         self.windows = chunked.windows
         if step.ended is not None:
-            self.carried.end([executor.final[1 + k] for k in self.part.span], step.ended.to(self.device))
+            final = grouped(batch.states, [s for state in executor.final for s in state])
+            self.carried.end([final[1 + k] for k in self.part.span], step.ended.to(self.device))
         for parameter in self.part.parameters():
             gradient = executor.gradients.get(parameter)
             if gradient is not None:
@@ -510,6 +511,11 @@ class PipelineRank(Distribution):
         self.pipeline.trace = []
         self.token_ranks = 1 if reads_windows(spec) else self.spec.layout.tensor
 
+    def runs(self, spec: EngineSpec, stages: Sequence[Stage | None]) -> Sequence[int]:
+        if stages_are_layers(self.spec.model, spec, self.spec.layout.sequence):
+            return range(len(stages))
+        return self.spec.owners.shards
+
     def grid(
         self,
         spec: EngineSpec,
@@ -521,7 +527,7 @@ class PipelineRank(Distribution):
         return grid_of(self.spec.model, spec, seqlen, self.spec.owners, helped, costs, windows)
 
     def owners(self, grid: Grid) -> Owners:
-        return self.spec.owners.in_rounds(grid)
+        return self.spec.owners.fitted_to(grid)
 
     def schedule(
         self, spec: EngineSpec, grid: Grid, *, forward: bool = True, backward: bool = True, tapes: int = 1

@@ -67,7 +67,9 @@ def verify_custom_layers(
     parameters = (p for stage in stages if stage is not None for p in stage.parameters())
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     layers_by_kind: dict[tuple[type, Hashable], list[tuple[Layer, State]]] = {}
-    for stage, state in zip(stages, initial, strict=True):
+    pairs = zip(stages, initial, strict=True)
+    in_runs = (pair for stage, state in pairs if stage is not None for pair in stage.parts(state))
+    for stage, state in in_runs:
         if isinstance(stage, Layer) and (cls := custom_class(stage)) is not None:
             layers_by_kind.setdefault((cls, kind_of(stage, dtype, device)), []).append((stage, state))
     for kind, layers in layers_by_kind.items():

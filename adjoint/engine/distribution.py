@@ -43,6 +43,10 @@ class Distribution:
             UserError: the workers cannot share such a spec or stage.
         """
 
+    def runs(self, spec: EngineSpec, stages: Sequence[Stage | None]) -> Sequence[int]:
+        """Return, per stage of a model, the number of its run: a run is one stage here (`layer_run`)."""
+        return range(len(stages)) if spec.tasks_are_layers else [0] * len(stages)
+
     def grid(
         self,
         spec: EngineSpec,

@@ -1,7 +1,7 @@
 """Tiles and the arrows between them: plain data, without tensors.
 
-The model is cut into stages (embedding, a layer each, head), the sequence into chunks. A tile is a stage on a
-chunk:
+The model is cut into stages, the sequence into chunks. A stage is a worker's run of layers, or embedding, a
+layer, head (`EngineSpec.tasks_are_layers`). A tile is a stage on a chunk:
 
     kind         reads                                 writes
     forward      y[k-1,c], S[k,c-1]                    y[k,c], S[k,c]
@@ -123,6 +123,16 @@ class EngineSpec:
     documents: tuple[int, ...] = (0,)
     cut_at: tuple[int, ...] = ()
     least: int = 1
+
+    @property
+    def tasks_are_layers(self) -> bool:
+        """Whether each layer is a stage of its own; else a worker's layers are one (`layer_run`).
+
+        They are where the backward cuts each layer's recurrence or cotangent by itself, and where the forward
+        stores each layer's input, from which that layer alone is computed again."""
+        backward = self.backward
+        cuts_layers = backward.window is not None or backward.drop_probability > 0
+        return cuts_layers or backward.dy_from != "above" or self.storage.keep != "edges"
 
     def without_tapes(self) -> EngineSpec:
         """Return the spec of a sequence whose backward comes after that of others that go on from it.

@@ -16,6 +16,7 @@ from adjoint.engine.custom_layers import verify_custom_layers
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid
+from adjoint.engine.layer_run import as_runs
 from adjoint.engine.leaves import UnlistedLeaves
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.schedule import Action
@@ -160,10 +161,17 @@ class ParameterAccess:
     # ------------------------------------------------------------------------------------------ for a step
 
     def arrange(
-        self, stages: Sequence[Stage | None], states: Sequence[State]
+        self,
+        stages: Sequence[Stage | None],
+        states: Sequence[State],
+        runs: Sequence[int],
     ) -> tuple[list[Stage | None], Sequence[State]]:
-        """Return the stages and their initial states, one tuple per stage, as the engine runs them."""
-        return list(stages), states
+        """Return the stages and their initial states, one tuple per stage, as the engine runs them.
+
+        Args:
+            runs: as `Distribution.runs` returns them.
+        """
+        return as_runs(stages, states, runs)
 
     def verify(self, step: Runs) -> None:
         """Compare what chunks compute with what the whole computes, where layers are not ours; on first use.

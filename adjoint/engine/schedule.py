@@ -109,13 +109,15 @@ class Owners:
         """Return the worker that has a chunk, of those with the same stages as `worker`."""
         return worker - worker % self.in_turn + (chunk + self.first) % self.in_turn
 
-    def in_rounds(self, grid: Grid) -> Owners:
-        """Return these owners; if states cross inside of tiles, so shifted that the last round is complete.
+    def fitted_to(self, grid: Grid) -> Owners:
+        """Return these owners for a grid, whose stages may be shards, and whose states may cross in rounds.
 
-        A round is one chunk for each worker: in the last one no worker may be without a chunk."""
-        if not grid.exchanges_within_tiles:
-            return self
-        return dataclasses.replace(self, first=-grid.chunks % self.in_turn)
+        A round is one chunk for each worker. Where states cross inside of tiles, no worker may be without a
+        chunk in the last one, so the first may be incomplete."""
+        are_shards = grid.stages < len(self.shards)
+        shards = tuple(range(self.shards[-1] + 1)) if are_shards else self.shards
+        first = -grid.chunks % self.in_turn if grid.exchanges_within_tiles else self.first
+        return dataclasses.replace(self, shards=shards, first=first)
 
     @staticmethod
     def from_spans(spans: Sequence[range], in_turn: int = 1) -> Owners:

@@ -23,6 +23,34 @@ from adjoint.kernels.checks import is_untouched
 from adjoint.layers import MIXERS, WINDOWED, Block, Mixer, StackConfig, State
 
 
+class Handoff(abc.ABC):
+    """A recurrent tensor of a state that other ranks have: it crosses chunk edges while the tile runs.
+
+    A stage with `takes_state_handoff` gets it in the tensor's place: `parallel.handoff.StateHandoff`.
+
+    Attributes:
+        gradient_source: the rank that sends the cotangent of the state after the chunk, or None.
+    """
+
+    gradient_source: int | None
+
+    @abc.abstractmethod
+    def receive(self) -> Tensor:
+        """Return the state before the chunk."""
+
+    @abc.abstractmethod
+    def send(self, state: Tensor) -> Tensor:
+        """Send the state after the chunk; return the tensor that the stage returns in its place."""
+
+    @abc.abstractmethod
+    def receive_cotangent(self) -> Tensor | None:
+        """Wait for and return the cotangent of the state after the chunk; None if no rank sends one."""
+
+    @abc.abstractmethod
+    def send_cotangent(self, d: Tensor | None) -> None:
+        """Send the cotangent of the state before the chunk, or store it if no rank waits for it."""
+
+
 class Stage(abc.ABC):
     """A piece of a model that maps (input on a chunk, state before it) to (output, state after it).
 
@@ -41,8 +69,8 @@ class Stage(abc.ABC):
         stateful: whether it has a state.
         grows: for each tensor of the state, the dimension along which it grows; None if it is recurrent.
         reach: tokens to the left of its own that a windowed vjp reads, besides the state.
-        takes_state_handoff: whether it takes a `handoff.StateHandoff` in the place of each recurrent tensor,
-            where ranks share a sequence.
+        takes_state_handoff: whether it takes a `Handoff` in the place of each recurrent tensor, where ranks
+            share a sequence.
         is_many_layers: whether it is more than one layer, whose states cross to other ranks one after the
             other.
         fetches: whether keys and values of other ranks are fetched and joined to its own, for attention
@@ -77,6 +105,10 @@ class Stage(abc.ABC):
     @property
     def precisions(self) -> Set[torch.dtype]:
         return frozenset()
+
+    def parts(self, state: State) -> list[tuple[Stage, State]]:
+        """Return the stages that it is made of, each with its part of a state."""
+        return [(self, state)]
 
     def parameters(self) -> Iterable[Tensor]:
         """Return the parameters whose gradients `linearize` adds."""

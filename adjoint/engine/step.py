@@ -123,7 +123,8 @@ class ChunkedStep:
     whole, for a loop that needs no autograd. Making it computes nothing.
 
     Args:
-        stages: all stages of a model; None for those that other workers have.
+        stages: all stages of a model; None for those that other workers have. Those of a worker run as one,
+            unless the method's tasks are layers.
         batch: with a differentiable state for each stage.
         width: last dimension of the tensors between stages.
         sums: the sums, besides the loss, that stages add to.
@@ -159,7 +160,8 @@ class ChunkedStep:
         access: ParameterAccess | None = None,
     ) -> None:
         self.distribution, self.access = distribution or Distribution(), access or ParameterAccess()
-        self.stages, states = self.access.arrange(stages, batch.states)
+        runs = self.distribution.runs(spec, stages)
+        self.stages, states = self.access.arrange(stages, batch.states, runs)
         self.batch = batch = dataclasses.replace(batch, states=states)
         self.spec, self.width, self.sums = spec, width, sums
         self.local_stages = [stage for stage in self.stages if stage is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -329,6 +329,10 @@ def to_host(tensor: Tensor) -> Tensor:
     return allocate(tensor.shape, tensor.dtype, tensor.device, host=True).copy_(tensor, non_blocking=True)
 
 
+@overload
+def compact(tensor: Tensor) -> Tensor: ...
+@overload
+def compact(tensor: Tensor | None) -> Tensor | None: ...
 def compact(tensor: Tensor | None) -> Tensor | None:
     """Return the tensor (or None), cloned if it is a view into a storage at least twice as large.
 

@@ -24,8 +24,8 @@ STATE = "the cache that it is given"  # what a chunk continues from
 # PEFT's hooks for calls that pick an adapter for each row or token of the batch.
 POSITIONAL_HOOKS = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
 DRAWS_RANDOM_NUMBERS = (
-    "sequence_group: it draws random numbers (dropout), of which each rank would have its own: set "
-    "dropout to 0"
+    "sequence_group: it draws random numbers (dropout, NEFTune), of which each rank would have its own: "
+    "set dropout to 0 and neftune_noise_alpha to None"
 )
 ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # settings that add a loss
 ONE_PROCESS = "train it in one process: --cluster.shards 0"  # for models that cannot be cut into layers
@@ -169,11 +169,6 @@ def _reason_against(module: nn.Module) -> str | None:
             return "max_norm changes weights in the forward; set it to None"
     if module.training and vars(module).get("layerdrop"):
         return "layerdrop skips a layer in one chunk, whose keys later chunks then lack; set it to 0"
-    if getattr(module, "neftune_noise_alpha", None) and module.training:
-        return (
-            "NEFTune scales its noise by the length of its input, a chunk here; set neftune_noise_alpha to "
-            "None"
-        )
     hooks = (getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values())
     if any(getattr(hook, "__name__", "") in POSITIONAL_HOOKS for hook in hooks):
         return (

@@ -47,36 +47,16 @@ def logprobs_of_model(
         counted: (batch, seqlen) bool, False at position 0.
     """
     lm = causal_lm_of(model)
-    _refuse_unsupported(model, lm)
-    backbone, labels, results = backbone_of(lm), input_ids[:, 1:][counted[:, 1:]], list[Tensor]()
+    refuse_unreachable_head(lm, "token_logprobs")
+    labels, wrap_state = input_ids[:, 1:][counted[:, 1:]], wrap_state_or_original(lm)
     inputs: dict[str, object] = {"input_ids": input_ids, "use_cache": False}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
-    takes = inspect.signature(original_class(backbone).forward).parameters
-
-    wrap_state = wrap_state_or_original(lm)
-    lm_forward, backbone_forward = (vars(m).get("forward", MISSING) for m in (lm, backbone))
 
     def of_hidden(hidden: Tensor) -> Tensor:
-        if hidden.shape[:2] != input_ids.shape:
-            raise UserError(
-                f"token_logprobs: the backbone returned {hidden.shape[1]} tokens of {input_ids.shape[1]}: "
-                "prompts that PEFT has learnt move the tokens, which only the model's own call knows"
-            )
         with wrap_state.lock:
             chosen = hidden[:, :-1][counted[:, 1:]]
             return logprobs(lm, chosen, labels, temperature, lambda: wrap_state.lock)
-
-    def run_lm(*_: object, **arguments: object) -> Tensor:
-        arguments = {n: value for n, value in arguments.items() if value is not None and n in takes}
-        with _with_forward(lm, lm_forward):
-            return of_hidden(backbone(**arguments, return_dict=True)[0])
-
-    def run_backbone(*args: object, **arguments: object) -> Output:
-        with _with_forward(backbone, backbone_forward):  # which the comparison on first use copies
-            hidden: Tensor = backbone.forward(*args, **{**arguments, "return_dict": True})[0]
-            results.append(of_hidden(hidden))
-        return Output(last_hidden_state=hidden[:, :1].detach())  # logits of one token that nobody reads
 
     runs_chunks = wrap_state.method.has_chunks and not wrap_state.uses_original_forward
     if runs_chunks and access_kind(model).runs_backward_in_forward:
@@ -96,6 +76,47 @@ def logprobs_of_model(
             loss.backward()
 
         return two_passes(values, second_pass)
+    return on_hidden_states(model, inputs, of_hidden, "token_logprobs")
+
+
+def on_hidden_states(
+    model: nn.Module, inputs: dict[str, object], function: Callable[[Tensor], Tensor], caller: str
+) -> Tensor:
+    """Call a model and return function(hidden states), computed in the place of its causal LM's logits.
+
+    Args:
+        inputs: of the call, with input_ids.
+        function: gets the backbone's hidden states (batch, seqlen, hidden_size).
+        caller: stands before the message of an error.
+
+    Raises:
+        UserError: there are more hidden states than tokens.
+    """
+    lm = causal_lm_of(model)
+    backbone, results, tokens = backbone_of(lm), list[Tensor](), inputs["input_ids"]
+    takes = inspect.signature(original_class(backbone).forward).parameters
+    lm_forward, backbone_forward = (vars(m).get("forward", MISSING) for m in (lm, backbone))
+
+    def of_hidden(hidden: Tensor) -> Tensor:
+        assert isinstance(tokens, Tensor)
+        if hidden.shape[:2] != tokens.shape:
+            raise UserError(
+                f"{caller}: the backbone returned {hidden.shape[1]} tokens of {tokens.shape[1]}: "
+                "prompts that PEFT has learnt move the tokens, which only the model's own call knows"
+            )
+        return function(hidden)
+
+    def run_lm(*_: object, **arguments: object) -> Tensor:
+        arguments = {n: value for n, value in arguments.items() if value is not None and n in takes}
+        with _with_forward(lm, lm_forward):
+            return of_hidden(backbone(**arguments, return_dict=True)[0])
+
+    def run_backbone(*args: object, **arguments: object) -> Output:
+        with _with_forward(backbone, backbone_forward):  # which the comparison on first use copies
+            hidden: Tensor = backbone.forward(*args, **{**arguments, "return_dict": True})[0]
+            results.append(of_hidden(hidden))
+        return Output(last_hidden_state=hidden[:, :1].detach())  # logits of one token that nobody reads
+
     if "forward" in vars(lm):  # accelerate's, around the forward that it has found
         with _with_forward(backbone, run_backbone):
             model(**inputs)
@@ -195,12 +216,16 @@ def _refuse_other_values(loss: Tensor, terms: Tensor) -> None:
         )
 
 
-def _refuse_unsupported(model: nn.Module, lm: PreTrainedModel) -> None:
-    """Raise a UserError for a model whose hidden states are not at hand."""
+def refuse_unreachable_head(lm: PreTrainedModel, caller: str) -> None:
+    """Raise a UserError for a model whose head cannot be applied outside of its own forward.
+
+    Args:
+        caller: stands before the message.
+    """
     if not torch.is_grad_enabled():
         return
     if access_kind(lm).copies_from_host:
         raise UserError(
-            "token_logprobs: offload_weights fetches the head's weight for its forward, and the backward "
+            f"{caller}: offload_weights fetches the head's weight for its forward, and the backward "
             f"would not find it: {_REMEDY}"
         )

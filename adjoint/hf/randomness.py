@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from adjoint.engine.generators import ChunkGenerators, generators_in
+from adjoint.hf.embedding_noise import has_embedding_noise
 
 
 class ChunkRandomness(ChunkGenerators):
@@ -15,7 +16,7 @@ class ChunkRandomness(ChunkGenerators):
     Python, and from those that modules hold.
 
     Attributes:
-        has_dropout: whether dropout is on.
+        has_dropout: whether dropout, or noise on embeddings, is on.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,4 +26,4 @@ class ChunkRandomness(ChunkGenerators):
         own_configs = (getattr(m, "config", None) for m in modules)
         configs = [vars(config) for config in own_configs if isinstance(config, PreTrainedConfig)][:1]
         rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
-        self.has_dropout = model.training and any(rates)
+        self.has_dropout = (model.training and any(rates)) or has_embedding_noise(model)

@@ -29,6 +29,7 @@ from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache, RowLengths, Slot, make_chunk_cache, zeros
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
+from adjoint.hf.embedding_noise import EmbeddingNoise
 from adjoint.hf.head import logprobs, summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext
 from adjoint.hf.language_inputs import (
@@ -70,6 +71,7 @@ class CallContext(NamedTuple):
         positions: of several components, (rows, seqlen, components), of all tokens; None if they are plain.
         real_end: number of the first token that is padding at the right in all rows; None if there is none.
         is_padded_left: whether padding at the left was cut off.
+        seqlen: tokens of a row, padding included; None if there is no call.
     """
 
     padding: Padding | None = None
@@ -78,10 +80,12 @@ class CallContext(NamedTuple):
     positions: Tensor | None = None
     real_end: int | None = None
     is_padded_left: bool = False
+    seqlen: int | None = None
 
     @staticmethod
     def from_call(call: Call, padding: Padding | None) -> CallContext:
-        context = CallContext(padding, call.kind.language_layout, call.carried, call.positions_by_row)
+        layout, positions, seqlen = call.kind.language_layout, call.positions_by_row, call.ids.shape[1]
+        context = CallContext(padding, layout, call.carried, positions, seqlen=seqlen)
         if call.mask is None:
             return context
         is_real = call.mask.any(0).tolist()
@@ -137,7 +141,8 @@ class Backbone(Stage):
         self.router = router
         context = context or CallContext()
         self.padding, self.language_layout, self.carried, self.positions = context[:4]
-        self.real_end, self.is_padded_left = context[4:]
+        self.real_end, self.is_padded_left = context[4:6]
+        self.embedding_noise = EmbeddingNoise(model, context.seqlen)
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -208,12 +213,13 @@ class Backbone(Stage):
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
-        with replaced_forwards(
+        replaced = replaced_forwards(
             {
                 layer: self._recompute_layer(layer.forward, cache, state, past_length, positions)
                 for layer in layers
             }
-        ):
+        )
+        with replaced, self.embedding_noise.in_chunk(x.shape[1]):
             output = self.call_backbone(x, cache, chunk)
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph

@@ -35,6 +35,7 @@ IGNORED_ATTRIBUTES = {
 }
 # Endings of names of attributes that say which part of split weights a rank has.
 SPLIT_ATTRIBUTES = (".num_embeddings", ".in_features", ".out_features", ".shard")
+COMPOSABLE_STATE = "__composable_api_state_key"  # begins names that fully_shard draws in each process
 MAX_DEPTH = 5  # of containers and closures inside each other
 # (version, number) of tensors whose numbers have been computed
 _numbers: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
@@ -124,7 +125,8 @@ def _describe_attributes(
     prefix: str, holder: object, configurations: set[int]
 ) -> Iterator[tuple[str, Hashable]]:
     for name, value in vars(holder).items():
-        if name in IGNORED_ATTRIBUTES or name.endswith("rank") or isinstance(value, Tensor):
+        is_ignored = name in IGNORED_ATTRIBUTES or name.startswith(COMPOSABLE_STATE) or name.endswith("rank")
+        if is_ignored or isinstance(value, Tensor):
             continue
         full_name = f"{prefix}.{name}".lstrip(".")
         if type(value) in PLAIN_TYPES:

@@ -27,6 +27,7 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.exchange import BetweenTiles, Exchange
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid, Tile
+from adjoint.engine.layer_run import named_modules
 from adjoint.engine.schedule import Action, Owners, Schedule
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage, costs_of
@@ -114,7 +115,7 @@ class WithinTiles(Exchange):
     """States, keys and values cross chunk edges while tiles run (`handoff`, `kv`).
 
     Args:
-        owners: owners of the chunks, in rounds (`Owners.in_rounds`).
+        owners: owners of the chunks, in rounds (`Owners.fitted_to`).
         rank: the worker that this is.
         transport: to the other workers.
 
@@ -365,12 +366,15 @@ def exchange_of(grid: Grid, owners: Owners, worker: int, transport: Messages | N
     return WithinTiles(owners, worker, transport)
 
 
-def _named_modules(stages: Sequence[Stage | None]) -> list[tuple[str, nn.Module]]:
-    """Return the modules of all stages by name; those of several stages, by the number of theirs, too."""
-    named = [[] if stage is None else [*stage.modules()] for stage in stages]
-    if len([modules for modules in named if modules]) == 1:
-        return [pair for modules in named for pair in modules]
-    return [(f"stage {k}.{name}", module) for k, modules in enumerate(named) for name, module in modules]
+def _meet_within_tiles(stages: Sequence[Stage | None]) -> bool:
+    """Whether ranks exchange within tiles (`Grid.exchanges_within_tiles`).
+
+    Keys and values are asked for there, and so are the states of a stage that is many layers."""
+    return any(
+        stage.is_many_layers or any(dim is not None for dim in stage.grows)
+        for stage in stages
+        if stage is not None
+    )
 
 
 def distribution_of(group: dist.ProcessGroup | SingleRank | None) -> Distribution:
@@ -414,6 +418,10 @@ class SequenceGroup(Distribution):
         else:
             self.transport = GroupTransport(self.group, device)
 
+    def runs(self, spec: EngineSpec, stages: Sequence[Stage | None]) -> Sequence[int]:
+        # Recurrent layers stay stages: states then cross between tiles, and no rank waits for another inside.
+        return super().runs(spec, stages) if _meet_within_tiles(stages) else range(len(stages))
+
     def grid(
         self,
         spec: EngineSpec,
@@ -421,17 +429,12 @@ class SequenceGroup(Distribution):
         stages: Sequence[Stage | None],
         windows: Sequence[int] | None = None,
     ) -> Grid:
-        # Where a layer is a stage, states cross between tiles: then no rank waits for another inside of one.
-        # Keys and values are asked for inside, and so are the states of a stage that is many layers.
-        local_stages = [stage for stage in stages if stage is not None]
-        inside = any(
-            stage.is_many_layers or any(dim is not None for dim in stage.grows) for stage in local_stages
-        )
+        local_stages, inside = [stage for stage in stages if stage is not None], _meet_within_tiles(stages)
         grid = super().grid(spec, seqlen, stages, windows)
         return dataclasses.replace(grid, costs=costs_of(local_stages), exchanges_within_tiles=inside)
 
     def owners(self, grid: Grid) -> Owners:
-        return Owners((0,) * grid.stages, self.ranks).in_rounds(grid)
+        return Owners((0,) * grid.stages, self.ranks).fitted_to(grid)
 
     def has_chunk(self, grid: Grid) -> bool:
         owners = self.owners(grid)
@@ -502,7 +505,7 @@ class SequenceGroup(Distribution):
             "the initial state": [s for state in batch.states for s in state],
         }
         fingerprint = settings | {name: digest(values) for name, values in tensors.items()}
-        self.modules = _named_modules(executor.stages)
+        self.modules = named_modules(executor.stages)
         self.settings = list(describe_settings(self.modules))
         first_module = self.modules[0][1] if self.modules else nn.Module()
         self.ignored = _changed_by_forward.setdefault(first_module, set())

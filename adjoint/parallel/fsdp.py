@@ -26,6 +26,7 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, mesh_device
+from adjoint.engine.layer_run import as_runs
 from adjoint.engine.leaves import UnlistedLeaves, leaves_of, suspend_hooks
 from adjoint.engine.parameter_access import ContextFactory, ParameterAccess, Runs
 from adjoint.engine.schedule import Run
@@ -47,7 +48,6 @@ from adjoint.errors import UserError
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 from adjoint.parallel.context import SINGLE_RANK, distribution_of
-from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.split_tensors import dtensors, imported_class
 
 if TYPE_CHECKING:
@@ -233,54 +233,6 @@ def _refuse(root: Any) -> None:
     )
 
 
-class SequentialStages(Stage):
-    """Several stages as one; its state is the stages' states, concatenated.
-
-    Its layers run one after the other, so it takes `StateHandoff`s; for a stage that does not, it receives
-    and sends the states itself."""
-
-    stateful: ClassVar[bool] = True
-    takes_state_handoff: ClassVar[bool] = True
-    is_many_layers: ClassVar[bool] = True
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages, self._grows = stages, tuple(dim for stage in stages for dim in stage.grows)
-
-    @property
-    def grows(self) -> tuple[int | None, ...]:
-        return self._grows
-
-    def parameters(self) -> Iterable[Tensor]:
-        return (p for stage in self.stages for p in stage.parameters())
-
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return (named for stage in self.stages for named in stage.modules())
-
-    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self._run(self.stages, x, state, chunk)
-
-    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self._run(self.stages[:-1], x, state, chunk)  # without the head
-
-    def _run(self, stages: Sequence[Any], x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        before, after = iter(state), list[Tensor]()
-        for stage in stages:
-            stage_state = tuple(itertools.islice(before, len(stage.grows)))
-            exchanges_here = not stage.takes_state_handoff
-            inputs = tuple(
-                s.receive() if exchanges_here and isinstance(s, StateHandoff) else s for s in stage_state
-            )
-            x, new = stage.forward(x, inputs, chunk)
-            pairs = zip(stage_state, new, strict=True)
-            after += (s.send(t) if exchanges_here and isinstance(s, StateHandoff) else t for s, t in pairs)
-        return x, tuple(after)
-
-    def linearize(
-        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
-    ) -> tuple[Tensor, State, Pullback]:
-        return tile.linearize(lambda _, x, state: self.forward(x, state, chunk), (), x, state, gradients)
-
-
 class ShardedModelStage(Stage):
     """A sharded model as one stage; to what shards it each chunk is a forward and a backward of the model.
 
@@ -355,8 +307,8 @@ class GatheredAccess(ParameterAccess):
 
     The step's forward computes the gradients; its backward multiplies them by the loss's factor. In a group
     that shares the sequence, gradients are reduced among processes that run the same chunks; once all have
-    run, they are summed over the group. The layers of a `Stack` run as one stage: to what shards the stack,
-    a chunk is a forward of it.
+    run, they are summed over the group. The layers of a `Stack` run as one stage by any method: to what
+    shards the stack, a chunk is a forward of it.
     """
 
     is_collective: ClassVar[bool] = True
@@ -364,6 +316,7 @@ class GatheredAccess(ParameterAccess):
     is_on_device: ClassVar[bool] = False  # a weight is there while its layer runs
     frozen_may_change: ClassVar[bool] = False  # what gathers writes, and nobody else can before the backward
     stage: ShardedModelStage
+    parts: Sequence[Stage]
     layers: Sequence[Layer]
 
     def __init__(
@@ -438,13 +391,16 @@ class GatheredAccess(ParameterAccess):
             loss.backward(retain_graph=bool(others))  # for the call that follows
 
     def arrange(
-        self, stages: Sequence[Stage | None], states: Sequence[State]
+        self,
+        stages: Sequence[Stage | None],
+        states: Sequence[State],
+        runs: Sequence[int],
     ) -> tuple[list[Stage | None], Sequence[State]]:
-        first, *others = stages
-        self.layers = [stage for stage in stages if isinstance(stage, Layer)]
+        self.parts = [stage for stage in stages if stage is not None]
+        self.layers = [stage for stage in self.parts if isinstance(stage, Layer)]
         if self.layers:
-            first, others = SequentialStages([stage for stage in stages if stage is not None]), []
-            states = [tuple(s for state in states for s in state)]
+            stages, states = as_runs(stages, states, [0] * len(stages))
+        first, *others = stages
         assert first is not None
         self.stage = ShardedModelStage(first, self)
         return [self.stage, *others], states
@@ -461,7 +417,7 @@ class GatheredAccess(ParameterAccess):
         verified = verified_kinds(self.model)
         if kind in verified or not torch.is_grad_enabled():
             return
-        stages, width = self.stage.stage.stages, step.width  # type: ignore[attr-defined]
+        stages, width = self.parts, step.width
 
         def step_of(batch: Batch, spec: EngineSpec) -> ChunkedStep:
             access, distribution = type(self)(self.model), distribution_of(group)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.executor import Pending
+from adjoint.engine.stage import Handoff
 from adjoint.errors import UserError
 from adjoint.parallel.transport import Messages
 
 
-class StateHandoff:
+class StateHandoff(Handoff):
     """A recurrent tensor of a stage's state, at both edges of a running chunk.
 
     A stage with `takes_state_handoff` gets this object in the tensor's place. It reads the state before the

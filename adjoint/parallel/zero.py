@@ -120,10 +120,8 @@ def is_scaled(optimizer: ZeROOptimizer | None) -> bool:
     return optimizer is not None and (optimizer.needs_scaler() or loss_scale(optimizer) != 1)
 
 
-def why_no_gradients(model: nn.Module, optimizer: ZeROOptimizer | None) -> str | None:
+def why_no_gradients(model: nn.Module, optimizer: ZeROOptimizer) -> str | None:
     """Return why chunks cannot give gradients to an optimizer of DeepSpeed, or None."""
-    if optimizer is None:
-        return "there is no optimizer: give deepspeed.initialize one, or call the model under torch.no_grad()"
     if optimizer.zenflow:
         return "zenflow picks among whole gradients, and a chunk has a part of each: leave it out"
     if optimizer._coalesce_grad_reduction:
@@ -446,10 +444,17 @@ class ZeROAccess(GatheredAccess):
 
     def hand_over(self, gradients: Gradients) -> None:
         """Write the partitions to the optimizer, in a backward that autograd runs; in a trial they stay."""
-        optimizer, is_trial = self.optimizer, torch._C._current_graph_task_id() == -1
-        if optimizer is None or is_trial:
+        if torch._C._current_graph_task_id() == -1:
             return
+        optimizer = self.optimizer
         sums = {p: gradients.sums.pop(p) for p in list(gradients.sums) if is_partitioned(p)}
+        if optimizer is None:
+            if sums:
+                raise UserError(
+                    f"{self.name}: there is no optimizer for the gradients: give deepspeed.initialize one, "
+                    "or call the model under torch.no_grad()"
+                )
+            return
         unknown = set(sums).difference(*optimizer.fp16_groups)
         for name, p in self.root.named_parameters():
             if p in unknown:
@@ -475,8 +480,8 @@ class ZeROAccess(GatheredAccess):
         )
 
     def check(self, executor: Executor, has_backward: bool) -> None:
-        is_trained = has_backward and any(p.requires_grad for p in self.root.parameters())
-        if is_trained and (reason := why_no_gradients(self.root, self.optimizer)):
+        optimizer = self.optimizer if has_backward else None
+        if optimizer is not None and (reason := why_no_gradients(self.root, optimizer)):
             raise UserError(f"{self.name}: {reason}")
         dtypes = self.gathered_precisions() | {executor.lowest_precision}
         is_half = torch.float16 in dtypes or executor.autocast == (True, torch.float16)

@@ -435,7 +435,7 @@ def _batch(
 ) -> tuple[Timeline, Counter[tuple[int, int]]]:
     """Simulate one batch; return its timeline and the bytes over each link."""
     pipeline = setup.pipeline(spans, chunks)
-    grid, states, stages = pipeline.grid, setup.stage_states(spans), setup.model.stages(spans)
+    grid, states, stages = pipeline.grid, setup.stage_states(spans), setup.pieces(spans)
 
     def size(key: Key) -> int:
         if key[0] in ("S", "dS"):

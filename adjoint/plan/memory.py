@@ -19,11 +19,19 @@ from typing import NamedTuple
 from adjoint.engine.budget import AUTO, RESERVED_CPU, ChunkMemory, tapes_and_states
 from adjoint.engine.grid import EngineSpec, Grid, Key
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, Run, Schedule, Send, keys_of
+from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.parallel.kv import QUERIES_AHEAD
 from adjoint.plan.machine import Machine
 from adjoint.plan.model import HEAD, Model
-from adjoint.plan.schedule import exchanges_within_tiles, forward_plan, grid_of, owners_of, step_plan
+from adjoint.plan.schedule import (
+    exchanges_within_tiles,
+    forward_plan,
+    grid_of,
+    owners_of,
+    stages_are_layers,
+    step_plan,
+)
 from adjoint.plan.stage_memory import Conditions, Counted, composed
 from adjoint.plan.tensor import RankModel
 from adjoint.train.config import TrainingConfig
@@ -112,9 +120,14 @@ class Setup:
         """Return the bytes of layer k's state at a chunk's edge."""
         return self.batch * self.model.layers[k].state * self.machine.element
 
+    def pieces(self, spans: Sequence[range]) -> list[list[int]]:
+        """Return each stage's pieces, as `Model.stages` does."""
+        are_layers = stages_are_layers(self.model.source, self.spec, self.layout.sequence)
+        return self.model.stages(spans, are_layers)
+
     def stage_states(self, spans: Sequence[range]) -> list[int]:
         """Return the bytes of each stage's state at a chunk's edge."""
-        stages = self.model.stages(spans)
+        stages = self.pieces(spans)
         return [sum(self.state(piece) for piece in pieces if piece >= 0) for pieces in stages]
 
     @functools.cached_property
@@ -187,7 +200,7 @@ class Setup:
     def stages(self, spans: Sequence[range]) -> tuple[StageBytes, ...]:
         """Return the memory of each stage's tiles."""
         y, stage_bytes = self.y(min(self.spec.chunk_size, self.seqlen)), []
-        for pieces in self.model.stages(spans):
+        for pieces in self.pieces(spans):
             layers, counted = [k for k in pieces if k >= 0], [*map(self.piece, pieces)]
             without = counted[:-1] if pieces[-1] == HEAD else counted
             task = 0 if self.window[0] is None else max(map(self.task, layers), default=0)
@@ -201,11 +214,12 @@ class Setup:
         seqlen = min(self.seqlen, chunks * spec.chunk_size)
         owners = owners_of(model.source, spans, self.layout.sequence)
         windows = None if spec.backward.window != "auto" else [self.window[0] or seqlen] * model.n_layer
-        grid = grid_of(model.source, spec, seqlen, owners, helpers, model.stage_costs(spans), windows)
+        costs = model.stage_costs(spans, isinstance(model.source, StackConfig))
+        grid = grid_of(model.source, spec, seqlen, owners, helpers, costs, windows)
         # the head's backward comes right after its forward
         if self.plain_autograd and spec.storage.tapes == 0:
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, tapes=1))
-        return Pipeline(grid, owners, spec, helpers)
+        return Pipeline(grid, owners.fitted_to(grid), spec, helpers)
 
     def counted_chunks(self, spans: Sequence[range], tiles: int, ends: int = 2) -> list[int]:
         """Return numbers of chunks from which the whole sequence is extrapolated.
@@ -216,7 +230,7 @@ class Setup:
         Args:
             ends: how many numbers to return.
         """
-        stages = len(self.model.stages(spans))
+        stages = len(self.pieces(spans))
         least, step = 2 * self.layout.shards + 2, self.layout.sequence
         if self.window[0] is not None:
             task, ahead = (-(-n // self.spec.chunk_size) for n in (self.window[1], self.window[0]))
@@ -514,7 +528,9 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
         # keys and values come over for the layers at work; cotangents a chunk at a time
         parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
         y = setup.y(spec.chunk_size)
-        largest_copy = max([y * (spec.storage.keep != "edges"), *map(setup.state, span)])
+        are_layers = stages_are_layers(model.source, spec, setup.layout.sequence)
+        states = (max if are_layers else sum)(map(setup.state, span))  # of a stage
+        largest_copy = max(y * (spec.storage.keep != "edges"), states)
         work += y + 4 * largest_copy  # two buffers of copies in each direction
     # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
     copies = 9 if setup.training.optimizer == "adamw8bit" and machine.kind == "cpu" else 2

@@ -132,16 +132,23 @@ class Model:
         """Return the method's instructions to the engine; size: (batch, seqlen)."""
         raise NotImplementedError
 
-    def stages(self, spans: Sequence[range]) -> list[list[int]]:
-        """Return each stage's pieces, bottom up; `spans`: each shard's layers."""
-        raise NotImplementedError
+    def stages(self, spans: Sequence[range], are_layers: bool = False) -> list[list[int]]:
+        """Return each stage's pieces, bottom up.
 
-    def stage_costs(self, spans: Sequence[range]) -> tuple[float, ...]:
+        Args:
+            spans: each shard's layers. are_layers: as `plan.schedule.stages_are_layers` says.
+        """
+        if are_layers:
+            return [[piece] for piece in (EMBEDDING, *range(self.n_layer), HEAD)]
+        last = self.n_layer
+        return [[EMBEDDING] * (s.start == 0) + [*s] + [HEAD] * (s.stop == last) for s in spans]
+
+    def stage_costs(self, spans: Sequence[range], are_layers: bool = False) -> tuple[float, ...]:
         """Return the time of each stage's forward per token, relative to the others."""
         head = self.head_flops / 2
         cost_of = {EMBEDDING: 0.0, **dict(enumerate(self.costs)), HEAD: head}
         cost_of[self.n_layer - 1] -= head
-        return tuple(sum(cost_of[piece] for piece in pieces) for pieces in self.stages(spans))
+        return tuple(sum(cost_of[piece] for piece in pieces) for pieces in self.stages(spans, are_layers))
 
     def stand_in(self) -> StackConfig | None:
         """Return the model whose layer is timed in place of this model's; None to time its own."""

@@ -179,10 +179,6 @@ class PretrainedModel(Model):
                 return mode, CausalLM(piece_model, [], multiplier), state
             return mode, Backbone(piece_model, slots, multiplier, on.recompute), state
 
-    def stages(self, spans: Sequence[range]) -> list[list[int]]:
-        last = self.n_layer
-        return [[EMBEDDING] * (s.start == 0) + [*s] + [HEAD] * (s.stop == last) for s in spans]
-
     def stand_in(self) -> StackConfig:
         width = min(WIDEST, self.d_model)
         return StackConfig(d_model=width, d_intermediate=4 * width, n_layer=1, mixer="attention")

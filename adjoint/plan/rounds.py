@@ -118,7 +118,7 @@ class RoundSimulator:
         self.rounds = [(max(0, r * n - first), (r + 1) * n - first) for r in range(-(-chunks // n))]
         self.clock = np.zeros((len(self.spans), n))
         self.busy = np.zeros((len(self.spans), n))
-        stages = enumerate(setup.model.stages(self.spans))
+        stages = enumerate(setup.pieces(self.spans))
         self.stage_of = {piece: stage for stage, pieces in stages for piece in pieces}
         self.edge: dict[int, float] = {}  # when each layer's state after the round before is ready
 

@@ -18,7 +18,9 @@ from adjoint.train.layout import CutModel
 
 
 def owners_of(model: StackConfig | CutModel, spans: Sequence[range], sequence: int) -> Owners:
-    """Return the owners of a model's stages, for shards with the layers `spans`."""
+    """Return the owners of a model's stages, for shards with the layers `spans`.
+
+    Where a shard is one stage, these are the owners of what it is made of: see `Owners.fitted_to`."""
     if not isinstance(model, StackConfig):  # a pretrained model's stages are its shards
         return Owners(tuple(range(len(spans))), sequence)
     return Owners.from_spans(spans, sequence)
@@ -33,18 +35,42 @@ def grid_of(
     costs: Sequence[float] = (),
     windows: Sequence[int] | None = None,
 ) -> Grid:
-    """Return the tiles and arrows of a batch; `costs` and `windows` as in `make_grid`.
+    """Return the tiles and arrows of a batch; `windows` as in `make_grid`.
 
     If helpers share tasks, each layer is recomputed from its own inputs, since a task has one layer.
+
+    Args:
+        owners: of the model's stages, as `owners_of` returns them.
+        costs: as in `make_grid`, of the model's stages.
     """
     inside = exchanges_within_tiles(model, owners.in_turn)
     if not isinstance(model, StackConfig):
         grid = make_grid(spec, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
         return dataclasses.replace(grid, exchanges_within_tiles=inside)
     stateful = [False, *(_has_state(model, k) for k in range(model.n_layer)), False]
-    segments = range(model.n_layer + 2) if helpers else owners.shards
+    segments: Sequence[int] = range(model.n_layer + 2) if helpers else owners.shards
+    if not stages_are_layers(model, spec, owners.in_turn):
+        runs = _runs(owners.shards)
+        stateful = [any(stateful[k] for k in run) for run in runs]
+        costs = [sum(costs[k] for k in run) for run in runs] if costs else ()
+        segments = range(len(runs))
     grid = make_grid(spec, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
     return dataclasses.replace(grid, exchanges_within_tiles=inside)
+
+
+def stages_are_layers(model: StackConfig | CutModel, spec: EngineSpec, sequence: int) -> bool:
+    """Whether each layer is a stage; else a shard is (`engine.layer_run`).
+
+    Layers are where a method's tasks are layers, and where workers that share sequences exchange between
+    tiles: so no worker waits for another inside of one, and messages can go by NCCL, which has no tags."""
+    if not isinstance(model, StackConfig):
+        return False
+    return spec.tasks_are_layers or (sequence > 1 and not exchanges_within_tiles(model, sequence))
+
+
+def _runs(shards: Sequence[int]) -> list[list[int]]:
+    """Return the stages of each shard."""
+    return [[k for k, shard in enumerate(shards) if shard == s] for s in range(shards[-1] + 1)]
 
 
 def exchanges_within_tiles(model: StackConfig | CutModel, sequence: int) -> bool:
@@ -76,13 +102,13 @@ def _has_state(config: StackConfig, layer: int) -> bool:
 
 def forward_plan(grid: Grid, owners: Owners) -> Schedule:
     """Return the programs of the loss alone, or of the forward by which windows are picked."""
-    return make_schedule(grid, owners, backward=False, tapes=0)
+    return make_schedule(grid, owners.fitted_to(grid), backward=False, tapes=0)
 
 
 def step_plan(spec: EngineSpec, grid: Grid, owners: Owners, helpers: Sequence[int] = ()) -> Schedule:
     """Return the programs of forward and backward; if a `forward_plan` picked windows, of the backward."""
     # Windowed tiles' cotangents come in small pieces: more messages are under way.
-    buffers = BUFFERS if spec.backward.window is None else CAPACITY
+    buffers, owners = BUFFERS if spec.backward.window is None else CAPACITY, owners.fitted_to(grid)
     if spec.backward.window == "auto":
         return make_schedule(grid, owners, forward=False, tapes=0, buffers=buffers)
     if helpers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,9 +85,6 @@ class StackModel(Model):
         stage = stack.stages(on.recompute)[{EMBEDDING: 0, HEAD: -1}.get(piece, 1)]
         assert stage is not None
         return mode, stage, initial
-
-    def stages(self, spans: Sequence[range]) -> list[list[int]]:
-        return [[piece] for piece in (EMBEDDING, *range(self.n_layer), HEAD)]
 
     def _one_layer_stack(self, piece: int, dtype: torch.dtype) -> tuple[FakeTensorMode, Stack]:
         """Return a stack of fake tensors with one layer like `piece`, and its mode."""

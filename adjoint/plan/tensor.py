@@ -84,8 +84,8 @@ class RankModel(Model):
         self.parameter_sizes = tuple(-(-n // ranks) for n in model.parameter_sizes)
         self.d_model = -(-model.d_model // ranks)  # of the residual stream: a share of the tokens
 
-    def stages(self, spans: Sequence[range]) -> list[list[int]]:
-        return self.model.stages(spans)
+    def stages(self, spans: Sequence[range], are_layers: bool = False) -> list[list[int]]:
+        return self.model.stages(spans, are_layers)
 
     def engine_spec(
         self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine

@@ -46,7 +46,7 @@ def token_logprobs(
             that PEFT has learnt, a `Stack` that is split or sharded.
         ValueError: shapes do not fit, temperature is not positive, or a completion begins in padding.
     """
-    counted = _check(input_ids, completion_mask, temperature, attention_mask)
+    counted = counted_tokens(input_ids, completion_mask, temperature, attention_mask)
     if isinstance(model, Stack):
         logprobs = _of_stack(model, input_ids, counted, temperature, attention_mask)
     else:
@@ -58,7 +58,7 @@ def token_logprobs(
     return zeros.index_put((rows, before + 1), logprobs)
 
 
-def _check(
+def counted_tokens(
     input_ids: Tensor, completion_mask: Tensor, temperature: float, attention_mask: Tensor | None
 ) -> Tensor:
     """Return the positions whose log-probability is computed, (batch, seqlen) bool, without position 0.

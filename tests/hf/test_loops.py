@@ -263,7 +263,7 @@ def trl_trainer(case: TRLCase, folder: Path, wrapped: bool, **more: Any) -> Any:
     trainer_class, model_class, columns, options = case
     model = getattr(transformers, model_class).from_pretrained(folder / "model", dtype=torch.float32).train()
     settings = FEW | options | more
-    adapter = settings.pop("peft_config", None)
+    adapter, callbacks = settings.pop("peft_config", None), settings.pop("callbacks", None)
     torch.manual_seed(0)  # an adapter's weights are drawn by the trainer
     rows = {column: [make_column(d) for d in documents(24)] for column, make_column in columns.items()}
     objects: dict[str, Any] = {"reward_funcs": reward} if trainer_class == "GRPO" else {}
@@ -274,6 +274,7 @@ def trl_trainer(case: TRLCase, folder: Path, wrapped: bool, **more: Any) -> Any:
         args=getattr(trl, f"{trainer_class}Config")(str(folder), **settings),
         train_dataset=datasets.Dataset.from_dict(rows),
         processing_class=tokenizer(),
+        callbacks=callbacks,
         **objects,
     )
 

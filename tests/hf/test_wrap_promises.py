@@ -192,13 +192,6 @@ def parametrized(kind: str) -> Callable[[Any], None]:
     )
 
 
-def with_neftune(model: Any) -> None:
-    from transformers.integrations.neftune import neftune_post_forward_hook
-
-    model.model.embed_tokens.neftune_noise_alpha = 5.0
-    model.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
-
-
 def with_settings(place: str, **values: Any) -> Callable[[Any], None]:
     """Return a change that sets attributes of a module, given by its name."""
     return lambda model: vars(model.get_submodule(place)).update(values)
@@ -345,7 +338,6 @@ CHANGES_REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
         with_running_mean(lambda module, mean: setattr(module, "mean", mean), is_read=False),
     ),
     "spectral_norm": (NOT_THE_WHOLE, parametrized("spectral_norm")),
-    "NEFTune": ("set neftune_noise_alpha to None", with_neftune),
     "scale_grad_by_freq": ("scale_grad_by_freq", with_settings(TABLE, scale_grad_by_freq=True)),
     "sparse": ("set sparse=False", with_settings(TABLE, sparse=True)),
     "max_norm": ("max_norm changes weights", with_settings(TABLE, max_norm=0.5)),

@@ -16,7 +16,7 @@
 //
 // The backward goes from block to block with S's cotangent and computes all but S again. Blocks end at multiples of
 // 64 tokens, whose states are saved, and where a document begins, whose state is zero.
-#include "lanes.h"
+#include "products.h"
 
 struct TokenRows { void* data; int64_t batch_stride, time_stride; };  // the heads' rows of a token follow each other
 struct DeltaArgs {
@@ -37,12 +37,10 @@ template <class T> struct Matrix {  // rows of whole vectors
   int64_t width;
   T* row(int64_t i) const { return data + i * width; }
 };
-template <class T> struct Left {  // a left factor: a matrix or its transpose
-  const T* data;
-  int64_t row, column;
-  Left(Matrix<T> m, bool transposed = false)
-      : data(m.data), row(transposed ? 1 : m.width), column(transposed ? m.width : 1) {}
-};
+// A left factor: a matrix or its transpose.
+template <class T> Left<T> left(Matrix<T> m, bool transposed = false) {
+  return {m.data, transposed ? 1 : m.width, transposed ? m.width : 1};
+}
 
 template <class T, int C, int SIGN, bool ADD>
 ALWAYS_INLINE void product_tile(Left<T> a, Matrix<T> b, Matrix<T> c, int64_t i, int64_t j, int64_t begin, int64_t end) {
@@ -52,8 +50,8 @@ ALWAYS_INLINE void product_tile(Left<T> a, Matrix<T> b, Matrix<T> c, int64_t i, 
     V<T> right[C];
     for (int x = 0; x < C; x++) right[x] = load<T>(b.row(p) + j + x * L, L);
     for (int r = 0; r < ROWS; r++) {
-      const T left = a.data[(i + r) * a.row + p * a.column];
-      for (int x = 0; x < C; x++) sum[r][x] += left * right[x];
+      const T factor = a.data[(i + r) * a.row + p * a.column];
+      for (int x = 0; x < C; x++) sum[r][x] += factor * right[x];
     }
   }
   for (int r = 0; r < ROWS; r++)
@@ -78,9 +76,21 @@ __attribute__((noinline)) void product(Left<T> a, Matrix<T> b, Matrix<T> c, int6
   for (int64_t i = 0; i < rows; i += ROWS)
     product_rows<T, 1, ADD>(a, b, c, i, SHAPE == UPPER ? i : 0, SHAPE == LOWER && i + ROWS < inner ? i + ROWS : inner);
 }
+// The lower triangle of a square C = A B, whole vectors of it.
+template <class T> __attribute__((noinline)) void lower_product(Left<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t inner) {
+  constexpr int L = Vec<T>::L;
+  for (int64_t i = 0; i < rows; i += ROWS) {
+    const int64_t width = (i + ROWS + L - 1) / L * L;
+    int64_t j = 0;
+    for (; j + 2 * L <= width; j += 2 * L) product_tile<T, 2, 1, false>(a, b, c, i, j, 0, inner);
+    if (j < width) product_tile<T, 1, 1, false>(a, b, c, i, j, 0, inner);
+    for (j = width; j < rows; j += L)
+      for (int64_t r = 0; r < ROWS; r++) store<T>(c.row(i + r) + j, V<T>{}, L);
+  }
+}
 template <class T> void transposed(Matrix<T> from, Matrix<T> to, int64_t rows) {
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < from.width; j++) to.row(j)[i] = from.row(i)[j];
+  for (int64_t j = 0; j < from.width; j += Vec<T>::L)
+    transpose_column<T>(from.data + j, from.width, rows, to.row(j), to.width);
 }
 template <class T> ALWAYS_INLINE void add_row(T* to, const T* from, int64_t width, T factor) {
   for (int64_t j = 0; j < width; j += Vec<T>::L)
@@ -151,11 +161,11 @@ template <class T> class Delta {
         if (resets(t)) std::memset(S.data, 0, K * W * sizeof(T));
         read();
         solve();
-        product<T, false>(qe, S, o, rows, K);
-        product<T, true, LOWER>(P, N, o, rows, rows);
+        product<T, false>(left(qe), S, o, rows, K);
+        product<T, true, LOWER>(left(P), N, o, rows, rows);
         write(s.o, s.d_v, o);
         for (int64_t i = 0; i < K; i++) scale_row(S.row(i), S.row(i), W, whole[i]);
-        product<T, true>(Left<T>(kl, true), N, S, K, rows);
+        product<T, true>(left(kl, true), N, S, K, rows);
       }
     }
     state_to((T*)s.final_state + state_offset(), S);
@@ -268,8 +278,8 @@ template <class T> class Delta {
   // P and A where one decay is all channels'.
   void pairs() {
     transposed(k, kT, rows);
-    product<T, false>(k, kT, A, rows, K);
-    product<T, false>(q, kT, P, rows, K);
+    lower_product<T>(left(k), kT, A, rows, K);
+    lower_product<T>(left(q), kT, P, rows, K);
     VI<T> lane;
     for (int x = 0; x < L; x++) lane[x] = x;
     for (int64_t i = 0; i < rows; i++)
@@ -306,8 +316,8 @@ template <class T> class Delta {
           multiply_row(dk.row(i), k.row(i), near.row(i), K);
         }
         for (int64_t i = begin; i < end; i += ROWS) {
-          product_rows<T, 1, false>(Left<T>(dq), kT, P, i, 0, K);
-          product_rows<T, 1, false>(Left<T>(dk), kT, A, i, 0, K);
+          product_rows<T, 1, false>(left(dq), kT, P, i, 0, K);
+          product_rows<T, 1, false>(left(dk), kT, A, i, 0, K);
         }
       }
       for (int64_t j = begin; j < end; j++) {
@@ -334,14 +344,14 @@ template <class T> class Delta {
     else pairs();
     for (int64_t i = 0; i < rows; i++)
       for (int64_t j = 0; j < rows; j += L) store<T>(Low.row(i) + j, beta[i] * load<T>(A.row(i) + j, L), L);
-    product<T, false>(ke, S, r, rows, K);
+    product<T, false>(left(ke), S, r, rows, K);
     for (int64_t i = 0; i < rows; i++) {
       scale_row(r.row(i), r.row(i), W, T(-1));
       add_row(r.row(i), v.row(i), W, T(1));
       scale_row(N.row(i), r.row(i), W, beta[i]);
     }
     for (int64_t i = 0; i < rows; i += ROWS) {
-      product_rows<T, -1, true>(Left<T>(Low), N, N, i, 0, i);
+      product_rows<T, -1, true>(left(Low), N, N, i, 0, i);
       for (int64_t x = i + 1; x < i + ROWS; x++)
         for (int64_t y = i; y < x; y++) add_row(N.row(x), N.row(y), W, -Low.row(x)[y]);
     }
@@ -356,19 +366,19 @@ template <class T> class Delta {
     transposed(S, ST, K);
     transposed(dS, dST, K);
     transposed(N, NT, rows);
-    product<T, false>(d_o, NT, dP, rows, W);
+    lower_product<T>(left(d_o), NT, dP, rows, W);
     // dN = P' d_o + kl dS, then (I + L)' dR = dN, in place
-    product<T, false>(kl, dS, dN, rows, K);
-    product<T, true, UPPER>(Left<T>(P, true), d_o, dN, rows, rows);
+    product<T, false>(left(kl), dS, dN, rows, K);
+    product<T, true, UPPER>(left(P, true), d_o, dN, rows, rows);
     for (int64_t i = rows - ROWS; i >= 0; i -= ROWS) {
-      product_rows<T, -1, true>(Left<T>(Low, true), dN, dN, i, i + ROWS, rows);
+      product_rows<T, -1, true>(left(Low, true), dN, dN, i, i + ROWS, rows);
       for (int64_t x = i + ROWS - 2; x >= i; x--)
         for (int64_t y = x + 1; y < i + ROWS; y++) add_row(dN.row(x), dN.row(y), W, -Low.row(y)[x]);
     }
-    product<T, false>(dN, NT, dA, rows, W);  // with the other sign
+    lower_product<T>(left(dN), NT, dA, rows, W);  // with the other sign
     for (int64_t i = 0; i < K; i++) at_end[i] = whole[i] * dot(S.row(i), dS.row(i), W);
     // the written values' way into the next state
-    product<T, false>(N, dST, dw, rows, W);
+    product<T, false>(left(N), dST, dw, rows, W);
     for (int64_t i = 0; i < rows; i++) {
       multiply_row(dw.row(i), dw.row(i), until.row(i), K);
       for (int64_t x = 0; x < K; x += L)
@@ -380,15 +390,15 @@ template <class T> class Delta {
       scale_row(r.row(i), dN.row(i), W, T(-1));
     }
     write(s.dv, s.d_v, dN);
-    product<T, false>(d_o, ST, dq, rows, W);
-    product<T, false>(r, ST, dk, rows, W);
+    product<T, false>(left(d_o), ST, dq, rows, W);
+    product<T, false>(left(r), ST, dk, rows, W);
     for (int64_t i = 0; i < rows; i++) {
       multiply_row(dq.row(i), dq.row(i), since.row(i), K);
       multiply_row(dk.row(i), dk.row(i), since.row(i), K);
     }
     for (int64_t i = 0; i < K; i++) scale_row(dS.row(i), dS.row(i), W, whole[i]);
-    product<T, true>(Left<T>(qe, true), d_o, dS, K, rows);
-    product<T, true>(Left<T>(ke, true), r, dS, K, rows);
+    product<T, true>(left(qe, true), d_o, dS, K, rows);
+    product<T, true>(left(ke, true), r, dS, K, rows);
     // dP and -dL become the cotangents of what is below the diagonals of P and A
     for (int64_t i = 0; i < rows; i++) {
       own[i] = dP.row(i)[i];
@@ -410,10 +420,10 @@ template <class T> class Delta {
   void pairs_backward() {
     for (int64_t i = 0; i < rows; i++)
       for (auto m : {&dP, &dA}) multiply_row(m->row(i), m->row(i), E.row(i), rows);
-    product<T, true, LOWER>(dP, k, dq, rows, rows);
-    product<T, true, LOWER>(dA, k, dk, rows, rows);
-    product<T, true, UPPER>(Left<T>(dP, true), q, dw, rows, rows);
-    product<T, true, UPPER>(Left<T>(dA, true), k, dw, rows, rows);
+    product<T, true, LOWER>(left(dP), k, dq, rows, rows);
+    product<T, true, LOWER>(left(dA), k, dk, rows, rows);
+    product<T, true, UPPER>(left(dP, true), q, dw, rows, rows);
+    product<T, true, UPPER>(left(dA, true), k, dw, rows, rows);
   }
   void wide_pairs_backward() {
     for (int64_t begin = 0; begin < rows; begin += PIECE) {
@@ -422,8 +432,8 @@ template <class T> class Delta {
         cross(begin);
         for (int64_t j = 0; j < begin; j++) multiply_row(kl.row(j), k.row(j), far.row(j), K);
         for (int64_t i = begin; i < end; i += ROWS) {
-          product_rows<T, 1, false>(Left<T>(dP), kl, qe, i, 0, begin);
-          product_rows<T, 1, false>(Left<T>(dA), kl, ke, i, 0, begin);
+          product_rows<T, 1, false>(left(dP), kl, qe, i, 0, begin);
+          product_rows<T, 1, false>(left(dA), kl, ke, i, 0, begin);
         }
         for (int64_t i = begin; i < end; i++)
           for (int64_t x = 0; x < K; x += L) {
@@ -434,8 +444,8 @@ template <class T> class Delta {
             store<T>(ke.row(i) + x, e * load<T>(k.row(i) + x, L), L);
           }
         for (int64_t j = 0; j < begin; j += ROWS) {
-          product_rows<T, 1, false>(Left<T>(dP, true), qe, kl, j, begin, end);
-          product_rows<T, 1, true>(Left<T>(dA, true), ke, kl, j, begin, end);
+          product_rows<T, 1, false>(left(dP, true), qe, kl, j, begin, end);
+          product_rows<T, 1, true>(left(dA, true), ke, kl, j, begin, end);
         }
         for (int64_t j = 0; j < begin; j++)
           for (int64_t x = 0; x < K; x += L)

@@ -1,0 +1,51 @@
+"""axolotl's own command with our plugin, beside the same without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.commands import (
+    assert_same_losses,
+    edited_example,
+    run_module,
+    write_data,
+    write_model,
+)
+
+pytest.importorskip("axolotl")
+SMALL = {
+    "sequence_len": 256,
+    "max_steps": 3,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "bf16": False,
+    "flash_attention": False,
+    "sdp_attention": True,
+    "learning_rate": 1e-3,
+    "seed": 1,
+    "save_strategy": "no",
+}
+OURS = {"adjoint": {"chunk_size": 64}}
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize("options", [{}, LORA], ids=["full", "LoRA"])
+def test_the_plugin_trains_by_chunks_with_the_unwrapped_losses(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    write_model(tmp_path / "model")
+    write_data(tmp_path)
+    runs = []
+    for without in (("plugins", "adjoint"), ()):
+        file = edited_example("axolotl.yml", tmp_path, without, **SMALL | OURS | options)
+        runs.append(run_module(tmp_path, "axolotl.cli.train", str(file), AXOLOTL_DO_NOT_TRACK="1"))
+    assert_same_losses(*runs)
+    assert "runs by Exact in chunks of 64 tokens" in runs[1].printed  # axolotl's logger shows the line
+
+
+def test_a_wrong_option_stops_axolotl_before_it_loads_anything(tmp_path: Path) -> None:
+    file = edited_example("axolotl.yml", tmp_path, (), **SMALL, adjoint={"chunksize": 64})
+    with pytest.raises(AssertionError, match=r"adjoint\.chunksize.*did you mean chunk_size"):
+        run_module(tmp_path, "axolotl.cli.train", str(file), AXOLOTL_DO_NOT_TRACK="1")

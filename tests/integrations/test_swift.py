@@ -1,0 +1,61 @@
+"""ms-swift's own command with our plugin, beside the same without it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from adjoint.integrations.swift import PLUGIN
+from tests.integrations.commands import (
+    assert_same_losses,
+    edited_example,
+    run_module,
+    write_data,
+    write_model,
+)
+
+pytest.importorskip("swift")
+SMALL = {
+    "max_length": 512,
+    "max_steps": 3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "torch_dtype": "float32",
+    "learning_rate": 1e-3,
+    "save_strategy": "no",
+    "use_hf": True,
+    "external_plugins": PLUGIN,
+    "ENV": {"ADJOINT_METHOD__CHUNK_SIZE": 64},
+}
+LORA = {"tuner_type": "lora", "lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+def command_line(file: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and variables that ms-swift's own command makes of a file."""
+    from swift.cli.main import parse_yaml_args
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))
+        arguments, before = [str(file)], dict(os.environ)
+        parse_yaml_args(arguments)
+        return arguments, {name: text for name, text in os.environ.items() if before.get(name) != text}
+
+
+@pytest.mark.parametrize("options", [{}, LORA], ids=["full", "LoRA"])
+def test_the_plugin_trains_by_chunks_with_the_unwrapped_losses(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    """ms-swift reads `outputs.logits` at each step for its accuracy: no second forward computes them."""
+    write_model(tmp_path / "model")
+    write_data(tmp_path)
+    runs = []
+    for without in (("external_plugins", "ENV"), ()):
+        file = edited_example("ms_swift.yaml", tmp_path, without, **SMALL | options)
+        # `swift sft FILE` starts this module in another process, where nothing would count chunks
+        arguments, environment = command_line(file)
+        runs.append(run_module(tmp_path, "swift.cli.sft", *arguments, **environment))
+    assert_same_losses(*runs)
+    assert "out.logits was used" not in runs[1].printed
+    assert runs[1].chunks <= 3 * (6 + 5) + 1  # of rows of up to 6 chunks
