@@ -38,6 +38,7 @@ from benchmarks.trained_windows import TrainedWindows
 from benchmarks.window_time import WindowTime
 from benchmarks.wrapped import Wrapped
 from benchmarks.wrapped_length import WrappedLength
+from benchmarks.zero import Zero
 
 
 class Figure(NamedTuple):
@@ -150,6 +151,7 @@ FIGURES = [
     Figure("README.md, docs/models_classes.md", WrappedLength(), "", "--lengths 1K 2K --repeat-s 0", WRAPPED),
     Figure("docs/models_classes.md", Fsdp(), "", "--lengths 256 --models Mamba-2",
            (*WRAPPED, "parallel/fsdp.py")),
+    Figure("docs/zero.md", Zero(), "", None, (*WRAPPED, "parallel/fsdp.py", "parallel/zero.py")),
     Figure("docs/results.md", Memory(), "",
            "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocators default", STACK),
     Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocators default "

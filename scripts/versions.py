@@ -26,6 +26,7 @@ PLAIN = ("tests/layers/test_layers.py", "tests/data/test_data.py", "tests/data/t
 LAYOUTS = ("-k", "keeps_its_layout", COMPILED)
 KERNELS = ("-k", "keeps_its_layout or interpreter", COMPILED, "tests/kernels/test_triton_interpret.py")
 MODELS = ("tests/hf",)
+ZERO = ("-m", "slow or not slow", "tests/hf/test_zero.py")
 TRAINERS = ("tests/hf/test_loops.py", "tests/hf/test_trl_options.py")
 QUICK_OLD = ("-k", "models_own or again or refused or packed", WRAPPED)
 QUICK = ("-k", "models_own or again or refused or packed or trl or trainer", WRAPPED, TRAINERS[0])
@@ -57,6 +58,9 @@ TOKENIZERS = ("tokenizers==0.22.2",)
 OLDEST = ("accelerate==1.10.0", "peft==0.18.0", "trl==1.3.0", "datasets==4.0.0", "dill==0.3.8")
 OLDEST += ("multiprocess==0.70.16", "fsspec==2025.3.0")
 AT_516 = ("accelerate==1.13.0", "peft==0.20.0", "trl==1.9.0", "datasets==4.8.4", "fsspec==2026.2.0")
+DEEPSPEED = ("deepspeed==0.19.8", "hjson==3.1.0", "py-cpuinfo==9.0.0", "einops==0.8.2", "ninja==1.13.2")
+DEEPSPEED += ("pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types==0.8.0")
+DEEPSPEED += ("typing-inspection==0.4.5", "msgpack==1.2.4")
 # Of these the newest release is looked for.
 NEWEST = ("transformers", "trl", "peft", "accelerate", "datasets", "ray")
 
@@ -97,6 +101,7 @@ ROWS = {
     "transformers-5.24": Row(MODELS, ("transformers==5.24.0",)),
     "quick-5.15": Row(QUICK_OLD, ("transformers==5.15.0", *HUB, *TOKENIZERS)),
     "oldest-trainers": Row(TRAINERS, ("transformers==5.15.0", *HUB, *TOKENIZERS, *OLDEST)),
+    "deepspeed": Row(ZERO, DEEPSPEED),
     **{name: Row((f"tests/integrations/{file}",), packages_of(name)) for name, file in FRAMEWORKS.items()},
     # the compiled kernels for other processors; aarch64 by qemu (tests/kernels/emulated.py)
     "x86-64-v2": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v2"),)),

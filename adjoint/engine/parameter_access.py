@@ -71,6 +71,7 @@ class ParameterAccess:
         is_on_device: whether all weights are on the device all the time, so that copies of them, cast for
             autocast, can be too.
         copies_from_host: whether a layer's weights are copied from host memory each time that it runs.
+        hooks_modules: whether every module has hooks, which gather its weights and change no result.
         frozen_may_change: whether somebody may write to frozen parameters between forward and backward.
     """
 
@@ -79,6 +80,7 @@ class ParameterAccess:
     runs_backward_in_forward: ClassVar[bool] = False
     is_on_device: ClassVar[bool] = True
     copies_from_host: ClassVar[bool] = False
+    hooks_modules: ClassVar[bool] = False
     frozen_may_change: ClassVar[bool] = True
 
     def __init__(
@@ -109,6 +111,10 @@ class ParameterAccess:
     def precisions(self) -> set[torch.dtype]:
         """Return the dtypes of floating-point weights while modules run."""
         return {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+
+    def shape(self, parameter: Tensor) -> torch.Size:
+        """Return the shape that a parameter has while modules run."""
+        return parameter.shape
 
     def recompute(self, recompute: str) -> str:
         """Return how much of a layer's tape is recomputed at least: see `methods.Exact`."""

@@ -29,7 +29,7 @@ from adjoint.hf.language_inputs import (
     capture,
     language_model_of,
 )
-from adjoint.hf.model_parts import backbone_of, original_class
+from adjoint.hf.model_parts import access_to, backbone_of, original_class
 from adjoint.hf.router_loss import TOKEN_MASK
 from adjoint.hf.transformers_api import CACHE_NAMES, ModelOutput
 
@@ -378,7 +378,7 @@ class Call:
                 tokens.dim() == 2 and not tokens.is_floating_point(),
             )
         else:
-            width = self.model.get_input_embeddings().weight.shape[1]
+            width = access_to(self.model).shape(self.model.get_input_embeddings().weight)[1]
             expected = f"(batch, seqlen, {width}) floating point numbers"
             fits = tokens.dim() == 3 and tokens.is_floating_point() and tokens.shape[2] == width
         if not fits or 0 in tokens.shape:

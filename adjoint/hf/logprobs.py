@@ -222,11 +222,6 @@ def refuse_unreachable_head(lm: PreTrainedModel, caller: str) -> None:
     Args:
         caller: stands before the message.
     """
-    if any(hasattr(p, "ds_id") for p in lm.parameters()):
-        raise UserError(
-            f"{caller}: DeepSpeed ZeRO-3 holds the head's weight elsewhere: use ZeRO-2, or "
-            "DistributedDataParallel"
-        )
     if not torch.is_grad_enabled():
         return
     if access_kind(lm).copies_from_host:

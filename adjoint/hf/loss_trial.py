@@ -144,7 +144,8 @@ def _of_forward(model: PreTrainedModel) -> _Loss:
     def summed(hidden: Tensor, targets: Tensor) -> Tensor:
         return summed_loss(model, hidden, targets)
 
-    return _Loss("the loss of its forward", weight.shape[1], weight.dtype, 30.0, as_called, summed)
+    width = access_to(model).shape(weight)[1]
+    return _Loss("the loss of its forward", width, weight.dtype, 30.0, as_called, summed)
 
 
 def _label_arguments(call: Call, targets: Tensor) -> dict[str, object]:
@@ -261,7 +262,7 @@ def refuse_z_loss(model: PreTrainedModel, padded: bool) -> None:
             f"{check.Z_LOSS} is on, and its loss reads padding, where a chunk's logits differ from the "
             "model's: give rows without padding, or set it to 0",
         )
-    hidden = some_numbers(1, 4, weight.shape[1]).to(device, weight.dtype)
+    hidden = some_numbers(1, 4, access_to(model).shape(weight)[1]).to(device, weight.dtype)
     inputs = {"labels": torch.full((1, 4), IGNORE_INDEX, device=device), "num_items_in_batch": 1}
     output = access_to(model).run(lambda: head_output(model, Output(last_hidden_state=hidden), **inputs))
     if not alike(output.loss, coefficient * output.logits.logsumexp(-1).square().mean()):

@@ -15,6 +15,7 @@ from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.verification import alike, some_numbers
 from adjoint.hf import check
 from adjoint.hf.head import Output, head_output
+from adjoint.hf.model_parts import access_to
 from adjoint.kernels.checks import accumulate_dtype
 
 TOKEN_MASK = "attention_mask"  # key of a chunk's inputs: (batch, tokens), nonzero for tokens that count
@@ -103,18 +104,18 @@ def router_loss_coefficient(model: PreTrainedModel) -> float:
     """
     weight = model.get_output_embeddings().weight
     device, dtype = device_of(model), weight.dtype  # not new tensors like it: these would be sharded as it is
-    hidden = some_numbers(1, 5, weight.shape[1]).to(device, dtype)
+    hidden = some_numbers(1, 5, access_to(model).shape(weight)[1]).to(device, dtype)
     mask = torch.tensor([[1, 1, 1, 0, 0]], device=device)
     try:
         logits = some_numbers(2, 5, model.num_experts).to(device, dtype)
-        output = head_output(
-            model,
-            Output(last_hidden_state=hidden, router_logits=tuple(logits)),
-            attention_mask=mask,
-            labels=torch.full_like(mask, -100),
-            num_items_in_batch=1,
-            output_router_logits=True,
-        )
+        inputs = {
+            "attention_mask": mask,
+            "labels": torch.full_like(mask, -100),
+            "num_items_in_batch": 1,
+            "output_router_logits": True,
+        }
+        hidden_output = Output(last_hidden_state=hidden, router_logits=tuple(logits))
+        output = access_to(model).run(lambda: head_output(model, hidden_output, **inputs))
         router_loss = RouterLoss(model)
         expected = router_loss.loss(router_loss.chunk_sums(tuple(logits), mask))
         is_usual = alike(output.aux_loss, expected)

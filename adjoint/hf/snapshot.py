@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from adjoint.engine.module_tensors import CHANGED_BEFORE_BACKWARD, ModuleTensors
 from adjoint.hf.model_parts import MISSING, override_attribute
+from adjoint.parallel.zero import BOOKKEEPING
 
 SettingsHolder: TypeAlias = nn.Module | PreTrainedConfig
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -40,6 +41,7 @@ IGNORED_ATTRIBUTES = {*vars(nn.Module())} - SETTINGS_OF_ANY_MODULE | {
     "_gradient_checkpointing_func",
     "_adjoint",  # the wrap state, which refers to snapshots
     "warnings_issued",  # transformers' record of what it has already warned about
+    *BOOKKEEPING,
 }
 
 

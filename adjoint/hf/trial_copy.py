@@ -16,6 +16,7 @@ from adjoint.engine.verification import TOKENS, in_evaluation
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     PassThrough,
+    access_to,
     backbone_of,
     layers_of,
 )
@@ -130,7 +131,8 @@ def example_tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Return ids and labels (1, TOKENS).
 
     None of the ids has a special meaning in the configuration, and two labels are ignored."""
-    vocab_size = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
+    table = access_to(model).shape(model.get_input_embeddings().weight)
+    vocab_size = min(table[0], model.config.get_text_config().vocab_size)
     entries = [entry for holder in settings_holders(model).values() for entry in vars(holder).items()]
     values = [
         token_id for name, token_id in entries if name.endswith(("token_id", "token_index", "token_ids"))

@@ -334,7 +334,8 @@ def _deferred_logits(call: Call) -> Callable[[], Tensor]:
 
     def make() -> Tensor:
         weight = model.get_output_embeddings().weight
-        token = torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=call.ids.device)
+        width = access_to(model).shape(weight)[1]
+        token = torch.zeros(1, 1, width, dtype=weight.dtype, device=call.ids.device)
         with torch.no_grad(), ChunkRandomness(model).undone():
             logits = access_to(model).run(lambda: logits_by_slices(model, token))
         return DeferredLogits(compute, (*call.ids.shape, logits.shape[-1]), logits.dtype, logits.device)

@@ -10,13 +10,16 @@ from torch import nn
 from adjoint.engine.host_weights import HostWeightsAccess
 from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.errors import UserError
+from adjoint.parallel import zero
 from adjoint.parallel.fsdp import FSDPAccess, FSDPUnitAccess, units
 from adjoint.parallel.split_tensors import dtensors
 from adjoint.parallel.tensor import SPLIT_AND_SHARDED, TensorParallelAccess
+from adjoint.parallel.zero import ZeROAccess
 
 # Those that are asked, in this order, whether they hold a model's weights; plain tensors hold any. An access
 # of one's own goes before them.
 KINDS: list[type[ParameterAccess]] = [
+    ZeROAccess,
     FSDPAccess,
     FSDPUnitAccess,
     TensorParallelAccess,
@@ -79,8 +82,8 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     Args:
         root: as in `ParameterAccess`.
     """
-    if any(hasattr(p, "ds_id") for p in model.parameters()):
-        return f"DeepSpeed ZeRO-3 holds parameters where chunks do not find them; {OTHERS}, or use ZeRO-2"
+    if zero.uses_zero(model):
+        return zero.why_not(root)
     enclosing_units, split_parameters = [*units(model), *units(root)[:1]], dtensors(model)
     if not enclosing_units and any(vars(module).get("_is_fsdp_managed_module") for module in model.modules()):
         return f"FullyShardedDataParallel (FSDP1), or fully_shard of a module around it, shards it; {OTHERS}"

@@ -100,19 +100,6 @@ def gathered_parameters(root: nn.Module) -> set[Tensor]:
     return _gathered[root]
 
 
-def precisions(root: nn.Module) -> set[torch.dtype]:
-    """Return the dtypes of a sharded model's gathered parameters (`MixedPrecisionPolicy`)."""
-    return {p.dtype for p in gathered_parameters(root)}
-
-
-def backpropagate(root: nn.Module, loss: Tensor) -> None:
-    """Backpropagate a loss, adding to the gradients of a sharded model's parameters alone."""
-    model_parameters = gathered_parameters(root) | set(root.parameters())
-    others = [t for t in leaves_of([loss]) if t not in model_parameters]
-    with suspend_hooks(others):
-        loss.backward(retain_graph=bool(others))  # for the call that follows
-
-
 def largest(model: nn.Module, *values: float) -> list[float]:
     """Return the maximum of each value over the processes that share the model."""
     mesh = dtensors(model)[0].device_mesh
@@ -247,11 +234,11 @@ def _refuse(root: Any) -> None:
 
 
 class ShardedModelStage(Stage):
-    """A sharded model as one stage; to FSDP each chunk is a forward and a backward of the model.
+    """A sharded model as one stage; to what shards it each chunk is a forward and a backward of the model.
 
     Args:
         stage: the model as a stage; its forward may also be called with gradients on.
-        root: as in `Gathering`.
+        access: runs chunks, and their backwards.
 
     Attributes:
         start_of_last: the first token of the chunk whose backward is this process's last.
@@ -261,8 +248,8 @@ class ShardedModelStage(Stage):
     takes_state_handoff: ClassVar[bool] = True
     is_many_layers: ClassVar[bool] = True
 
-    def __init__(self, stage: Stage, root: nn.Module) -> None:
-        self.stage, self.gathering = stage, Gathering(root)
+    def __init__(self, stage: Stage, access: GatheredAccess) -> None:
+        self.stage, self.access = stage, access
         self.start_of_last = 0
 
     @property
@@ -276,7 +263,7 @@ class ShardedModelStage(Stage):
     @property
     def precisions(self) -> set[torch.dtype]:
         """Dtypes of the gathered parameters, which may differ from the shards'."""
-        return precisions(self.gathering.root)
+        return self.access.gathered_precisions()
 
     def parameters(self) -> Iterable[Tensor]:
         return self.stage.parameters()
@@ -285,10 +272,10 @@ class ShardedModelStage(Stage):
         return self.stage.modules()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self.gathering(lambda: self.stage.forward(x, state, chunk))
+        return self.access.run(lambda: self.stage.forward(x, state, chunk))
 
     def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self.gathering(lambda: self.stage.advance(x, state, chunk))
+        return self.access.run(lambda: self.stage.advance(x, state, chunk))
 
     def forget(self, start: int) -> None:
         self.stage.forget(start)
@@ -301,8 +288,8 @@ class ShardedModelStage(Stage):
         )
 
         def pull_back(dy: Tensor | None, d_state: Cotangents) -> tuple[Tensor | None, Cotangents]:
-            set_all_reduce(self.gathering.root, chunk.start == self.start_of_last)
-            return pullback(dy, d_state)
+            is_last = chunk.start == self.start_of_last
+            return self.access.run_backward(lambda: pullback(dy, d_state), is_last)
 
         return y, after, pull_back
 
@@ -315,20 +302,19 @@ class _AutogradGradients(Gradients):
         return tuple(t.grad for t in inputs)
 
 
-class FSDPAccess(ParameterAccess):
-    """Weights that FSDP2 gathers for each chunk's forward and backward, which follow at once.
+class GatheredAccess(ParameterAccess):
+    """Weights that are gathered for each chunk's forward and backward, which follow at once.
 
     The step's forward computes the gradients; its backward multiplies them by the loss's factor. In a group
-    that shares the sequence, FSDP reduces gradients among processes that run the same chunks; once all have
-    run, they are summed over the group. The layers of a `Stack` run as one stage by any method: to FSDP, a
-    chunk is a forward of the stack.
+    that shares the sequence, gradients are reduced among processes that run the same chunks; once all have
+    run, they are summed over the group. The layers of a `Stack` run as one stage by any method: to what
+    shards the stack, a chunk is a forward of it.
     """
 
-    name: ClassVar[str] = "fully_shard"
     is_collective: ClassVar[bool] = True
     runs_backward_in_forward: ClassVar[bool] = True
     is_on_device: ClassVar[bool] = False  # a weight is there while its layer runs
-    frozen_may_change: ClassVar[bool] = False  # FSDP writes to them, and nobody else can before the backward
+    frozen_may_change: ClassVar[bool] = False  # what gathers writes, and nobody else can before the backward
     stage: ShardedModelStage
     parts: Sequence[Stage]
     layers: Sequence[Layer]
@@ -341,29 +327,47 @@ class FSDPAccess(ParameterAccess):
     ) -> None:
         super().__init__(model, root)  # chunks run back inside the forward: nothing has changed since
         self.gradients_of_forward: dict[Tensor, Tensor] | None = None
+        self.factor = 1.0  # of the loss, in these gradients
         self.d_initial: list[Tensor | None] = []
 
-    @classmethod
-    def holds(cls, model: nn.Module) -> bool:
-        return uses_fsdp(model)
+    # ------------------------------------------------------------------- what differs between kinds of shards
 
-    def rest(self) -> None:
-        reshard(self.model)
+    def gathered_parameters(self) -> set[Tensor]:
+        """Return the parameters as modules see them while they run."""
+        raise NotImplementedError
+
+    def gathered_precisions(self) -> set[torch.dtype]:
+        """Return the dtypes of `gathered_parameters`."""
+        return {p.dtype for p in self.gathered_parameters()}
+
+    def run_backward(self, call: Callable[[], T], is_last: bool) -> T:
+        """Return the result of `call`, a chunk's backward; `is_last`: no other of the step follows."""
+        return call()
+
+    def gradients_of(
+        self, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
+    ) -> dict[Tensor, Tensor]:
+        """Return the gradients that forwards and backwards give parameters, reduced; `.grad` stays as it was.
+
+        Args:
+            run: runs them. has_work: False if no process that has a shard of the model has any.
+        """
+        raise NotImplementedError
+
+    def loss_factor(self) -> float:
+        """Return the factor of the loss in the chunks' backwards, by which gradients are divided later."""
+        return 1.0
+
+    def hand_over(self, gradients: Gradients) -> None:
+        """Take the gradients that autograd cannot hand to parameters out of the sums, and hand them over."""
+
+    # ------------------------------------------------------------------------------------ common to all kinds
 
     def precisions(self) -> set[torch.dtype]:
-        return super().precisions() | precisions(self.root)
-
-    def run(self, call: Callable[[], T]) -> T:
-        return Gathering(self.root)(call)
-
-    def begin_plain_call(self) -> None:
-        reduce_at_once(self.root)
+        return super().precisions() | self.gathered_precisions()
 
     def can_copy(self) -> bool:
         return False
-
-    def largest(self, *values: float) -> list[float]:
-        return largest(self.model, *values)
 
     def loss_and_gradients(
         self, parameters: Sequence[Tensor], compute_loss: Callable[[], Tensor]
@@ -374,19 +378,17 @@ class FSDPAccess(ParameterAccess):
         def run() -> None:
             losses.append(compute_loss())
             if losses[0].requires_grad:
-                backpropagate(self.root, losses[0])
+                self.backpropagate(losses[0])
 
-        by_parameter = gradients(self.root, self.trained_parameters(), run)
+        by_parameter = self.gradients_of(self.trained_parameters(), run)
         return float(losses[0].detach()), by_parameter
 
-    def why_not_shared(self, group: object) -> str | None:
-        """Return why the ranks of a group cannot share a sequence of a sharded model; None if they can.
-
-        A layer's weights are gathered by all processes that have a shard of it at the same time, so these
-        must run the same chunks: they must be ranks of different groups."""
-        members = set(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else set()
-        meshes = (set(p.device_mesh.mesh.flatten().tolist()) for p in dtensors(self.model))
-        return UNDER_FSDP if any(len(members & mesh) > 1 for mesh in meshes) else None
+    def backpropagate(self, loss: Tensor) -> None:
+        """Backpropagate a loss, adding to the gradients of the model's own parameters alone."""
+        model_parameters = self.gathered_parameters() | set(self.root.parameters())
+        others = [t for t in leaves_of([loss]) if t not in model_parameters]
+        with suspend_hooks(others):
+            loss.backward(retain_graph=bool(others))  # for the call that follows
 
     def arrange(
         self,
@@ -400,7 +402,7 @@ class FSDPAccess(ParameterAccess):
             stages, states = as_runs(stages, states, [0] * len(stages))
         first, *others = stages
         assert first is not None
-        self.stage = ShardedModelStage(first, self.root)
+        self.stage = ShardedModelStage(first, self)
         return [self.stage, *others], states
 
     def verify(self, step: Runs) -> None:
@@ -418,21 +420,21 @@ class FSDPAccess(ParameterAccess):
         stages, width = self.parts, step.width
 
         def step_of(batch: Batch, spec: EngineSpec) -> ChunkedStep:
-            access, distribution = FSDPAccess(self.model), distribution_of(group)
+            access, distribution = type(self)(self.model), distribution_of(group)
             return ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
 
         _verify_stack(self, step_of, device)
         verified.add(kind)
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
-        """Refuse what FSDP cannot do; return the spec with as many chunks as any process has.
+        """Refuse what cannot be done; return the spec with as many chunks as any process has.
 
         Raises:
             UserError: processes that have shards of the same weights are at different places of their groups.
         """
         if distribution.shares_sequence:
             place, group_size = distribution.worker, distribution.ranks
-            low, high, fewest, most = largest(self.root, -place, place, -group_size, group_size)
+            low, high, fewest, most = self.largest(-place, place, -group_size, group_size)
             if -low != high or -fewest != most:
                 raise UserError(
                     "sequence_group: processes that have shards of the same weights must have the same "
@@ -441,22 +443,22 @@ class FSDPAccess(ParameterAccess):
                 )
         backward = spec.backward
         if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
-            raise UserError("Truncated and LayerLocal do not run on a stack under fully_shard: use Exact()")
-        refuse_budget(spec.storage.memory, "under fully_shard all processes")
-        if spec.storage.checkpoints is not None and largest(self.root, len(spec.documents))[0] > 1:
+            raise UserError(f"Truncated and LayerLocal do not run on a stack under {self.name}: use Exact()")
+        refuse_budget(spec.storage.memory, f"under {self.name} all processes")
+        if spec.storage.checkpoints is not None and self.largest(len(spec.documents))[0] > 1:
             raise UserError(
-                "checkpoints= computes states again from the start of a document, but under fully_shard all "
+                f"checkpoints= computes states again from the start of a document, but under {self.name} all "
                 "processes must run the same chunks, and their documents differ: leave it out, or give one "
                 "document per row"
             )
-        reshard(self.root)
+        self.rest()
         return self._align_chunks(batch, spec)
 
     def _align_chunks(self, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the most chunks of any process: all gather parameters per chunk."""
         cuts = list(spec.cuts(batch.seqlen))
         possible = sum((stop - start) // spec.least for start, stop in itertools.pairwise(cuts))
-        most_chunks, negative_limit = largest(self.root, len(cuts) - 1, -possible)
+        most_chunks, negative_limit = self.largest(len(cuts) - 1, -possible)
         if most_chunks > -negative_limit:
             raise UserError(
                 f"one process has {most_chunks:.0f} chunks, and another's sequence can be divided into "
@@ -469,18 +471,10 @@ class FSDPAccess(ParameterAccess):
         return dataclasses.replace(spec, cut_at=tuple(cuts[1:-1]))
 
     def gradients(self, parameters: Sequence[Tensor], has_backward: bool, is_alone: bool) -> Gradients:
-        left_to_autograd = gathered_parameters(self.root) | set(parameters)
+        left_to_autograd = self.gathered_parameters() | set(parameters)
         return _AutogradGradients(
             UnlistedLeaves(left_to_autograd=left_to_autograd, open=has_backward and is_alone)
         )
-
-    def check(self, executor: Executor, has_backward: bool) -> None:
-        dtypes = precisions(self.root) | {executor.lowest_precision}
-        if has_backward and (torch.float16 in dtypes or executor.autocast == (True, torch.float16)):
-            raise UserError(
-                "float16 under fully_shard: gradients are computed before a GradScaler has scaled the "
-                "loss, so that small ones would be lost; use bfloat16"
-            )
 
     def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward; keep the gradients for the factor that the loss's backward brings."""
@@ -497,16 +491,14 @@ class FSDPAccess(ParameterAccess):
             states = len(final) - len(step.sums)
             totals = zip(step.sums, final[states:], strict=True)
             d_sums = [sequence_sum.cotangent_of(total) for sequence_sum, total in totals]
-            others, self.d_initial = step.run_backward(torch.ones_like(loss), [*[None] * states, *d_sums])
+            factor = self.factor = self.loss_factor()
+            d_final = [*[None] * states, *(None if d is None else d * factor for d in d_sums)]
+            others, self.d_initial = step.run_backward(torch.full_like(loss, factor), d_final)
             results.append((loss, final, others))
 
         trained = [p for p in step.parameters if p.requires_grad]
         distribution = step.distribution
-        try:
-            grads = gradients(self.root, trained, run, distribution.has_chunk(step.grid))
-            refuse_gradients_left_out(self.root)
-        finally:
-            set_all_reduce(self.root, True)
+        grads = self.gradients_of(trained, run, distribution.has_chunk(step.grid))
         if distribution.shares_sequence:
             self._sum(distribution, trained, grads)
         del step.executor  # its stored states grow with the sequence
@@ -530,14 +522,14 @@ class FSDPAccess(ParameterAccess):
         states = len(d_final) - len(step.sums)
         if any(d is not None for d in d_final[:states]):
             raise UserError(
-                "under fully_shard gradients are computed before the final state's is known: detach the "
+                f"under {self.name} gradients are computed before the final state's is known: detach the "
                 "final state"
             )
         if self.gradients_of_forward is None:
-            raise RuntimeError("under fully_shard a loss can be backpropagated only once")
+            raise RuntimeError(f"under {self.name} a loss can be backpropagated only once")
         scaled, unscaled, self.gradients_of_forward = Gradients(), self.gradients_of_forward, None
-        scale = 0.0 if d_loss is None else float(d_loss)
-        high, low = largest(self.root, scale, -scale)
+        scale = 0.0 if d_loss is None else float(d_loss) / self.factor
+        high, low = self.largest(scale, -scale)
         if high != -low:
             raise UserError(
                 f"the loss is multiplied by {-low:g} on one process and by {high:g} on another, but its "
@@ -550,12 +542,69 @@ class FSDPAccess(ParameterAccess):
                 torch.zeros_like(expected) if d is None else d, expected, rtol=1e-4, atol=0
             ):
                 raise UserError(
-                    "under fully_shard aux_loss has the factor that it has in the model's loss: "
+                    f"under {self.name} aux_loss has the factor that it has in the model's loss: "
                     "backpropagate that loss, not aux_loss by itself or with another factor"
                 )
         for p in list(unscaled):
             scaled.sums[p] = unscaled.pop(p).mul_(scale)
+        self.hand_over(scaled)
         return scaled, [None if d is None else d * scale for d in self.d_initial]
+
+
+class FSDPAccess(GatheredAccess):
+    """Weights that FSDP2 gathers."""
+
+    name: ClassVar[str] = "fully_shard"
+
+    @classmethod
+    def holds(cls, model: nn.Module) -> bool:
+        return uses_fsdp(model)
+
+    def rest(self) -> None:
+        reshard(self.model)
+
+    def gathered_parameters(self) -> set[Tensor]:
+        return gathered_parameters(self.root)
+
+    def run(self, call: Callable[[], T]) -> T:
+        return Gathering(self.root)(call)
+
+    def run_backward(self, call: Callable[[], T], is_last: bool) -> T:
+        set_all_reduce(self.root, is_last)
+        return call()
+
+    def gradients_of(
+        self, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
+    ) -> dict[Tensor, Tensor]:
+        try:
+            by_parameter = gradients(self.root, parameters, run, has_work)
+            refuse_gradients_left_out(self.root)
+        finally:
+            set_all_reduce(self.root, True)
+        return by_parameter
+
+    def begin_plain_call(self) -> None:
+        reduce_at_once(self.root)
+
+    def largest(self, *values: float) -> list[float]:
+        return largest(self.model, *values)
+
+    def why_not_shared(self, group: object) -> str | None:
+        """Return why the ranks of a group cannot share a sequence of a sharded model; None if they can.
+
+        A layer's weights are gathered by all processes that have a shard of it at the same time, so these
+        must run the same chunks: they must be ranks of different groups."""
+        members = set(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else set()
+        meshes = (set(p.device_mesh.mesh.flatten().tolist()) for p in dtensors(self.model))
+        return UNDER_FSDP if any(len(members & mesh) > 1 for mesh in meshes) else None
+
+    def check(self, executor: Executor, has_backward: bool) -> None:
+        dtypes = self.gathered_precisions() | {executor.lowest_precision}
+        if has_backward and (torch.float16 in dtypes or executor.autocast == (True, torch.float16)):
+            raise UserError(
+                "float16 under fully_shard: gradients are computed before a GradScaler has scaled the "
+                "loss, so that small ones would be lost; use bfloat16"
+            )
 
 
 class FSDPUnitAccess(ParameterAccess):
@@ -573,7 +622,7 @@ class FSDPUnitAccess(ParameterAccess):
 
 @full_float32()
 def _verify_stack(
-    access: FSDPAccess, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
+    access: GatheredAccess, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
 ) -> None:
     """Compare the gradients of a few tokens computed by chunks with those of plain autograd.
 
@@ -606,7 +655,7 @@ def _verify_stack(
 
     limit = tolerance([*access.precisions()], device)
     trial = Trial(
-        "a stack under fully_shard",
+        f"a stack under {access.name}",
         custom_layers.CUSTOM_LAYER,
         lambda: results(loss_by_chunks),
         limit,

@@ -42,8 +42,8 @@ def token_logprobs(
         completion_mask are 0.0.
 
     Raises:
-        UserError: the model cannot give its hidden states here: ZeRO-3, with gradients `offload_weights`,
-            prompts that PEFT has learnt, a `Stack` that is split or sharded.
+        UserError: the model cannot give its hidden states here: with gradients `offload_weights`, prompts
+            that PEFT has learnt, a `Stack` that is split or sharded.
         ValueError: shapes do not fit, temperature is not positive, or a completion begins in padding.
     """
     counted = counted_tokens(input_ids, completion_mask, temperature, attention_mask)
