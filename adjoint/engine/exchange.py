@@ -153,7 +153,10 @@ class BetweenTiles(Exchange):
             packing = values.packing[k]
             if values.is_on_host(out):
                 assert values.host_copies is not None
-                values.host_copies.store(out, lambda buffer: packing.pack(recurrent_state, buffer))
+                # the next chunk's tile may read it at once
+                values.host_copies.store(
+                    out, lambda buffer: packing.pack(recurrent_state, buffer), ("S", k, c)
+                )
             else:
                 packing.pack(clone_views_of(out, recurrent_state), out)
 

@@ -28,18 +28,24 @@ class HostCopies:
         )
         self.turn = 0  # of the leaving buffers
         self.fetches: dict[Hashable, _Buffer] = {}  # copies that have been started, by what was fetched
+        self.last_stored: tuple[Hashable, Tensor] | None = None  # still in its buffer, until the next one is
 
     @property
     def computing(self) -> torch.cuda.Stream:
         """The stream on which kernels are queued now."""
         return torch.cuda.current_stream(self.device)
 
-    def store(self, out: Tensor, fill: Callable[[Tensor], object]) -> Tensor:
-        """Copy to pinned host memory what a function writes to a tensor of the device; return `out`."""
+    def store(self, out: Tensor, fill: Callable[[Tensor], object], key: Hashable = None) -> Tensor:
+        """Copy to pinned host memory what a function writes to a tensor of the device; return `out`.
+
+        Args:
+            key: by which `fetch` may ask for it at once, without a copy back.
+        """
         buffer = self.leaving[self.turn]
         self.turn = 1 - self.turn
         buffer.wait_until_idle(self.computing)
         fill(room := buffer.room(out))
+        self.last_stored = None if key is None else (key, room)
         buffer.free(self.computing)
         buffer.copy(room, out)
         return out
@@ -53,6 +59,8 @@ class HostCopies:
 
     def fetch(self, key: Hashable, stored: Tensor) -> Tensor:
         """Return a tensor of the host on the device."""
+        if self.last_stored is not None and self.last_stored[0] == key:
+            return self.last_stored[1].clone()
         self.start_fetch(key, stored)
         buffer = self.fetches.pop(key, None)
         if buffer is None:  # both buffers are on their way with something else
@@ -76,6 +84,7 @@ class HostCopies:
     def finish(self) -> None:
         """Have kernels that are queued from now on wait for all copies, whose buffers may then be freed."""
         self.forget_fetches()
+        self.last_stored = None
         self.computing.wait_stream(self.stream)
 
 

@@ -13,7 +13,7 @@ If a window bounds what queries see, the keys and values inside it travel instea
 
 Why this cannot deadlock: the chunks are dealt out in rounds of one chunk per rank, and all ranks run a round
 layer by layer in the same order, so a rank that is asked comes to the same attention call. Only the first
-round may be incomplete (`Owners.in_rounds`). A rank without a chunk in it has no tokens that others read."""
+round may be incomplete (`Owners.fitted_to`). A rank without a chunk in it has no tokens that others read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DistributedKV:
     the rank with the first chunk has them.
 
     Args:
-        owners: of chunks, dealt in turn so that the last round is whole (`Owners.in_rounds`).
+        owners: of chunks, dealt in turn so that the last round is whole (`Owners.fitted_to`).
         rank: this rank.
         token_range: (chunk, row) → (number of tokens in the chunk of its first document in the row, first
             token that they see); row None for all rows together.

@@ -285,7 +285,7 @@ def fetched_keys() -> dict[str, Any]:
     with simulated(record):
         slab = Slab(torch.empty(1, 2, 0, 8, device="cuda:0"), 2, 64, host=True)
         grid = make_grid(EngineSpec(32), 64, [True], 0)
-        owners = Owners((0,), 2).in_rounds(grid)
+        owners = Owners((0,), 2).fitted_to(grid)
         kv = DistributedKV(grid, owners, 1, messages, lambda c, row: (32, 0))  # type: ignore[arg-type]
         past = DistributedPast(kv, slab, 1, 32, 0, torch.zeros((), requires_grad=True))
         piece = torch.empty(1, 2, 32, 8, device="cuda:0", requires_grad=True)
