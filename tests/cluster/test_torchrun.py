@@ -34,11 +34,12 @@ def srun(rank: int, world: int) -> dict[str, str]:
         (torchrun, 2, {"data__documents": "packed"}, 1),
         (srun, 2, {}, 1),
         (torchrun, 2, {"method__chunk_size": 5}, 2),
-        (
+        pytest.param(
             torchrun,
             4,
             {"model__mixer": "[mamba2, attention]", "model__headdim": 16, "method__chunk_size": 5},
             2,
+            marks=pytest.mark.slow,
         ),
     ],
 )

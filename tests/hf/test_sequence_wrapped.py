@@ -27,7 +27,7 @@ from tests.ranks import RANKS, on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
 # Classes whose states and attention others here have, too.
-ALIKE = ("ZambaForCausalLM", "MambaForCausalLM", "Gemma3ForCausalLM")
+ALIKE = ("ZambaForCausalLM", "MambaForCausalLM", "Gemma3ForCausalLM", "MixtralForCausalLM")
 RECURRENT = ["MambaForCausalLM", "Mamba2ForCausalLM"]
 ATTENDING = ["LlamaForCausalLM", "BambaForCausalLM", "Gemma3ForCausalLM", "ZambaForCausalLM"]
 ROUTED = ["MixtralForCausalLM", "Qwen3NextForCausalLM"]
