@@ -156,7 +156,7 @@ def test_what_is_stored_can_be_on_the_host(
     streams = LateStreams(monkeypatch)
     before = {"states": 1.0, "before": 4, "final": True} if config is HYBRID else {}
     check(config, {"name": "Exact", "chunk_size": 4, **options}, layout, seqlen=13, **before)
-    assert streams.copies > 6  # three edges, there and back
+    assert streams.copies >= 5  # three edges go there; two come back, as the last chunk is not computed again
 
 
 def test_a_message_waits_for_what_is_being_stored(monkeypatch: pytest.MonkeyPatch) -> None:
