@@ -62,7 +62,8 @@ def passes(
     kind is tried when it is first asked for, and fails alone.
 
     Raises RuntimeError inside the capture of a CUDA graph, which cannot wait for results, and what the device
-    raises when it has no memory left: neither says anything about the backend.
+    raises when it has no memory left: neither says anything about the backend. Also RuntimeError where a kernel
+    has broken the process's CUDA context, in which nothing runs any more.
     """
     if implementation.backend == "reference":  # to which a backend may leave an operation
         return True
@@ -88,6 +89,12 @@ def passes(
         raise
     except Exception as failure:
         problem = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        if _is_broken(device):
+            raise RuntimeError(
+                f"{operation}: the trial of its {implementation.backend} kernel ended all work of this process "
+                f"on {device} ({problem}); install another version of Triton, and report this one with the GPU's "
+                "name"
+            ) from failure
     kind = ", ".join(word for word, applies in (("windowed", windowed), ("with resets", resets)) if applies)
     backend, package = implementation.backend, "Triton"
     instead = f"runs in plain PyTorch on {device}, many times slower"
@@ -100,6 +107,17 @@ def passes(
         f"install another version of {package}, and report this one with what `adjoint doctor` prints",
         stacklevel=2,
     )
+    return False
+
+
+def _is_broken(device: torch.device) -> bool:
+    """Whether an error of a kernel has left a GPU unusable for this process."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
     return False
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -218,6 +221,48 @@ def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, so make that the tensor's (nothing to do under the
     interpreter)."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+class _Variable:
+    """An environment variable that is set as long as a thread needs it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.lock, self.users = name, threading.Lock(), 0
+        self.before: str | None = None
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        with self.lock:
+            self.before = self.before if self.users else os.environ.get(self.name)
+            self.users += 1
+            os.environ[self.name] = "1"
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.users -= 1
+                if not self.users:
+                    os.environ.pop(self.name)
+                    os.environ.update({} if self.before is None else {self.name: self.before})
+
+
+# Triton's compiler reads it, and its cache on disk keeps what it compiles with and without it apart.
+_DISABLE_WGMMA = _Variable("DISABLE_MMA_V3")
+
+
+def without_wgmma(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Compile kernels that are launched inside without Hopper's asynchronous matrix products (wgmma), if `x` is
+    on such a GPU: mma.sync serves instead, as on other GPUs.
+
+    With wgmma, kernels that chain several small products give wrong numbers or read outside shared memory; which
+    of them do depends on Triton's version, the dtype and the number of warps. Seen on an H100 with Triton 3.6;
+    triton issues 10486 and 11366, flash-linear-attention issue 640 (Triton 3.4 to 3.7)."""
+    return _DISABLE_WGMMA.set() if _is_hopper(x.device) else contextlib.nullcontext()
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

@@ -104,9 +104,11 @@ def written_kernel(
                 state = of_state(states, at, n, m, d_k, d_v, DOT)
                 u -= tl.dot(w, state, input_precision=PRECISION, out_dtype=ACC)
         store_chunk(written, at, u, m, d_v, members, Q)
-        weights = weights_of(q, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC)
+        weights = weights_of(
+            q, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC, TRANSPOSED=True
+        )
         do_ = matrix(do, first, m, seqlen, d_v, members, Q, DOT)
-        term = tl.dot(tl.trans(weights), do_, input_precision=PRECISION, out_dtype=ACC)
+        term = tl.dot(weights, do_, input_precision=PRECISION, out_dtype=ACC)
         store_chunk(d_written, at, term, m, d_v, members, Q)
 
 

@@ -225,25 +225,43 @@ def chunk_decay(
 
 
 @triton.jit
+def token_pairs(TRANSPOSED: tl.constexpr, Q: tl.constexpr):
+    """Tokens i and j of the elements of a (Q, Q) matrix: rows are i and columns j, or TRANSPOSED."""
+    rows, columns = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :]
+    if TRANSPOSED:
+        return columns, rows
+    else:
+        return rows, columns
+
+
+@triton.jit
 def pair_decays(
-    g, place, members, WIDE: tl.constexpr, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr
+    g,
+    place,
+    members,
+    WIDE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    ACC: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
 ):
     """exp(c_i - c_j) of a document's tokens j <= i, 0 for all other pairs. Of decays per channel, which are
     in the `products`: 1 for 0."""
-    q = tl.arange(0, Q)
-    pair = (q[:, None] >= q[None, :]) & members[:, None] & members[None, :]
+    i, j = token_pairs(TRANSPOSED, Q)
+    pair = (i >= j) & members[:, None] & members[None, :]
     if WIDE:
         return pair.to(ACC)
     else:
         c, _ = running_sums(g, place, members, HAS_RESET, Q, ACC)
-        return tl.exp(tl.where(pair, c[:, None] - c[None, :], float("-inf")))
+        between = c[None, :] - c[:, None] if TRANSPOSED else c[:, None] - c[None, :]
+        return tl.exp(tl.where(pair, between, float("-inf")))
 
 
 @triton.jit
-def corners(bits, Q: tl.constexpr):
+def corners(bits, Q: tl.constexpr, TRANSPOSED: tl.constexpr = False):
     """The pairs (i, j) of which j is in the first half of a block of 2 * 2**bits tokens, i in the second: for
     bits from 0 on, every pair j < i once."""
-    i, j = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :]
+    i, j = token_pairs(TRANSPOSED, Q)
     return (i >> (bits + 1) == j >> (bits + 1)) & (i >> bits > j >> bits)
 
 
@@ -281,9 +299,10 @@ def products(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
 ):
     """a_i . b_j of a document's tokens, (Q, Q), their channels decayed from j to i if each has a decay;
-    `pair_decays` then drops what is not j <= i."""
+    `pair_decays` then drops what is not j <= i. TRANSPOSED: b_j . a_i, (Q, Q), with j in the rows."""
     first, seqlen, d_k, _ = place
     total = tl.zeros((Q, Q), ACC)
     q = tl.arange(0, Q)
@@ -297,12 +316,18 @@ def products(
             for bits in range(0, LEVELS):
                 left = to_middle(decays, bits, Q, ACC)
                 read, wrote = (a_ * left).to(DOT), (b_ * left).to(DOT)
-                term = tl.dot(read, tl.trans(wrote), input_precision=PRECISION, out_dtype=ACC)
-                total += tl.where(corners(bits, Q), term, 0.0)
+                if TRANSPOSED:
+                    term = tl.dot(wrote, tl.trans(read), input_precision=PRECISION, out_dtype=ACC)
+                else:
+                    term = tl.dot(read, tl.trans(wrote), input_precision=PRECISION, out_dtype=ACC)
+                total += tl.where(corners(bits, Q, TRANSPOSED), term, 0.0)
         else:
             a_ = matrix(a, first, i, seqlen, d_k, members, Q, DOT)
             b_ = matrix(b, first, i, seqlen, d_k, members, Q, DOT)
-            total = tl.dot(a_, tl.trans(b_), total, input_precision=PRECISION, out_dtype=ACC)
+            if TRANSPOSED:
+                total = tl.dot(b_, tl.trans(a_), total, input_precision=PRECISION, out_dtype=ACC)
+            else:
+                total = tl.dot(a_, tl.trans(b_), total, input_precision=PRECISION, out_dtype=ACC)
     return total
 
 
@@ -322,10 +347,17 @@ def weights_of(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
 ):
-    """exp(c_i - c_j) q_i . k_j of a document's tokens j <= i, 0 for all other pairs, (Q, Q)."""
-    weights = products(q, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC)
-    decays = pair_decays(g, place, members, WIDE, HAS_RESET, Q, ACC)
+    """exp(c_i - c_j) q_i . k_j of a document's tokens j <= i, 0 for all other pairs, (Q, Q).
+
+    TRANSPOSED it is computed with j in the rows, not transposed afterwards: what a product leaves in
+    registers would have to go through shared memory, which Triton 3.4 to 3.7.0 gets wrong on Hopper
+    (https://github.com/fla-org/flash-linear-attention/issues/640)."""
+    weights = products(
+        q, k, g, place, members, WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC, TRANSPOSED
+    )
+    decays = pair_decays(g, place, members, WIDE, HAS_RESET, Q, ACC, TRANSPOSED)
     return tl.where(decays > 0.0, weights * decays, 0.0).to(DOT)
 
 
