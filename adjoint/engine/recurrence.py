@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from typing import TypeVar, overload
+from typing import TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,8 @@ def checkpoint_sequence(
     state: S,
     chunk_size: int | None = None,
     checkpoints: int | None = None,
+    *,
+    reverse: bool = False,
 ) -> tuple[Y, S]: ...
 
 
@@ -83,6 +85,7 @@ def checkpoint_sequence(
     *,
     loss: Callable[[Y, T], Tensor],
     target: T,
+    reverse: bool = False,
 ) -> tuple[Tensor, S]: ...
 
 
@@ -95,6 +98,7 @@ def checkpoint_sequence(
     checkpoints: int | None = None,
     loss: Loss | None = None,
     target: object = None,
+    reverse: bool = False,
 ) -> tuple[object, object]:
     """Run a recurrence over a long sequence in memory that grows by one state per chunk.
 
@@ -121,6 +125,9 @@ def checkpoint_sequence(
         loss: a function (y of a chunk, target of the chunk) → its loss, summed over tokens. Then y is never
             whole: the first result is the sum over all chunks.
         target: for `loss`: any nesting of tensors (batch, seqlen, …).
+        reverse: whether the sequence is read from its last token to its first, as by the second direction of
+            a bidirectional layer. The function then gets each chunk's tokens in reverse order; y is in the
+            order of x, and the state that is returned is the one after the first token.
 
     Returns:
         y (batch, seqlen, …), or with `loss` a scalar; and the state after the last token. Both are
@@ -130,7 +137,7 @@ def checkpoint_sequence(
         UserError: x, state, chunk_size or checkpoints is not of this kind, or the state changes its shape.
         Refused: on first use, if the gradient by chunks is not that of the whole.
     """
-    call = _SequenceCall.of_arguments(function, x, state, loss, target)
+    call = _SequenceCall.of_arguments(function, x, state, loss, target, reverse)
     for name, value in (("chunk_size", chunk_size), ("checkpoints", checkpoints)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UserError(
@@ -141,7 +148,36 @@ def checkpoint_sequence(
         states = sum(s.nbytes for s in call.state)
         sizes = Sizes(max(saved_bytes, 1.0), states / call.rows)
         chunk_size = chunk_size_on(call.device, sizes, call.rows, call.seqlen, checkpoints)
-    return call.by_chunks(min(chunk_size, call.seqlen), checkpoints)
+    return call.by_chunks(min(chunk_size, call.seqlen), Storage(checkpoints=checkpoints))
+
+
+@uncompiled
+def run_by_chunks(
+    function: Callable[[X, S], tuple[Y, S]],
+    x: X,
+    state: S,
+    chunk_size: int,
+    checkpoints: int | None = None,
+    reverse: bool = False,
+    owner: nn.Module | None = None,
+    verified: bool = True,
+) -> tuple[Y, S]:
+    """Run one of many recurrences of a model as `checkpoint_sequence` does, and keep no chunk's tape.
+
+    The last chunk is computed again, too: a tape in each of many layers would take as much memory as plain
+    autograd does for that chunk.
+
+    Args:
+        owner: the module whose parameters the function trains; by default the function, if it is a module or
+            a method of one.
+        verified: whether the function is known to keep nothing but its state; else it is compared on first
+            use, once for each owner and name of a function.
+    """
+    call = _SequenceCall.of_arguments(function, x, state, None, None, reverse, owner)
+    if not verified:
+        _verify_once(call)
+    storage = Storage(tapes=0, checkpoints=checkpoints)
+    return cast(tuple[Y, S], call.by_chunks(min(chunk_size, call.seqlen), storage))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +187,8 @@ class _SequenceCall:
     Attributes:
         inputs: the tensors of x, then those of the target.
         x_spec, target_spec, state_spec: how the arguments are nested.
+        reverse: whether the function reads the last token first.
+        owner: the function, or the object that it is a method of: if that is a module, it is trained.
     """
 
     function: Function
@@ -160,10 +198,18 @@ class _SequenceCall:
     x_spec: TreeSpec
     target_spec: TreeSpec
     state_spec: TreeSpec
+    reverse: bool
+    owner: object
 
     @staticmethod
     def of_arguments(
-        function: Function, x: object, state: object, loss: Loss | None, target: object
+        function: Function,
+        x: object,
+        state: object,
+        loss: Loss | None,
+        target: object,
+        reverse: bool = False,
+        owner: object = None,
     ) -> _SequenceCall:
         """Flatten and check the arguments.
 
@@ -190,7 +236,9 @@ class _SequenceCall:
             raise UserError(f"checkpoint_sequence: x is empty, {shapes[0]}")
         if any(t.is_complex() for t in x_tensors):
             raise UserError("checkpoint_sequence: x has complex numbers; give torch.view_as_real(x)")
-        return _SequenceCall(function, loss, [*x_tensors, *targets], states, x_spec, target_spec, state_spec)
+        inputs, specs = [*x_tensors, *targets], (x_spec, target_spec, state_spec)
+        owner = getattr(function, "__self__", function) if owner is None else owner
+        return _SequenceCall(function, loss, inputs, states, *specs, reverse, owner)
 
     @property
     def rows(self) -> int:
@@ -206,9 +254,8 @@ class _SequenceCall:
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """The function's own modules, if it is one or a method of one."""
-        owner = getattr(self.function, "__self__", self.function)
-        return list(owner.named_modules()) if isinstance(owner, nn.Module) else []
+        """The modules of the function's owner, if that is one."""
+        return list(self.owner.named_modules()) if isinstance(self.owner, nn.Module) else []
 
     @property
     def subject(self) -> str:
@@ -221,10 +268,13 @@ class _SequenceCall:
     ) -> tuple[list[Tensor], list[Tensor], TreeSpec]:
         """Call the function, and the loss of its output.
 
+        Inputs and outputs are in the order of the sequence, also where the function reads it in reverse.
+
         Returns:
             The tensors of the output, those of the state after it, and how the output is nested.
         """
         count = self.x_spec.num_leaves
+        inputs = self._in_order_of_reading(inputs)
         x = tree_unflatten(list(inputs[:count]), self.x_spec)
         result = self.function(x, tree_unflatten(list(state), self.state_spec))
         if not isinstance(result, tuple) or len(result) != 2:
@@ -248,7 +298,16 @@ class _SequenceCall:
             if not isinstance(t, Tensor) or t.shape[:2] != tokens:
                 shape = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
                 raise UserError(f"{self.subject}: y must be (batch, tokens, …), {tuple(tokens)}, got {shape}")
-        return outputs, after_tensors, y_spec
+        return self._in_order_of_reading(outputs), after_tensors, y_spec
+
+    def _in_order_of_reading(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors (batch, tokens, …) as the function reads them, or what it wrote as the sequence is."""
+        return [t.flip(1) for t in tensors] if self.reverse else [*tensors]
+
+    def tokens_of(self, chunk: Batch) -> slice:
+        """Return the chunk's place in the sequence: chunks are counted from where the function begins."""
+        start, stop = chunk.start, chunk.start + chunk.seqlen
+        return slice(self.seqlen - stop, self.seqlen - start) if self.reverse else slice(start, stop)
 
     def first_tokens(self, count: int) -> _SequenceCall:
         """Return the call on the first tokens, of leaves that require gradients where tensors can."""
@@ -260,16 +319,15 @@ class _SequenceCall:
         inputs = [leaf(t[:, :count]) for t in self.inputs]
         return dataclasses.replace(self, inputs=inputs, state=[leaf(s) for s in self.state])
 
-    def by_chunks(self, chunk_size: int, checkpoints: int | None = None) -> tuple[object, object]:
+    def by_chunks(self, chunk_size: int, storage: Storage) -> tuple[object, object]:
         """Return (y, state), differentiable."""
         stage = _RecurrenceStage(self)
         tokens = torch.zeros((), dtype=torch.long, device=self.device).expand(self.rows, self.seqlen)
         state = tuple(map(_encoded, self.state))
         batch = Batch(tokens, tokens, states=[state])
-        spec = EngineSpec(chunk_size, storage=Storage(checkpoints=checkpoints))
-        step = ChunkedStep([stage], batch, spec, width=0)
+        step = ChunkedStep([stage], batch, EngineSpec(chunk_size, storage=storage), width=0)
         total, final = step.forward()
-        outputs = [total] if self.loss is not None else [y.detach() for y in stage.outputs]
+        outputs = [total] if self.loss is not None else stage.take_outputs()
 
         def backward(*cotangents: Tensor | None) -> tuple[Gradients, Sequence[Tensor | None]]:
             d_outputs, d_final = cotangents[: len(outputs)], cotangents[len(outputs) :]
@@ -293,7 +351,8 @@ class _RecurrenceStage(Stage):
     compared with its first run.
 
     Attributes:
-        outputs: the tensors of y, whole, once the forward has run. y_spec: how they are nested.
+        outputs: the tensors of y, whole, once the forward has run, until they are taken. y_spec: how they are
+            nested.
         d_inputs: cotangents of the inputs after the backward; None for those without.
     """
 
@@ -324,13 +383,18 @@ class _RecurrenceStage(Stage):
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         return self.call.modules
 
+    def take_outputs(self) -> list[Tensor]:
+        """Return the tensors of y. They are no longer kept here, where they would live as long as the graph."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
     def begin_backward(self, d_outputs: Sequence[Tensor | None]) -> None:
         """Set the cotangents of the tensors of y."""
         self.d_outputs = d_outputs
         self.d_inputs = [torch.zeros_like(t) if t.requires_grad else None for t in self.call.inputs]
 
     def _pieces(self, tensors: Iterable[Tensor], chunk: Batch) -> list[Tensor]:
-        return [t[:, chunk.start : chunk.start + chunk.seqlen] for t in tensors]
+        return [t[:, self.call.tokens_of(chunk)] for t in tensors]
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         with self.generators.at_chunk(chunk.start):
@@ -360,7 +424,7 @@ class _RecurrenceStage(Stage):
             seqlen = self.call.seqlen
             self.outputs = [t.new_empty(t.shape[0], seqlen, *t.shape[2:], requires_grad=False) for t in y]
         for output, t in zip(self.outputs, y, strict=True):
-            output[:, chunk.start : chunk.start + chunk.seqlen] = t.detach()
+            output[:, self.call.tokens_of(chunk)] = t.detach()
         return _norm(y)
 
     def linearize(
@@ -384,13 +448,13 @@ class _RecurrenceStage(Stage):
             _, d = pull(dy if has_loss else None, (*dstate, *d_outputs))
             for d_input, piece in zip(self.d_inputs, d[count:], strict=True):
                 if d_input is not None and piece is not None:
-                    d_input[:, chunk.start : chunk.start + chunk.seqlen] = piece
+                    d_input[:, self.call.tokens_of(chunk)] = piece
             return None, d[:count]
 
         return total, results[:count], pullback
 
     def _d_pieces(self, chunk: Batch) -> list[Tensor | None]:
-        tokens = slice(chunk.start, chunk.start + chunk.seqlen)
+        tokens = self.call.tokens_of(chunk)
         return [None if d is None else d[:, tokens] for d in self.d_outputs]
 
 
@@ -421,9 +485,8 @@ def _decoded(stored: Tensor, like: Tensor) -> Tensor:
 
 def _verify_once(call: _SequenceCall) -> float:
     """Verify a kind of call on first use; return the bytes per token and row that autograd saves in it."""
-    owner = getattr(call.function, "__self__", call.function)
     try:
-        kinds = _verified.setdefault(owner, {})
+        kinds = _verified.setdefault(call.owner, {})
     except TypeError:  # no weak reference to it can be made
         kinds = {}
     autocast = (
@@ -433,6 +496,7 @@ def _verify_once(call: _SequenceCall) -> float:
     training = tuple(module.training for _, module in call.modules)
     kind = (
         getattr(call.function, "__name__", ""),
+        call.reverse,
         *tensors,
         *training,
         autocast,
@@ -518,7 +582,7 @@ def _results(
 
 
 def _results_by_chunks(first: _SequenceCall, leaves: dict[str, Tensor]) -> Results:
-    y, after = first.by_chunks(CHUNK_SIZE)
+    y, after = first.by_chunks(CHUNK_SIZE, Storage())
     return _results_of([*tree_flatten(y)[0], *tree_flatten(after)[0]], leaves)
 
 
