@@ -52,9 +52,19 @@ class Batch:
 
     @staticmethod
     def from_labels(
-        ids: Tensor, labels: Tensor, seq_idx: Tensor | None = None, states: Sequence[State] = ()
+        ids: Tensor,
+        labels: Tensor,
+        seq_idx: Tensor | None = None,
+        states: Sequence[State] = (),
+        predicts_next: bool = True,
     ) -> Batch:
-        """Return a batch of unshifted labels (batch, seqlen); warn if all are -100."""
+        """Return a batch of unshifted labels (batch, seqlen); warn if all are -100.
+
+        Args:
+            predicts_next: whether a token predicts the next one's label; else its own, as a masked token.
+        """
+        if not predicts_next:
+            return Batch(ids, labels, divisor_of(labels), seq_idx, states)
         divisor = divisor_of(labels[:, 1:], None if seq_idx is None else seq_idx[:, 1:] == seq_idx[:, :-1])
         return Batch(ids, labels, divisor, seq_idx, states, is_shifted=False)
 

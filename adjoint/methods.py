@@ -38,6 +38,10 @@ _TWO_TOKENS = (
     "a wrapped model's chunks have two tokens at least, as transformers takes one for decoding: "
     "chunk_size and window are 2 or more"
 )
+BIDIRECTIONAL = (
+    "every output of a bidirectional layer reads the whole sequence: use Exact(), Backprop(checkpoint=True) or "
+    "Backprop()"
+)
 WRAPPED = "a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop()"
 
 
@@ -149,6 +153,10 @@ class Method(Protocol):
         """Return why the method does not run a model of transformers; None if it does."""
         return None
 
+    def why_not_bidirectional(self) -> str | None:
+        """Return why the method does not run a `Stack` with `bidirectional`; None if it does."""
+        return BIDIRECTIONAL
+
     @property
     def summary(self) -> str:
         """Return in words what it computes."""
@@ -189,6 +197,9 @@ class Backprop(Method):
     @property
     def checkpoints_layers(self) -> bool:
         return self.checkpoint
+
+    def why_not_bidirectional(self) -> str | None:
+        return None
 
     @property
     def summary(self) -> str:
@@ -290,6 +301,15 @@ class Exact(Method):
 
     def why_not_wrapped(self) -> str | None:
         return _TWO_TOKENS if self.chunk_size == 1 else None
+
+    def why_not_bidirectional(self) -> str | None:
+        if self.memory is not None:
+            return "memory counts chunks that pass through all layers, as bidirectional ones cannot: leave it out"
+        if self.offload or self.keep == "offload":
+            return (
+                "a bidirectional stack keeps its layers' inputs on their device: leave offload out, and keep"
+            )
+        return None
 
     @property
     def summary(self) -> str:
@@ -511,6 +531,12 @@ def check_stack_method(method: object) -> None:
         raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
     if why := method.why_not_stack():
         raise ValueError(why)
+
+
+def check_bidirectional_method(method: Method) -> None:
+    """Raise a ValueError if a method does not run a `Stack` with `bidirectional`."""
+    if why := method.why_not_bidirectional():
+        raise ValueError(f"{why}; got {method!r}")
 
 
 def check_wrapped_method(method: object) -> None:

@@ -22,12 +22,14 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
 from adjoint.engine import shared_prefix
+from adjoint.engine.bidirectional import block_by_chunks
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.module_tensors import ModuleTensors
+from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.shared_prefix import Rows, Segment
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, grouped, uncompiled
@@ -43,7 +45,7 @@ from adjoint.layers.init import draw_seed, drawn_from
 from adjoint.layers.mixer import reach_of
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
-from adjoint.methods import Method, check_stack_method
+from adjoint.methods import Method, check_bidirectional_method, check_stack_method
 from adjoint.parallel.access import REPLICA, access_kind, access_of, is_replica, refuse_sharded
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.split_tensors import splits
@@ -54,6 +56,7 @@ from adjoint.parallel.tensor import (
     reads_windows,
 )
 
+WHOLE_SEQUENCE = "layers that read in both directions (model.bidirectional) need the whole sequence"
 CHECKED_AT_ONCE = 1 << 16  # tokens of each row whose ids are checked at a time
 
 
@@ -116,6 +119,11 @@ class Stack(nn.Module):
         """Whether norm and head are here."""
         return self.span.stop == self.config.n_layer
 
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether layers read in both directions, and tokens predict their own labels."""
+        return self.config.bidirectional is not None
+
     def split(self, span: range) -> Stack:
         """Return a part of this stack: the layers `span`.
 
@@ -154,9 +162,14 @@ class Stack(nn.Module):
                 the others.
 
         Raises:
-            UserError: the number of ranks does not divide the heads or channels of a layer; or `fully_shard`
-                has sharded the stack.
+            UserError: the number of ranks does not divide the heads or channels of a layer; `fully_shard`
+                has sharded the stack; or its layers read in both directions.
         """
+        if self.is_bidirectional:
+            raise UserError(
+                f"{setting}: ranks do not split a bidirectional stack: train it in one process, or with "
+                "DistributedDataParallel or fully_shard"
+            )
         ranks = group_of(group, setting)
         if self.tensor_parallel is not None:
             raise UserError(f"{setting}: the stack is split already")
@@ -225,7 +238,15 @@ class Stack(nn.Module):
             recompute: as in `Exact`.
             whole_tokens: whether, of a split stack, every rank has all tokens of the residual stream, as
                 windows need them; else each has its own.
+
+        Raises:
+            UserError: layers read in both directions.
         """
+        if self.is_bidirectional:
+            raise UserError(
+                f"{WHOLE_SEQUENCE}, and no chunk passes through all of them: call the stack in one process, with "
+                "method=adjoint.Exact() or adjoint.Backprop()"
+            )
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
         # weights that are not on the device yet cannot be cast there
         access = access_of(self)
@@ -342,6 +363,8 @@ class Stack(nn.Module):
         Args:
             input_ids: (batch, seqlen) int64.
             labels: (batch, seqlen) int64, usually input_ids itself: the model shifts them. -100 is ignored.
+                Bidirectional layers predict each token itself: labels are not shifted, and are -100 but for
+                the tokens that are masked in input_ids.
             method: how the backward of the loss runs, such as `adjoint.Exact()`; plain autograd if None.
             state: states to start from, one tuple per layer, as returned with return_state; differentiable.
                 Zero if None.
@@ -364,6 +387,8 @@ class Stack(nn.Module):
                 `window="auto"`, `memory=`; layers that `fully_shard` shards among its processes; or its
                 processes call with different arguments. Or the stack is a replica of `nn.DataParallel`.
                 Or hidden states by chunks meet labels, return_logits, or layers that are split or sharded.
+                Or a bidirectional stack meets states, a sequence_group, or by chunks weights that are not
+                plain tensors.
             ValueError: an id or label is out of range, or a shape does not fit; cu_seqlens does not rise
                 from 0 to the number of tokens; a method other than Backprop meets no labels, with gradients.
         """
@@ -375,11 +400,16 @@ class Stack(nn.Module):
             check_stack_method(method)
         if state is not None and len(state) != self.config.n_layer:
             raise ValueError(f"state must have {self.config.n_layer} entries, 1 per layer; got {len(state)}")
+        spec = None
+        if self.is_bidirectional:
+            self._check_bidirectional(method, state is not None or return_state, sequence_group)
+            spec = self._layer_spec(input_ids, method)
         states = self.initial_state(input_ids.shape[0]) if state is None else state
         batch = None
         if labels is not None:
-            batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states))
-        output, plain = StackOutput(), method is None or method.is_plain
+            predicts_next = not self.is_bidirectional
+            batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states), predicts_next)
+        output, plain = StackOutput(), method is None or method.is_plain or self.is_bidirectional
         if method is not None and not plain and return_hidden_states:
             if labels is not None or return_logits or sequence_group is not None:
                 raise UserError(
@@ -403,7 +433,7 @@ class Stack(nn.Module):
             weights = access.plain_weights()
             with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
                 y, final = self._hidden(
-                    input_ids, states, seq_idx, method is not None and method.checkpoints_layers
+                    input_ids, states, seq_idx, method is not None and method.checkpoints_layers, spec
                 )
                 if batch is not None:
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
@@ -578,14 +608,41 @@ class Stack(nn.Module):
             return
         raise UserError(f"sequence_group: {why}")
 
+    def _check_bidirectional(self, method: Method | None, has_states: bool, group: Any) -> None:
+        """Raise an error for a call that layers that read in both directions cannot serve."""
+        if method is not None:
+            check_bidirectional_method(method)
+        if has_states:
+            raise UserError(f"state, return_state: {WHOLE_SEQUENCE}, and no state goes on: leave them out")
+        if group is not None:
+            raise UserError(f"sequence_group: {WHOLE_SEQUENCE} in one process: leave it out")
+        kind = access_kind(self)
+        if method is not None and method.has_chunks and kind.name != ParameterAccess.name:
+            raise UserError(
+                f"{method.name}: bidirectional layers run by chunks with plain tensors as weights, and these are "
+                f"held as {kind.name}: use Backprop(checkpoint=True)"
+            )
+
+    def _layer_spec(self, input_ids: Tensor, method: Method | None) -> EngineSpec | None:
+        """Return the chunks by which bidirectional layers run; None if autograd goes through them."""
+        if method is None or not method.has_chunks:
+            return None
+        return method.engine_spec(input_ids.shape[1], self.default_chunk_size(input_ids, method))
+
     def _hidden(
         self,
         input_ids: Tensor,
         states: list[State],
         seq_idx: Tensor | None = None,
         checkpoint: bool = False,
+        spec: EngineSpec | None = None,
     ) -> tuple[Tensor, list[State]]:
+        """Return y_K and the final states, by plain autograd; with a spec, bidirectional layers by chunks."""
         y, final = self.embed(input_ids), []
+        if spec is not None:
+            for block in self.blocks():
+                y = block_by_chunks(block, y, seq_idx, spec)
+            return y, states
         inputs = (seq_idx,) if self.tensor_parallel is None else (seq_idx, input_ids.shape[1])
         for layer, state in zip(self.layers, states, strict=True):
             if checkpoint and torch.is_grad_enabled():
@@ -642,7 +699,10 @@ class Stack(nn.Module):
 
         Raises:
             ValueError: an id is out of range, temperature < 0, top_k < 1 or max_new_tokens < 0.
+            UserError: layers read in both directions.
         """
+        if self.is_bidirectional:
+            raise UserError(f"generate: {WHOLE_SEQUENCE}: mask tokens and read the logits of a call instead")
         if temperature < 0 or (top_k is not None and top_k < 1) or max_new_tokens < 0:
             raise ValueError(
                 "temperature must be 0 or more, top_k 1 or more, max_new_tokens 0 or more; "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adjoint.layers import MIXERS, Mixer, StackConfig
+from adjoint.layers.bidirectional import directions_of
 
 UNKNOWN_MEMORY = 40e9  # bytes taken for a GPU whose memory is not known
 
@@ -65,11 +66,15 @@ def default_chunk_size(
         weights_on_host: as in `Sizes`.
     """
     element, config, blocks = next(model.parameters()).element_size(), model.config, model.blocks()
-    states = sum(state_numel(block.mixer) for block in blocks) * max(element, 4)
+    mixers = [mixer for block in blocks for mixer in directions_of(block.mixer)]
+    states = sum(map(state_numel, mixers)) * max(element, 4)
     if input_ids.is_cuda and torch.is_autocast_enabled("cuda"):
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
+    kept = kept_bytes(config, element, recompute)
+    if config.bidirectional is not None:  # one layer after another: activations of one scan, states of all
+        kept /= config.n_layer
     sizes = Sizes(
-        kept_bytes(config, element, recompute),
+        kept,
         states * config.n_layer / max(len(blocks), 1),
         width=config.d_model,
         weights_on_host=weights_on_host,

@@ -18,6 +18,7 @@ from adjoint.kernels.collectives import (
     split_tokens,
     sum_over_ranks,
 )
+from adjoint.layers.bidirectional import BidirectionalMixer
 from adjoint.layers.config import MIXERS, StackConfig
 from adjoint.layers.mixer import Mixer, make_mixer
 from adjoint.layers.mlp import GatedMLP
@@ -25,6 +26,12 @@ from adjoint.layers.norm import RMSNorm
 from adjoint.layers.tensor_parallel import RowParallelLinear
 
 T = TypeVar("T")
+RESIDUAL_PROJECTIONS = (  # weights whose products are added to the residual stream
+    "mixer.out_proj.weight",
+    "mixer.forward_mixer.out_proj.weight",
+    "mixer.reverse_mixer.out_proj.weight",
+    "mlp.out_proj.weight",
+)
 
 
 class Block(nn.Module):
@@ -36,7 +43,7 @@ class Block(nn.Module):
             then has its own heads of the state, and of y its own tokens (`collectives.local_tokens`) or all.
     """
 
-    mixer: Any  # made by `make_mixer`
+    mixer: Any  # made by `make_mixer`, or a `BidirectionalMixer`
     tensor_group: dist.ProcessGroup | None = None
 
     def __init__(self, config: StackConfig, layer: int) -> None:
@@ -44,7 +51,8 @@ class Block(nn.Module):
         self.config = config
         kind = MIXERS.get(config.mixers[layer], Mixer)
         self.norm = RMSNorm(config.d_model, config.norm_eps, to_linear=kind.projected)
-        self.mixer = make_mixer(config, layer)
+        bidirectional = config.bidirectional is not None
+        self.mixer = BidirectionalMixer(config, layer) if bidirectional else make_mixer(config, layer)
         self.norm2: RMSNorm | None = None
         self.mlp: GatedMLP | None = None
         if config.d_intermediate:
@@ -59,9 +67,10 @@ class Block(nn.Module):
         in GPT-2, so that the stream's variance does not grow with depth."""
         for module in self.children():
             module.reset_parameters()  # type: ignore[operator]
-        residuals = self.config.n_layer * (1 if self.mlp is None else 2)
+        directions = 1 if self.config.bidirectional is None else 2
+        residuals = self.config.n_layer * (directions if self.mlp is None else directions + 1)
         for name, parameter in self.named_parameters():
-            if name in ("mixer.out_proj.weight", "mlp.out_proj.weight"):
+            if name in RESIDUAL_PROJECTIONS:
                 nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
                 parameter.div_(math.sqrt(residuals))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, check_fields, documented, option
 
@@ -95,6 +95,12 @@ class StackConfig:
         "then be even.",
     )
     mimo_rank: Positive = option(4, "number of inputs and outputs per token, with is_mimo.")
+    bidirectional: Literal["tied", "separate"] | None = option(
+        None,
+        "whether layers read the sequence in both directions, for masked-token objectives: each mixer's "
+        'output is then the sum of two scans. "tied" shares in_proj and out_proj between them, as Caduceus '
+        'does; "separate" shares nothing; null reads forward only. Labels are not shifted.',
+    )
 
     def __post_init__(self) -> None:
         check_fields("model", self)
@@ -108,12 +114,25 @@ class StackConfig:
         for kind in dict.fromkeys(self.mixers):
             if kind in MIXERS:
                 MIXERS[kind].check(self)
+                self._check_directions(kind)
             elif ":" not in kind:
                 suggestions = difflib.get_close_matches(kind, MIXERS, n=1)
                 raise ValueError(
                     f"mixer must be one of {', '.join(MIXERS)}, module:Class, or a list of them; got {kind!r}"
                     + "".join(f": did you mean {name}?" for name in suggestions)
                 )
+
+    def _check_directions(self, kind: str) -> None:
+        """Raise a ValueError if a built-in mixer cannot read in both directions as the settings say."""
+        if self.bidirectional is not None and MIXERS[kind].attended_channels(self):
+            raise ValueError(
+                f"bidirectional is for recurrent mixers, and mixer has {kind}: list recurrent ones only, such "
+                "as mamba, or leave bidirectional out"
+            )
+        if self.bidirectional == "tied" and not MIXERS[kind].projected:
+            raise ValueError(
+                f'bidirectional="tied" shares in_proj and out_proj, which {kind} does not have: use "separate"'
+            )
 
     @property
     def mixers(self) -> tuple[str, ...]:

@@ -1,0 +1,77 @@
+"""Layers that read in both directions, by chunks: one layer after another, and in a layer one scan after the
+other.
+
+Each output of such a layer reads the whole sequence, so that a chunk cannot pass through all layers: the
+engine's grid of layers and chunks does not apply. What is stored is each layer's input, the sum before its
+MLP if it has one, and the states at the chunk edges of both scans. The backward computes the activations of
+one chunk of one scan of one layer at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjoint.engine import tile
+from adjoint.engine.custom_layers import custom_class
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.recurrence import run_by_chunks
+from adjoint.engine.stage import Layer
+from adjoint.errors import UserError
+from adjoint.kernels.checks import is_untouched
+from adjoint.layers import Block, State
+from adjoint.layers.bidirectional import BidirectionalMixer, initial_state_of
+
+
+def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: EngineSpec) -> Tensor:
+    """Return a bidirectional block's output for y (batch, seqlen, d_model), differentiable.
+
+    Args:
+        seq_idx: (batch, seqlen), each token's document, or None.
+        spec: of which the chunk size, the states that are stored and the recomputation count.
+
+    Raises:
+        UserError: the block or its mixer has hooks, which would see no call.
+    """
+    mixer = block.mixer
+    if not (is_untouched(block, Block) and is_untouched(mixer, BidirectionalMixer)):
+        raise UserError(
+            "a bidirectional layer with hooks on it, or with a forward of its own, does not run by chunks: put "
+            "the hooks on the modules in it, or use Backprop(checkpoint=True)"
+        )
+    is_verified = custom_class(Layer(block, grows=())) is None
+    recompute = spec.storage.recompute
+
+    def run(function: Any, x: Any, state: State, reverse: bool = False) -> Tensor:
+        def chunk(x: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
+            if recompute == "none" or not torch.is_grad_enabled():
+                return function(*x, state=state)
+            return tile.recomputed(lambda *x: function(*x[:-1], state=x[-1]), (*x, state), recompute)
+
+        chunk.__name__ = function.__name__  # kinds of calls are told apart by it
+        size, checkpoints = spec.chunk_size, spec.storage.checkpoints
+        return run_by_chunks(chunk, x, state, size, checkpoints, reverse, block, is_verified)[0]
+
+    def scan(direction: nn.Module, reverse: bool) -> Tensor:
+        def read(x: Tensor, *documents: Tensor, state: State) -> tuple[Tensor, State]:
+            if documents:
+                numbers, begins = documents
+                state, documents = tile.reset_rows(state, begins[:, 0]), (numbers,)
+            return direction(block.norm(x), state, *documents)
+
+        documents = () if seq_idx is None else (seq_idx, _begins(seq_idx, reverse))
+        return run(read, (y, *documents), initial_state_of(direction, y), reverse)
+
+    def feed_forward(x: Tensor, state: State) -> tuple[Tensor, State]:
+        return block.feed_forward(x), ()
+
+    y = y + (scan(mixer.forward_mixer, False) + scan(mixer.reverse_mixer, True))
+    return y if block.mlp is None else run(feed_forward, (y,), ())
+
+
+def _begins(seq_idx: Tensor, reverse: bool) -> Tensor:
+    """Return (batch, seqlen) bool: where the scan's previous token is of another document."""
+    changes = seq_idx[:, 1:] != seq_idx[:, :-1]
+    edge = torch.zeros_like(changes[:, :1]) if changes.shape[1] else changes.new_zeros(len(seq_idx), 1)
+    return torch.cat([changes, edge] if reverse else [edge, changes], dim=1)
