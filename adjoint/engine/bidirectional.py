@@ -40,34 +40,39 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
             "a bidirectional layer with hooks on it, or with a forward of its own, does not run by chunks: put "
             "the hooks on the modules in it, or use Backprop(checkpoint=True)"
         )
-    is_verified = custom_class(Layer(block, grows=())) is None
-    recompute = spec.storage.recompute
+    is_ours = custom_class(Layer(block, grows=())) is None
+    recompute, verify_for = spec.storage.recompute, None if is_ours else block
 
-    def run(function: Any, x: Any, state: State, reverse: bool = False) -> Tensor:
+    def run(function: Any, name: str, x: Any, state: State, *modules: Any, reverse: bool = False) -> Tensor:
         def chunk(x: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
             if recompute == "none" or not torch.is_grad_enabled():
-                return function(*x, state=state)
-            return tile.recomputed(lambda *x: function(*x[:-1], state=x[-1]), (*x, state), recompute)
+                return function(state, *x)
+            return tile.recomputed(
+                lambda y, state, *rest: function(state, y, *rest), (x[0], state, *x[1:]), recompute
+            )
 
-        chunk.__name__ = function.__name__  # kinds of calls are told apart by it
+        chunk.__name__ = chunk.__qualname__ = name
         size, checkpoints = spec.chunk_size, spec.storage.checkpoints
-        return run_by_chunks(chunk, x, state, size, checkpoints, reverse, block, is_verified)[0]
+        owner = nn.ModuleList(modules)
+        return run_by_chunks(chunk, x, state, size, checkpoints, reverse, owner, verify_for)[0]
 
-    def scan(direction: nn.Module, reverse: bool) -> Tensor:
-        def read(x: Tensor, *documents: Tensor, state: State) -> tuple[Tensor, State]:
+    def scan(direction: nn.Module, name: str, reverse: bool) -> Tensor:
+        def read(state: State, x: Tensor, *documents: Tensor) -> tuple[Tensor, State]:
             if documents:
                 numbers, begins = documents
                 state, documents = tile.reset_rows(state, begins[:, 0]), (numbers,)
             return direction(block.norm(x), state, *documents)
 
-        documents = () if seq_idx is None else (seq_idx, _begins(seq_idx, reverse))
-        return run(read, (y, *documents), initial_state_of(direction, y), reverse)
+        x = (y,) if seq_idx is None else (y, seq_idx, _begins(seq_idx, reverse))
+        name = f"{type(direction).__name__}, {name},"
+        return run(read, name, x, initial_state_of(direction, y), block.norm, direction, reverse=reverse)
 
-    def feed_forward(x: Tensor, state: State) -> tuple[Tensor, State]:
+    def feed_forward(state: State, x: Tensor) -> tuple[Tensor, State]:
         return block.feed_forward(x), ()
 
-    y = y + (scan(mixer.forward_mixer, False) + scan(mixer.reverse_mixer, True))
-    return y if block.mlp is None else run(feed_forward, (y,), ())
+    forward = scan(mixer.forward_mixer, "read forward", False)
+    y = y + (forward + scan(mixer.reverse_mixer, "read in reverse", True))
+    return y if block.mlp is None else run(feed_forward, "feed_forward", (y,), (), block.norm2, block.mlp)
 
 
 def _begins(seq_idx: Tensor, reverse: bool) -> Tensor:

@@ -22,7 +22,8 @@ from adjoint.engine.chunk_size import Sizes, chunk_size_on
 from adjoint.engine.generators import ChunkGenerators, generators_in
 from adjoint.engine.grid import EngineSpec, Storage
 from adjoint.engine.leaves import leaves_of, suspend_hooks
-from adjoint.engine.module_tensors import UntrainedTensors
+from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
+from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep, uncompiled
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
@@ -160,7 +161,7 @@ def run_by_chunks(
     checkpoints: int | None = None,
     reverse: bool = False,
     owner: nn.Module | None = None,
-    verified: bool = True,
+    verify_for: object = None,
 ) -> tuple[Y, S]:
     """Run one of many recurrences of a model as `checkpoint_sequence` does, and keep no chunk's tape.
 
@@ -168,14 +169,14 @@ def run_by_chunks(
     autograd does for that chunk.
 
     Args:
-        owner: the module whose parameters the function trains; by default the function, if it is a module or
-            a method of one.
-        verified: whether the function is known to keep nothing but its state; else it is compared on first
-            use, once for each owner and name of a function.
+        owner: the modules that the function runs, in one; by default the function, if it is a module or a
+            method of one.
+        verify_for: the object for which the function is compared with the whole on first use, once for each
+            name of a function; None if it is known to keep nothing but its state.
     """
     call = _SequenceCall.of_arguments(function, x, state, None, None, reverse, owner)
-    if not verified:
-        _verify_once(call)
+    if verify_for is not None:
+        _verify_once(call, verify_for)
     storage = Storage(tapes=0, checkpoints=checkpoints)
     return cast(tuple[Y, S], call.by_chunks(min(chunk_size, call.seqlen), storage))
 
@@ -319,26 +320,35 @@ class _SequenceCall:
         inputs = [leaf(t[:, :count]) for t in self.inputs]
         return dataclasses.replace(self, inputs=inputs, state=[leaf(s) for s in self.state])
 
+    def _access(self) -> ParameterAccess:
+        """Return the access to the owner's weights; its backward runs with those that the forward had.
+
+        A caller may replace them for the forward alone, as `torch.func.functional_call` does."""
+        if not isinstance(self.owner, nn.Module):
+            return ParameterAccess()
+        return ParameterAccess(self.owner, None, ModuleTensors(self.owner).restored)
+
     def by_chunks(self, chunk_size: int, storage: Storage) -> tuple[object, object]:
         """Return (y, state), differentiable."""
         stage = _RecurrenceStage(self)
         tokens = torch.zeros((), dtype=torch.long, device=self.device).expand(self.rows, self.seqlen)
         state = tuple(map(_encoded, self.state))
         batch = Batch(tokens, tokens, states=[state])
-        step = ChunkedStep([stage], batch, EngineSpec(chunk_size, storage=storage), width=0)
+        spec = EngineSpec(chunk_size, storage=storage)
+        step = ChunkedStep([stage], batch, spec, width=0, access=self._access())
         total, final = step.forward()
         outputs = [total] if self.loss is not None else stage.take_outputs()
+        count, has_loss = len(outputs), self.loss is not None
 
         def backward(*cotangents: Tensor | None) -> tuple[Gradients, Sequence[Tensor | None]]:
-            d_outputs, d_final = cotangents[: len(outputs)], cotangents[len(outputs) :]
-            d_total = d_outputs[0] if self.loss is not None else None
-            stage.begin_backward(() if self.loss is not None else d_outputs)
-            gradients, d_initial = step.backward(d_total, d_final)
+            d_outputs, d_final = cotangents[:count], cotangents[count:]
+            stage.begin_backward(() if has_loss else d_outputs)
+            gradients, d_initial = step.backward(d_outputs[0] if has_loss else None, d_final)
             return gradients, [*d_initial, *stage.d_inputs]
 
         step.initial = [*step.initial, *self.inputs]
-        count = len(outputs)
-        results = step.differentiable([*outputs, *final], backward)
+        outputs += final
+        results = step.differentiable(outputs, backward)  # which empties the list: the graph keeps no y
         after = [_decoded(s, like) for s, like in zip(results[count:], self.state, strict=True)]
         y = results[0] if self.loss is not None else tree_unflatten(list(results[:count]), stage.y_spec)
         return y, tree_unflatten(after, self.state_spec)
@@ -483,10 +493,14 @@ def _decoded(stored: Tensor, like: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------- verification on first use
 
 
-def _verify_once(call: _SequenceCall) -> float:
-    """Verify a kind of call on first use; return the bytes per token and row that autograd saves in it."""
+def _verify_once(call: _SequenceCall, subject: object = None) -> float:
+    """Verify a kind of call on first use; return the bytes per token and row that autograd saves in it.
+
+    Args:
+        subject: for which it is noted; by default the call's owner.
+    """
     try:
-        kinds = _verified.setdefault(call.owner, {})
+        kinds = _verified.setdefault(call.owner if subject is None else subject, {})
     except TypeError:  # no weak reference to it can be made
         kinds = {}
     autocast = (
