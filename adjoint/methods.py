@@ -39,8 +39,8 @@ _TWO_TOKENS = (
     "chunk_size and window are 2 or more"
 )
 BIDIRECTIONAL = (
-    "every output of a bidirectional layer reads the whole sequence: use Exact(), Backprop(checkpoint=True) or "
-    "Backprop()"
+    "every output of a bidirectional layer reads the whole sequence: use Exact(), Backprop() or "
+    "Backprop(checkpoint=True)"
 )
 WRAPPED = "a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop()"
 
@@ -304,7 +304,7 @@ class Exact(Method):
 
     def why_not_bidirectional(self) -> str | None:
         if self.memory is not None:
-            return "memory counts chunks that pass through all layers, as bidirectional ones cannot: leave it out"
+            return "memory is for chunks that pass through all layers, as bidirectional ones cannot: drop it"
         if self.offload or self.keep == "offload":
             return (
                 "a bidirectional stack keeps its layers' inputs on their device: leave offload out, and keep"

@@ -244,8 +244,8 @@ class Stack(nn.Module):
         """
         if self.is_bidirectional:
             raise UserError(
-                f"{WHOLE_SEQUENCE}, and no chunk passes through all of them: call the stack in one process, with "
-                "method=adjoint.Exact() or adjoint.Backprop()"
+                f"{WHOLE_SEQUENCE}, and no chunk passes through all of them: call the stack in one process, "
+                "with method=adjoint.Exact() or adjoint.Backprop()"
             )
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
         # weights that are not on the device yet cannot be cast there
@@ -619,8 +619,8 @@ class Stack(nn.Module):
         kind = access_kind(self)
         if method is not None and method.has_chunks and kind.name != ParameterAccess.name:
             raise UserError(
-                f"{method.name}: bidirectional layers run by chunks with plain tensors as weights, and these are "
-                f"held as {kind.name}: use Backprop(checkpoint=True)"
+                f"{method.name}: bidirectional layers run by chunks with plain tensors as weights, and these "
+                f"are held as {kind.name}: use Backprop(checkpoint=True)"
             )
 
     def _layer_spec(self, input_ids: Tensor, method: Method | None) -> EngineSpec | None:

@@ -1,5 +1,4 @@
-"""Layers that read in both directions, by chunks: one layer after another, and in a layer one scan after the
-other.
+"""Layers that read in both directions, by chunks: layer after layer, and in a layer scan after scan.
 
 Each output of such a layer reads the whole sequence, so that a chunk cannot pass through all layers: the
 engine's grid of layers and chunks does not apply. What is stored is each layer's input, the sum before its
@@ -37,8 +36,8 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
     mixer = block.mixer
     if not (is_untouched(block, Block) and is_untouched(mixer, BidirectionalMixer)):
         raise UserError(
-            "a bidirectional layer with hooks on it, or with a forward of its own, does not run by chunks: put "
-            "the hooks on the modules in it, or use Backprop(checkpoint=True)"
+            "a bidirectional layer with hooks on it, or with a forward of its own, does not run by chunks: "
+            "put the hooks on the modules in it, or use Backprop(checkpoint=True)"
         )
     is_ours = custom_class(Layer(block, grows=())) is None
     recompute, verify_for = spec.storage.recompute, None if is_ours else block
@@ -47,9 +46,10 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
         def chunk(x: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
             if recompute == "none" or not torch.is_grad_enabled():
                 return function(state, *x)
-            return tile.recomputed(
-                lambda y, state, *rest: function(state, y, *rest), (x[0], state, *x[1:]), recompute
-            )
+            return tile.recomputed(call, (x[0], state, *x[1:]), recompute)
+
+        def call(y: Tensor, state: State, *documents: Tensor) -> tuple[Tensor, State]:
+            return function(state, y, *documents)
 
         chunk.__name__ = chunk.__qualname__ = name
         size, checkpoints = spec.chunk_size, spec.storage.checkpoints

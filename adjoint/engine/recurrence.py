@@ -302,7 +302,7 @@ class _SequenceCall:
         return self._in_order_of_reading(outputs), after_tensors, y_spec
 
     def _in_order_of_reading(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors (batch, tokens, …) as the function reads them, or what it wrote as the sequence is."""
+        """Return tensors (batch, tokens, …) in the function's order; or what it wrote in the sequence's."""
         return [t.flip(1) for t in tensors] if self.reverse else [*tensors]
 
     def tokens_of(self, chunk: Batch) -> slice:
@@ -394,7 +394,7 @@ class _RecurrenceStage(Stage):
         return self.call.modules
 
     def take_outputs(self) -> list[Tensor]:
-        """Return the tensors of y. They are no longer kept here, where they would live as long as the graph."""
+        """Return the tensors of y; this object, which lives as long as the graph, keeps them no longer."""
         outputs, self.outputs = self.outputs, []
         return outputs
 

@@ -107,6 +107,8 @@ def _attention_sizes(config_json: dict[str, Any]) -> dict[str, Any]:
 
 def why_not(config: StackConfig) -> str | None:
     """Return why a stack of this configuration is no model of mamba-ssm; None if it is one."""
+    if config.bidirectional is not None:
+        return "a mamba-ssm model's layers read forward, this model's in both directions (bidirectional)"
     kinds, width = dict.fromkeys(config.mixers), config.d_intermediate
     recurrent = set(kinds) - {"attention"}
     if len(recurrent) != 1 or not recurrent <= set(_SHARED):

@@ -110,6 +110,8 @@ def read_config(config_json: dict[str, Any]) -> StackConfig:
 
 def why_not(config: StackConfig) -> str | None:
     """Return why a stack of this configuration is no model of transformers; None if it is one."""
+    if config.bidirectional is not None:
+        return "a transformers model's layers read forward, this model's in both directions (bidirectional)"
     kinds = dict.fromkeys(config.mixers)
     if len(kinds) > 1 or not set(kinds) <= set(_KEYS_OF):
         return "a transformers model's mixers are all mamba or all mamba2, this model's are " + ", ".join(

@@ -13,6 +13,9 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers.config import StackConfig
 from adjoint.layers.mixer import Mixer, make_mixer
 
+# Projections that the two directions share with bidirectional="tied".
+TIED = ("in_proj", "out_proj")
+
 
 class BidirectionalMixer(Mixer):
     """forward_mixer(x) + flip(reverse_mixer(flip(x))), where `flip` reverses the tokens.
@@ -25,10 +28,12 @@ class BidirectionalMixer(Mixer):
         UserError: the mixer's state grows with the sequence, or it lacks a projection to share.
     """
 
+    forward_mixer: Any
+    reverse_mixer: Any
+
     def __init__(self, config: StackConfig, layer: int) -> None:
         super().__init__(config)
-        self.forward_mixer: Any = make_mixer(config, layer)
-        self.reverse_mixer: Any = make_mixer(config, layer)
+        self.forward_mixer, self.reverse_mixer = make_mixer(config, layer), make_mixer(config, layer)
         if any(dim is not None for dim in self.forward_mixer.grows):
             raise UserError(
                 f"model.bidirectional: the state of {config.mixers[layer]} grows with the sequence; use "
@@ -38,8 +43,8 @@ class BidirectionalMixer(Mixer):
             projection = getattr(self.forward_mixer, name, None)
             if projection is None:
                 raise UserError(
-                    f"model.bidirectional: tied layers share in_proj and out_proj, and {config.mixers[layer]} "
-                    f'has no {name}; use "separate"'
+                    "model.bidirectional: tied layers share in_proj and out_proj, and "
+                    f'{config.mixers[layer]} has no {name}; use "separate"'
                 )
             setattr(self.reverse_mixer, name, projection)
 
@@ -57,10 +62,6 @@ class BidirectionalMixer(Mixer):
     def _scan(self, mixer: nn.Module, x: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, State]:
         documents = () if seq_idx is None else (seq_idx,)
         return mixer(x, initial_state_of(mixer, x), *documents)
-
-
-# Projections that the two directions share with bidirectional="tied".
-TIED = ("in_proj", "out_proj")
 
 
 def initial_state_of(mixer: Any, x: Tensor) -> State:

@@ -126,12 +126,13 @@ class StackConfig:
         """Raise a ValueError if a built-in mixer cannot read in both directions as the settings say."""
         if self.bidirectional is not None and MIXERS[kind].attended_channels(self):
             raise ValueError(
-                f"bidirectional is for recurrent mixers, and mixer has {kind}: list recurrent ones only, such "
-                "as mamba, or leave bidirectional out"
+                f"bidirectional is for recurrent mixers, and mixer has {kind}: list recurrent ones only, "
+                "such as mamba, or leave bidirectional out"
             )
         if self.bidirectional == "tied" and not MIXERS[kind].projected:
             raise ValueError(
-                f'bidirectional="tied" shares in_proj and out_proj, which {kind} does not have: use "separate"'
+                f'bidirectional="tied" shares in_proj and out_proj, which {kind} does not have: '
+                'use "separate"'
             )
 
     @property

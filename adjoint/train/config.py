@@ -318,6 +318,11 @@ class ModelConfig(StackConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.bidirectional is not None:
+            raise UserError(
+                "model.bidirectional: adjoint's commands predict the next token, which such layers read; "
+                "train an adjoint.Stack from Python, with masked tokens as labels, or leave it out"
+            )
         if self.trust_remote_code and self.from_pretrained is None:
             raise UserError("model.trust_remote_code: is for a pretrained model, model.from_pretrained")
         if self.lora is not None and self.from_pretrained is None:

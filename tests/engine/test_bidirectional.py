@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import adjoint
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.verification import Refused
@@ -50,7 +50,7 @@ def reference_loss(model: Stack, documents: Tensor | None = None) -> Tensor:
         numbers = torch.zeros(SEQLEN) if documents is None else documents[row]
         lengths = numbers.unique_consecutive(return_counts=True)[1]
         starts = [0, *lengths.cumsum(0).tolist()]
-        for start, stop in zip(starts, starts[1:], strict=False):
+        for start, stop in itertools.pairwise(starts):
             y = model.embedding(IDS[row : row + 1, start:stop])
             for block in model.layers:
                 x, mixer = block.norm(y), block.mixer
@@ -159,7 +159,7 @@ def test_layers_of_ones_own_are_compared_on_first_use(kind: type, is_refused: bo
 REFUSALS: dict[str, dict[str, Any]] = {
     r"Truncated\(": {"method": Truncated(8)},
     r"LayerLocal\(": {"method": LayerLocal()},
-    r"memory counts chunks": {"method": Exact(memory="1GB")},
+    r"memory is for chunks": {"method": Exact(memory="1GB")},
     r"leave offload out": {"method": Exact(offload=True)},
     r"state, return_state: .* leave them out": {"method": Exact(5), "return_state": True},
     r"^state, return_state": {"state": [(), ()]},
@@ -177,9 +177,9 @@ def test_what_a_call_cannot_do_is_refused_in_one_line(message: str) -> None:
 
 def test_what_a_stack_cannot_do_is_refused_in_one_line() -> None:
     model = make_model(bidirectional="tied")
-    with pytest.raises(UserError, match="generate: .* mask tokens"):
+    with pytest.raises(UserError, match=r"generate: .* mask tokens"):
         model.generate(IDS, 1)
-    with pytest.raises(UserError, match="tensor_group: .* DistributedDataParallel"):
+    with pytest.raises(UserError, match=r"tensor_group: .* DistributedDataParallel"):
         model.parallelize(object())
     with pytest.raises(UserError, match="need the whole sequence"):
         model.stages()
@@ -202,9 +202,8 @@ def test_configurations_that_are_refused(sizes: dict[str, Any], message: str) ->
 
 
 def test_memory_per_token_is_each_layers_input() -> None:
-    """Five more layers store their inputs and states at edges, and no more activations; checkpointing keeps a
-    whole layer's."""
-    d_model, chunk = 16, 256
+    """Three more layers store their inputs and states at edges alone; checkpointing keeps all of a layer."""
+    d_model, chunk = 16, 128
 
     def peak(n_layer: int, seqlen: int, method: Any) -> int:
         config = StackConfig(vocab_size=8, d_model=d_model, n_layer=n_layer, bidirectional="tied", d_state=4)
@@ -221,8 +220,8 @@ def test_memory_per_token_is_each_layers_input() -> None:
 
     layer_input, inner = 4 * d_model, 4 * 2 * d_model
     edges = 4 * 2 * (2 * d_model) * (4 + 3) / chunk  # states of both scans
-    few, many = per_token(1, Exact(chunk)), per_token(6, Exact(chunk))
-    assert abs((many - few) / 5 - layer_input - edges) < 0.15 * layer_input
+    few, many = per_token(1, Exact(chunk)), per_token(4, Exact(chunk))
+    assert abs((many - few) / 3 - layer_input - edges) < 0.15 * layer_input
     assert per_token(1, Backprop(checkpoint=True)) > few + 4 * inner
 
 
@@ -235,35 +234,18 @@ def dna(rows: int, seqlen: int, generator: torch.Generator) -> Tensor:
 
 
 def test_a_masked_objective_learns_on_dna_like_text() -> None:
-    """The loss of masked bases falls far below ln 4 = 1.39, also at the starts of motifs, which only what is
-    to the right tells; a stack that reads forward stays above."""
-    losses = {}
-    for bidirectional in ("tied", None):
-        draw = torch.Generator().manual_seed(0)
-        config = StackConfig(
-            vocab_size=5, d_model=32, n_layer=2, d_state=8, mixer="mamba", bidirectional=bidirectional
-        )
-        model = Stack(config, seed=0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(60):
-            ids = dna(8, 95, draw)
-            masked = torch.rand(ids.shape, generator=draw) < 0.15
-            labels = torch.where(masked, ids, -100)
-            if bidirectional is None:  # token t is predicted at t - 1, so that no token sees itself
-                loss = model(ids, labels=labels, method=Exact(32)).loss
-            else:
-                loss = model(torch.where(masked, 4, ids), labels=labels, method=Exact(32)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        losses[bidirectional] = float(loss.detach())
-    assert losses["tied"] < 0.35 and losses["tied"] < losses[None], losses
-
-
-def test_checkpoint_sequence_is_exported_with_reverse() -> None:
-    """One direction of a layer of one's own."""
-    gru = torch.nn.GRU(5, 7, batch_first=True).double()
-    x = torch.randn(2, 11, 5, dtype=torch.float64)
-    y, h = adjoint.checkpoint_sequence(gru, x, torch.zeros(1, 2, 7).double(), 4, reverse=True)
-    expected, last = gru(x.flip(1))
-    assert torch.allclose(y, expected.flip(1)) and torch.allclose(h, last)
+    """The loss of masked bases falls from ln 4 = 1.39, that of bases by chance, to less than half."""
+    draw, losses = torch.Generator().manual_seed(0), []
+    config = StackConfig(vocab_size=5, d_model=24, n_layer=2, d_state=8, bidirectional="tied")
+    model = Stack(config, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    for _ in range(50):
+        ids = dna(4, 95, draw)
+        masked = torch.rand(ids.shape, generator=draw) < 0.15
+        labels = torch.where(masked, ids, -100)
+        loss = model(torch.where(masked, 4, ids), labels=labels, method=Exact(64)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[0] > 1.3 and sum(losses[-10:]) / 10 < 0.6, losses

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import adjoint
 from adjoint.engine.budget import LiveBytes
+from adjoint.engine.module_tensors import ModuleTensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,6 +144,57 @@ def test_results_and_gradients_are_the_wholes(name: str, options: dict[str, int]
     function, x, state = make(name, seed)
     run = functools.partial(adjoint.checkpoint_sequence, **options)
     assert_same(results(function, x, state, run), results(function, x, state, call_once))
+
+
+@pytest.mark.parametrize("name", ["LSTM", "nested"])
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_reverse_reads_the_last_token_first(name: str, with_loss: bool) -> None:
+    """As flip, call, flip; with a loss the target is flipped, too."""
+    function, x, state = make(name)
+    target = torch.randn(ROWS, SEQLEN)
+
+    def loss(y: Any, target: Tensor) -> Tensor:
+        value = y["y"] if isinstance(y, dict) else y
+        return ((value.sum(-1) - target) ** 2 * torch.arange(1.0, 1 + len(target))[:, None]).sum()
+
+    def flipped(function: Any, x: Any, state: Any) -> Any:
+        y, after = function(tree_map(lambda t: t.flip(1), x), state)
+        y = tree_map(lambda t: t.flip(1), y)
+        return (loss(y, target), after) if with_loss else (y, after)
+
+    options: dict[str, Any] = {"loss": loss, "target": target} if with_loss else {}
+    run = functools.partial(adjoint.checkpoint_sequence, chunk_size=8, reverse=True, **options)
+    assert_same(results(function, x, state, run), results(function, x, state, flipped))
+
+
+def test_weights_replaced_for_a_call_are_those_of_its_backward() -> None:
+    function, x, state = make("LSTM")
+    weights = {name: (p * 1.1).detach().requires_grad_() for name, p in function.named_parameters()}
+    by_chunks = functools.partial(adjoint.checkpoint_sequence, function, chunk_size=8)
+    grads = []
+    for run in (by_chunks, function):
+        with ModuleTensors(function).replaced(
+            dict(zip(function.parameters(), weights.values(), strict=True))
+        ):
+            y, _ = run(x, state)
+        grads.append(torch.autograd.grad((y * torch.arange(1.0, 8)).sum(), list(weights.values())))
+    for value, expected in zip(*grads, strict=True):
+        assert (value - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_the_graph_keeps_no_output() -> None:
+    """What is made of y need not keep it: layers one after another would store two values for each token."""
+    torch.set_default_dtype(torch.float32)
+    gru, x = nn.GRU(4, 16, batch_first=True), torch.randn(1, 512, 4)
+    adjoint.checkpoint_sequence(gru, x, torch.zeros(1, 1, 16), 64)
+    with LiveBytes() as live:
+        y, _ = adjoint.checkpoint_sequence(gru, x, torch.zeros(1, 1, 16), 64)
+        before = live.live
+        total = y.sum()
+        del y
+        gc.collect()
+        assert before - live.live >= 4 * 16 * 512 - 64
+    total.backward()
 
 
 @RECURRENCES
