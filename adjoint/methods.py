@@ -18,6 +18,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from adjoint.engine.grid import BackwardSpec, EngineSpec, Storage
+from adjoint.errors import UserError
 from adjoint.memory import size_bytes
 from adjoint.settings import documented, option
 
@@ -534,9 +535,9 @@ def check_stack_method(method: object) -> None:
 
 
 def check_bidirectional_method(method: Method) -> None:
-    """Raise a ValueError if a method does not run a `Stack` with `bidirectional`."""
+    """Raise a UserError if a method does not run a `Stack` with `bidirectional`."""
     if why := method.why_not_bidirectional():
-        raise ValueError(f"{why}; got {method!r}")
+        raise UserError(f"method: {why}; got {method!r}")
 
 
 def check_wrapped_method(method: object) -> None:

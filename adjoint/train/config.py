@@ -64,6 +64,11 @@ class TrainingConfig:
 
     steps: Positive = option(200, "optimizer steps of the whole run.")
     seed: NotNegative = option(0, "seed of the initial weights, the data order and the samples.")
+    mask_share: Annotated[float, Must("a number between 0 and 1", lambda x: 0 < x < 1)] = option(
+        0.15,
+        "with model.bidirectional: share of the tokens that are masked, and predicted from all others. The "
+        "last id of model.vocab_size stands for a masked token.",
+    )
     optimizer: Literal["adamw", "adamw8bit", "muon"] = option(
         "adamw",
         '"adamw"; "adamw8bit", whose moments take 2 bytes per weight instead of 8 (torchao); or "muon" '
@@ -318,10 +323,9 @@ class ModelConfig(StackConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bidirectional is not None:
+        if self.bidirectional is not None and self.from_pretrained is not None:
             raise UserError(
-                "model.bidirectional: adjoint's commands predict the next token, which such layers read; "
-                "train an adjoint.Stack from Python, with masked tokens as labels, or leave it out"
+                "model.bidirectional: is for a model from scratch; leave model.from_pretrained out"
             )
         if self.trust_remote_code and self.from_pretrained is None:
             raise UserError("model.trust_remote_code: is for a pretrained model, model.from_pretrained")

@@ -18,7 +18,7 @@ from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.stage import check_windows
 from adjoint.engine.threads import share_of_cores
 from adjoint.errors import UserError
-from adjoint.methods import Exact, Method
+from adjoint.methods import Exact, Method, check_bidirectional_method
 from adjoint.stack import Stack, StackOutput
 from adjoint.train import quantization
 from adjoint.train.checkpoint import trained_model
@@ -113,6 +113,8 @@ class StackLM(LanguageModel):
     @staticmethod
     def check(config: Config) -> None:
         check_offload(config)
+        if config.model.bidirectional is not None:
+            return _check_bidirectional(config)
         check_windows(config.model, config.method.engine_spec(config.data.seqlen, config.data.seqlen))
 
     @classmethod
@@ -321,6 +323,25 @@ def _placed(module: ModuleT, config: Config, device: Device, dtype: torch.dtype 
     if config.training.threads is None:
         _use_share_of_cores()
     return offload_weights(module.to(dtype=dtype), device or "cpu")
+
+
+def _check_bidirectional(config: Config) -> None:
+    """Raise an error for a run that layers that read in both directions cannot have."""
+    check_bidirectional_method(config.method)
+    cluster, key = config.cluster, f"model.bidirectional: {config.model.bidirectional}"
+    for name, value in (
+        ("shards", cluster.shards),
+        ("sequence", cluster.sequence),
+        ("tensor", cluster.tensor),
+    ):
+        if value not in (0, 1) or (name == "shards" and value):
+            raise UserError(
+                f"{key}: such layers read the whole sequence in one process; leave cluster.{name} out"
+            )
+    if config.training.carry_state != "none":
+        raise UserError(f"{key}: no state goes on after the sequence; leave training.carry_state out")
+    if config.model.offload != "none":
+        raise UserError(f"{key}: such layers run with weights on the device; leave model.offload out")
 
 
 def _use_share_of_cores() -> None:

@@ -27,7 +27,8 @@ from adjoint.checkpoint import (
     step_of,
 )
 from adjoint.data.batches import TEXT_KEYS, Data, OtherPlace, open_data
-from adjoint.data.tokenizer import describe_boundaries
+from adjoint.data.masking import EVALUATION, TRAINING, Masking
+from adjoint.data.tokenizer import Tokenizer, describe_boundaries
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
@@ -77,6 +78,22 @@ def train(config: Config) -> Outcome:
         return Trainer(config, folder, checkpoint).run()
 
 
+def masking_of(config: Config, tokenizer: Tokenizer) -> Masking | None:
+    """Return how tokens are masked, for a model that reads in both directions; None for other models.
+
+    Raises:
+        UserError: the vocabulary has no id besides the tokenizer's.
+    """
+    if config.model.bidirectional is None:
+        return None
+    if config.model.vocab_size <= tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size: {config.model.vocab_size} ids are the tokenizer's ({tokenizer.vocab_size:,}), "
+            f"and model.bidirectional needs one for masked tokens; set it to {tokenizer.vocab_size + 1}"
+        )
+    return Masking(config.training.mask_share, config.training.seed, config.model.vocab_size - 1)
+
+
 class Trainer:
     """A training run: its model, optimizer, data and run folder; it continues from a checkpoint if there is
     one."""
@@ -107,7 +124,7 @@ class Trainer:
         ) is not None:  # so that other commands need not see the text
             data = dataclasses.replace(config.data, tokenizer=setting)
             config = self.config = dataclasses.replace(config, data=data)
-        self.method = config.method
+        self.method, self.masking = config.method, masking_of(config, self.data.tokenizer)
         self.step = self.saved_step = 0
         self.tokens = 0
         self._build(checkpoint)
@@ -215,8 +232,9 @@ class Trainer:
 
     def _output(self, ids: torch.Tensor, **states: object) -> StackOutput | OutputWithLoss:
         """Return the model's output on a batch, by the method."""
-        tokens, labels = (t.to(self.device) for t in labelled(ids))
-        return self.model.output(tokens, labels, self.data.seq_idx(tokens), **states)
+        ids = ids.to(self.device)
+        tokens, labels = labelled(ids) if self.masking is None else self.masking.inputs(ids)
+        return self.model.output(tokens, labels, self.data.seq_idx(ids), **states)
 
     def _update(self, step: int) -> float:
         """Clip the gradients and step; the gradient's norm before that."""
@@ -306,11 +324,11 @@ class Trainer:
         self._zero_grad()
         loss, tokens, windows = 0.0, 0, None
         drawn: list[tuple[Start, torch.Tensor]] = []
-        for _ in range(batches):
+        for number in range((step - 1) * batches, step * batches):
             goes_on = not self.begins_again and (carry_state != "previous" or not self.data.train.begins)
             start = goes_on, draw_seed() if carry_state == "noise" else 0
             self.begins_again = False
-            drawn.append((start, next(self.data.train)))
+            drawn.append((start, self._masked(next(self.data.train), TRAINING, number)))
         counts = [self._predictions(ids) for _, ids in drawn]
         for i, (start, ids) in enumerate(drawn):
             loss_divisor = (
@@ -325,7 +343,13 @@ class Trainer:
             tokens += ids.numel()
         return loss if sum(counts) else None, tokens, windows
 
+    def _masked(self, ids: torch.Tensor, stream: int, number: int) -> torch.Tensor:
+        """Return a batch; for a model that reads in both directions, with the tokens to predict chosen."""
+        return ids if self.masking is None else self.masking.choose(ids, stream, number)
+
     def _predictions(self, ids: torch.Tensor) -> int:
+        if self.masking is not None:
+            return int((ids >= 0).sum())
         return int((self.data.targets(ids) != IGNORE_INDEX).sum())
 
     @torch.no_grad()
@@ -333,7 +357,8 @@ class Trainer:
         """Return the mean loss over the held-out text, nats per token; None if no token of it is
         predicted."""
         total, count = 0.0, 0
-        for ids in self.data.eval:
+        for number, text in enumerate(self.data.eval):
+            ids = self._masked(text, EVALUATION, number)
             predictions = self._predictions(ids)
             total += self._loss_of(ids) * predictions if predictions else 0.0
             count += predictions
@@ -430,7 +455,7 @@ class Trainer:
     def _sample(self) -> None:
         """Continue the prompt with the trained model; print it and keep it as sample.txt."""
         settings = self.settings
-        if settings.sample_tokens == 0:
+        if settings.sample_tokens == 0 or self.masking is not None:  # it continues no text
             return
         tokenizer = self.data.tokenizer
         if settings.sample_prompt is None:
@@ -488,6 +513,12 @@ class Trainer:
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
         unused = self.config.model.vocab_size - data.tokenizer.vocab_size
+        if self.masking is not None:
+            print(
+                f"objective: {self.masking.share:.0%} of the tokens are masked (id {self.masking.mask_id}) "
+                "and predicted from all others"
+            )
+            unused -= 1
         if pretrained is None and unused > 0:
             print(
                 f"note: the tokenizer has {data.tokenizer.vocab_size:,} tokens and model.vocab_size is "
