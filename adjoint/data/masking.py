@@ -39,6 +39,7 @@ class Masking:
         return torch.where(is_masked | (ids < 0), ids, -1 - ids)
 
     def inputs(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (input ids, labels) of a batch from `choose`: each masked token is predicted in its place."""
+        """Return (input ids, labels) of a batch from `choose`: a masked token is predicted in its place."""
         is_shown = chosen < 0
-        return torch.where(is_shown, -1 - chosen, self.mask_id), chosen.masked_fill(is_shown, IGNORE_INDEX)
+        labels = chosen.masked_fill(is_shown, IGNORE_INDEX)
+        return torch.where(is_shown, -1 - chosen, self.mask_id), labels

@@ -79,9 +79,17 @@ def swap_halves(weight: Tensor) -> Tensor:
 def assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Make these tensors the module's parameters and buffers, without a copy.
 
+    A module under several names, such as a projection that two directions share, needs weights under one.
+
     Raises:
         ValueError: the module's names or shapes differ.
     """
+    names_of: dict[Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    for names in names_of.values():
+        stored = [weights[name] for name in names if name in weights]
+        weights = {**dict.fromkeys(names, stored[0]), **weights} if stored else weights
     module_shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     weight_shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in [*module_shapes, *weight_shapes]:

@@ -88,8 +88,9 @@ def masking_of(config: Config, tokenizer: Tokenizer) -> Masking | None:
         return None
     if config.model.vocab_size <= tokenizer.vocab_size:
         raise UserError(
-            f"model.vocab_size: {config.model.vocab_size} ids are the tokenizer's ({tokenizer.vocab_size:,}), "
-            f"and model.bidirectional needs one for masked tokens; set it to {tokenizer.vocab_size + 1}"
+            f"model.vocab_size: {config.model.vocab_size} ids are the tokenizer's "
+            f"({tokenizer.vocab_size:,}), and model.bidirectional needs one for masked tokens; set it to "
+            f"{tokenizer.vocab_size + 1}"
         )
     return Masking(config.training.mask_share, config.training.seed, config.model.vocab_size - 1)
 
