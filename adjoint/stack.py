@@ -608,7 +608,7 @@ class Stack(nn.Module):
             return
         raise UserError(f"sequence_group: {why}")
 
-    def _check_bidirectional(self, method: Method | None, has_states: bool, group: Any) -> None:
+    def _check_bidirectional(self, method: Method | None, has_states: bool, group: object) -> None:
         """Raise an error for a call that layers that read in both directions cannot serve."""
         if method is not None:
             check_bidirectional_method(method)

@@ -7,7 +7,7 @@ one chunk of one scan of one layer at a time."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,14 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
     is_ours = custom_class(Layer(block, grows=())) is None
     recompute, verify_for = spec.storage.recompute, None if is_ours else block
 
-    def run(function: Any, name: str, x: Any, state: State, *modules: Any, reverse: bool = False) -> Tensor:
+    def run(
+        function: Callable[..., tuple[Tensor, State]],
+        name: str,
+        x: tuple[Tensor, ...],
+        state: State,
+        modules: Iterable[nn.Module],
+        reverse: bool = False,
+    ) -> Tensor:
         def chunk(x: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
             if recompute == "none" or not torch.is_grad_enabled():
                 return function(state, *x)
@@ -52,9 +59,7 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
             return function(state, y, *documents)
 
         chunk.__name__ = chunk.__qualname__ = name
-        size, checkpoints = spec.chunk_size, spec.storage.checkpoints
-        owner = nn.ModuleList(modules)
-        return run_by_chunks(chunk, x, state, size, checkpoints, reverse, owner, verify_for)[0]
+        return run_by_chunks(chunk, x, state, spec, reverse, nn.ModuleList(modules), verify_for)[0]
 
     def scan(direction: nn.Module, name: str, reverse: bool) -> Tensor:
         def read(state: State, x: Tensor, *documents: Tensor) -> tuple[Tensor, State]:
@@ -65,14 +70,16 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
 
         x = (y,) if seq_idx is None else (y, seq_idx, _begins(seq_idx, reverse))
         name = f"{type(direction).__name__}, {name},"
-        return run(read, name, x, initial_state_of(direction, y), block.norm, direction, reverse=reverse)
+        return run(read, name, x, initial_state_of(direction, y), (block.norm, direction), reverse)
 
     def feed_forward(state: State, x: Tensor) -> tuple[Tensor, State]:
         return block.feed_forward(x), ()
 
     forward = scan(mixer.forward_mixer, "read forward", False)
     y = y + (forward + scan(mixer.reverse_mixer, "read in reverse", True))
-    return y if block.mlp is None else run(feed_forward, "feed_forward", (y,), (), block.norm2, block.mlp)
+    if block.mlp is None or block.norm2 is None:
+        return y
+    return run(feed_forward, "feed_forward", (y,), (), (block.norm2, block.mlp))
 
 
 def _begins(seq_idx: Tensor, reverse: bool) -> Tensor:

@@ -70,11 +70,10 @@ def default_chunk_size(
     states = sum(map(state_numel, mixers)) * max(element, 4)
     if input_ids.is_cuda and torch.is_autocast_enabled("cuda"):
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
-    kept = kept_bytes(config, element, recompute)
-    if config.bidirectional is not None:  # one layer after another: activations of one scan, states of all
-        kept /= config.n_layer
+    # bidirectional layers run one after another: activations are those of one scan, states of all
+    layers_at_a_time = config.n_layer if config.bidirectional is None else 1
     sizes = Sizes(
-        kept,
+        kept_bytes(config, element, recompute) * layers_at_a_time / config.n_layer,
         states * config.n_layer / max(len(blocks), 1),
         width=config.d_model,
         weights_on_host=weights_on_host,

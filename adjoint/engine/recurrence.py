@@ -71,8 +71,6 @@ def checkpoint_sequence(
     state: S,
     chunk_size: int | None = None,
     checkpoints: int | None = None,
-    *,
-    reverse: bool = False,
 ) -> tuple[Y, S]: ...
 
 
@@ -86,7 +84,6 @@ def checkpoint_sequence(
     *,
     loss: Callable[[Y, T], Tensor],
     target: T,
-    reverse: bool = False,
 ) -> tuple[Tensor, S]: ...
 
 
@@ -99,7 +96,6 @@ def checkpoint_sequence(
     checkpoints: int | None = None,
     loss: Loss | None = None,
     target: object = None,
-    reverse: bool = False,
 ) -> tuple[object, object]:
     """Run a recurrence over a long sequence in memory that grows by one state per chunk.
 
@@ -126,9 +122,6 @@ def checkpoint_sequence(
         loss: a function (y of a chunk, target of the chunk) → its loss, summed over tokens. Then y is never
             whole: the first result is the sum over all chunks.
         target: for `loss`: any nesting of tensors (batch, seqlen, …).
-        reverse: whether the sequence is read from its last token to its first, as by the second direction of
-            a bidirectional layer. The function then gets each chunk's tokens in reverse order; y is in the
-            order of x, and the state that is returned is the one after the first token.
 
     Returns:
         y (batch, seqlen, …), or with `loss` a scalar; and the state after the last token. Both are
@@ -138,7 +131,7 @@ def checkpoint_sequence(
         UserError: x, state, chunk_size or checkpoints is not of this kind, or the state changes its shape.
         Refused: on first use, if the gradient by chunks is not that of the whole.
     """
-    call = _SequenceCall.of_arguments(function, x, state, loss, target, reverse)
+    call = _SequenceCall.of_arguments(function, x, state, loss, target)
     for name, value in (("chunk_size", chunk_size), ("checkpoints", checkpoints)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UserError(
@@ -157,8 +150,7 @@ def run_by_chunks(
     function: Callable[[X, S], tuple[Y, S]],
     x: X,
     state: S,
-    chunk_size: int,
-    checkpoints: int | None = None,
+    spec: EngineSpec,
     reverse: bool = False,
     owner: nn.Module | None = None,
     verify_for: object = None,
@@ -169,6 +161,10 @@ def run_by_chunks(
     autograd does for that chunk.
 
     Args:
+        spec: of which the chunk size and the number of stored states count.
+        reverse: whether the sequence is read from its last token to its first. The function then gets each
+            chunk's tokens in reverse order; y is in the order of x, and the state that is returned is the one
+            after the first token.
         owner: the modules that the function runs, in one; by default the function, if it is a module or a
             method of one.
         verify_for: the object for which the function is compared with the whole on first use, once for each
@@ -177,8 +173,8 @@ def run_by_chunks(
     call = _SequenceCall.of_arguments(function, x, state, None, None, reverse, owner)
     if verify_for is not None:
         _verify_once(call, verify_for)
-    storage = Storage(tapes=0, checkpoints=checkpoints)
-    return cast(tuple[Y, S], call.by_chunks(min(chunk_size, call.seqlen), storage))
+    storage = Storage(tapes=0, checkpoints=spec.storage.checkpoints)
+    return cast(tuple[Y, S], call.by_chunks(min(spec.chunk_size, call.seqlen), storage))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,30 +28,28 @@ class BidirectionalMixer(Mixer):
         UserError: the mixer's state grows with the sequence, or it lacks a projection to share.
     """
 
-    forward_mixer: Any
-    reverse_mixer: Any
-
     def __init__(self, config: StackConfig, layer: int) -> None:
         super().__init__(config)
-        self.forward_mixer, self.reverse_mixer = make_mixer(config, layer), make_mixer(config, layer)
-        if any(dim is not None for dim in self.forward_mixer.grows):
+        forward, reverse = cast(Mixer, make_mixer(config, layer)), make_mixer(config, layer)
+        if any(dim is not None for dim in forward.grows):
             raise UserError(
                 f"model.bidirectional: the state of {config.mixers[layer]} grows with the sequence; use "
                 "recurrent mixers, such as mamba, or leave bidirectional out"
             )
         for name in TIED if config.bidirectional == "tied" else ():
-            projection = getattr(self.forward_mixer, name, None)
+            projection = getattr(forward, name, None)
             if projection is None:
                 raise UserError(
                     "model.bidirectional: tied layers share in_proj and out_proj, and "
                     f'{config.mixers[layer]} has no {name}; use "separate"'
                 )
-            setattr(self.reverse_mixer, name, projection)
+            setattr(reverse, name, projection)
+        self.forward_mixer, self.reverse_mixer = forward, reverse
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.forward_mixer.reset_parameters()
-        self.reverse_mixer.reset_parameters()
+        for mixer in self.children():
+            mixer.reset_parameters()  # type: ignore[operator]
 
     def forward(self, x: Tensor, state: State = (), seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         forward, _ = self._scan(self.forward_mixer, x, seq_idx)
@@ -64,13 +62,13 @@ class BidirectionalMixer(Mixer):
         return mixer(x, initial_state_of(mixer, x), *documents)
 
 
-def initial_state_of(mixer: Any, x: Tensor) -> State:
+def initial_state_of(mixer: nn.Module, x: Tensor) -> State:
     """Return a mixer's state of zeros for the rows of x, on its device; float32, or float64 for float64."""
     weight = next(mixer.parameters(), x)
-    return mixer.initial_state(len(x), accumulate_dtype(weight.dtype), x.device)
+    return cast(Mixer, mixer).initial_state(len(x), accumulate_dtype(weight.dtype), x.device)
 
 
-def directions_of(mixer: Any) -> list[Any]:
+def directions_of(mixer: nn.Module) -> list[nn.Module]:
     """Return the mixers of a layer, whose states it stores: two if it reads in both directions."""
     if isinstance(mixer, BidirectionalMixer):
         return [mixer.forward_mixer, mixer.reverse_mixer]

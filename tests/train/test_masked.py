@@ -41,7 +41,7 @@ def test_masks_depend_on_seed_and_number_alone() -> None:
 def test_a_run_stops_resumes_to_the_same_bits_and_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By chunks, and as backpropagation computes it; the masked loss falls."""
+    """Losses are those of backpropagation, and fall."""
     folders = {name: tmp_path / name for name in ("whole", "stopped", "backprop")}
     for folder in folders.values():
         folder.mkdir()
