@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 IN_ONE_PROCESS = (  # importing takes the longest
     ["embeddings", "regression", "both_strands", "hidden_distillation", "state_passing", "same_run"]
+    + ["masked_tokens"]
 )
 APART = {"trl_distillation": "trl", "grpo": "trl"}  # each with the package that it needs
 EXTERNAL = {"lightning_module"}  # run by tests/external
@@ -47,7 +48,7 @@ def test_recipes(tmp_path: Path) -> None:
     """Each compares itself with the model as it is, and fails if they differ."""
     printed = run_recipes(IN_ONE_PROCESS, tmp_path)
     assert printed.count("against plain autograd") == 3
-    assert printed.count("step   2  loss") == 4
+    assert printed.count("step   2  loss") == 5
     assert "difference from the model as it is" in printed
     assert "eval_loss" in printed
 
