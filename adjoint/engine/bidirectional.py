@@ -53,7 +53,7 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
         def chunk(x: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
             if recompute == "none" or not torch.is_grad_enabled():
                 return function(state, *x)
-            return tile.recomputed(call, (x[0], state, *x[1:]), recompute)
+            return tile.recomputed(call, (x[0], state, *x[1:]), recompute, random=not is_ours)
 
         def call(y: Tensor, state: State, *documents: Tensor) -> tuple[Tensor, State]:
             return function(state, y, *documents)

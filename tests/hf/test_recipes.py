@@ -13,10 +13,15 @@ import pytest
 pytest.importorskip("accelerate")
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "recipes"
-IN_ONE_PROCESS = (  # importing takes the longest
-    ["embeddings", "regression", "both_strands", "hidden_distillation", "state_passing", "same_run"]
-    + ["masked_tokens"]
-)
+IN_ONE_PROCESS = [  # importing takes the longest
+    "embeddings",
+    "regression",
+    "both_strands",
+    "hidden_distillation",
+    "state_passing",
+    "masked_tokens",
+    "same_run",
+]
 APART = {"trl_distillation": "trl", "grpo": "trl"}  # each with the package that it needs
 EXTERNAL = {"lightning_module"}  # run by tests/external
 
