@@ -201,7 +201,11 @@ def choices() -> list[Finding]:
         dtypes_by_backend, passed_over = dict[str, list[str]](), dict[str, str]()
         for dtype in DTYPES:
             compute_dtype = accumulate_dtype(dtype) if kind == "cpu" else dtype
-            reasons = dict(dispatch.considered(operation, torch.device(kind), compute_dtype))
+            try:
+                reasons = dict(dispatch.considered(operation, torch.device(kind), compute_dtype))
+            except trial.BrokenDevice as error:
+                rows.append(row(f"{kind} {operation}", str(error), False))
+                return rows
             backend = next(name for name, reason in reasons.items() if reason is None)
             dtypes_by_backend.setdefault(backend, []).append(str(dtype).removeprefix("torch."))
             passed_over |= {name: reason for name, reason in reasons.items() if reason is not None}

@@ -171,6 +171,21 @@ def test_a_backend_that_fails_is_passed_over_with_one_warning():
         assert not trial.passes(broken, "rms_norm", CPU, torch.float32)
 
 
+def test_a_kernel_that_ends_the_gpus_work_is_named(monkeypatch):
+    """The next operation would fail with an error of its own, far from the kernel."""
+    broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail(*arguments):
+        raise broken
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(trial, "errors", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    code = dispatch.load("kda", "triton")
+    with pytest.raises(trial.BrokenDevice, match=r"kda: the triton kernel.*cuda:0.*illegal memory access"):
+        trial.passes(code, "kda", torch.device("cuda", 0), torch.float32)
+
+
 def test_a_capture_is_no_place_for_a_trial(monkeypatch):
     """It would end the capture, and the backend would pass for a broken one ever after."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
