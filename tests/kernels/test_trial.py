@@ -8,12 +8,21 @@ import torch
 
 import adjoint
 from adjoint.kernels import dispatch, trial
+from adjoint.kernels.gated_delta_rule import trial as delta_trial
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.operation import registered
 from adjoint.kernels.ssd_scan import trial as ssd_trial
 from tests.kernels.helpers import INTERPRETED
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_delta_rules(monkeypatch):
+    """Heads of models take the reference seconds on a CPU."""
+    monkeypatch.setattr(delta_trial, "SIZES", (3, 16, 24))
+
+
 OPERATIONS = dispatch.operations()
 # A trial of these takes long on a CPU: the reference keeps every state of them.
 LONG = ("ssd_scan", "selective_scan")
