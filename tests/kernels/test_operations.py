@@ -225,7 +225,7 @@ EXTREMES = [
     *((case, rates(rate), 1e-5) for case in NEAR_ONE for rate in (1e-6, 30.0)),
     (make_case("selective_scan", 5, d=8), small_steps, 1e-5),
     (make_case("ssd_scan", 128, g=1, d=4), strong_decay, 1e-5),
-    *((make_case("kda", 131, d=12, n=8), channels_apart, tolerance) for tolerance in (1e-5, 1e-11)),
+    *((make_case("kda", 67, d=12, n=8), channels_apart, tolerance) for tolerance in (1e-5, 1e-11)),
 ]
 
 
