@@ -306,19 +306,19 @@ def test_what_is_refused_of_a_stack(change: Callable[[Stack], Any], message: str
 
 def test_no_chunk_looks_at_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of many layers would take the host milliseconds for it, in each chunk."""
-    model, ids, asked = make_model("mamba"), make_ids(1, 40), [0]
+    model, ids, calls = make_model("mamba"), make_ids(1, 40), [0]
     access_kind = stack.access_kind
 
     def counted(module: nn.Module) -> Any:
-        asked[0] += 1
+        calls[0] += 1
         return access_kind(module)
 
     monkeypatch.setattr(stack, "access_kind", counted)
     counts = []
     for chunk_size in (20, 4):
-        asked[0] = 0
+        calls[0] = 0
         model(ids, labels=ids, method=Exact(chunk_size)).loss.backward()
-        counts.append(asked[0])
+        counts.append(calls[0])
     assert counts[0] == counts[1] > 0
 
 
