@@ -9,7 +9,7 @@ from torch import Tensor
 from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dplr_delta_rule import reference, trial
-from adjoint.kernels.operation import Operation, register
+from adjoint.kernels.operation import CPU, Operation, register
 
 NAME = "dplr_delta_rule"
 
@@ -99,7 +99,7 @@ OPERATION = register(
         operator=NAME,
         code_name=NAME,
         reference=reference,
-        backends={"cpu": None, "triton": None},
+        backends={"cpu": CPU, "triton": None},
         saves_states=True,
         under_recompute="save",
         trial=trial.dplr_delta_rule,
