@@ -200,18 +200,20 @@ def states_of_rwkv7() -> None:
     state = [tuple(torch.randn_like(s) for s in layer) for layer in plain.initial_state(2)]
     heads = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     local = [(last.clone(), S[:, heads].clone()) for last, S in state]
-    found = []
+    results_by_model = []
     for model, before in ((plain, state), (split, local)):
         leaves = [s.requires_grad_() for layer in before for s in layer]
         output = model(ids, labels=ids, method=EXACT, state=before, return_state=True)
         (output.loss + sum((last**3).sum() + (S**2).sum() for last, S in output.state)).backward()
-        found.append({str(i): s.grad for i, s in enumerate(leaves)})
+        results_by_model.append({str(i): s.grad for i, s in enumerate(leaves)})
         if model is split:
-            found[-1] |= {n: split.tensor_parallel.gather(n, p.grad) for n, p in model.named_parameters()}
+            results_by_model[-1] |= {
+                n: split.tensor_parallel.gather(n, p.grad) for n, p in model.named_parameters()
+            }
         else:
-            found[-1] |= {n: p.grad for n, p in model.named_parameters()}
-    expected = {n: g[:, heads] if g.dim() == 4 else g for n, g in found[0].items()}
-    assert_same(found[1], expected, 1e-10)
+            results_by_model[-1] |= {n: p.grad for n, p in model.named_parameters()}
+    expected = {n: g[:, heads] if g.dim() == 4 else g for n, g in results_by_model[0].items()}
+    assert_same(results_by_model[1], expected, 1e-10)
 
 
 def test_states_that_every_rank_has(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The time mix of RWKV-7 (Peng et al. 2025, "RWKV-7 Goose with Expressive Dynamic State Evolution", section 4)."""
+"""The time mix of RWKV-7 (Peng et al. 2025, "RWKV-7 Goose with Expressive Dynamic State Evolution",
+section 4)."""
 
 import math
 
@@ -19,20 +20,28 @@ from adjoint.layers.tensor_parallel import RankConfig, Section, Splits, by_colum
 
 MAX_LOG_DECAY = math.exp(-0.5)  # no channel of a state decays by more than exp(-MAX_LOG_DECAY) per token
 READERS = "r", "w", "k", "v", "a", "g"  # of mixed inputs: receptance, decay, key, value, learning rate, gate
-SHIFT_POWERS = 0.1, 0.45, 0.35, 0.35, 0.45, 0.1  # of a channel's number, by which its inputs are mixed at first
+SHIFT_POWERS = (
+    0.1,
+    0.45,
+    0.35,
+    0.35,
+    0.45,
+    0.1,
+)  # of a channel's number, by which its inputs are mixed at first
 
 
 class RWKV7Mixer(Mixer):
-    """Token shift → receptance, keys, values, decays, in-context learning rates, gate → DPLR delta rule → LayerNorm
-    per head, plus a bonus for the token's own value, gated → out_proj. State: the last token's input (batch,
-    d_model), and S (batch, nheads, d_state, headdim).
+    """Token shift → receptance, keys, values, decays, in-context learning rates, gate → DPLR delta rule →
+    LayerNorm per head, plus a bonus for the token's value, gated → out_proj. State: the last token's input
+    (batch, d_model), and S (batch, nheads, d_state, headdim).
 
-        S_t = (diag(w_t) - (α_t ∘ κ̂_t) κ̂_tᵀ) S_{t-1} + k̃_t v_tᵀ,        κ̂ = k ∘ k_k normalised, k̃ = k ∘ (1 + (α - 1) k_a)
+        S_t = (diag(w_t) - (α_t ∘ κ̂_t) κ̂_tᵀ) S_{t-1} + k̃_t v_tᵀ
+        κ̂ = k ∘ k_k normalised per head,    k̃ = k ∘ (1 + (α - 1) ∘ k_a)
 
-    The paper's sizes are expand = 1 and d_state = headdim = 64. Three parts of its model are not built: the first
-    layer's values, which later layers mix into theirs (a mixer sees no other layer); the channel mix, a squared
-    ReLU with a token shift of its own (`d_intermediate` adds the stack's gated MLP instead); and LayerNorm before
-    each layer (a stack has RMSNorm). So RWKV-7's published weights do not fit.
+    The paper's sizes are expand = 1 and d_state = headdim = 64. Three parts of its model are not built: the
+    first layer's values, which later layers mix into theirs (a mixer sees no other layer); the channel mix, a
+    squared ReLU with a token shift (`d_intermediate` adds the stack's gated MLP instead); and LayerNorm
+    before each layer (a stack has RMSNorm). So RWKV-7's published weights do not fit.
     """
 
     default_d_state = 64
@@ -65,17 +74,17 @@ class RWKV7Mixer(Mixer):
 
     @classmethod
     def low_ranks(cls, config: StackConfig) -> dict[str, int]:
-        """Return the ranks of the maps to decays, learning rates and the gate, as flash-linear-attention's layer
-        has them: a few times √d_model, in steps of 32."""
+        """Return the ranks of the maps to decays, learning rates and the gate, as in flash-linear-attention's
+        layer: a few times √d_model, in steps of 32."""
         per_key = 2.5 * cls.state_size(config) / 64
         factors = {"w": per_key, "a": per_key, "g": 5.0}
         return {name: max(32, 32 * round(f * config.d_model**0.5 / 32)) for name, f in factors.items()}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw projections as other mixers do, and set the rest as RWKV-7's code does in the middle of the depth.
+        """Draw projections as other mixers do; set the rest as RWKV-7 does in the middle of the depth.
 
-        Channels start with decays and token shifts of many speeds; second factors of low-rank maps start small."""
+        Channels start with decays and token shifts of many speeds, second factors of low-rank maps small."""
         low_rank = [self.w_a_proj, self.w_b_proj, self.a_a_proj, self.a_b_proj, self.g_a_proj, self.g_b_proj]
         reset(self.r_proj, self.k_proj, self.v_proj, *low_rank, self.out_proj)
         like = self.token_shift
@@ -102,8 +111,8 @@ class RWKV7Mixer(Mixer):
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """Counts the mixed inputs, outputs of projections, what is made of them for each head, and one state per
-        64 tokens."""
+        """Counts the mixed inputs, outputs of projections, what is made of them for each head, and one state
+        per 64 tokens."""
         c, keys, low = config, config.nheads * cls.state_size(config), sum(cls.low_ranks(config).values())
         states, accumulated = keys * c.headdim // 64, max(element, 4)
         if selective:
@@ -114,7 +123,10 @@ class RWKV7Mixer(Mixer):
     def splits(self) -> Splits:
         c = self.config
         keys = Section("the number of heads", c.nheads, self.d_state)
-        values, heads = Section("the number of heads", c.nheads, c.headdim), Section("the number of heads", c.nheads)
+        values, heads = (
+            Section("the number of heads", c.nheads, c.headdim),
+            Section("the number of heads", c.nheads),
+        )
         of_keys = ("r_proj", "k_proj", "w_b_proj", "a_b_proj")
         rows = by_rows(
             **{name: [keys] for name in of_keys},
@@ -156,7 +168,9 @@ class RWKV7Mixer(Mixer):
         before = arrived(last)
         checks.shape("initial_state", before, x.shape[0], x.shape[2])
         after = x[:, -1].to(before.dtype, copy=True)
-        if self.tensor_group is not None:  # every rank has all channels, each with its own heads' gradient of them
+        if (
+            self.tensor_group is not None
+        ):  # every rank has all channels, each with its own heads' gradient of them
             before = copy_to_ranks(before, self.tensor_group)
             after = split_gradient(after, self.tensor_group)
         after = handed_on(last, after)

@@ -263,7 +263,8 @@ HALVES = [
     halves(name, 24, dtype, d=8, n=8)
     for dtype in ("bfloat16", "float16")
     for name in OPERATIONS
-    if name not in ("gated_delta_rule", "kda", "dplr_delta_rule", "dense linear_scan")  # these are for float32
+    if name
+    not in ("gated_delta_rule", "kda", "dplr_delta_rule", "dense linear_scan")  # these are for float32
 ]
 
 

@@ -126,7 +126,9 @@ def test_rwkv7_equals_its_recurrence() -> None:
     """Token by token as the paper writes it (arXiv 2503.14456, section 4), from a state, in any pieces."""
     mixer = make_model("rwkv7").layers[0].mixer
     x, weights = torch.randn(2, 70, 12, dtype=torch.float64), dict(mixer.named_parameters())
-    last, S = start = [torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))]
+    last, S = start = [
+        torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))
+    ]
 
     def low_rank(name: str, t: torch.Tensor, activation: Any) -> torch.Tensor:
         second = weights[f"{name}_b_proj.weight"]

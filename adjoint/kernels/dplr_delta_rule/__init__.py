@@ -1,5 +1,5 @@
-"""The generalised delta rule, whose transition is diagonal plus low-rank (DPLR), as in RWKV-7 (Peng et al. 2025,
-"RWKV-7 Goose"); differentiable in every tensor, both states included."""
+"""The generalised delta rule, whose transition is diagonal plus low-rank (DPLR), as in RWKV-7 (Peng et al.
+2025, "RWKV-7 Goose"); differentiable in every tensor, both states included."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def dplr_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Run S_t = (diag(exp(g_t)) + b_t a_tᵀ) S_{t-1} + k_t v_tᵀ, o_t = S_tᵀ q_t.
 
-    RWKV-7 has S transposed, and a = -κ̂, b = κ̂ times the in-context learning rate. With a = -exp(g) k and b = β k,
-    and β v in the place of v, it is Kimi Delta Attention, for which `gated_delta_rule` is faster. States stay
-    bounded only if a and b make the transition a contraction, which nothing checks.
+    RWKV-7 has S transposed, and a = -κ̂, b = κ̂ times the in-context learning rate. With a = -exp(g) k, b = β k
+    and β v in the place of v, it is Kimi Delta Attention; use `gated_delta_rule` for that, which has Triton
+    kernels. States stay bounded only if a and b make the transition a contraction, which nothing checks.
 
     Args:
         q: (batch, seqlen, nheads, d_k), scaled already.

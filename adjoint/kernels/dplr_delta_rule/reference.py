@@ -1,11 +1,12 @@
-"""The generalised delta rule with a diagonal plus low-rank transition (DPLR) in plain PyTorch, chunk by chunk.
+"""The delta rule with a diagonal plus low-rank transition (DPLR) in plain PyTorch, chunk by chunk.
 
-The rule is S_t = e^{g_t} S_{t-1} + b_t u_tᵀ + k_t v_tᵀ, o_t = S_tᵀ q_t, where token t reads u_t = S_{t-1}ᵀ a_t.
+The rule is S_t = e^{g_t} S_{t-1} + b_t u_tᵀ + k_t v_tᵀ, o_t = S_tᵀ q_t; token t reads u_t = S_{t-1}ᵀ a_t.
 In a chunk, with S the state before it and c_i = g_1 + … + g_i, both diagonal,
 
     S_i = e^{c_i} S + Σ_{j≤i} e^{c_i − c_j} (b_j u_jᵀ + k_j v_jᵀ)
 
-    u_i − Σ_{j<i} (a_i e^{c_{i−1} − c_j} b_j) u_j = Σ_{j<i} (a_i e^{c_{i−1} − c_j} k_j) v_j + Sᵀ e^{c_{i−1}} a_i
+    u_i − Σ_{j<i} (a_i e^{c_{i−1} − c_j} b_j) u_j
+        = Σ_{j<i} (a_i e^{c_{i−1} − c_j} k_j) v_j + Sᵀ e^{c_{i−1}} a_i
 
 so the rows u_i solve a unit triangular system, (1 + tril(`system`, −1)) U = `a_keys` V + `a_since` S. Its
 inverse is applied to both terms of the right side before S is known: U = `values` + `reads` S. Then
@@ -77,8 +78,8 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
     db = c.to_state((read @ d_after.mT) * c.until)
     dq = c.from_state((do @ states.mT) * c.since)
     da = c.from_state((dr @ states.mT) * c.since_before)
-    # dc, per channel: e^{c_i} multiplies q_i, e^{c_{i−1}} a_i, e^{−c_j} k_j and b_j, and e^{c_n} the next state. If
-    # y is a factor e^c times x, then dc = dx · x.
+    # dc, per channel: e^{c_i} multiplies q_i, e^{c_{i−1}} a_i, e^{−c_j} k_j and b_j, and e^{c_n} the next
+    # state. If y is a factor e^c times x, then dc = dx · x.
     dc = dq * c.q + c.earlier(da * c.a) - dk * c.k - db * c.b
     dc[..., -1, :] += c.to_state(dk * c.k + db * c.b).sum(-2)
     dc[..., -1, :] += c.through(c.chunk_decay * states * d_after).sum(-1)
@@ -97,9 +98,9 @@ def _pair_gradients(c, d_pairs, x, y):
     """Return the gradients of x, of y and of the decays' sums from d_pairs, that of `c.decayed(x, y)`.
 
     The pair of a token with itself does not decay: it adds to the gradients of x and y alone."""
-    own = d_pairs.diagonal(dim1=-2, dim2=-1)[..., None]
+    diagonal = d_pairs.diagonal(dim1=-2, dim2=-1)[..., None]
     dx, dy = c.decayed_gradients(d_pairs.tril(-1), x, y)
-    return dx + own * y, dy + own * x, dx * x - dy * y
+    return dx + diagonal * y, dy + diagonal * x, dx * x - dy * y
 
 
 class _Chunks(DecayedChunks):

@@ -10,7 +10,7 @@ from adjoint.kernels.trial import SLOW, Draw, by_name
 def dplr_delta_rule(
     implementation: Implementation, window: int | None, resets: bool, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of 3 heads, keys of 16 and values of 24 channels; a and b as in RWKV-7: each token
+    """Outputs and gradients of 3 heads, keys of 16 and values of 24 channels; a and b as in RWKV-7: a token
     replaces a share of what is stored in one direction."""
     d, heads, d_k, d_v = Draw(device, dtype), 3, 16, 24
     (q, k), (v, do) = ([d.normal(2, d.seqlen, heads, n) for _ in range(2)] for n in (d_k, d_v))
