@@ -18,16 +18,10 @@ from adjoint.layers.init import reset
 from adjoint.layers.mixer import Mixer, arrived, check_heads, handed_on
 from adjoint.layers.tensor_parallel import RankConfig, Section, Splits, by_columns, by_rows, rank_config
 
-MAX_LOG_DECAY = math.exp(-0.5)  # no channel of a state decays by more than exp(-MAX_LOG_DECAY) per token
-READERS = "r", "w", "k", "v", "a", "g"  # of mixed inputs: receptance, decay, key, value, learning rate, gate
-SHIFT_POWERS = (
-    0.1,
-    0.45,
-    0.35,
-    0.35,
-    0.45,
-    0.1,
-)  # of a channel's number, by which its inputs are mixed at first
+MAX_LOG_DECAY = math.exp(-0.5)  # log decays lie between its negative and 0
+# What reads mixed inputs: receptance, decays, keys, values, learning rates, gate. At initialisation a channel's
+# share of the token before is 1 - (place among the channels)^power.
+SHIFT_POWERS = {"r": 0.1, "w": 0.45, "k": 0.35, "v": 0.35, "a": 0.45, "g": 0.1}
 
 
 class RWKV7Mixer(Mixer):
@@ -46,12 +40,15 @@ class RWKV7Mixer(Mixer):
 
     default_d_state = 64
     takes_state_handoff = True
+    k_k: Tensor
+    k_a: Tensor
+    r_k: Tensor
 
     def __init__(self, config: StackConfig) -> None:
         c, n, nheads = config, self.state_size(config), config.nheads
         super().__init__(c, (c.d_model,), (nheads, n, c.headdim))
         self.d_state, keys, low = n, nheads * n, self.low_ranks(c)
-        self.token_shift = nn.Parameter(torch.empty(len(READERS), c.d_model))
+        self.token_shift = nn.Parameter(torch.empty(len(SHIFT_POWERS), c.d_model))
         self.r_proj = nn.Linear(c.d_model, keys, bias=c.bias)
         self.k_proj = nn.Linear(c.d_model, keys, bias=c.bias)
         self.v_proj = nn.Linear(c.d_model, c.d_inner, bias=c.bias)
@@ -67,10 +64,6 @@ class RWKV7Mixer(Mixer):
         self.norm_bias = nn.Parameter(torch.empty(nheads, c.headdim))
         self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.bias)
         self.reset_parameters()
-
-    k_k: Tensor
-    k_a: Tensor
-    r_k: Tensor
 
     @classmethod
     def low_ranks(cls, config: StackConfig) -> dict[str, int]:
@@ -89,7 +82,7 @@ class RWKV7Mixer(Mixer):
         reset(self.r_proj, self.k_proj, self.v_proj, *low_rank, self.out_proj)
         like = self.token_shift
         channel = torch.arange(like.shape[1], dtype=torch.float64) / like.shape[1]
-        for row, power in zip(like, SHIFT_POWERS, strict=True):
+        for row, power in zip(like, SHIFT_POWERS.values(), strict=True):
             row.copy_(1 - channel**power)
         keys = self.k_k.numel()
         place = torch.linspace(0, 1, keys, dtype=torch.float64)
@@ -117,7 +110,7 @@ class RWKV7Mixer(Mixer):
         states, accumulated = keys * c.headdim // 64, max(element, 4)
         if selective:
             return (4 * keys + 2 * c.d_inner + low) * element + (c.d_inner + states) * accumulated
-        narrow = len(READERS) * c.d_model + 2 * c.d_inner + low
+        narrow = len(SHIFT_POWERS) * c.d_model + 2 * c.d_inner + low
         return narrow * element + (c.d_model + 12 * keys + 4 * c.d_inner + states) * accumulated
 
     def splits(self) -> Splits:
