@@ -24,6 +24,7 @@ from adjoint.engine.verification import Refused
 from adjoint.hf.cache import CHUNK_LAYER_CLASSES
 from adjoint.hf.kernels import fla as kernels
 from adjoint.hf.kernels.fla_mixers import MIXERS
+from adjoint.hf.split import describe
 from tests.engine.test_sequence import CUTS
 from tests.external.references import in_float64
 from tests.model_helpers import relative
@@ -558,3 +559,11 @@ def test_what_is_not_known_is_refused_by_name() -> None:
         model = adjoint.wrap(make(name, **more), Exact(4))
         with pytest.raises(Refused, match=said):
             model(input_ids=ids, labels=ids)
+    with pytest.raises(Refused, match="set config.use_l2warp to False"):  # over layer shards, too
+        describe(make("RWKV7", use_l2warp=True), ids)
+
+
+def test_a_penalty_of_logits_matters_to_losses_alone() -> None:
+    backbone = adjoint.wrap(make("RWKV7", use_l2warp=True).model, Exact(4))
+    backbone(input_ids=torch.randint(31, (1, 9))).last_hidden_state.square().sum().backward()
+    assert all(p.grad is not None for p in backbone.parameters())
