@@ -19,8 +19,8 @@ from adjoint.layers.mixer import Mixer, arrived, check_heads, handed_on
 from adjoint.layers.tensor_parallel import RankConfig, Section, Splits, by_columns, by_rows, rank_config
 
 MAX_LOG_DECAY = math.exp(-0.5)  # log decays lie between its negative and 0
-# What reads mixed inputs: receptance, decays, keys, values, learning rates, gate. At initialisation a channel's
-# share of the token before is 1 - (place among the channels)^power.
+# What reads mixed inputs: receptance, decays, keys, values, learning rates, gate. At initialisation the token
+# before has the share 1 - (place among the channels)^power of a channel.
 SHIFT_POWERS = {"r": 0.1, "w": 0.45, "k": 0.35, "v": 0.35, "a": 0.45, "g": 0.1}
 
 

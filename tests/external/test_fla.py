@@ -559,7 +559,7 @@ def test_what_is_not_known_is_refused_by_name() -> None:
         model = adjoint.wrap(make(name, **more), Exact(4))
         with pytest.raises(Refused, match=said):
             model(input_ids=ids, labels=ids)
-    with pytest.raises(Refused, match="set config.use_l2warp to False"):  # over layer shards, too
+    with pytest.raises(Refused, match="use_l2warp to False"):  # over layer shards, too
         describe(make("RWKV7", use_l2warp=True), ids)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -349,18 +348,27 @@ def _rwkv7(
     lower_bound: float | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run RWKV-7's time mixing (Peng et al. 2025), with log decays w and the low-rank transition b aᵀ, all like
-    k (batch, seqlen, heads, d_k)."""
+    """Run RWKV-7's time mixing (Peng et al. 2025), with log decays w and the low-rank transition b aᵀ, all
+    like k (batch, seqlen, heads, d_k)."""
     seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
     o, final = dplr_delta_rule(_scaled(r, scale), k, v, a, b, w, initial_state, seq_idx)
     return o.to(v.dtype), final if output_final_state else None
 
 
 def _rwkv7_step(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, **more: Any
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run RWKV-7's time mixing, where kk is the direction that a token reads and replaces a share `a` of."""
-    return _rwkv7(r, w, k, v, -kk, kk * a, **more)
+    """Run RWKV-7's time mixing, where kk is the direction of which a token replaces a share `a`."""
+    return _rwkv7(r, w, k, v, -kk, kk * a, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def _mixed_inputs(x: Tensor, difference: Tensor, *shares: Tensor | None) -> tuple[Tensor | None, ...]:
