@@ -226,7 +226,7 @@ EXTREMES = [
     (make_case("selective_scan", 5, d=8), small_steps, 1e-5),
     (make_case("ssd_scan", 128, g=1, d=4), strong_decay, 1e-5),
     *(
-        (make_case(name, 131, d=12, n=8), channels_apart, tolerance)
+        (make_case(name, 67, d=12, n=8), channels_apart, tolerance)
         for name in ("kda", "dplr_delta_rule")
         for tolerance in (1e-5, 1e-11)
     ),
