@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from adjoint.kernels.checks import accumulate_dtype
-from adjoint.kernels.gated_delta_rule.reference import CHUNK, gated_delta_rule_saved_shape
+from adjoint.kernels.chunks import CHUNK
+from adjoint.kernels.gated_delta_rule.reference import gated_delta_rule_saved_shape
 from adjoint.kernels.gated_delta_rule.triton import backward, forward
 from adjoint.kernels.operation import registered
 from adjoint.kernels.triton import common
