@@ -303,8 +303,10 @@ class Stack(nn.Module):
             return self._head_loss(y, targets, whole_tokens, weights)
 
     def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool, weights: Tensor | None) -> Tensor:
-        is_plain = type(self.lm_head) is nn.Linear and access_kind(self).hooks_modules
-        if not (is_plain or is_untouched(self.lm_head, nn.Linear)) or self.lm_head.bias is not None:
+        is_linear = is_untouched(self.lm_head, nn.Linear)
+        # looks at every parameter, which costs milliseconds for each chunk
+        is_linear = is_linear or (type(self.lm_head) is nn.Linear and access_kind(self).hooks_modules)
+        if not is_linear or self.lm_head.bias is not None:
             raise ValueError(
                 "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
                 f"without bias, hooks or parametrization; got {type(self.lm_head).__name__}"

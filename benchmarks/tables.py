@@ -136,9 +136,20 @@ def method_and_kernels() -> str:
     return report.markdown_table(["", "kernels", *map("{:,} tokens".format, lengths)], table, left=(0, 1))
 
 
-def dry_run(name: str) -> str:
-    """Return the comparison of a stored dry run of `benchmarks.gpu`."""
+def compared_steps(name: str) -> str:
+    """Return the comparison of a stored run of `benchmarks.gpu`, dry or on a GPU."""
     return comparison(rows(name, stage="h"))
+
+
+def kernels_on_a_gpu() -> str:
+    """Return a table of the kernels that stage a of `benchmarks.gpu` has compared with float64 on a GPU."""
+    tried = [r for r in rows("h100/gpu", stage="a") if r["point"]["kind"] in ("trial", "values")]
+    lines = (
+        [r["name"], r["worst"], f"{r['worst_error']:.1e}", f"{r['limit']:.0e}", r.get("backend", "triton")]
+        for r in tried
+    )
+    return report.markdown_table(["kernel", "worst of its tensors", "error", "limit", "backend"], lines,
+                                 left=(0, 1, 4))  # fmt: skip
 
 
 class Table(NamedTuple):
@@ -175,11 +186,13 @@ TABLES = [
     Table("docs/convergence.md", "positions table", positions, ("loss_by_position",)),
     Table("docs/method_costs.md", "recompute table", recomputed),
     Table("docs/method_costs.md", "reversible table", reversible),
-    Table("docs/gpu.md", "dry run on a simulated GPU table", lambda: dry_run("gpu-simulated"),
+    Table("docs/gpu.md", "kernels on an H100 table", kernels_on_a_gpu, ("h100/gpu",)),
+    Table("docs/gpu.md", "steps on an H100 table", lambda: compared_steps("h100/gpu"), ("h100/gpu",)),
+    Table("docs/gpu.md", "dry run on a simulated GPU table", lambda: compared_steps("gpu-simulated"),
           ("gpu-simulated",)),
     Table("docs/gpu.md", "half a million tokens on a simulated GPU table",
-          lambda: dry_run("half-a-million/gpu-simulated"), ("half-a-million/gpu-simulated",)),
-    Table("docs/gpu.md", "dry run on a CPU table", lambda: dry_run("gpu-dry-run"),
+          lambda: compared_steps("half-a-million/gpu-simulated"), ("half-a-million/gpu-simulated",)),
+    Table("docs/gpu.md", "dry run on a CPU table", lambda: compared_steps("gpu-dry-run"),
           ("gpu-dry-run",)),
     runs("docs/results.md", "exact-growth", "exact-growth/memory"),
     runs("docs/results.md", "kernels", "kernels"),

@@ -61,6 +61,7 @@ CASES = {
     "multi-query": config("attention", num_attention_heads=4, num_key_value_heads=1, attention_bias=True),
     "gated_deltanet": config("gated_deltanet", linear_num_key_heads=1, d_intermediate=8),
     "kda": config("kda", bias=True),
+    "rwkv7": config("rwkv7"),
     "diagonal": config("diagonal"),
     "scalar": config("scalar"),
     "dense": config("dense"),
@@ -190,6 +191,33 @@ def states_and_logits() -> None:
     samples: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(samples, split.generate(ids[:, :5], 7).tolist())
     assert samples[0] == samples[1]
+
+
+def states_of_rwkv7() -> None:
+    """Every rank has all channels of the last token's input, and all of their gradient, at both ends."""
+    plain, split = make("rwkv7")
+    ids = torch.arange(2 * 21).view(2, 21) * 5 % 19
+    state = [tuple(torch.randn_like(s) for s in layer) for layer in plain.initial_state(2)]
+    heads = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    local = [(last.clone(), S[:, heads].clone()) for last, S in state]
+    results_by_model = []
+    for model, before in ((plain, state), (split, local)):
+        leaves = [s.requires_grad_() for layer in before for s in layer]
+        output = model(ids, labels=ids, method=EXACT, state=before, return_state=True)
+        (output.loss + sum((last**3).sum() + (S**2).sum() for last, S in output.state)).backward()
+        results_by_model.append({str(i): s.grad for i, s in enumerate(leaves)})
+        if model is split:
+            results_by_model[-1] |= {
+                n: split.tensor_parallel.gather(n, p.grad) for n, p in model.named_parameters()
+            }
+        else:
+            results_by_model[-1] |= {n: p.grad for n, p in model.named_parameters()}
+    expected = {n: g[:, heads] if g.dim() == 4 else g for n, g in results_by_model[0].items()}
+    assert_same(results_by_model[1], expected, 1e-10)
+
+
+def test_states_that_every_rank_has(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, states_of_rwkv7)
 
 
 def conv_channels(tail: Tensor) -> Tensor:

@@ -55,6 +55,17 @@ def z_loss_coefficient(model: PreTrainedModel) -> float:
     return getattr(model.config.get_text_config(), Z_LOSS, 0) or 0
 
 
+def refuse_logit_penalty(model: PreTrainedModel) -> None:
+    """Refuse fla's penalty of each token's largest logit, a gradient that is added to that of a loss.
+
+    Raises:
+        Refused: the configuration of one of fla's models asks for it, as RWKV-7's does by default.
+    """
+    if fla.is_of_fla(model) and getattr(model.config, "use_l2warp", False):
+        reason = "use_l2warp adds a gradient of each token's largest logit, which chunks do not compute"
+        refuse(model, f"{reason}; set config.use_l2warp to False")
+
+
 def refuse_other_losses(model: PreTrainedModel, routed: bool, supported: tuple[str, ...] = ()) -> None:
     """Refuse losses beside the labels' cross-entropy.
 

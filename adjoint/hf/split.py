@@ -213,6 +213,7 @@ def describe(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
                     model, f"layers {layer_of_parameter[parameter]} and {k} share weights", check.ONE_PROCESS
                 )
     check.refuse_other_losses(model, check.uses_router_loss(model))
+    check.refuse_logit_penalty(model)
     with check.as_refusal(model), in_eval_mode(model):
         slots = find_slots(model, input_ids)
         with torch.autocast(input_ids.device.type, dtype=torch.bfloat16):

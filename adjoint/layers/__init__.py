@@ -10,6 +10,7 @@ from adjoint.layers.mamba import MambaMixer
 from adjoint.layers.mamba2 import Mamba2Mixer
 from adjoint.layers.mamba3 import Mamba3Mixer
 from adjoint.layers.mixer import Mixer, ScanMixer
+from adjoint.layers.rwkv7 import RWKV7Mixer
 from adjoint.layers.selective import DenseMixer, DiagonalMixer, ScalarMixer
 
 MIXERS |= {
@@ -22,6 +23,7 @@ MIXERS |= {
     "gated_deltanet": GatedDeltaNetMixer,
     "kda": KDAMixer,
     "mamba3": Mamba3Mixer,
+    "rwkv7": RWKV7Mixer,
 }
 WINDOWED = tuple(kind for kind, mixer in MIXERS.items() if mixer.windowed)
 

@@ -26,19 +26,19 @@ class StackConfig:
     n_layer: Positive = option(4, "number of layers.")
     mixer: str | list[str] = option(
         "mamba",
-        "mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda or attention; "
+        "mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda, rwkv7 or attention; "
         '"module:Class", a layer of your own (docs/own_layer.md); or a list with one of these for each of '
         "the n_layer layers.",
     )
     d_state: Positive | None = option(
         None,
         "state size: per channel (mamba; default 16), per channel of a head (mamba2, mamba3; 128), key "
-        "channels of a head (gated_deltanet, kda; 64), per layer (diagonal, scalar, dense; 16).",
+        "channels of a head (gated_deltanet, kda, rwkv7; 64), per layer (diagonal, scalar, dense; 16).",
     )
     d_conv: Taps = option(4, "width of the causal convolution of mamba, mamba2, gated_deltanet and kda.")
     expand: Positive = option(2, "d_inner = expand * d_model; not for diagonal, scalar, dense and attention.")
     headdim: Positive = option(
-        64, "channels per head, for mamba2, mamba3, gated_deltanet and kda; must divide d_inner."
+        64, "channels per head, for mamba2, mamba3, gated_deltanet, kda and rwkv7; must divide d_inner."
     )
     ngroups: Positive = option(
         1, "groups of heads that share B and C, for mamba2 and mamba3; must divide the number of heads."

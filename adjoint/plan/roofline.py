@@ -22,7 +22,8 @@ from torch.utils.flop_counter import flop_registry
 
 from adjoint.train.gpus import Gpu
 
-SCANS = ("selective_scan", "ssd_scan", "linear_scan", "gated_delta_rule")  # operators of `adjoint`
+# operators of `adjoint`
+SCANS = ("selective_scan", "ssd_scan", "linear_scan", "gated_delta_rule", "dplr_delta_rule")
 ON_VECTOR_UNITS = ("selective_scan", "linear_scan")  # the others are products of matrices
 ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")  # that write nothing
 

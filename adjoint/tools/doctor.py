@@ -55,6 +55,7 @@ PACKAGES = {  # by the extra that brings them; "" is always there
 SETTINGS = ("OMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "TRITON_", "ADJOINT_")
 MEETING_TIMEOUT = 60.0  # seconds for the processes of torchrun to find one another
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TRIED_DTYPES = (torch.float32, torch.bfloat16)  # on a GPU, where a trial compiles kernels for seconds each
 # What rounding leaves of a scan and each of its gradients, relative to its L2 norm.
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
 Finding = dict[str, Any]
@@ -68,8 +69,8 @@ def main(argv: list[str]) -> int:
         "the scan backends and why one is not usable, settings of threads, network interfaces. "
         "Under torchrun also the address and interface of each process. "
         "Checks every usable backend against the reference in float64.",
-        epilog="Takes a few seconds, and the first time some more to build the C++ kernels. "
-        "Exit code 0, or 1 if no backend works.",
+        epilog="Takes a few seconds, and the first time some more to build the C++ kernels; on a GPU "
+        "minutes, as each Triton kernel is compiled. Exit code 0, or 1 if no backend works.",
     )
     parser.add("--json", "print it as JSON, for programs and bug reports", action="store_true")
     as_json = parser.parse_args(argv).json
@@ -195,13 +196,21 @@ def backends() -> list[Finding]:
 
 def choices() -> list[Finding]:
     """Return a row per device and operation: the backend that `backend=None` uses, and why those preferred to
-    it are not used. Without a CUDA device, the rows of CUDA say what one would try first."""
+    it are not used. Without a CUDA device, the rows of CUDA say what one would try first; on one each kernel
+    is compiled and tried, which a line on stderr says."""
     rows = []
     for kind, operation in itertools.product(("cpu", "cuda"), dispatch.operations()):
         dtypes_by_backend, passed_over = dict[str, list[str]](), dict[str, str]()
-        for dtype in DTYPES:
+        is_tried = kind == "cuda" and kind in _device_kinds()
+        if is_tried:
+            print(f"trying {operation} on {torch.cuda.get_device_name()} …", file=sys.stderr, flush=True)
+        for dtype in TRIED_DTYPES if is_tried else DTYPES:
             compute_dtype = accumulate_dtype(dtype) if kind == "cpu" else dtype
-            reasons = dict(dispatch.considered(operation, torch.device(kind), compute_dtype))
+            try:
+                reasons = dict(dispatch.considered(operation, torch.device(kind), compute_dtype))
+            except trial.BrokenDevice as error:
+                rows.append(row(f"{kind} {operation}", str(error), False))
+                return rows
             backend = next(name for name, reason in reasons.items() if reason is None)
             dtypes_by_backend.setdefault(backend, []).append(str(dtype).removeprefix("torch."))
             passed_over |= {name: reason for name, reason in reasons.items() if reason is not None}

@@ -50,6 +50,7 @@ DRIVER = "driver_version,power.limit,clocks.max.sm,clocks.max.memory --format=cs
 STATES = ("error", "out_of_memory", "stopped", "missing", "under_way", "skipped")
 ENDED = ("measured", "wrong")  # what a later call does not try again
 FINE = ("measured", "missing", "out of memory")
+UNTIMED = ("a", "f")  # stages whose points may run beside each other, but for the rates of stage a
 AFTER_S = 5  # seconds of a budget below which no further point is begun
 
 
@@ -65,6 +66,7 @@ class Gpu(Benchmark):
         add = parser.add_argument
         add("--stages", nargs="+", choices=STAGES, default=list("abcdefh"), metavar="STAGE", help="a to h")
         add("--budget-s", type=runner.count, metavar="S", help="seconds for each stage, if not its own")
+        add("--jobs", type=runner.count, default=1, metavar="N", help="points at a time, of stages a and f")
         add("--dry-run", action="store_true", help="tiny sizes on the CPU")
         add("--simulated", action="store_true", help="stage h at full size on a simulated GPU: no times")
         add("--lengths", type=runner.count, nargs="+", help="of stages g and h, if not 32K to 1M")
@@ -77,6 +79,11 @@ class Gpu(Benchmark):
         if options.simulated and options.dry_run:
             parser.error("--simulated: does not work with --dry-run; leave one of them out")
         without_gpu = options.simulated or options.dry_run
+        timed = sorted(set(options.stages) - set(UNTIMED))
+        if options.jobs > 1 and timed:
+            parser.error(
+                f"--jobs: stage {timed[0]} measures times, which takes the GPU for itself; leave it out"
+            )
         if not without_gpu and not torch.cuda.is_available():
             parser.error("torch sees no CUDA device here; --dry-run tries the command on the CPU")
         options.budgets = {name: options.budget_s or seconds for name, (_, seconds) in STAGES.items()}
@@ -117,7 +124,7 @@ class Gpu(Benchmark):
         """Return why a point does not run: it is not requested, another of its group came to its end, a
         shorter one of stage g did not fit, or its stage's time is over."""
         stage, states_by_key = point["stage"], {Journal.key(p): status(r) for p, r in measurements}
-        if not is_requested(point, options):
+        if not is_requested(point, options) or (options.jobs > 1 and point["kind"] == "roof"):
             return ""
         group = options.groups[Journal.key(point)]
         states = [states_by_key.get(Journal.key(other)) for other in group]

@@ -167,6 +167,16 @@ def test_whole_steps_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 # ------------------------------------------------------------------------------------------ errors and limits
 
 
+def test_only_points_that_are_not_timed_run_beside_each_other(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        command.Gpu().parse(["--dry-run", "--jobs", "2", "--stages", "a", "b"])
+    assert "stage b measures times" in capsys.readouterr().err
+    options = command.Gpu().parse(["--dry-run", "--jobs", "2", "--stages", "a", "f"])
+    first, second, *_ = command.Gpu().points(options)
+    assert first["kind"] == "roof" and command.Gpu().skip(first, [], options) == ""
+    assert command.Gpu().skip(second, [], options) is None
+
+
 def test_a_fallback_is_an_error(here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     implementation = dispatch.implementation
 

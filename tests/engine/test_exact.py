@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated, stack
 from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.autocast import CastWeights
@@ -302,6 +302,24 @@ def test_what_is_refused_of_a_stack(change: Callable[[Stack], Any], message: str
     change(model)
     with pytest.raises(ValueError, match=message):
         model.double()(ids, labels=ids, method=Exact(chunk_size=8)).loss.backward()
+
+
+def test_no_chunk_looks_at_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of many layers would take the host milliseconds for it, in each chunk."""
+    model, ids, calls = make_model("mamba"), make_ids(1, 40), [0]
+    access_kind = stack.access_kind
+
+    def counted(module: nn.Module) -> Any:
+        calls[0] += 1
+        return access_kind(module)
+
+    monkeypatch.setattr(stack, "access_kind", counted)
+    counts = []
+    for chunk_size in (20, 4):
+        calls[0] = 0
+        model(ids, labels=ids, method=Exact(chunk_size)).loss.backward()
+        counts.append(calls[0])
+    assert counts[0] == counts[1] > 0
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -24,6 +24,7 @@ import adjoint
 from adjoint.hf.kernels.fla import FUNCTIONS
 from adjoint.kernels.attention import causal_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
+from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.layers.mamba import MambaMixer
@@ -154,6 +155,33 @@ def retention(theirs: Any) -> Case:
 
 def kda(theirs: Any) -> Case:
     return gated_delta(theirs, (D_K,))
+
+
+def dplr(theirs: Any, **more: Any) -> Case:
+    """The DPLR delta rule; theirs has heads before tokens."""
+    tensors = {name: random(SEQLEN, HEADS, n) for name, n in (("q", D_K), ("k", D_K), ("v", D_V))}
+    a, b = (F.normalize(random(SEQLEN, HEADS, D_K), dim=-1) for _ in range(2))
+    tensors |= {"a": a, "b": 0.5 * b, "g": -random(SEQLEN, HEADS, D_K).exp()}
+    tensors["initial_state"] = random(HEADS, D_K, D_V)
+
+    def heads_first(initial_state: Tensor, **x: Tensor) -> Any:
+        inputs = (x[name].transpose(1, 2) for name in ("q", "k", "v", "a", "b", "g"))
+        o, state = theirs(*inputs, initial_state=initial_state, **more)
+        return o.transpose(1, 2), state
+
+    return tensors, heads_first, lambda q, **x: dplr_delta_rule(q * D_K**-0.5, **x)
+
+
+def chunked_dplr(theirs: Any) -> Case:
+    def by_default_in_float64(*inputs: Tensor, **more: Any) -> Any:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return theirs(*inputs, **more)
+        finally:
+            torch.set_default_dtype(default)
+
+    return dplr(by_default_in_float64, chunk_size=BLOCK)
 
 
 def chunked_kda(theirs: Any) -> Case:
@@ -294,6 +322,14 @@ TABLE: list[tuple[str, str, Callable[..., Case], tuple[Any, ...]]] = [
     ("fla.ops.kda.naive", "naive_recurrent_kda", packed, (kda,)),
     ("fla.ops.kda.naive", "naive_chunk_kda", chunked_kda, ()),
     *[("fla.ops.kda.naive", "naive_recurrent_kda", drawn_kda, (seed,)) for seed in range(60)],
+    *[
+        ("fla.ops.generalized_delta_rule.dplr.naive", name, case, more)
+        for name, case, more in (
+            ("dplr_recurrence", dplr, ()),
+            ("dplr_recurrence", packed, (dplr,)),
+            ("dplr_chunkwise", chunked_dplr, ()),
+        )
+    ],
     ("fla.ops.hgrn.naive", "naive_recurrent_hgrn", hgrn, ()),
     ("fla.ops.attn.naive", "naive_parallel_attn", attention, (None,)),
     ("fla.ops.attn.naive", "naive_parallel_attn", attention, (7,)),

@@ -24,6 +24,7 @@ from adjoint.engine.verification import Refused
 from adjoint.hf.cache import CHUNK_LAYER_CLASSES
 from adjoint.hf.kernels import fla as kernels
 from adjoint.hf.kernels.fla_mixers import MIXERS
+from adjoint.hf.split import describe
 from tests.engine.test_sequence import CUTS
 from tests.external.references import in_float64
 from tests.model_helpers import relative
@@ -33,6 +34,8 @@ pytest.importorskip("fla.models", reason="fla is not installed (make test-extern
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 SIZES = {"hidden_size": 24, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 31, "intermediate_size": 20}
+LOW_RANKS = {f"{name}_low_rank_dim": 4 for name in ("decay", "gate", "a", "v")}
+RWKV7: dict[str, Any] = {"num_heads": None, "head_dim": 8, "use_l2warp": False, **LOW_RANKS}
 NOT_OF_MAMBA = {"num_heads", "intermediate_size"}  # whose sizes follow from others
 MODELS: dict[str, dict[str, Any]] = {
     "KDA": {"head_dim": 8},
@@ -68,6 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "HGRN2": {"expand_ratio": 8},
     "GSA": {"num_slots": 6, "use_short_conv": True},
     "RWKV6": {"proj_low_rank_dim": 4, "gate_low_rank_dim": 4},
+    "RWKV7": RWKV7,
+    "RWKV7, unfused": {**RWKV7, "fuse_norm": False, "norm_first": False},
     "Mamba": {"state_size": 3, "residual_in_fp32": False},
     "Mamba2": {"head_dim": 8, "state_size": 3, "chunk_size": 16, "residual_in_fp32": False},
     "Mamba2, limited": {
@@ -219,10 +224,38 @@ def norm_with_silu(x: Tensor, weight: Tensor, **has: Any) -> Tensor:
     return rms_norm_ref(x, weight, **has)
 
 
-def token_shift(x: Tensor, cu_seqlens: Any = None) -> Tensor:
+def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **has: Any) -> Any:
+    from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
+
+    by_heads = (x.transpose(1, 2) for x in (r * r.shape[-1] ** 0.5, k, v, a, b, w))
+    o, state = dplr_recurrence(*by_heads, has.get("initial_state"))
+    return o.transpose(1, 2), state
+
+
+def replacement_keys(k: Tensor, a: Tensor, k_a: Tensor) -> Tensor:
+    from fla.ops.rwkv7.fused_k_update import k_update_ref
+
+    return k_update_ref(k, a, k_a)
+
+
+def mixed_inputs(*inputs: Any) -> Any:
+    from fla.ops.rwkv7.fused_addcmul import torch_addcmul_rwkv7
+
+    return torch_addcmul_rwkv7(*inputs)
+
+
+def with_bonus(*inputs: Any) -> Tensor:
+    from fla.ops.rwkv7.gate_output_correction import gate_output_correction_ref
+
+    return gate_output_correction_ref(*inputs)
+
+
+def token_shift(x: Tensor, cu_seqlens: Any = None, cache: Any = None, output_cache: bool = False) -> Any:
     from fla.modules.token_shift import token_shift_ref
 
-    return token_shift_ref(x, cu_seqlens)
+    assert cache is None
+    shifted = token_shift_ref(x, cu_seqlens)
+    return (shifted, x[:, -1:]) if output_cache else shifted
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, **_: Any) -> Tensor:
@@ -242,7 +275,16 @@ PLACES = {
     "layers.hgrn2": {"fused_recurrent_gla": gla, "swish": F.silu, "rms_norm_linear": norm_linear},
     "layers.gsa": {"fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear},
     "layers.rwkv6": {"fused_recurrent_rwkv6": rwkv6, "token_shift": token_shift},
+    "layers.rwkv7": {
+        "chunk_rwkv7": rwkv7,
+        "token_shift": token_shift,
+        "fused_addcmul_rwkv7": mixed_inputs,
+        "fused_k_rwkv7": replacement_keys,
+        "gate_output_correction": with_bonus,
+        "l2_norm": lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt(),
+    },
     "models.rwkv6.modeling_rwkv6": {"token_shift": token_shift},
+    "models.rwkv7.modeling_rwkv7": {"token_shift": token_shift},
     "modules.feature_map": {"swish": F.silu},
     "modules.rotary.ops": {"rotary_embedding": rotary},
     "modules.norm.layernorm": {"rms_norm": norm, "layer_norm": layer_norm, "group_norm": group_norm},
@@ -294,6 +336,7 @@ OPERATIONS: dict[str, tuple[Any, dict[str, str], list[str]]] = {
     "chunk_gla": (gla, KEYS_AND_VALUES | {"g": "bthk"}, ["bhkv"]),
     "chunk_gsa": (gsa, KEYS_AND_VALUES | {"s": "bthm", "g": "bthm"}, ["bhkm", "bhmv"]),
     "chunk_rwkv6": (rwkv6, {"r": "bthk", "k": "bthk", "v": "bthv", "w": "bthk", "u": "hk"}, ["bhkv"]),
+    "chunk_rwkv7": (rwkv7, {n: "bthv" if n == "v" else "bthk" for n in "rwkvab"}, ["bhkv"]),
 }
 
 
@@ -318,6 +361,8 @@ def test_operations_are_those_of_fla_s_references(
     args = {key: random(dims) for key, dims in inputs.items()}
     for key in args.keys() & {"g", "w"}:  # log decays, of which some leave nothing
         args[key] = -(2 * args[key]).exp()
+    if name == "chunk_rwkv7":  # else states would grow without bound
+        args |= {key: 0.5 * F.normalize(args[key], dim=-1) for key in "ab"}
     if name == "chunk_linear_attn":  # what it divides by is not near 0
         args |= {key: args[key].abs() for key in "qk"}
     before = [random(dims).abs() for dims in states] if seed % 2 else []
@@ -426,6 +471,7 @@ def test_gradients_are_those_of_fla_s_references(
         "GLA, grouped",
         "GSA",
         "RWKV6",
+        "RWKV7",
         "Mamba",
         "Mamba2, limited",
     ],
@@ -464,7 +510,9 @@ def shared(name: str) -> None:
         assert relative(found[1][key], expected) <= 1e-10, key
 
 
-@pytest.mark.parametrize("name", ["KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6", "Mamba2"])
+@pytest.mark.parametrize(
+    "name", ["KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6", "RWKV7", "Mamba2"]
+)
 def test_ranks_that_share_sequences(name: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, shared, name)
 
@@ -483,7 +531,7 @@ def ids_of(lengths: list[int]) -> Tensor:
     return torch.randint(31, (1, sum(lengths)), generator=torch.Generator().manual_seed(len(lengths)))
 
 
-@pytest.mark.parametrize("name", ["KDA", "GatedDeltaNet", "RWKV6", "Mamba2"])
+@pytest.mark.parametrize("name", ["KDA", "GatedDeltaNet", "RWKV6", "RWKV7", "Mamba2"])
 @pytest.mark.parametrize(
     ("ranks", "lengths"), [(ranks, lengths) for ranks, each in CUTS.items() for lengths in each[-3:]]
 )
@@ -504,9 +552,18 @@ def test_documents_cut_by_ranks(
 def test_what_is_not_known_is_refused_by_name() -> None:
     ids = torch.randint(31, (1, 9))
     for name, more, said in (
-        ("RWKV7", {"num_heads": None, "head_dim": 8}, "fla's RWKV7Attention is not supported; GatedDeltaNet"),
+        ("LightNet", {}, "fla's LightNetAttention is not supported; GatedDeltaNet"),
+        ("RWKV7", {"use_l2warp": True}, "largest logit.*set config.use_l2warp to False"),
         ("KDA", {"attnres_block_size": 2, "head_dim": 8}, "set attnres_block_size to None"),
     ):
         model = adjoint.wrap(make(name, **more), Exact(4))
         with pytest.raises(Refused, match=said):
             model(input_ids=ids, labels=ids)
+    with pytest.raises(Refused, match="use_l2warp to False"):  # over layer shards, too
+        describe(make("RWKV7", use_l2warp=True), ids)
+
+
+def test_a_penalty_of_logits_matters_to_losses_alone() -> None:
+    backbone = adjoint.wrap(make("RWKV7", use_l2warp=True).model, Exact(4))
+    backbone(input_ids=torch.randint(31, (1, 9))).last_hidden_state.square().sum().backward()
+    assert all(p.grad is not None for p in backbone.parameters())

@@ -51,6 +51,10 @@ SHAPES: dict[str, dict[str, str]] = {
         "q": "b s h d", "k": "b s h d", "v": "b s h n", "g": "b s h d", "beta": "b s h",
         "initial_state": "b h d n ?",
     },
+    "dplr_delta_rule": {
+        "q": "b s h d", "k": "b s h d", "v": "b s h n", "a": "b s h d", "b": "b s h d", "g": "b s h d",
+        "initial_state": "b h d n ?",
+    },
     "causal_conv1d": {"x": "b s d", "weight": "d w", "bias": "d ?", "initial_state": "b d w-1 ?"},
     "rms_norm": {"x": "b s gd", "weight": "gd", "gate": "b s gd ?", "residual": "b s gd ?"},
     "past_attention": {"q": "b gh s d", "k": "b g p+s d", "v": "b g p+s n"},
@@ -135,6 +139,8 @@ def leaves(case: Case, rand: Callable[..., Tensor]) -> tuple[Tensors, dict[str, 
             t = t.abs()  # else states would grow without bound
         elif name == "k" and operation in ("gated_delta_rule", "kda"):
             t = t / t.nan_to_num().norm(dim=-1, keepdim=True).clamp_min(1e-12)
+        elif operation == "dplr_delta_rule" and name in "ab":  # else states would grow without bound
+            t = t / t.nan_to_num().norm(dim=-1, keepdim=True).clamp_min(1e-12) * 0.5
         elif name == "beta":
             t = t.sigmoid()
         elif name == "a":
@@ -333,5 +339,15 @@ def _delta(case: Case, t: Tensors) -> tuple[Callable, Callable, Tensor]:
     return step, lambda t, s, h: (h * t["q"][:, s].unsqueeze(-1)).sum(2), initial
 
 
+def _dplr(case: Case, t: Tensors) -> tuple[Callable, Callable, Tensor]:
+    def step(t: Tensors, s: int, h: Tensor) -> Tensor:
+        decay, k, a, b = (t[name][:, s].unsqueeze(-1) for name in ("g", "k", "a", "b"))
+        return decay.exp() * h + b * (h * a).sum(2, keepdim=True) + k * t["v"][:, s].unsqueeze(2)
+
+    k, v = t["k"], t["v"]
+    initial = t.get("initial_state", k.new_zeros(k.shape[0], *k.shape[2:], v.shape[3]))
+    return step, lambda t, s, h: (h * t["q"][:, s].unsqueeze(-1)).sum(2), initial
+
+
 LOOPS = {"selective_scan": _selective, "ssd_scan": _ssd, "linear_scan": _linear}
-LOOPS |= {"gated_delta_rule": _delta, "kda": _delta}
+LOOPS |= {"gated_delta_rule": _delta, "kda": _delta, "dplr_delta_rule": _dplr}

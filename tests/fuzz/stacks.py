@@ -88,7 +88,7 @@ def draw_config(rng: random.Random, kinds: tuple[str, ...] = tuple(MIXERS)) -> C
             mixers = StackConfig(**config).mixers
         except ValueError:
             continue
-        if config["d_state"] > 1 or not {"gated_deltanet", "kda"}.intersection(mixers):
+        if config["d_state"] > 1 or not {"gated_deltanet", "kda", "rwkv7"}.intersection(mixers):
             return config
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import dispatch, trial
+from adjoint.kernels.gated_delta_rule import trial as delta_trial
 from adjoint.kernels.operation import Implementation, registered
 from adjoint.kernels.ssd_scan import trial as ssd_trial
 
@@ -27,6 +28,7 @@ SEQLEN = 136
 TOKEN_STRIDE = 1 << 24  # elements: a tile of 64 tokens stays within 32 bits, as with rows of any real width
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python 3.11's mmap has no name for
 SSD_SIZES = (2, 16, 16)  # nheads, headdim, d_state
+DELTA_SIZES = (3, 16, 24)  # nheads, d_k, d_v
 
 
 def moved_apart(tensor: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ def with_tokens_apart(code: Implementation) -> Implementation:
 
 def main(name: str) -> None:
     """Print the errors of an operation's trials, with and without a window and documents."""
-    trial.SEQLEN, ssd_trial.SIZES = SEQLEN, SSD_SIZES
+    trial.SEQLEN, ssd_trial.SIZES, delta_trial.SIZES = SEQLEN, SSD_SIZES, DELTA_SIZES
     operation, code = registered(name), with_tokens_apart(dispatch.load(name, "triton"))
     windowed = [False, True] if operation.takes_windows else [False]
     documents = [False, True] if operation.takes_documents else [False]

@@ -18,6 +18,7 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 from adjoint.kernels import trial
+from adjoint.kernels.gated_delta_rule import trial as delta_trial
 from adjoint.kernels.libraries import MambaSSM
 from adjoint.kernels.ssd_scan import trial as ssd_trial
 
@@ -58,5 +59,5 @@ def prepare() -> None:
 
 def shrink_trials(operation: str) -> None:
     """Make the trial's problem of an operation, and mamba-ssm's chunks, as small as the interpreter needs."""
-    MambaSSM.CHUNK, ssd_trial.SIZES = 32, (2, 16, 16)
+    MambaSSM.CHUNK, ssd_trial.SIZES, delta_trial.SIZES = 32, (2, 16, 16), (3, 16, 24)
     trial.SEQLEN = 20 if operation == "kda" else 70

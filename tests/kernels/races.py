@@ -27,6 +27,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from adjoint.kernels import dispatch, trial
+from adjoint.kernels.gated_delta_rule import trial as delta_trial
 from adjoint.kernels.libraries import LIBRARIES, CausalConv1dLibrary
 from adjoint.kernels.operation import Implementation, Operation, all_operations, registered
 from adjoint.kernels.ssd_scan import trial as ssd_trial
@@ -39,6 +40,7 @@ SEQLEN = 67  # odd, more than one chunk of the delta rule, and longer than the t
 # nheads, headdim, d_state of the SSD scan: two blocks of each in some kernel; with a window its channels go
 # through the selective scan, which takes long
 SSD_SIZES, WINDOWED_SSD_SIZES = (3, 33, 80), (2, 5, 16)
+DELTA_SIZES = (3, 16, 24)
 INTRODUCTION = """\
 Launches of each Triton kernel under Triton's interpreter, and findings of `tests/kernels/race_checker.py`:
 accesses out of bounds, races between programs, missing barriers inside a program. Every operation runs
@@ -100,7 +102,7 @@ def library_problems(operation: Operation, backend: str) -> Iterator[Callable[[]
 
 def own_problems(operation: Operation) -> Iterator[Callable[[], object]]:
     """Yield the trial's problems at two sizes of grid, then cases of tests/fuzz with strided memory."""
-    trial.SEQLEN = SEQLEN
+    trial.SEQLEN, delta_trial.SIZES = SEQLEN, DELTA_SIZES
     code = dispatch.load(operation.name, "triton")
     windows = [None, trial.WINDOW] if operation.takes_windows else [None]
     documents = [False, True] if operation.takes_documents else [False]

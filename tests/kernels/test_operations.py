@@ -107,7 +107,7 @@ VALUES = [
     *(rows("dense linear_scan", seqlen, b=3, n=n) for seqlen, n in ((67, 4), (77, 8), (35, 32), (34, 13))),
     *(
         rows(name, seqlen, b=b, h=h, d=d, n=n, documents=documents)
-        for name in ("gated_delta_rule", "kda")
+        for name in ("gated_delta_rule", "kda", "dplr_delta_rule")
         for seqlen, b, h, d, n in (
             (131, 2, 3, 12, 20),
             (200, 1, 2, 33, 7),
@@ -225,7 +225,11 @@ EXTREMES = [
     *((case, rates(rate), 1e-5) for case in NEAR_ONE for rate in (1e-6, 30.0)),
     (make_case("selective_scan", 5, d=8), small_steps, 1e-5),
     (make_case("ssd_scan", 128, g=1, d=4), strong_decay, 1e-5),
-    *((make_case("kda", 131, d=12, n=8), channels_apart, tolerance) for tolerance in (1e-5, 1e-11)),
+    *(
+        (make_case(name, 67, d=12, n=8), channels_apart, tolerance)
+        for name in ("kda", "dplr_delta_rule")
+        for tolerance in (1e-5, 1e-11)
+    ),
 ]
 
 
@@ -259,7 +263,8 @@ HALVES = [
     halves(name, 24, dtype, d=8, n=8)
     for dtype in ("bfloat16", "float16")
     for name in OPERATIONS
-    if name not in ("gated_delta_rule", "kda", "dense linear_scan")  # these are for float32
+    if name
+    not in ("gated_delta_rule", "kda", "dplr_delta_rule", "dense linear_scan")  # these are for float32
 ]
 
 

@@ -8,12 +8,21 @@ import torch
 
 import adjoint
 from adjoint.kernels import dispatch, trial
+from adjoint.kernels.gated_delta_rule import trial as delta_trial
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.operation import registered
 from adjoint.kernels.ssd_scan import trial as ssd_trial
 from tests.kernels.helpers import INTERPRETED
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_delta_rules(monkeypatch):
+    """Heads of models take the reference seconds on a CPU."""
+    monkeypatch.setattr(delta_trial, "SIZES", (3, 16, 24))
+
+
 OPERATIONS = dispatch.operations()
 # A trial of these takes long on a CPU: the reference keeps every state of them.
 LONG = ("ssd_scan", "selective_scan")
@@ -169,6 +178,21 @@ def test_a_backend_that_fails_is_passed_over_with_one_warning():
     broken = raising(RuntimeError("no kernel image\nis available"))
     with pytest.warns(UserWarning, match=said):
         assert not trial.passes(broken, "rms_norm", CPU, torch.float32)
+
+
+def test_a_kernel_that_ends_the_gpus_work_is_named(monkeypatch):
+    """The next operation would fail with an error of its own, far from the kernel."""
+    broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail(*arguments):
+        raise broken
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(trial, "errors", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    code = dispatch.load("kda", "triton")
+    with pytest.raises(trial.BrokenDevice, match=r"kda: the triton kernel.*cuda:0.*illegal memory access"):
+        trial.passes(code, "kda", torch.device("cuda", 0), torch.float32)
 
 
 def test_a_capture_is_no_place_for_a_trial(monkeypatch):

@@ -121,6 +121,44 @@ def test_delta_rules_equal_their_recurrence(kind: str) -> None:
         assert relative(state[0], seen[:, :, -3:]) <= 1e-13
 
 
+@torch.no_grad()
+def test_rwkv7_equals_its_recurrence() -> None:
+    """Token by token as the paper writes it (arXiv 2503.14456, section 4), from a state, in any pieces."""
+    mixer = make_model("rwkv7").layers[0].mixer
+    x, weights = torch.randn(2, 70, 12, dtype=torch.float64), dict(mixer.named_parameters())
+    last, S = start = [
+        torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))
+    ]
+
+    def low_rank(name: str, t: torch.Tensor, activation: Any) -> torch.Tensor:
+        second = weights[f"{name}_b_proj.weight"]
+        bias = weights.get(f"{name}_b_proj.bias", torch.zeros(len(second), dtype=torch.float64))
+        return activation(t @ weights[f"{name}_a_proj.weight"].T) @ second.T + bias
+
+    outputs = []
+    for t in range(70):
+        r, w, k, v, a, g = (x[:, t] + (last - x[:, t]) * mix for mix in mixer.token_shift)
+        r, k, v = (u @ weights[f"{n}_proj.weight"].T for n, u in (("r", r), ("k", k), ("v", v)))
+        decay = torch.exp(-math.exp(-0.5) * low_rank("w", w, torch.tanh).sigmoid())
+        rate, gate = low_rank("a", a, lambda u: u).sigmoid(), low_rank("g", g, torch.sigmoid)
+        r, k, v, decay, rate = (u.unflatten(1, (4, -1)) for u in (r, k, v, decay, rate))
+        removed = k * mixer.k_k
+        removed = removed / removed.norm(dim=-1, keepdim=True)
+        k = k * (1 + (rate - 1) * mixer.k_a)
+        # the paper's state is S transposed, and its vectors are rows
+        transition = torch.diag_embed(decay) - removed[..., :, None] * (rate * removed)[..., None, :]
+        S = (S.mT @ transition + v[..., :, None] * k[..., None, :]).mT
+        y = torch.einsum("bhkv,bhk->bhv", S, r)
+        y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 6e-5).sqrt()
+        y = y * mixer.norm_weight + mixer.norm_bias + (r * mixer.r_k * k).sum(-1, keepdim=True) * v
+        outputs.append(mixer.out_proj(gate * y.flatten(1)))
+        last = x[:, t]
+    for sizes in ([70], [3, 64, 1, 2]):
+        y, state = in_pieces(mixer, x, tuple(start), sizes)
+        assert relative(y, torch.stack(outputs, dim=1)) <= 1e-12
+        assert relative(state[1], S) <= 1e-12 and torch.equal(state[0], last)
+
+
 def mamba3_step(mixer: Any, u: torch.Tensor, state: tuple) -> tuple[torch.Tensor, tuple]:
     """One token (batch, d_model) by the recurrence, as the step references of mamba-ssm's tests have it: the
     trapezoidal rule written out, for each of the token's inputs."""

@@ -139,15 +139,35 @@ def test_an_operation_left_to_the_reference_is_told(monkeypatch: pytest.MonkeyPa
             cache.cache_clear()
 
 
+def test_a_kernel_that_ends_the_gpus_work_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def considered(operation: str, device: torch.device, dtype: torch.dtype) -> Any:
+        if device.type == "cuda" and operation == "kda":
+            raise trial.BrokenDevice("kda: the triton kernel's trial ended this process's work")
+        return [("reference", None)]
+
+    monkeypatch.setattr(dispatch, "considered", considered)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    *before, last = doctor.choices()
+    assert last["name"] == "cuda kda" and not last["works"] and "ended this process's work" in last["told"]
+    assert next(r["backends"] for r in before if r["device"] == "cuda") == {
+        "reference": ["float32", "bfloat16"]
+    }
+    assert "trying causal_conv1d on H100" in capsys.readouterr().err
+
+
 def test_what_would_run_on_cuda_is_told_with_the_reasons() -> None:
     """Also where there is no CUDA device; of the libraries, with what they lack."""
     rows = {(r["operation"], r["device"]): r for r in doctor.choices()}
-    dtypes = ["float32", "bfloat16", "float16", "float64"]
-    assert all({*itertools.chain(*r["backends"].values())} == {*dtypes} for r in rows.values())
+    on_gpu = torch.cuda.is_available()  # where two are tried
+    dtypes = ["float32", "bfloat16"] if on_gpu else ["float32", "bfloat16", "float16", "float64"]
+    assert on_gpu or all({*itertools.chain(*r["backends"].values())} == {*dtypes} for r in rows.values())
     scan = rows["selective_scan", "cuda"]
     assert "takes no initial state" in scan["passed_over"]["mamba-ssm"]
-    assert ("none here" in scan["name"]) != torch.cuda.is_available()
-    if not torch.cuda.is_available():
+    assert ("none here" in scan["name"]) != on_gpu
+    if not on_gpu:
         ssd = rows["ssd_scan", "cuda"]
         installed = importlib.util.find_spec("mamba_ssm") is not None
         assert ("mamba-ssm" in ssd["backends"]) == installed

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from adjoint.hf.kernels.gated_linear_attention import gated_linear_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
 from adjoint.kernels.gated import gated
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
@@ -35,6 +36,7 @@ LAYERS = (
     "HGRN2Attention",
     "GatedSlotAttention",
     "RWKV6Attention",
+    "RWKV7Attention",
     "Mamba",
     "Mamba2",
 )
@@ -331,13 +333,87 @@ def _rwkv6(
     return o.to(v.dtype), final if output_final_state else None
 
 
-def _token_shift(x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return the differences of x (batch, seqlen, d) to the token before, which is 0 before a document."""
-    shifted = F.pad(x[:, :-1], (0, 0, 1, 0))
+def _rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    safe_gate: bool = False,  # promises to fla's kernels, and how these cut the sequence
+    lower_bound: float | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run RWKV-7's time mixing (Peng et al. 2025), with log decays w and the low-rank transition b aᵀ, all
+    like k (batch, seqlen, heads, d_k)."""
+    seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
+    o, final = dplr_delta_rule(_scaled(r, scale), k, v, a, b, w, initial_state, seq_idx)
+    return o.to(v.dtype), final if output_final_state else None
+
+
+def _rwkv7_step(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run RWKV-7's time mixing, where kk is the direction of which a token replaces a share `a`."""
+    return _rwkv7(r, w, k, v, -kk, kk * a, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def _mixed_inputs(x: Tensor, difference: Tensor, *shares: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return for each share (1, 1, d) x plus the share of its difference to the token before."""
+    return tuple(None if share is None else torch.addcmul(x, difference, share) for share in shares)
+
+
+def _replacement_keys(k: Tensor, a: Tensor, k_a: Tensor) -> Tensor:
+    """Return RWKV-7's keys k (1 + (a - 1) k_a), from keys and learning rates (batch, seqlen, d)."""
+    return torch.addcmul(k, k * (a - 1), k_a)
+
+
+def _with_bonus(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Return RWKV-7's gated output, with the token's own values weighted by r · (r_k k).
+
+    Args:
+        o, g: (batch, seqlen, heads d_v). r, k: (batch, seqlen, heads, d_k). r_k: (heads, d_k).
+        v: (batch, seqlen, heads, d_v).
+    """
+    return (o + ((r * k * r_k).sum(-1, keepdim=True) * v).view_as(o)) * g
+
+
+def _unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def _token_shift(
+    x: Tensor,
+    cu_seqlens: Tensor | None = None,
+    cache: Tensor | None = None,
+    output_cache: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the differences of x (batch, seqlen, d) to the token before, which is 0 before a document.
+
+    Args:
+        cache: the last token of the call before, (batch, 1, d), or (batch, d); None for 0.
+        output_cache: whether to return the last token, too.
+    """
+    _documents(cu_seqlens, cache, None)
+    before = x.new_zeros(x[:, :1].shape) if cache is None else cache.view_as(x[:, :1]).to(x.dtype)
+    shifted = torch.cat([before, x[:, :-1]], dim=1)
     if cu_seqlens is not None:
         starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]
         shifted = shifted.index_fill(1, starts, 0)
-    return shifted - x
+    return (shifted - x, x[:, -1:].clone()) if output_cache else shifted - x
 
 
 def _conv(
@@ -559,8 +635,14 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
             ("gla", _gla),
             ("gsa", _gsa),
             ("rwkv6", _rwkv6),
+            ("rwkv7", _rwkv7),
         )
     },
+    "fused_mul_recurrent_rwkv7": _rwkv7_step,
+    "fused_addcmul_rwkv7": _mixed_inputs,
+    "fused_k_rwkv7": _replacement_keys,
+    "gate_output_correction": _with_bonus,
+    "l2_norm": _unit_vectors,
     "causal_conv1d": _conv,
     "causal_conv1d_update": _conv_step,
     "rms_norm": _rms_norm,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels.cpu import build as cpu_build
+from adjoint.kernels.dplr_delta_rule.reference import dplr_delta_rule_saved_shape
 from adjoint.kernels.gated_delta_rule.reference import gated_delta_rule_saved_shape
 from adjoint.kernels.recurrence import step_size, zero_where
 from adjoint.kernels.ssd_scan.reference import ssd_step_gradients
@@ -77,6 +78,15 @@ class _DeltaArgs(ctypes.Structure):  # mirrors DeltaArgs in delta.cpp
         *((name, _PTR) for name in ("g", "beta", "initial_state", "reset")),
         *((name, _PTR) for name in ("o", "final_state", "checkpoints", "dfinal_state")),
         *((name, _PTR) for name in ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")),
+    ]
+
+
+class _DplrArgs(ctypes.Structure):  # mirrors DplrArgs in dplr.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("batch", "seqlen", "nheads", "d_k", "d_v", "threads")),
+        *((name, _Rows) for name in ("q", "k", "v", "a", "b", "g", "d_o")),
+        *((name, _PTR) for name in ("initial_state", "reset", "o", "final_state", "checkpoints")),
+        *((name, _PTR) for name in ("dfinal_state", "dq", "dk", "dv", "da", "db", "dg", "dinitial_state")),
     ]
 
 
@@ -485,6 +495,37 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     gradients = [x.new_empty(x.shape) for x in (q, k, v, g, beta, checkpoints[:, :, 0])]
     f.pointers(**dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dinitial_state"), gradients, strict=True)))
     _call("delta", k.dtype, f.struct, 1)
+    return tuple(gradients)
+
+
+def _dplr_fields(q, k, v, a, b, g, initial_state, reset) -> _Fields:
+    batch, seqlen, nheads, d_k = k.shape
+    f = _Fields(_DplrArgs())
+    threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * v.shape[-1])
+    f.numbers(batch=batch, seqlen=seqlen, nheads=nheads, d_k=d_k, d_v=v.shape[-1], threads=threads)
+    f.rows(q=q, k=k, v=v, a=a, b=b, g=g)
+    f.pointers(initial_state=initial_state, reset=reset)
+    return f
+
+
+def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
+    batch, _, nheads, d_k = k.shape
+    f = _dplr_fields(q, k, v, a, b, g, initial_state, reset)
+    o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
+    checkpoints = v.new_empty(dplr_delta_rule_saved_shape(k, v)) if save else None
+    f.pointers(o=o, final_state=final_state, checkpoints=checkpoints)
+    _call("dplr", k.dtype, f.struct, 0)
+    return o, final_state, checkpoints
+
+
+def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, reset, checkpoints):
+    f = _dplr_fields(q, k, v, a, b, g, initial_state, reset)
+    f.rows(d_o=do)
+    f.pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
+    gradients = [x.new_empty(x.shape) for x in (q, k, v, a, b, g, checkpoints[:, :, 0])]
+    names = "dq", "dk", "dv", "da", "db", "dg", "dinitial_state"
+    f.pointers(**dict(zip(names, gradients, strict=True)))
+    _call("dplr", k.dtype, f.struct, 1)
     return tuple(gradients)
 
 

@@ -6,6 +6,9 @@ from torch import Tensor
 from adjoint.kernels.operation import Implementation
 from adjoint.kernels.trial import SLOW, Draw, by_name
 
+SEQLEN = 280  # at most; the sequence is not split, and the reference of more takes long
+SIZES = 16, 128, 128  # nheads, d_k, d_v: as Gated DeltaNet, Qwen3.5 and Kimi Linear have them
+
 
 def gated_delta_rule(
     implementation: Implementation,
@@ -13,18 +16,18 @@ def gated_delta_rule(
     resets: bool,
     device: torch.device,
     dtype: torch.dtype,
-    d_decay: int | None = None,
+    decay_per_channel: bool = False,
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of 3 heads, keys of 16 and values of 24 channels; `d_decay`: channels that have a
-    decay each, None for one per head."""
-    d, heads, d_k, d_v = Draw(device, dtype), 3, 16, 24
-    q, v, do = d.normal(2, d.seqlen, heads, d_k), *(d.normal(2, d.seqlen, heads, d_v) for _ in range(2))
-    k = torch.nn.functional.normalize(d.normal(2, d.seqlen, heads, d_k), dim=-1)
-    g = -(d.wide(2, d.seqlen, heads, *([] if d_decay is None else [d_decay])) - SLOW).exp()
-    beta = d.wide(2, d.seqlen, heads).sigmoid()
-    inputs = q, k, v, g, beta, d.wide(2, heads, d_k, d_v), d.resets(2, resets)
+    """Outputs and gradients of heads of SIZES, with one decay per head or per channel of the keys."""
+    d, (heads, d_k, d_v) = Draw(device, dtype), SIZES
+    d.seqlen = min(d.seqlen, SEQLEN)
+    q, v, do = d.normal(1, d.seqlen, heads, d_k), *(d.normal(1, d.seqlen, heads, d_v) for _ in range(2))
+    k = torch.nn.functional.normalize(d.normal(1, d.seqlen, heads, d_k), dim=-1)
+    g = -(d.wide(1, d.seqlen, heads, *([d_k] if decay_per_channel else [])) - SLOW).exp()
+    beta = d.wide(1, d.seqlen, heads).sigmoid()
+    inputs = q, k, v, g, beta, d.wide(1, heads, d_k, d_v), d.resets(1, resets)
     o, state, saved = implementation.forward(*inputs, True)
-    gradients = implementation.backward(do, d.wide(2, heads, d_k, d_v), *inputs, saved)
+    gradients = implementation.backward(do, d.wide(1, heads, d_k, d_v), *inputs, saved)
     return by_name("o final_state dq dk dv dg dbeta dinitial_state", (o, state, *gradients))
 
 
@@ -32,4 +35,4 @@ def kda(
     implementation: Implementation, window: int | None, resets: bool, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The same problem with a decay for each channel of the keys."""
-    return gated_delta_rule(implementation, window, resets, device, dtype, d_decay=16)
+    return gated_delta_rule(implementation, window, resets, device, dtype, decay_per_channel=True)

@@ -224,7 +224,7 @@ def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Variable:
-    """An environment variable that is set as long as a thread needs it."""
+    """An environment variable that is 1 as long as any thread needs it, and then what it was before."""
 
     def __init__(self, name: str) -> None:
         self.name, self.lock, self.users = name, threading.Lock(), 0
@@ -247,17 +247,17 @@ class _Variable:
 
 
 # Triton's compiler reads it, and its cache on disk keeps what it compiles with and without it apart.
-_DISABLE_WGMMA = _Variable("DISABLE_MMA_V3")
+DISABLE_WGMMA = _Variable("DISABLE_MMA_V3")
 
 
 def without_wgmma(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Compile kernels that are launched inside without Hopper's asynchronous matrix products (wgmma), if `x` is
-    on such a GPU: mma.sync serves instead, as on other GPUs.
+    """Compile kernels that are launched inside without Hopper's asynchronous matrix products (wgmma), if `x`
+    is on such a GPU: mma.sync serves instead, as on other GPUs.
 
-    With wgmma, kernels that chain several small products give wrong numbers or read outside shared memory; which
-    of them do depends on Triton's version, the dtype and the number of warps. Seen on an H100 with Triton 3.6;
-    triton issues 10486 and 11366, flash-linear-attention issue 640 (Triton 3.4 to 3.7)."""
-    return _DISABLE_WGMMA.set() if _is_hopper(x.device) else contextlib.nullcontext()
+    With wgmma, kernels that chain several small products give wrong numbers or read outside shared memory;
+    which of them do depends on Triton's version, the dtype and the number of warps. Seen on an H100 with
+    Triton 3.6; triton issues 10486 and 11366, flash-linear-attention issue 640 (Triton 3.4 to 3.7)."""
+    return DISABLE_WGMMA.set() if _is_hopper(x.device) else contextlib.nullcontext()
 
 
 @functools.cache
