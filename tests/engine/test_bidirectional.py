@@ -223,6 +223,9 @@ def test_memory_per_token_is_each_layers_input() -> None:
     few, many = per_token(1, Exact(chunk)), per_token(4, Exact(chunk))
     assert abs((many - few) / 3 - layer_input - edges) < 0.15 * layer_input
     assert per_token(1, Backprop(checkpoint=True)) > few + 4 * inner
+    # and no chunk's tape stays in a layer, which would not grow with the sequence
+    per_layer = (peak(4, 4 * chunk, Exact(chunk)) - peak(1, 4 * chunk, Exact(chunk))) / 3
+    assert per_layer < 3 * (layer_input + edges) * 4 * chunk  # gradients of the weights are in it, too
 
 
 def dna(rows: int, seqlen: int, generator: torch.Generator) -> Tensor:
