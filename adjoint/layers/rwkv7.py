@@ -161,9 +161,8 @@ class RWKV7Mixer(Mixer):
         before = arrived(last)
         checks.shape("initial_state", before, x.shape[0], x.shape[2])
         after = x[:, -1].to(before.dtype, copy=True)
-        if (
-            self.tensor_group is not None
-        ):  # every rank has all channels, each with its own heads' gradient of them
+        # every rank has all channels, each with its own heads' gradient of them
+        if self.tensor_group is not None:
             before = copy_to_ranks(before, self.tensor_group)
             after = split_gradient(after, self.tensor_group)
         after = handed_on(last, after)

@@ -256,7 +256,7 @@ def without_wgmma(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
 
     With wgmma, kernels that chain several small products give wrong numbers or read outside shared memory;
     which of them do depends on Triton's version, the dtype and the number of warps. Seen on an H100 with
-    Triton 3.6; triton issues 10486 and 11366, flash-linear-attention issue 640 (Triton 3.4 to 3.7)."""
+    Triton 3.6; others report it of 3.4 to 3.7 (https://github.com/triton-lang/triton/issues/11366)."""
     return DISABLE_WGMMA.set() if _is_hopper(x.device) else contextlib.nullcontext()
 
 
