@@ -406,6 +406,9 @@ class Stack(nn.Module):
         if self.is_bidirectional:
             self._check_bidirectional(method, state is not None or return_state, sequence_group)
             spec = self._layer_spec(input_ids, method)
+        split = self.tensor_parallel
+        if state is not None and split is not None:
+            state = split.initial_states(state)
         states = self.initial_state(input_ids.shape[0]) if state is None else state
         batch = None
         if labels is not None:
@@ -454,7 +457,7 @@ class Stack(nn.Module):
                     y = self._hidden(input_ids, states, seq_idx)[0]
                     output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         if return_state:
-            output.state = final
+            output.state = final if split is None else split.final_states(final)
         return output
 
     @uncompiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -183,8 +184,7 @@ def states_and_logits() -> None:
     assert_same(dict(enumerate([split.outputs.logits])), dict(enumerate([plain.outputs.logits])), 1e-10)
     for (tail, h), (tail_part, h_part) in zip(state, first, strict=True):
         assert_same({"h": h_part.grad}, {"h": h.grad[:, heads]}, 1e-10)
-        x = slice(0, 16)  # of the convolution's channels: x's, before B's and C's, which both ranks have
-        assert_same({"tail": tail_part.grad[:, x]}, {"tail": conv_channels(tail.grad)[:, x]}, 1e-10)
+        assert_same({"tail": tail_part.grad}, {"tail": conv_channels(tail.grad)}, 1e-10)
     plain_logits, logits = plain(ids).logits, split(ids).logits
     assert_same({"logits": logits}, {"logits": plain_logits}, 1e-10)
     torch.manual_seed(dist.get_rank())
@@ -193,31 +193,58 @@ def states_and_logits() -> None:
     assert samples[0] == samples[1]
 
 
-def states_of_rwkv7() -> None:
-    """Every rank has all channels of the last token's input, and all of their gradient, at both ends."""
-    plain, split = make("rwkv7")
+def local_part(full: Tensor, split: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return this rank's part of a tensor of the state: its rows by the mixer's split, else an even share of
+    the dimension that is shorter here."""
+    if split is not None:
+        rows = split.rows(dist.get_rank(), dist.get_world_size())
+        return full.index_select(split.dim, rows)
+    for dim, (size, local) in enumerate(zip(full.shape, shape, strict=True)):
+        if size != local:
+            return full.narrow(dim, dist.get_rank() * local, local)
+    return full
+
+
+def states_at_both_ends(cases: list[str]) -> None:
+    """Initial and final states have the whole's gradients, of parts that several ranks have, too."""
     ids = torch.arange(2 * 21).view(2, 21) * 5 % 19
-    state = [tuple(torch.randn_like(s) for s in layer) for layer in plain.initial_state(2)]
-    heads = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    local = [(last.clone(), S[:, heads].clone()) for last, S in state]
-    results_by_model = []
-    for model, before in ((plain, state), (split, local)):
-        leaves = [s.requires_grad_() for layer in before for s in layer]
-        output = model(ids, labels=ids, method=EXACT, state=before, return_state=True)
-        (output.loss + sum((last**3).sum() + (S**2).sum() for last, S in output.state)).backward()
-        results_by_model.append({str(i): s.grad for i, s in enumerate(leaves)})
-        if model is split:
-            results_by_model[-1] |= {
-                n: split.tensor_parallel.gather(n, p.grad) for n, p in model.named_parameters()
-            }
-        else:
-            results_by_model[-1] |= {n: p.grad for n, p in model.named_parameters()}
-    expected = {n: g[:, heads] if g.dim() == 4 else g for n, g in results_by_model[0].items()}
-    assert_same(results_by_model[1], expected, 1e-10)
+    for case, method in itertools.product(cases, (EXACT, None)):
+        plain, split = make(case)
+        parts, wholes = [], []
+        for block, layer in zip(plain.blocks(), split.initial_state(2), strict=True):
+            shapes = block.mixer.initial_state(2, torch.float64, torch.device("cpu"))
+            splits = block.mixer.state_splits() if case != "own" else [None] * len(shapes)
+            for zero, local, piece in zip(shapes, layer, splits, strict=True):
+                grown = [n or 3 for n in zero.shape]  # attention's past: three tokens
+                wholes.append(torch.rand(grown, dtype=torch.float64, generator=torch.manual_seed(9)))
+                parts.append((piece, tuple(n or 3 for n in local.shape)))
+        count = len(parts) // len(plain.blocks())
+        results_by_model = []
+        for model in (plain, split):
+            leaves = [t if model is plain else local_part(t, *p) for t, p in zip(wholes, parts, strict=True)]
+            leaves = [t.clone().requires_grad_() for t in leaves]
+            states = [tuple(leaves[i : i + count]) for i in range(0, len(leaves), count)]
+            output = model(ids, labels=ids, method=method, state=states, return_state=True)
+            (output.loss + sum((t**3).sum() for layer in output.state for t in layer)).backward()
+            gradients = {str(i): t.grad for i, t in enumerate(leaves)}
+            for name, p in model.named_parameters():
+                gradients[name] = p.grad if model is plain else split.tensor_parallel.gather(name, p.grad)
+            results_by_model.append(gradients)
+        expected = {
+            name: local_part(g, *parts[int(name)]) if name.isdigit() else g
+            for name, g in results_by_model[0].items()
+        }
+        assert_same(results_by_model[1], expected, 1e-10)
 
 
-def test_states_that_every_rank_has(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, states_of_rwkv7)
+def test_states_at_both_ends(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, states_at_both_ends, ["mamba2", "multi-query", "rwkv7"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_states_of_each_mixer(ranks: int, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, states_at_both_ends, list(CASES), timeout=300)
 
 
 def conv_channels(tail: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from adjoint.layers.mixer import Mixer
 from adjoint.layers.tensor_parallel import (
     RankConfig,
     Section,
+    Split,
     Splits,
     by_columns,
     by_rows,
@@ -107,6 +108,11 @@ class AttentionMixer(Mixer):
         keys = Section("num_key_value_heads", kv_heads, dim, shared=True)
         rows = by_rows(in_proj=[queries, keys, keys], conv1d=[queries, keys, keys])
         return {**rows, **by_columns(out_proj=[queries])}
+
+    def state_splits(self) -> tuple[Split | None, ...]:
+        heads = Split(1, [Section("num_key_value_heads", self.sizes.kv_heads, shared=True)])
+        tail = () if self.conv1d is None else (self.splits()["conv1d"]._replace(dim=1),)
+        return *tail, heads, heads
 
     def rank_config(self, ranks: int) -> RankConfig:
         heads, kv_heads, dim, _, _ = self.sizes

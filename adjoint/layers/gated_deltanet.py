@@ -18,6 +18,7 @@ from adjoint.layers.norm import RMSNorm
 from adjoint.layers.tensor_parallel import (
     RankConfig,
     Section,
+    Split,
     Splits,
     by_columns,
     by_rows,
@@ -109,6 +110,9 @@ class GatedDeltaNetMixer(Mixer):
             A_log=[heads],
         )
         return {**rows, **by_columns(out_proj=[values])}
+
+    def state_splits(self) -> tuple[Split | None, ...]:
+        return self.splits()["conv1d"]._replace(dim=1), None
 
     def _gate_sections(self) -> list[Section]:
         """Return the sections of in_proj's outputs for the output gate, beta and the decay."""

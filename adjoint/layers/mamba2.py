@@ -15,6 +15,7 @@ from adjoint.layers.norm import RMSNorm, norm_over_ranks
 from adjoint.layers.tensor_parallel import (
     RankConfig,
     Section,
+    Split,
     Splits,
     by_columns,
     by_rows,
@@ -92,6 +93,9 @@ class Mamba2Mixer(ScanMixer):
             norm=[channels],
         )
         return {**rows, **by_columns(out_proj=[channels])}
+
+    def state_splits(self) -> tuple[Split | None, ...]:
+        return self.splits()["conv1d"]._replace(dim=1), None
 
     def rank_config(self, ranks: int) -> RankConfig:
         return rank_config_by_groups(self.config, ranks)

@@ -11,7 +11,7 @@ from adjoint.batch import State
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers.config import MIXERS, StackConfig
-from adjoint.layers.tensor_parallel import RankConfig, Splits
+from adjoint.layers.tensor_parallel import RankConfig, Split, Splits
 
 
 def arrived(before: Any) -> Tensor:
@@ -120,6 +120,12 @@ class Mixer(nn.Module):
             ValueError: they cannot be shared evenly.
         """
         raise NotImplementedError(f"{type(self).__name__} is not split")
+
+    def state_splits(self) -> tuple[Split | None, ...]:
+        """Return how each tensor of the state is split, if several ranks may have the same part of it.
+
+        None: each part is one rank's, or every rank runs the whole mixer."""
+        return (None,) * len(self.state_shapes)
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
         """Return the zero state: a tensor (batch, *shape) per shape, growing dimensions being 0."""

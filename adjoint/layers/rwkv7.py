@@ -10,13 +10,21 @@ from torch import Tensor, nn
 from adjoint.batch import State
 from adjoint.kernels import checks
 from adjoint.kernels.checks import accumulate_dtype
-from adjoint.kernels.collectives import copy_to_ranks, split_gradient
 from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
 from adjoint.kernels.recurrence import zero_where
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import reset
 from adjoint.layers.mixer import Mixer, arrived, check_heads, handed_on
-from adjoint.layers.tensor_parallel import RankConfig, Section, Splits, by_columns, by_rows, rank_config
+from adjoint.layers.tensor_parallel import (
+    RankConfig,
+    Section,
+    Split,
+    Splits,
+    by_columns,
+    by_rows,
+    every_rank_has,
+    rank_config,
+)
 
 MAX_LOG_DECAY = math.exp(-0.5)  # log decays lie between its negative and 0
 # What reads mixed inputs: receptance, decays, keys, values, learning rates, gate. At initialisation the token
@@ -128,6 +136,9 @@ class RWKV7Mixer(Mixer):
         )
         return {**rows, **by_columns(out_proj=[values])}
 
+    def state_splits(self) -> tuple[Split | None, ...]:
+        return Split(1, [every_rank_has(self.config.d_model)]), None
+
     def rank_config(self, ranks: int) -> RankConfig:
         return rank_config(self.config, ranks)
 
@@ -160,12 +171,7 @@ class RWKV7Mixer(Mixer):
         token."""
         before = arrived(last)
         checks.shape("initial_state", before, x.shape[0], x.shape[2])
-        after = x[:, -1].to(before.dtype, copy=True)
-        # every rank has all channels, each with its own heads' gradient of them
-        if self.tensor_group is not None:
-            before = copy_to_ranks(before, self.tensor_group)
-            after = split_gradient(after, self.tensor_group)
-        after = handed_on(last, after)
+        after = handed_on(last, x[:, -1].to(before.dtype, copy=True))
         earlier = torch.cat([before.to(x.dtype)[:, None], x[:, :-1]], dim=1)
         earlier = zero_where(earlier, checks.reset_of(seq_idx, *x.shape[:2]))
         return earlier - x, after

@@ -8,7 +8,8 @@ the same tiles in the same order, so that collectives meet.
 
 A weight's gradient is complete on the rank that has it, except where several ranks have the same rows: those
 of norms, which each rank applies to its own tokens, and those that groups of heads share. Their gradients are
-summed over the ranks once per backward, in one message."""
+summed over the ranks once per backward, in one message. So are those of an initial state's parts that several
+ranks have; a final state's gradient enters once."""
 
 from __future__ import annotations
 
@@ -111,6 +112,11 @@ class Placement:
         """Return the rows of a local tensor that no rank before this one has."""
         return local.index_select(self.dim, self.first_owned.nonzero().squeeze(1).to(local.device))
 
+    def without_repeats(self, local: Tensor) -> Tensor:
+        """Return a local tensor with zeros in the rows that a rank before this one has."""
+        repeated = (~self.first_owned).nonzero().squeeze(1).to(local.device)
+        return local.index_fill(self.dim, repeated, 0)
+
     @torch.no_grad()
     def gather(self, local: Tensor) -> Tensor:
         """Return the whole tensor on every rank; all must call this."""
@@ -142,6 +148,8 @@ class TensorParallel:
     Attributes:
         rank: this process's. ranks: how many there are.
         placements: by the parameter's name.
+        state_placements: of all layers' tensors of the state, one after the other; None where no other rank
+            has a tensor's parts, or all ranks compute all of its gradient.
         vocabulary_shard: the token ids whose rows of embedding and head are here.
     """
 
@@ -150,6 +158,7 @@ class TensorParallel:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.placements: dict[str, Placement] = {}
+        self.state_placements: list[Placement | None] = []
 
     def all_ids(self, logits: Tensor) -> Tensor:
         """Return the logits of all token ids, (…, vocab_size), from those of this rank's."""
@@ -186,18 +195,32 @@ class TensorParallel:
         """Add up, in place, the rows of gradients that are sums over ranks; all call with the same names.
 
         They travel in one message per dtype."""
-        by_dtype: dict[torch.dtype, list[tuple[Placement, Tensor]]] = {}
-        for name, gradient in named:
-            placement = self.placements[name]
-            if gradient is not None and placement.shared_rows:
-                by_dtype.setdefault(gradient.dtype, []).append((placement, gradient))
-        for pairs in by_dtype.values():
-            terms = [placement.shared(gradient) for placement, gradient in pairs]
-            total = torch.cat([term.flatten() for term in terms])
-            dist.all_reduce(total, group=self.group)
-            pieces = total.split([term.numel() for term in terms])
-            for (placement, gradient), term, piece in zip(pairs, terms, pieces, strict=True):
-                placement.put_shared(gradient, piece.view_as(term))
+        _sum_shared_rows(((self.placements[name], gradient) for name, gradient in named), self.group)
+
+    def initial_states(self, states: Sequence[State]) -> list[State]:
+        """Return a user's initial states, one per layer, which get their gradients from all ranks."""
+        return self._linked(_SummedOverRanks, states)
+
+    def final_states(self, states: Sequence[State]) -> list[State]:
+        """Return final states for a user, one per layer, whose gradients each enter at one rank."""
+        return self._linked(_FromFirstOwner, states)
+
+    def _linked(self, function: type[torch.autograd.Function], states: Sequence[State]) -> list[State]:
+        """Return states whose tensors with parts on several ranks are results of `function`."""
+        tensors = [tensor for state in states for tensor in state]
+        shared = [
+            (place, placement)
+            for place, placement in enumerate(self.state_placements)
+            if placement is not None and tensors[place].requires_grad
+        ]
+        if not shared or not torch.is_grad_enabled():
+            return list(states)
+        places, placements = zip(*shared, strict=True)
+        linked = function.apply(self.group, placements, *(tensors[place] for place in places))
+        for place, tensor in zip(places, linked, strict=True):
+            tensors[place] = tensor
+        remaining = iter(tensors)
+        return [tuple(itertools.islice(remaining, len(state))) for state in states]
 
     def check(self, block: Block) -> None:
         """Raise a ValueError if a block's heads or channels cannot be shared evenly."""
@@ -212,7 +235,9 @@ class TensorParallel:
         splits = mixer.splits() if _is_ours(mixer) else None
         if splits is None:
             self._place(mixer, f"{prefix}mixer.", {}, sums=False)
+            self.state_placements += [None] * len(mixer.grows)
         else:
+            self.state_placements += [self._state_placement(split) for split in mixer.state_splits()]
             with torch.device("meta"):
                 local_mixer: Mixer = type(mixer)(mixer.rank_config(self.ranks))
             local_mixer.tensor_group = self.group
@@ -256,6 +281,14 @@ class TensorParallel:
         self, name: str, rows: Sequence[Tensor], dim: int, shape: Sequence[int], sums: bool = True
     ) -> None:
         self.placements[name] = Placement.of_rank(self.group, rows, dim, shape, sums)
+
+    def _state_placement(self, split: Split | None) -> Placement | None:
+        if split is None:
+            return None
+        rows = [split.rows(rank, self.ranks) for rank in range(self.ranks)]
+        size = sum(section.units * section.width for section in split.sections)
+        placement = Placement.of_rank(self.group, rows, split.dim, [1] * split.dim + [size], True)
+        return placement if placement.shared_rows else None
 
     def _place(self, module: nn.Module, prefix: str, splits: Splits, sums: bool = True) -> None:
         """Note where the parameters of a whole module are placed; `sums` as in `Placement.of_rank`."""
@@ -370,28 +403,58 @@ class SplitEmbeddingStage(Embedding):
 
 
 class _Context(FunctionCtx):
-    """The attributes that `_SummedOverRanks` keeps for its backward."""
+    """The attributes that `_SummedOverRanks` and `_FromFirstOwner` keep for their backward."""
 
-    split: TensorParallel
-    names: Sequence[str]
+    group: dist.ProcessGroup
+    placements: Sequence[Placement]
 
 
 class _SummedOverRanks(torch.autograd.Function):
-    """Parameters as they are; their gradients, once complete, are summed over the ranks that share rows."""
+    """Tensors as they are; their gradients, once complete, are summed over the ranks that share rows."""
 
     @staticmethod
     def forward(
-        ctx: _Context, split: TensorParallel, names: Sequence[str], *parameters: Tensor
+        ctx: _Context, group: dist.ProcessGroup, placements: Sequence[Placement], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.split, ctx.names = split, names
+        ctx.group, ctx.placements = group, placements
         ctx.set_materialize_grads(False)
-        return tuple(p.view_as(p) for p in parameters)
+        return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         totals = [None if d is None else d.clone() for d in gradients]  # others may read the originals
-        ctx.split.sum_shared(zip(ctx.names, totals, strict=True))
+        _sum_shared_rows(zip(ctx.placements, totals, strict=True), ctx.group)
         return None, None, *totals
+
+
+class _FromFirstOwner(torch.autograd.Function):
+    """Tensors as they are; of gradients, which every rank has whole, each row's is the first rank's that has
+    it, so that what the ranks compute from them adds up."""
+
+    forward = _SummedOverRanks.forward
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        owned = (
+            None if d is None else placement.without_repeats(d)
+            for placement, d in zip(ctx.placements, gradients, strict=True)
+        )
+        return None, None, *owned
+
+
+def _sum_shared_rows(pairs: Iterable[tuple[Placement, Tensor | None]], group: dist.ProcessGroup) -> None:
+    """Add up, in place, the rows of tensors that several ranks have: one message per dtype."""
+    by_dtype: dict[torch.dtype, list[tuple[Placement, Tensor]]] = {}
+    for placement, tensor in pairs:
+        if tensor is not None and placement.shared_rows:
+            by_dtype.setdefault(tensor.dtype, []).append((placement, tensor))
+    for placed in by_dtype.values():
+        terms = [placement.shared(tensor) for placement, tensor in placed]
+        total = torch.cat([term.flatten() for term in terms])
+        dist.all_reduce(total, group=group)
+        pieces = total.split([term.numel() for term in terms])
+        for (placement, tensor), term, piece in zip(placed, terms, pieces, strict=True):
+            placement.put_shared(tensor, piece.view_as(term))
 
 
 def summed_over_ranks(split: TensorParallel, model: nn.Module) -> dict[Tensor, Tensor]:
@@ -402,7 +465,8 @@ def summed_over_ranks(split: TensorParallel, model: nn.Module) -> dict[Tensor, T
     if not named or not torch.is_grad_enabled():
         return {}
     names, parameters = zip(*named, strict=True)
-    return dict(zip(parameters, _SummedOverRanks.apply(split, names, *parameters), strict=True))
+    placements = [split.placements[name] for name in names]
+    return dict(zip(parameters, _SummedOverRanks.apply(split.group, placements, *parameters), strict=True))
 
 
 def reads_windows(spec: EngineSpec) -> bool:
