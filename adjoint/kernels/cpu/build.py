@@ -25,7 +25,7 @@ from adjoint.errors import LOGGER, is_heard
 from adjoint.files import cache_folder, flush
 
 SOURCES = ("scan.cpp", "ssd.cpp", "conv.cpp", "delta.cpp", "dplr.cpp", "linear.cpp", "dense.cpp", "norm.cpp")
-HEADERS = ("lanes.h", "linear.h", "products.h", "scan.h")
+HEADERS = ("delta_rules.h", "lanes.h", "linear.h", "products.h", "scan.h")
 # No -ffast-math: a library linked with it switches the whole process to flush-to-zero.
 FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-Wno-psabi")
 OPTIMIZED = {"scan.cpp": "-O2"}  # the others gain by -O3; it takes two thirds of the time to compile

@@ -16,9 +16,9 @@
 //
 // The backward goes from block to block with S's cotangent and computes all but S again. Blocks end at multiples of
 // 64 tokens, whose states are saved, and where a document begins, whose state is zero.
+#include "delta_rules.h"
 #include "products.h"
 
-struct TokenRows { void* data; int64_t batch_stride, time_stride; };  // the heads' rows of a token follow each other
 struct DeltaArgs {
   int64_t batch, seqlen, nheads, d_k, d_v, wide, threads;  // wide: whether g is (.., nheads, d_k), not (.., nheads)
   TokenRows q, k, v, d_o;
@@ -32,11 +32,6 @@ namespace {
 constexpr int64_t BLOCK = 64, PIECE = 16, ROWS = 4;  // tokens; tokens; rows of a product that are summed at a time
 enum Shape { FULL, LOWER, UPPER };       // where the left factor is not zero
 
-template <class T> struct Matrix {  // rows of whole vectors
-  T* data;
-  int64_t width;
-  T* row(int64_t i) const { return data + i * width; }
-};
 // A left factor: a matrix or its transpose.
 template <class T> Left<T> left(Matrix<T> m, bool transposed = false) {
   return {m.data, transposed ? 1 : m.width, transposed ? m.width : 1};
@@ -109,16 +104,14 @@ template <class T> ALWAYS_INLINE T dot(const T* a, const T* b, int64_t width) {
   for (int64_t j = 0; j < width; j += Vec<T>::L) sum += load<T>(a + j, Vec<T>::L) * load<T>(b + j, Vec<T>::L);
   return lane_sum(sum);
 }
-int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-template <class T> class Delta {
+template <class T> class Delta : DeltaRule<T, DeltaArgs> {
+  using Base = DeltaRule<T, DeltaArgs>;
+  using Base::s, Base::K, Base::W, Base::slots, Base::b, Base::h, Base::t, Base::n, Base::take, Base::resets, Base::saved,
+      Base::state_offset, Base::state_from, Base::get_state, Base::state_to, Base::write;
   static constexpr int L = Vec<T>::L, WHOLE = L > ROWS ? L : ROWS;  // tokens and channels come in such numbers
-  const DeltaArgs& s;
   const bool wide;
-  const int64_t K, W, slots;  // d_k and d_v in whole vectors; blocks' states that are saved
-  std::vector<V<T>> memory;
-  T* free;
-  int64_t b = 0, h = 0, t = 0, n = 0, rows = 0;  // the block: sequence, head, first token, tokens, in whole vectors
+  int64_t rows = 0;  // the block's tokens in whole vectors
   // tokens' rows: (rows, K) and (rows, W); since = exp(c), until_j = exp(c_n - c_j); `step`: exp(g)
   Matrix<T> q, k, since, until, step, qe, ke, kl, dq, dk, dw, near, far, v, d_o, r, N, dN, o;
   Matrix<T> S, dS, ST, dST;            // (K, W), and transposed
@@ -126,20 +119,14 @@ template <class T> class Delta {
   Matrix<T> P, E, A, Low, dP, dA;      // (rows, rows); A_ij = k_i' E_ij k_j, j < i
   T *whole, *at_end, *beta, *dbeta, *own, *c;  // exp(c_n) and c_n's cotangent (K); (rows)
 
-  Matrix<T> take(int64_t height, int64_t width) {
-    Matrix<T> m{free, width};
-    free += height * width;
-    return m;
-  }
   int64_t needed() const {
     return 13 * BLOCK * K + 6 * BLOCK * W + 4 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 2 * K + 4 * BLOCK;
   }
 
  public:
   explicit Delta(const DeltaArgs& args)
-      : s(args), wide(args.wide), K(padded(args.d_k, WHOLE)), W(padded(args.d_v, WHOLE)),
-        slots((args.seqlen + BLOCK - 1) / BLOCK), memory(needed() / L + 1) {
-    free = (T*)memory.data();
+      : Base(args, WHOLE, WHOLE, BLOCK), wide(args.wide) {
+    this->allocate(needed());
     for (auto m : {&q, &k, &since, &until, &step, &qe, &ke, &kl, &dq, &dk, &dw, &near, &far}) *m = take(BLOCK, K);
     for (auto m : {&v, &d_o, &r, &N, &dN, &o}) *m = take(BLOCK, W);
     for (auto m : {&S, &dS}) *m = take(K, W);
@@ -152,7 +139,7 @@ template <class T> class Delta {
   }
 
   void forward(int64_t unit) {
-    b = unit / s.nheads, h = unit % s.nheads;
+    this->go_to(unit);
     state_from(s.initial_state, S);
     for (int64_t slot = 0; slot < slots; slot++) {
       if (s.checkpoints) state_to(saved(slot), S);
@@ -172,7 +159,7 @@ template <class T> class Delta {
   }
 
   void backward(int64_t unit) {
-    b = unit / s.nheads, h = unit % s.nheads;
+    this->go_to(unit);
     state_from(s.dfinal_state, dS);
     for (int64_t slot = slots - 1; slot >= 0; slot--) {
       std::vector<int64_t> starts;
@@ -193,40 +180,12 @@ template <class T> class Delta {
 
  private:
   int64_t end_of(int64_t slot) const { return (slot + 1) * BLOCK < s.seqlen ? (slot + 1) * BLOCK : s.seqlen; }
-  bool resets(int64_t token) const { return s.reset && ((const bool*)s.reset)[b * s.seqlen + token]; }
   int64_t tokens(int64_t slot) const {  // of the block that begins at t
     int64_t end = t + 1;
     while (end < end_of(slot) && !resets(end)) end++;
     return end - t;
   }
-  int64_t state_offset() const { return (b * s.nheads + h) * s.d_k * s.d_v; }
-  T* saved(int64_t slot) const { return (T*)s.checkpoints + ((b * s.nheads + h) * slots + slot) * s.d_k * s.d_v; }
-  void get_state(const T* from, Matrix<T> to) const {
-    std::memset(to.data, 0, K * W * sizeof(T));
-    for (int64_t i = 0; i < s.d_k; i++) std::memcpy(to.row(i), from + i * s.d_v, s.d_v * sizeof(T));
-  }
-  void state_from(const void* states, Matrix<T> to) const {
-    if (states) get_state((const T*)states + state_offset(), to);
-    else std::memset(to.data, 0, K * W * sizeof(T));
-  }
-  void state_to(T* to, Matrix<T> from) const {
-    for (int64_t i = 0; i < s.d_k; i++) std::memcpy(to + i * s.d_v, from.row(i), s.d_v * sizeof(T));
-  }
-  // The block's rows of a tensor, zeros behind them.
-  void read_rows(const TokenRows& from, int64_t width, Matrix<T> to) const {
-    for (int64_t i = 0; i < rows; i++) {
-      const int64_t used = i < n ? width : 0;
-      if (used) {
-        const T* source = (const T*)from.data + b * from.batch_stride + (t + i) * from.time_stride + h * width;
-        std::memcpy(to.row(i), source, used * sizeof(T));
-      }
-      std::memset(to.row(i) + used, 0, (to.width - used) * sizeof(T));
-    }
-  }
-  void write(void* to, int64_t width, Matrix<T> from) const {
-    for (int64_t i = 0; i < n; i++)
-      std::memcpy((T*)to + ((b * s.seqlen + t + i) * s.nheads + h) * width, from.row(i), width * sizeof(T));
-  }
+  void read_rows(const TokenRows& from, int64_t width, Matrix<T> to) const { Base::read_rows(from, width, to, rows); }
   // Inputs of the block and the decays inside it.
   void read() {
     rows = padded(n, WHOLE);

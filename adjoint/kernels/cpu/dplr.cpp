@@ -14,9 +14,8 @@
 // The first line sums over rows, the second one over columns, which would be sums inside of vectors. With u and du known
 // from strips of columns, the rows do not depend on each other either: a second walk has S and D transposed, in strips of
 // rows. So each pass is sums of whole vectors, and D is carried from segment to segment in both layouts.
-#include "lanes.h"
+#include "delta_rules.h"
 
-struct TokenRows { void* data; int64_t batch_stride, time_stride; };  // the heads' rows of a token follow each other
 struct DplrArgs {
   int64_t batch, seqlen, nheads, d_k, d_v, threads;
   TokenRows q, k, v, a, b, g, d_o;
@@ -29,13 +28,6 @@ struct DplrArgs {
 namespace {
 constexpr int64_t SEGMENT = 64;  // tokens between saved states
 constexpr int COLUMNS = REGISTERS > 16 ? 4 : 2, ROWS = REGISTERS > 16 ? 2 : 1;  // widths of strips, in vectors
-
-template <class T> struct Matrix {  // rows of whole vectors
-  T* data;
-  int64_t width;
-  T* row(int64_t i) const { return data + i * width; }
-};
-int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // A strip's vectors at p.
 template <class T, int C> struct Strip {
@@ -55,29 +47,20 @@ template <class T, int C> struct Strip {
   }
 };
 
-template <class T> class Dplr {
+template <class T> class Dplr : DeltaRule<T, DplrArgs> {
+  using Base = DeltaRule<T, DplrArgs>;
+  using Base::s, Base::K, Base::W, Base::slots, Base::b, Base::h, Base::t, Base::n, Base::take, Base::saved,
+      Base::state_offset, Base::state_from, Base::get_state, Base::state_to, Base::write;
   static constexpr int L = Vec<T>::L;
-  const DplrArgs& s;
-  const int64_t K, W, slots;  // d_k and d_v in whole strips; segments
-  std::vector<V<T>> memory;
-  T* free;
-  int64_t b = 0, h = 0, first = 0, n = 0;                   // sequence, head, the segment's first token and tokens
   Matrix<T> q, k, a, w, e, dq, dk, da, dw, dg, v, d_o, u, du, o, dv;  // the segment's tokens; w: the operation's b; e: exp(g)
   Matrix<T> S, D, DT;                                       // (K, W), (K, W), (W, K)
   Matrix<T> before;                                         // a strip of rows before each token, and the last, transposed
 
-  Matrix<T> take(int64_t height, int64_t width) {
-    Matrix<T> m{free, width};
-    free += height * width;
-    return m;
-  }
-
  public:
   Dplr(const DplrArgs& args, bool backward)
-      : s(args), K(padded(args.d_k, ROWS * L)), W(padded(args.d_v, COLUMNS * L)), slots((args.seqlen + SEGMENT - 1) / SEGMENT) {
+      : Base(args, ROWS * L, COLUMNS * L, SEGMENT) {
     const int64_t strip = ROWS * L, states = backward ? 3 * K * W + (SEGMENT + 1) * s.d_v * strip : K * W;
-    memory.resize((10 * SEGMENT * K + 6 * SEGMENT * W + states) / L + 1);
-    free = (T*)memory.data();
+    this->allocate(10 * SEGMENT * K + 6 * SEGMENT * W + states);
     for (auto m : {&q, &k, &a, &w, &e, &dq, &dk, &da, &dw, &dg}) *m = take(SEGMENT, K);
     for (auto m : {&v, &d_o, &u, &du, &o, &dv}) *m = take(SEGMENT, W);
     S = take(K, W);
@@ -88,7 +71,7 @@ template <class T> class Dplr {
   }
 
   void forward(int64_t unit) {
-    b = unit / s.nheads, h = unit % s.nheads;
+    this->go_to(unit);
     state_from(s.initial_state, S);
     for (int64_t slot = 0; slot < slots; slot++) {
       if (s.checkpoints) state_to(saved(slot), S);
@@ -100,7 +83,7 @@ template <class T> class Dplr {
   }
 
   void backward(int64_t unit) {
-    b = unit / s.nheads, h = unit % s.nheads;
+    this->go_to(unit);
     state_from(s.dfinal_state, D);
     transposed(D, DT);
     for (int64_t slot = slots - 1; slot >= 0; slot--) {
@@ -126,39 +109,15 @@ template <class T> class Dplr {
   }
 
  private:
-  bool resets(int64_t i) const { return s.reset && ((const bool*)s.reset)[b * s.seqlen + first + i]; }
-  int64_t state_offset() const { return (b * s.nheads + h) * s.d_k * s.d_v; }
-  T* saved(int64_t slot) const { return (T*)s.checkpoints + ((b * s.nheads + h) * slots + slot) * s.d_k * s.d_v; }
-  void get_state(const T* from, Matrix<T> to) const {
-    std::memset(to.data, 0, K * W * sizeof(T));
-    for (int64_t i = 0; i < s.d_k; i++) std::memcpy(to.row(i), from + i * s.d_v, s.d_v * sizeof(T));
-  }
-  void state_from(const void* states, Matrix<T> to) const {
-    if (states) get_state((const T*)states + state_offset(), to);
-    else std::memset(to.data, 0, K * W * sizeof(T));
-  }
-  void state_to(T* to, Matrix<T> from) const {
-    for (int64_t i = 0; i < s.d_k; i++) std::memcpy(to + i * s.d_v, from.row(i), s.d_v * sizeof(T));
-  }
+  bool resets(int64_t i) const { return Base::resets(t + i); }
   void transposed(Matrix<T> from, Matrix<T> to) const {
     for (int64_t i = 0; i < K; i++)
       for (int64_t j = 0; j < W; j++) to.row(j)[i] = from.row(i)[j];
   }
-  // The segment's rows of a tensor, with zeros behind its channels.
-  void read_rows(const TokenRows& from, int64_t width, Matrix<T> to) const {
-    for (int64_t i = 0; i < n; i++) {
-      const T* source = (const T*)from.data + b * from.batch_stride + (first + i) * from.time_stride + h * width;
-      std::memcpy(to.row(i), source, width * sizeof(T));
-      std::memset(to.row(i) + width, 0, (to.width - width) * sizeof(T));
-    }
-  }
-  void write(void* to, int64_t width, Matrix<T> from) const {
-    for (int64_t i = 0; i < n; i++)
-      std::memcpy((T*)to + ((b * s.seqlen + first + i) * s.nheads + h) * width, from.row(i), width * sizeof(T));
-  }
+  void read_rows(const TokenRows& from, int64_t width, Matrix<T> to) const { Base::read_rows(from, width, to, n); }
   void read(int64_t slot) {
-    first = slot * SEGMENT;
-    n = s.seqlen - first < SEGMENT ? s.seqlen - first : SEGMENT;
+    t = slot * SEGMENT;
+    n = s.seqlen - t < SEGMENT ? s.seqlen - t : SEGMENT;
     read_rows(s.q, s.d_k, q);
     read_rows(s.k, s.d_k, k);
     read_rows(s.a, s.d_k, a);

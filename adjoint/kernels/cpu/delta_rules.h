@@ -1,0 +1,67 @@
+// What delta rules share: a thread's memory for one head of one sequence, the state of shape (d_k, d_v), and tokens' rows
+// that are read into it and written from it.
+#pragma once
+#include "lanes.h"
+
+struct TokenRows { void* data; int64_t batch_stride, time_stride; };  // the heads' rows of a token follow each other
+
+template <class T> struct Matrix {  // rows of whole vectors
+  T* data;
+  int64_t width;
+  T* row(int64_t i) const { return data + i * width; }
+};
+inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Args has batch, seqlen, nheads, d_k, d_v; reset (batch, seqlen) bool, or null; and checkpoints (batch, nheads, slots, d_k,
+// d_v), the state before each slot of tokens. Other tensors are contiguous.
+template <class T, class Args> class DeltaRule {
+ protected:
+  const Args& s;
+  const int64_t K, W, slots;  // d_k and d_v in whole vectors or strips
+  std::vector<V<T>> memory;
+  T* free = nullptr;
+  int64_t b = 0, h = 0, t = 0, n = 0;  // sequence, head, first token and tokens of what is in memory
+
+  DeltaRule(const Args& args, int64_t k_to, int64_t v_to, int64_t slot)
+      : s(args), K(padded(args.d_k, k_to)), W(padded(args.d_v, v_to)), slots((args.seqlen + slot - 1) / slot) {}
+
+  void allocate(int64_t elements) {
+    memory.resize(elements / Vec<T>::L + 1);
+    free = (T*)memory.data();
+  }
+  Matrix<T> take(int64_t height, int64_t width) {
+    Matrix<T> m{free, width};
+    free += height * width;
+    return m;
+  }
+  void go_to(int64_t unit) { b = unit / s.nheads, h = unit % s.nheads; }
+  bool resets(int64_t token) const { return s.reset && ((const bool*)s.reset)[b * s.seqlen + token]; }
+  int64_t state_offset() const { return (b * s.nheads + h) * s.d_k * s.d_v; }
+  T* saved(int64_t slot) const { return (T*)s.checkpoints + ((b * s.nheads + h) * slots + slot) * s.d_k * s.d_v; }
+  void get_state(const T* from, Matrix<T> to) const {
+    std::memset(to.data, 0, K * W * sizeof(T));
+    for (int64_t i = 0; i < s.d_k; i++) std::memcpy(to.row(i), from + i * s.d_v, s.d_v * sizeof(T));
+  }
+  void state_from(const void* states, Matrix<T> to) const {
+    if (states) get_state((const T*)states + state_offset(), to);
+    else std::memset(to.data, 0, K * W * sizeof(T));
+  }
+  void state_to(T* to, Matrix<T> from) const {
+    for (int64_t i = 0; i < s.d_k; i++) std::memcpy(to + i * s.d_v, from.row(i), s.d_v * sizeof(T));
+  }
+  // The tokens' rows of a tensor, zeros behind their channels and, up to `rows`, behind the tokens.
+  void read_rows(const TokenRows& from, int64_t width, Matrix<T> to, int64_t rows) const {
+    for (int64_t i = 0; i < rows; i++) {
+      const int64_t used = i < n ? width : 0;
+      if (used) {
+        const T* source = (const T*)from.data + b * from.batch_stride + (t + i) * from.time_stride + h * width;
+        std::memcpy(to.row(i), source, used * sizeof(T));
+      }
+      std::memset(to.row(i) + used, 0, (to.width - used) * sizeof(T));
+    }
+  }
+  void write(void* to, int64_t width, Matrix<T> from) const {
+    for (int64_t i = 0; i < n; i++)
+      std::memcpy((T*)to + ((b * s.seqlen + t + i) * s.nheads + h) * width, from.row(i), width * sizeof(T));
+  }
+};
