@@ -216,7 +216,7 @@ class Trainer:
 
         Args:
             ids: (batch, seqlen), see `labelled`. start: `Carried.start`'s arguments.
-            heavier: how many times the weight of the batch the step's is.
+            loss_divisor: predicted tokens of the step / of this batch.
         """
         carries = self.settings.carry_state != "none"
         states = {"state": self.carried.start(*start), "return_state": True} if carries else {}

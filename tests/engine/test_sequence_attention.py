@@ -46,8 +46,8 @@ def hybrid(mixer: list[str], **more: Any) -> Stack:
 # -------------------------------------------------------------------------------- the same gradients
 
 
-def hybrids() -> None:
-    for mixer, more in HYBRIDS:
+def hybrids(stacks: list[tuple[list[str], dict[str, Any]]]) -> None:
+    for mixer, more in stacks:
         model, ids = hybrid(mixer, **more), make_ids(2, 31)
         for method in (Exact(5), Exact(7, keep="inputs"), Exact()):
             both(model, method, world(), ids)
@@ -57,8 +57,9 @@ def hybrids() -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_hybrids_by_every_method(ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, hybrids)
+@pytest.mark.parametrize("stacks", [HYBRIDS[1::2], pytest.param(HYBRIDS[::2], marks=pytest.mark.slow)])
+def test_hybrids_by_every_method(stacks: Any, ranks: int, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, hybrids, stacks)
 
 
 def in_turns() -> None:
@@ -72,10 +73,10 @@ def test_ranks_ask_one_after_the_other(tmp_path: Path, monkeypatch: pytest.Monke
     on_ranks(4, tmp_path, in_turns)
 
 
-def batches() -> None:
+def batches(stacks: list[tuple[list[str], dict[str, Any]]]) -> None:
     ragged = torch.tensor([[0] * 9 + [1] * 22, [0] * 4 + [1] * 1 + [2] * 26])
     short = torch.arange(31)[None] // 3
-    for mixer, more in HYBRIDS:
+    for mixer, more in stacks:
         model, ids = hybrid(mixer, **more), make_ids(2, 31)
         for given in ({"seq_idx": ragged}, {"seq_idx": short.expand(2, -1)}):
             both(model, Exact(5), world(), ids, **given)
@@ -94,8 +95,9 @@ def batches() -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_documents_short_sequences_frozen_layers(ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, batches)
+@pytest.mark.parametrize("stacks", [HYBRIDS[1::2], pytest.param(HYBRIDS[::2], marks=pytest.mark.slow)])
+def test_documents_short_sequences_frozen_layers(stacks: Any, ranks: int, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, batches, stacks)
 
 
 def states() -> None:

@@ -26,8 +26,7 @@ from tests.model_helpers import assert_same, nothing_held
 from tests.ranks import RANKS, on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
-# Classes whose states and attention others here have, too.
-ALIKE = ("ZambaForCausalLM", "MambaForCausalLM", "Gemma3ForCausalLM", "MixtralForCausalLM")
+QUICK = ("BambaForCausalLM", "LlamaForCausalLM")  # a recurrence beside attention, and attention alone
 RECURRENT = ["MambaForCausalLM", "Mamba2ForCausalLM"]
 ATTENDING = ["LlamaForCausalLM", "BambaForCausalLM", "Gemma3ForCausalLM", "ZambaForCausalLM"]
 ROUTED = ["MixtralForCausalLM", "Qwen3NextForCausalLM"]
@@ -75,7 +74,7 @@ def check_exact(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.slow if n in ALIKE else ())
+        pytest.param(n, marks=() if n in QUICK else pytest.mark.slow)
         for n in (*RECURRENT, *ATTENDING, *ROUTED)
     ],
 )
