@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -166,9 +166,15 @@ def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
     forward = functools.partial(original_class(model).forward, model, **inputs)
     with calling_original_forwards(model), in_eval_mode(model), pytorch_references(model):
         # in eval mode, as dropout would make any two outputs differ
-        expected = access_to(model).run(forward)[0]
+        expected = access_to(model).run(lambda: _tensors(forward()))
         try:
-            output = access_to(model).run(lambda: forward(**{name: nan_input}))[0]
+            output = access_to(model).run(lambda: _tensors(forward(**{name: nan_input})))
         except MODEL_ERRORS:
             return False
-    return torch.equal(output, expected)
+    return len(output) == len(expected) and all(map(torch.equal, output, expected))
+
+
+def _tensors(output: Mapping[str, object] | Sequence[object]) -> tuple[Tensor, ...]:
+    """Return the tensors of a model's output. Which comes first is the class's choice."""
+    values = output.values() if isinstance(output, Mapping) else output
+    return tuple(value for value in values if isinstance(value, Tensor))

@@ -122,11 +122,23 @@ class MeanLoss(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
+class LateLoss(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
+    """A causal LM that computes its loss after the forward of its base class, so that logits come first."""
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        for_loss = {name: kwargs.pop(name, None) for name in ("num_items_in_batch", "shift_labels")}
+        output = super().forward(input_ids=input_ids, **kwargs)
+        if labels is not None or for_loss["shift_labels"] is not None:
+            output.loss = self.loss_function(output.logits, labels, self.vocab_size, **for_loss)
+        return output
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_a_count_that_the_model_does_not_read_is_ignored() -> None:
+@pytest.mark.parametrize("kind", [MeanLoss, LateLoss])
+def test_a_count_counts_where_the_model_reads_it(kind: type[torch.nn.Module]) -> None:
     """The Trainer gives the number of labels to every model whose forward takes keyword arguments."""
     config = make("LlamaForCausalLM", torch.float32).config
-    model = MeanLoss(config)
+    model = kind(config)
     expected = loss_and_gradients(model, input_ids=IDS, labels=IDS, num_items_in_batch=7)
     wrapped = adjoint.wrap(model, adjoint.Exact(chunk_size=4))
     got = loss_and_gradients(wrapped, input_ids=IDS, labels=IDS, num_items_in_batch=7)
