@@ -356,6 +356,22 @@ def test_text_that_changed_unasked_is_not_gone_on_with(
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+def test_gradients_are_clipped_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_step, clipped_norms = trainer.take_step, []
+
+    def step(optimizer: torch.optim.Optimizer, lr: float) -> None:
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        clipped_norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        take_step(optimizer, lr)
+
+    monkeypatch.setattr(trainer, "take_step", step)
+    assert train_tiny(tmp_path, training__grad_clip=0.5) == 0
+    norms = [row["grad_norm"] for row in metrics(tmp_path / "run")]
+    assert clipped_norms == pytest.approx([min(norm, 0.5) for norm in norms], rel=1e-5) and max(norms) > 0.5
+
+
 def test_the_peak_of_a_step_is_not_that_of_tokenizing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
