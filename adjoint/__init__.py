@@ -21,6 +21,7 @@ _MODULES = {
     "checkpoint_sequence": "engine.recurrence",
     "distillation_loss": "train.distillation",
     "linear_scan": "kernels.linear_scan",
+    "multi_token_loss": "train.multi_token",
     "offload_weights": "engine.host_weights",
     "optimizer_in_backward": "train.in_backward",
     "selective_scan": "kernels.selective_scan",

@@ -18,5 +18,6 @@ from adjoint.stack import StackOutput as StackOutput
 from adjoint.train.distillation import distillation_loss as distillation_loss
 from adjoint.train.in_backward import optimizer_in_backward as optimizer_in_backward
 from adjoint.train.logprobs import token_logprobs as token_logprobs
+from adjoint.train.multi_token import multi_token_loss as multi_token_loss
 
 __version__: str

@@ -143,13 +143,14 @@ def labelled(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(unpredicted, -1 - tokens, tokens), tokens.masked_fill(unpredicted, IGNORE_INDEX)
 
 
-def shift_labels(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-    """Return targets: position t holds label t + 1, which the model predicts there.
+def shift_labels(labels: Tensor, seq_idx: Tensor | None = None, shift: int = 1) -> Tensor:
+    """Return targets: position t holds label t + shift, which a head predicts there.
 
-    The last position of each row is -100, and with seq_idx (batch, seqlen) the last one of each document."""
-    targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
+    The last `shift` positions of each row are -100, and with seq_idx (batch, seqlen), which must not fall
+    along a row, those of each document."""
+    targets = torch.cat([labels[:, shift:], torch.full_like(labels[:, :shift], IGNORE_INDEX)], dim=1)
     if seq_idx is not None:
-        targets[:, :-1].masked_fill_(seq_idx[:, 1:] != seq_idx[:, :-1], IGNORE_INDEX)
+        targets[:, :-shift].masked_fill_(seq_idx[:, shift:] != seq_idx[:, :-shift], IGNORE_INDEX)
     return targets
 
 

@@ -37,6 +37,9 @@ from adjoint.parallel.handoff import StateHandoff
 # Dimension along which a tensor grows: keys and values are (batch, heads, tokens, dim), an indexer's keys
 # (batch, tokens, dim), keys by which blocks are picked (batch, heads, tokens, dim).
 GROWING_DIMS = {"keys": 2, "values": 2, "indexer": 1, "block_index": 2}
+# DeepSeek-V4's projections, by the name that its layers have for a compressor, of keys and of their gates.
+COMPRESSOR_SLOTS = {name: (f"{name}_kv", f"{name}_gate") for name in ("compressor", "indexer")}
+GROWING_DIMS |= {slot: 1 for slots in COMPRESSOR_SLOTS.values() for slot in slots}
 
 
 class _LastReadState(threading.local):
@@ -283,6 +286,38 @@ class _BlockIndexedAttentionLayer(_AttentionLayer):
         return self.pasts["block_index"].join(piece) if "block_index" in self.pasts else piece
 
 
+class _CompressedAttentionLayer(_AttentionLayer):
+    """A cache layer of DeepSeek-V4, whose attention reads a weighted mean of each window of tokens, too.
+
+    transformers stores the means, one for `compress_rate` tokens, and the projections of an open window. Here
+    the projections of all tokens are stored, and each chunk computes the means of all closed windows again:
+    a state with an entry per token, for chunks of any length. The indexer's projections get no gradient."""
+
+    def __init__(self, sliding_window: int, compress_rate: int) -> None:
+        # past the model's own class, which asks for its configuration
+        sliding_layer = CACHE_LAYERS["DynamicSlidingWindowLayer"]
+        sliding_layer.__init__(self, sliding_window=sliding_window)  # type: ignore[misc]
+        self.compress_rate = compress_rate
+
+    @uncompiled
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Store the chunk's projections; return those of all closed windows, and the first one's position."""
+        joined = []
+        for slot, projected in zip(COMPRESSOR_SLOTS[name], (kv, gate), strict=True):
+            piece = self.pieces[slot] = projected.detach() if name == "indexer" else projected
+            joined.append(self.pasts[slot].join(piece) if slot in self.pasts else piece)
+        closed = joined[0].shape[1] // self.compress_rate * self.compress_rate
+        return joined[0][:, :closed], joined[1][:, :closed], 0
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Return the means, which are those of all windows already."""
+        return compressed
+
+    def update_overlap_state(self, *_: object) -> tuple[None, None]:
+        """Return nothing of an earlier window: the first one is among those that are computed."""
+        return None, None
+
+
 # The mixins that make our cache layer of each of transformers'; some layers have a recurrence and attention.
 _MIXINS_BY_NAME: dict[str, tuple[type, ...]] = {
     "DynamicLayer": (_AttentionLayer,),
@@ -299,7 +334,11 @@ CHUNK_LAYER_CLASSES: dict[type, type] = {
     kind: type(kind.__name__, (*others, kind), {}) for kind, others in CACHE_MIXINS.items()
 }
 # Cache layers in a model's own module, by the name of their class: it is not imported before it is used.
-MODELS_CACHE_MIXINS = {"MiniMaxM3VLSparseCacheLayer": _BlockIndexedAttentionLayer}
+MODELS_CACHE_MIXINS = {
+    "DeepseekV4CSACache": _CompressedAttentionLayer,
+    "DeepseekV4HCACache": _CompressedAttentionLayer,
+    "MiniMaxM3VLSparseCacheLayer": _BlockIndexedAttentionLayer,
+}
 
 
 # How many states a layer has, by model_type, where the configuration does not say what its cache holds.
@@ -545,7 +584,7 @@ def _to_chunk_layer(layer: CacheLayerMixin) -> _StateLayer:
         mixin = MODELS_CACHE_MIXINS[kind.__name__]
         # transformers makes layers of the last class of a type
         CHUNK_LAYER_CLASSES[kind] = type(kind.__name__, (mixin, kind), {"_layer_type": None})
-    names = [name for name in ("sliding_window", "number_of_states") if hasattr(layer, name)]
+    names = [name for name in ("sliding_window", "compress_rate", "number_of_states") if hasattr(layer, name)]
     settings = {name: getattr(layer, name) for name in names}
     chunk_layer: _StateLayer = CHUNK_LAYER_CLASSES[type(layer)](**settings)
     chunk_layer.pasts, chunk_layer.pieces, chunk_layer.handoffs, chunk_layer.handed_off = {}, {}, {}, {}

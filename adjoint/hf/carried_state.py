@@ -45,6 +45,8 @@ def why_not_carried(model: PreTrainedModel) -> str | None:
     kinds = (*STATES_PER_LAYER, *REQUIRED_CACHE_CLASS)
     if is_of_fla(config) or config.model_type in kinds:
         return "its own cache is not of transformers' usual class"
+    if config.model_type == "deepseek_v4":
+        return "its own cache keeps compressed keys alone, and chunks need the projections of all tokens"
     return None
 
 

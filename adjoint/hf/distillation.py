@@ -39,7 +39,7 @@ def summed_divergence(
         beta, temperature: as in `distillation_loss`.
     """
     student, teacher = models
-    student_lm, teacher_lm = causal_lm_of(student), causal_lm_of(teacher)
+    student_lm, teacher_lm = (causal_lm_of(model, _CALLER) for model in models)
     _refuse_unsupported(student_lm, teacher_lm)
     with torch.no_grad():
         teacher_hidden = on_hidden_states(teacher, inputs, lambda h: h[:, :-1][counted[:, 1:]], _CALLER)

@@ -46,7 +46,7 @@ def logprobs_of_model(
     Args:
         counted: (batch, seqlen) bool, False at position 0.
     """
-    lm = causal_lm_of(model)
+    lm = causal_lm_of(model, "token_logprobs", " or a Stack")
     refuse_unreachable_head(lm, "token_logprobs")
     labels, wrap_state = input_ids[:, 1:][counted[:, 1:]], wrap_state_or_original(lm)
     inputs: dict[str, object] = {"input_ids": input_ids, "use_cache": False}
@@ -92,7 +92,7 @@ def on_hidden_states(
     Raises:
         UserError: there are more hidden states than tokens.
     """
-    lm = causal_lm_of(model)
+    lm = causal_lm_of(model, caller)
     backbone, results, tokens = backbone_of(lm), list[Tensor](), inputs["input_ids"]
     takes = inspect.signature(original_class(backbone).forward).parameters
     lm_forward, backbone_forward = (vars(m).get("forward", MISSING) for m in (lm, backbone))
@@ -136,8 +136,11 @@ def _with_forward(module: nn.Module, forward: object) -> Iterator[None]:
         undo()
 
 
-def causal_lm_of(model: nn.Module) -> PreTrainedModel:
+def causal_lm_of(model: nn.Module, caller: str, others: str = "") -> PreTrainedModel:
     """Return the causal LM inside DistributedDataParallel's, a compiled or PEFT's model.
+
+    Args:
+        caller, others: for the message of an error: who asks, and what else it takes.
 
     Raises:
         UserError: there is none.
@@ -148,7 +151,7 @@ def causal_lm_of(model: nn.Module) -> PreTrainedModel:
     lm = base_of(inner)
     if not isinstance(lm, PreTrainedModel) or lm.get_output_embeddings() is None or backbone_of(lm) is lm:
         raise UserError(
-            f"token_logprobs takes a causal LM of transformers or a Stack, got {type(model).__name__}: a "
+            f"{caller} takes a causal LM of transformers{others}, got {type(model).__name__}: a "
             "model without a language-model head gives no probabilities"
         )
     return lm

@@ -159,6 +159,17 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
             "mlp_layer_types": ["dense", "sparse", "dense"],
         },
+        "DeepseekV4ForCausalLM": {  # windows of 2 and of 5 tokens
+            "head_dim": 64,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            ],
+            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+            "sliding_window": 6,
+            "index_topk": 3,
+        },
         "Gemma2ForCausalLM": WINDOW,
         "Gemma3ForCausalLM": WINDOW,
         "GptOssForCausalLM": {**LOCAL_EXPERTS, **WINDOW},
@@ -195,7 +206,9 @@ EXACT_SINCE = {
     "Qwen4ExpForConditionalGeneration": (5, 21),
 }
 # Tried and refused, each for a reason of its own.
-REFUSED: dict[str, dict[str, Any]] = {"DeepseekV4ForCausalLM": {"head_dim": 64}}
+REFUSED: dict[str, dict[str, Any]] = {
+    "OpenAIGPTLMHeadModel": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+}
 
 # For tests of what they alone have.
 IMAGES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -35,6 +35,7 @@ def glm() -> Any:
 
 SPARSE = {  # a single head: where it is not positive the score is 0, as many others are
     "DeepseekV32": lambda: make("DeepseekV32ForCausalLM", index_n_heads=1),
+    "DeepseekV4": lambda: make("DeepseekV4ForCausalLM", index_n_heads=1),
     "Glm5Next": glm,
     "Doge": lambda: make("DogeForCausalLM", keep_window_size=9),
 }

@@ -121,6 +121,8 @@ class _WholeRows(TorchFunctionMode):
             return real // size
         if (size := entries.get("block_size")) and length == -(-chunk // size):  # MiniMax-M3
             return -(-document // size)
+        if (size := entries.get("compress_rate")) and length == chunk // size:  # DeepSeek-V4: closed windows
+            return document // size
         return None
 
     def _refuse_ties(self, input: Tensor, picked: Tensor) -> None:
