@@ -358,6 +358,10 @@ def check(case: Case) -> None:
     case |= {"ranks": max(2, case["ranks"]), "method": case.get("method", {"name": "Exact", "chunk_size": 3})}
     if case["way"] == "tensor" and "model" in case and RELEASE < SPLIT_SINCE:
         raise Vacuous("this release of transformers splits no such weights")
+    if "difference" in case and "other rank" not in case:
+        raise Vacuous("no rank differs")
+    if case.get("difference") == "weight" and case["way"] == "tensor" and "model" not in case:
+        raise Vacuous("a stack that is split has the first rank's weights on all")
     if case.get("difference") == "chunk_size" and (
         case["seqlen"] < 4 or case["method"]["name"] == "Backprop"
     ):
