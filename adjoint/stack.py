@@ -162,8 +162,9 @@ class Stack(nn.Module):
                 the others.
 
         Raises:
-            UserError: the number of ranks does not divide the heads or channels of a layer; `fully_shard`
-                has sharded the stack; or its layers read in both directions.
+            UserError: the number of ranks does not divide the heads or channels of a layer, or exceeds the
+                number of token ids; `fully_shard` has sharded the stack; or its layers read in both
+                directions.
         """
         if self.is_bidirectional:
             raise UserError(
@@ -176,6 +177,11 @@ class Stack(nn.Module):
         refuse_sharded(self)
         if ranks_of(ranks) == 1:
             return
+        if ranks_of(ranks) > self.config.vocab_size:
+            raise UserError(
+                f"{setting}: {ranks_of(ranks)} ranks split {self.config.vocab_size} token ids (vocab_size): "
+                "take at most as many ranks"
+            )
         split, is_tied = TensorParallel(ranks), self.config.tie_embeddings
         for k, block in zip(self.span, self.blocks(), strict=True):
             try:

@@ -327,6 +327,8 @@ def refusals() -> None:
         r"layer 0 \(mamba2\): 2 ranks must divide the number of heads, which is 3",
         lambda: adjoint.Stack(three).parallelize(group),
     )
+    few = dataclasses.replace(MAMBA2, vocab_size=1)
+    refused("2 ranks split 1 token ids", lambda: adjoint.Stack(few).parallelize(group))
     refused("tensor_group must be a process group", lambda: adjoint.Stack(MAMBA2).parallelize(2))
     split = adjoint.Stack(MAMBA2)
     split.parallelize(group)
