@@ -61,6 +61,12 @@ def footer(environment: Mapping[str, Any], *conditions: str) -> str:
     return " · ".join((*conditions, hardware, version, run))
 
 
+def footer_in(document: str, environment: Mapping[str, Any]) -> str:
+    """Return the line below a document's table: README's says what was run, others also what has changed."""
+    entries = environment.items()
+    return footer({k: v for k, v in entries if k != "changed"} if document == "README.md" else environment)
+
+
 def with_footers(table: str, *footers: str) -> str:
     """`table` with these lines below it, each once; the lines alone where `table` is empty."""
     lines = "\n\n".join(f"*{line}*" for line in dict.fromkeys(footers))

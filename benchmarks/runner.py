@@ -330,7 +330,8 @@ class Benchmark:
     def published(self, result: Row) -> Iterator[tuple[str, str, str]]:
         """Yield `tables` as documents have them: their marks in full, and below each table its run."""
         for document, mark, table in self.tables(result):
-            yield document, f"{mark} table", report.with_footers(table, report.footer(result["environment"]))
+            footer = report.footer_in(document, result["environment"])
+            yield document, f"{mark} table", report.with_footers(table, footer)
 
     def publish(self, result: Row, stem: Path) -> None:
         """Put the results into benchmarks/results, tables and pictures into the documents; of a folder inside

@@ -38,8 +38,8 @@ def test_pages_show_the_stored_results(page: Path) -> None:
 @pytest.mark.parametrize("figure", EACH)
 def test_pages_say_when_their_results_were_run(figure: Figure) -> None:
     """A line below the table or the sentences says it, or the one in a picture."""
-    run = report.footer(figure.stored()["environment"])
     for document in figure.shown.split(", "):
+        run = report.footer_in(document, figure.stored()["environment"])
         page = (ROOT / document).read_text()
         pictures = re.findall(r"!\[[^]]*\]\((?:docs/)?(\w+)\.png\)", page)
         assert f"*{run}*" in page or figure.benchmark.name in pictures, document
