@@ -130,21 +130,21 @@ def refuse_large_masks(model: PreTrainedModel, pairs: int, limit: int) -> None:
             )
 
 
-def refuse_windows_in_padding(model: PreTrainedModel, mask: Tensor | None) -> None:
+def refuse_windows_in_padding(model: PreTrainedModel, mask: Tensor) -> None:
     """Refuse padding at the left of a model that reads windows of tokens, counted from the row's beginning.
 
     Chunks begin after the padding, and so do their windows. DeepSeek-V4 compresses the keys of a window,
     MiniMax-M3 picks blocks of keys.
 
     Args:
-        mask: (batch, seqlen) bool, False for padding; or None.
+        mask: (batch, seqlen) bool, False for padding.
 
     Raises:
         Refused: a row begins with padding.
     """
     config = model.config.get_text_config()
     has_windows = any(getattr(config, name, None) for name in ("compress_rates", "index_block_size"))
-    if has_windows and mask is not None and not bool(mask[:, 0].all()):
+    if has_windows and not bool(mask[:, 0].all()):
         reason = "rows are padded at the left, and it counts padding in its windows of keys"
         refuse(model, reason, "pad at the right (tokenizer.padding_side = 'right')")
 

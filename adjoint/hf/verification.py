@@ -237,7 +237,8 @@ def verify(call: Call) -> Verification:
     if kind.loss:
         check.refuse_logit_penalty(model)
     check.refuse_unsupported_model(model)
-    check.refuse_windows_in_padding(model, call.mask)
+    if call.mask is not None:
+        check.refuse_windows_in_padding(model, call.mask)
     if check.refuse_unsupported_modules not in verification.results:
         check.refuse_unsupported_modules(model)
         verification.results[check.refuse_unsupported_modules] = True
