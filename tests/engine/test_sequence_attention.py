@@ -238,5 +238,6 @@ def sharded() -> None:
         model(ids, ids, Exact(5), sequence_group=group)
 
 
+@pytest.mark.slow
 def test_layers_under_fully_shard(tmp_path: Path) -> None:
     on_ranks(4, tmp_path, sharded)

@@ -164,7 +164,11 @@ def test_other_methods(method: Any, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2}, [37], method)
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"tp_size": 2}, marks=pytest.mark.slow), {"tp_size": 2, "ep_size": 2}],
+    ids=str,
+)
 def test_experts_with_their_routers_loss(sizes: dict[str, Any], tmp_path: Path) -> None:
     make(EXPERTS).save_pretrained(tmp_path / "model")
     arguments = str(tmp_path / "model"), sizes, [37, 19]
