@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from adjoint.kernels.recurrence import zero_where
 
-CHUNK = 64  # tokens whose updates are solved for together
+CHUNK = 64  # tokens whose updates are solved for together, a power of 2
 
 
 class DecayedChunks:
@@ -23,6 +23,8 @@ class DecayedChunks:
         sums: the log decays' sums over a token's document in its chunk, up to the token.
         pairs: for one decay per head, how much is left of each token at each later one; None for decays per
             channel.
+        splits: for decays per channel, the chunk cut into pairs of runs of 1, 2, 4, … CHUNK / 2 tokens; any
+            two tokens are in the two runs of one of those pairs.
         since, until: how much is left of the state before the chunk at each token, and of each token at the
             chunk's end.
         chunk_decay: how much the chunk leaves of the state before it.
@@ -36,7 +38,7 @@ class DecayedChunks:
         where documents begin."""
         self.seqlen = g.shape[1]
         below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
-        self.same_document = self.first = self.last = None
+        number = self.same_document = self.first = self.last = None
         if reset is not None:  # documents of a chunk, numbered; the first goes on from the chunk before
             number = self.chunks(reset[..., None].int()).cumsum(-1)[..., None]
             self.same_document = below & (number == number.mT)
@@ -48,6 +50,8 @@ class DecayedChunks:
             visible = below if self.same_document is None else self.same_document
             differences = (self.sums - self.sums.mT).masked_fill(~visible, -torch.inf)
             self.pairs = differences.exp()
+        else:
+            self.splits = [_Split(2**k, self.g, number) for k in range(CHUNK.bit_length() - 1)]
         later = F.pad(self.g[..., 1:, :], (0, 0, 0, 1))
         self.since = self.from_state(self.sums.exp())
         self.until = self.to_state(self.summed(later, transposed=True).exp())
@@ -59,37 +63,29 @@ class DecayedChunks:
         The result is (…, CHUNK, CHUNK)."""
         if self.pairs is not None:
             return self.paired((a @ b.mT) * self.pairs)
-        columns = [
-            F.pad((a[..., j:, :] * decay) @ b[..., j, :, None], (0, 0, j, 0))
-            for j, decay in self._from_each()
-        ]
-        return self.paired(torch.cat(columns, dim=-1))
+        pairs = (a * b).sum(-1)[..., None, None]  # of each token with itself, then of runs twice as long
+        for split in self.splits:
+            first, second = pairs.unflatten(-3, (-1, 2)).unbind(-3)
+            across = split.second(a) @ split.first(b).mT
+            above = torch.cat([first, torch.zeros_like(first)], dim=-1)
+            pairs = torch.cat([above, torch.cat([across, second], dim=-1)], dim=-2)
+        return self.paired(pairs.squeeze(-3))
 
     def decayed_gradients(self, d, a, b):
         """Return the gradients of a and b from d, the masked gradient of `decayed(a, b)`."""
         if self.pairs is not None:
             weights = d * self.pairs
             return self.mixed(weights, b), self.mixed(weights, a, transposed=True)
-        da, db = torch.zeros_like(a), []
-        for j, decay in self._from_each():
-            weights = d[..., j:, j, None] * decay
-            da[..., j:, :] += self._of_document(weights * b[..., j : j + 1, :], j)
-            db.append(self._of_document(weights * a[..., j:, :], j).sum(-2))
-        return da, torch.stack(db, dim=-2)
-
-    def _from_each(self):
-        """Yield (j, e^{c_i − c_j} of the tokens i >= j, per channel) for the tokens j of a chunk.
-
-        Never as e^{c_i} e^{−c_j}, whose second factor may overflow."""
-        for j in range(CHUNK):
-            sums = F.pad(self.g[..., j + 1 :, :], (0, 0, 1, 0)).cumsum(-2)
-            yield j, self._of_document(sums, j, -torch.inf).exp()
-
-    def _of_document(self, x, j, other=0):
-        """Return x of the tokens from j on, with `other` for tokens of other documents than token j's."""
-        return (
-            x if self.same_document is None else x.masked_fill(~self.same_document[..., j:, j, None], other)
-        )
+        diagonal = d.diagonal(dim1=-2, dim2=-1)[..., None]
+        da, db = diagonal * b, diagonal * a
+        pairs = d.unsqueeze(-3)
+        for split in reversed(self.splits):
+            size = split.size
+            across = pairs[..., size:, :size]
+            split.halves(da)[1].add_(split.decay_second(across @ split.first(b)))
+            split.halves(db)[0].add_(split.decay_first(across.mT @ split.second(a)))
+            pairs = torch.stack([pairs[..., :size, :size], pairs[..., size:, size:]], dim=-3).flatten(-4, -3)
+        return da, db
 
     def chunks(self, x):
         """Return (batch, seqlen, nheads, …) as (batch, nheads, chunks, CHUNK, …), padded with zeros."""
@@ -165,3 +161,55 @@ class DecayedChunks:
         shares = (self.same_document.mT if transposed else self.same_document).to(x.dtype)
         result = call(x.masked_fill(not_finite, 0))
         return result.masked_fill((shares @ not_finite.to(x.dtype)) > 0, torch.nan)
+
+
+class _Split:
+    """Runs of tokens of a chunk in neighbouring pairs, and decays per channel across the middle of each pair.
+
+    With m the last token of the first run, a pair of tokens i of the second run and j of the first decays by
+    e^{c_i − c_m} e^{c_m − c_j}: one factor per token, so that the sums over channels are matrix products.
+    Both factors are 1 or less. With e^{c_i} e^{−c_j}, the second could overflow.
+
+    Attributes:
+        size: the tokens of a run.
+        before, after: e^{c_m − c_j} of the first run's tokens and e^{c_i − c_m} of the second's, (…, pairs,
+            size, d_k).
+        hidden_before, hidden_after: which of them are not in the document of token m, (…, pairs, size, 1);
+            None without documents. What is hidden is set to zero, whatever it is.
+    """
+
+    def __init__(self, size, g, number):
+        """Cut log decays g (…, CHUNK, d_k) and the documents' numbers (…, CHUNK, 1) or None into runs."""
+        self.size = size
+        first, second = self.halves(g)
+        later = F.pad(first[..., 1:, :], (0, 0, 0, 1))
+        self.before, self.after = later.flip(-2).cumsum(-2).flip(-2).exp(), second.cumsum(-2).exp()
+        self.hidden_before = self.hidden_after = None
+        if number is not None:
+            first, second = self.halves(number)
+            self.hidden_before, self.hidden_after = (x != first[..., -1:, :] for x in (first, second))
+
+    def halves(self, x):
+        """Return views of the first and the second runs of x (…, CHUNK, n): (…, pairs, size, n) each."""
+        return x.unflatten(-2, (-1, 2, self.size)).unbind(-3)
+
+    def first(self, x):
+        """Return the first runs of x, decayed to the middle."""
+        return self.decay_first(self.halves(x)[0])
+
+    def second(self, x):
+        """Return the second runs of x, decayed from the middle."""
+        return self.decay_second(self.halves(x)[1])
+
+    def decay_first(self, x):
+        """Decay x, of the first runs."""
+        return _zero_hidden(x * self.before, self.hidden_before)
+
+    def decay_second(self, x):
+        """Decay x, of the second runs."""
+        return _zero_hidden(x * self.after, self.hidden_after)
+
+
+def _zero_hidden(x, hidden):
+    """Return x, zero where `hidden`; x itself if that is None."""
+    return x if hidden is None else x.masked_fill(hidden, 0)

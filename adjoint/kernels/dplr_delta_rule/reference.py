@@ -83,24 +83,18 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
     dc = dq * c.q + c.earlier(da * c.a) - dk * c.k - db * c.b
     dc[..., -1, :] += c.to_state(dk * c.k + db * c.b).sum(-2)
     dc[..., -1, :] += c.through(c.chunk_decay * states * d_after).sum(-1)
-    for x, written, dx in ((c.k, c.v, dk), (c.b, read, db)):
-        d_pairs = c.paired(do @ written.mT)
-        dq_inside, dx_by_q, dc_by_q = _pair_gradients(c, d_pairs, c.q, x)
-        d_pairs = c.earlier(c.paired(dr @ written.mT).tril(-1))
-        da_inside, dx_by_a, dc_by_a = _pair_gradients(c, d_pairs, c.a_earlier, x)
-        dq, da, dc = dq + dq_inside, da + c.later(da_inside), dc + dc_by_q + dc_by_a
-        dx += dx_by_q + dx_by_a
+    values = torch.stack([c.v, read]).mT  # what k and b write
+    d_pairs = torch.stack([c.paired(do @ values), c.earlier(c.paired(dr @ values).tril(-1))])
+    # the pair of a token with itself does not decay: it adds to the gradients of the two alone, not to dc
+    diagonal = d_pairs.diagonal(dim1=-2, dim2=-1)[..., None]
+    d_reading, d_writing = c.decayed_gradients(d_pairs.tril(-1), c.reading, c.writing)
+    d_sums = d_reading * c.reading - d_writing * c.writing
+    dc = dc + d_sums.sum((0, 1))
+    dq_inside, da_inside = (d_reading + diagonal * c.writing).sum(1)
+    dk_inside, db_inside = (d_writing + diagonal * c.reading).sum(0)
+    dq, da, dk, db = dq + dq_inside, da + c.later(da_inside), dk + dk_inside, db + db_inside
     da, dg = zero_where(c.tokens(da), reset), zero_where(c.tokens(c.summed(dc, transposed=True)), reset)
     return c.tokens(dq), c.tokens(dk), c.tokens(dv), da, c.tokens(db), dg, d
-
-
-def _pair_gradients(c, d_pairs, x, y):
-    """Return the gradients of x, of y and of the decays' sums from d_pairs, that of `c.decayed(x, y)`.
-
-    The pair of a token with itself does not decay: it adds to the gradients of x and y alone."""
-    diagonal = d_pairs.diagonal(dim1=-2, dim2=-1)[..., None]
-    dx, dy = c.decayed_gradients(d_pairs.tril(-1), x, y)
-    return dx + diagonal * y, dy + diagonal * x, dx * x - dy * y
 
 
 class _Chunks(DecayedChunks):
@@ -109,7 +103,9 @@ class _Chunks(DecayedChunks):
     A document's first token reads a state of zeros: its a, which could be NaN, becomes zero.
 
     Attributes:
-        a_earlier: each token's a in the place of the token before, after which it reads.
+        reading: q, and each token's a in the place of the token before, after which it reads:
+            (2, 1, batch, …), to be paired with `writing`.
+        writing: k and b, (2, batch, …).
         since_before: how much is left of the state before the chunk where a token reads.
         k_last, b_last: k and b as they are left at the chunk's end.
         q_keys, q_writes: q_i · k_j and q_i · b_j of pairs j <= i, decayed from j to i.
@@ -121,14 +117,14 @@ class _Chunks(DecayedChunks):
         super().__init__(g, reset)
         self.q, self.k, self.v, self.b = map(self.chunks, (q, k, v, b))
         self.a = self.chunks(zero_where(a, reset))
-        self.a_earlier = self.earlier(self.a)
         self.since_before = self.from_state(F.pad(self.since[..., :-1, :], (0, 0, 1, 0), value=1.0))
         self.a_since = self.from_state(self.a * self.since_before)
         self.k_last, self.b_last = (self.to_state(x * self.until) for x in (self.k, self.b))
-        self.q_keys, self.q_writes = (self.decayed(self.q, x) for x in (self.k, self.b))
-        self.a_keys, writes = (
-            self.paired(self.later(self.decayed(self.a_earlier, x))) for x in (self.k, self.b)
-        )
+        self.reading = torch.stack([self.q, self.earlier(self.a)]).unsqueeze(1)
+        self.writing = torch.stack([self.k, self.b])
+        of_q, of_a = self.decayed(self.reading, self.writing)
+        self.q_keys, self.q_writes = of_q
+        self.a_keys, writes = self.paired(self.later(of_a))
         self.system = -writes
 
     def earlier(self, x):
