@@ -13,8 +13,8 @@ applied to both terms of the right side before S is known: W = `values` − `rea
     o_i = e^{c_i} Sᵀ q_i + Σ_{j≤i} e^{c_i − c_j} (q_i · k_j) w_j        O = (Q e^c) S + `within` W
     the next chunk's state is e^{c_n} S + Σ_j e^{c_n − c_j} k_j w_jᵀ
 
-With the decay per channel, e^{c} multiplies the channels of q and k instead. e^{c_i − c_j} is never computed as
-e^{c_i} e^{−c_j}, whose second factor may overflow.
+With the decay per channel, e^{c} multiplies the channels of q and k instead. e^{c_i − c_j} is never computed
+as e^{c_i} e^{−c_j}, whose second factor may overflow.
 
 Backward, with D the cotangent of the state after the chunk and R = β V − (β e^c K) S the right side:
 
