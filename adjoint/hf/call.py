@@ -185,20 +185,28 @@ class Call:
         """The cache that the call begins with, or None."""
         return next((self.arguments[name] for name in CACHE_NAMES if self.has(name)), None)
 
-    def after(self, carried: CarriedState | None) -> Call:
+    def after(self, carried: CarriedState | None, returns_state: bool) -> Call:
         """Return the call as one that begins with a state, or with none, in place of its cache.
 
+        Args:
+            returns_state: whether the caller reads the state after the call.
+
         Raises:
-            Refused: rows are padded, or positions do not go on.
+            Refused: rows are padded at the left, or at the right and their state is read; the mask hides
+                tokens of the cache; positions do not go on.
         """
         arguments = {n: v for n, v in self.arguments.items() if n not in (*CACHE_NAMES, "use_cache")}
         seqlen = self.ids.shape[1]
-        mask = arguments.pop("attention_mask", None)
-        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
-            reason = "the state after padding is not that of the row's last token: give rows without padding"
-            check.refuse(self.model, f"use_cache and past_key_values: {reason}")
-        positions = arguments.get(POSITIONS)
         past_tokens = 0 if carried is None else carried.tokens
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            before = mask.shape[1] - seqlen
+            if not bool(mask[:, : max(before, 0) + 1].all()):
+                reason = "attention_mask hides tokens of the cache, or the first one after it"
+                check.refuse(self.model, f"past_key_values: {reason}: give rows without padding at the left")
+            if before == past_tokens:
+                arguments["attention_mask"] = mask[:, before:]
+        positions = arguments.get(POSITIONS)
         if positions is not None and past_tokens:
             expected = torch.arange(past_tokens, past_tokens + seqlen, device=positions.device)
             if not bool((positions == expected).all()):
@@ -208,6 +216,9 @@ class Call:
                 check.refuse(self.model, f"{reason}: leave them out")
             del arguments[POSITIONS]
         call = Call(self.model, arguments, carried=carried)
+        if returns_state and call.mask is not None:
+            reason = "the state after padding is not that of the row's last token: give rows without padding"
+            check.refuse(self.model, f"use_cache and past_key_values: {reason}")
         if len(set(call.starts)) > 1:
             check.refuse(self.model, "use_cache: rows must have the same documents")
         return call

@@ -484,8 +484,11 @@ def _carries_state(call: Call, wrap_state: WrapState) -> bool:
     )
 
 
-def _after_cache(call: Call) -> Call:
+def _after_cache(call: Call, returns_state: bool) -> Call:
     """Return a call that begins with a cache or returns one as a call that begins with a state.
+
+    Args:
+        returns_state: whether the caller reads the state after the call.
 
     Raises:
         Refused: the state cannot be carried on.
@@ -503,7 +506,7 @@ def _after_cache(call: Call) -> Call:
             reason = "its code for a single token writes recurrent states over those that a backward needs"
             check.refuse(model, f"past_key_values: {reason}: give two tokens or more")
         carried = dataclasses.replace(carried, state=goes_on_from(carried.state))
-    return call.after(carried)
+    return call.after(carried, returns_state)
 
 
 def _verify_with_state(call: Call) -> Verification:
@@ -523,8 +526,9 @@ def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
     Raises:
         Refused: the state cannot be carried on.
     """
-    continued = _after_cache(call)
-    return _loss_by_chunks(continued, _verify_with_state(continued), bool(call.arguments.get("use_cache")))
+    returns_cache = bool(call.arguments.get("use_cache"))
+    continued = _after_cache(call, returns_cache)
+    return _loss_by_chunks(continued, _verify_with_state(continued), returns_cache)
 
 
 def _hidden_with_state(call: Call) -> ModelOutput | None:
@@ -538,7 +542,7 @@ def _hidden_with_state(call: Call) -> ModelOutput | None:
     if key in refused:
         return None
     try:
-        continued = _after_cache(call)
+        continued = _after_cache(call, returns_state=True)
     except ValueError as refusal:  # of these tokens or this cache
         LOGGER.debug(f"this forward with a cache runs as if not wrapped: {refusal}")
         return None

@@ -124,25 +124,31 @@ def test_gradients_into_a_cache_of_an_earlier_call(name: str, method: Any) -> No
     assert_exact((out.loss.detach(), current_gradients(wrapped)), (loss.detach(), current_gradients(model)))
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", [LLAMA, BAMBA])
-def test_a_trained_cache_below_frozen_weights(name: str) -> None:
-    """Prefix tuning trains the keys and values before the sequence alone."""
+def test_a_trained_cache_below_frozen_weights(name: str, padded: bool) -> None:
+    """Prefix tuning trains the keys and values before the sequence alone; rows may end with padding."""
     peft = pytest.importorskip("peft")
     results, ids = [], tokens(31)
+    mask = torch.ones_like(ids)
+    mask[0, 20:] = 0 if padded else 1
+    labels = ids.masked_fill(mask == 0, -100)
     for wrap in (lambda model: model, lambda model: adjoint.wrap(model, adjoint.Exact(chunk_size=8))):
         if name == LLAMA:
             config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
             torch.manual_seed(0)
             model = wrap(peft.get_peft_model(make(name), config).double().train())
-            inputs, trained = {}, [p for p in model.parameters() if p.requires_grad]
+            inputs, trained = {"attention_mask": mask}, [p for p in model.parameters() if p.requires_grad]
         else:
             model = make(name).requires_grad_(False)
             with torch.no_grad():
                 cache = model(tokens(5), use_cache=True).past_key_values
             attention = cache.layers[1]
             trained = [attention.keys.requires_grad_(), attention.values.requires_grad_()]
-            model, inputs = wrap(model), {"past_key_values": cache, "position_ids": torch.arange(5, 36)[None]}
-        loss = model(input_ids=ids, labels=ids, **inputs).loss
+            inputs = {"past_key_values": cache, "position_ids": torch.arange(5, 36)[None]}
+            inputs["attention_mask"] = torch.cat([torch.ones(2, 5).long(), mask], dim=1)
+            model = wrap(model)
+        loss = model(input_ids=ids, labels=labels, **inputs).loss
         loss.backward()
         results.append((loss.detach(), {str(i): t.grad.clone() for i, t in enumerate(trained)}))
     assert_exact(*reversed(results))
@@ -210,6 +216,9 @@ def test_what_is_refused() -> None:
     padded = {**inputs, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask, "use_cache": True}
     with one_line("the state after padding is not that of the row's last token"):
         model(**padded)
+    hidden = torch.ones(2, 18).long().index_fill(1, torch.tensor([9]), 0)
+    with one_line("attention_mask hides tokens of the cache, or the first one after it"):
+        model(**inputs, past_key_values=cache, attention_mask=hidden)
     with one_line("position_ids must go on from 9, the number of tokens in past_key_values"):
         model(**inputs, past_key_values=cache, position_ids=torch.arange(9)[None])
     with one_line("conv of layer 0 has 2 rows, and input_ids 1"):
