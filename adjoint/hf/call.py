@@ -185,6 +185,14 @@ class Call:
         """The cache that the call begins with, or None."""
         return next((self.arguments[name] for name in CACHE_NAMES if self.has(name)), None)
 
+    @functools.cached_property
+    def hides_cached_tokens(self) -> bool:
+        """Whether the mask hides tokens of the cache that is given, or the row's first token after it."""
+        mask = self.arguments.get("attention_mask")
+        if self.cache is None or not isinstance(mask, Tensor) or mask.dim() != 2:
+            return False
+        return not bool(mask[:, : max(mask.shape[1] - self.ids.shape[1], 0) + 1].all())
+
     def after(self, carried: CarriedState | None, returns_state: bool) -> Call:
         """Return the call as one that begins with a state, or with none, in place of its cache.
 
@@ -192,20 +200,14 @@ class Call:
             returns_state: whether the caller reads the state after the call.
 
         Raises:
-            Refused: rows are padded at the left, or at the right and their state is read; the mask hides
-                tokens of the cache; positions do not go on.
+            Refused: rows are padded and their state is read, or positions do not go on.
         """
         arguments = {n: v for n, v in self.arguments.items() if n not in (*CACHE_NAMES, "use_cache")}
         seqlen = self.ids.shape[1]
         past_tokens = 0 if carried is None else carried.tokens
         mask = arguments.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            before = mask.shape[1] - seqlen
-            if not bool(mask[:, : max(before, 0) + 1].all()):
-                reason = "attention_mask hides tokens of the cache, or the first one after it"
-                check.refuse(self.model, f"past_key_values: {reason}: give rows without padding at the left")
-            if before == past_tokens:
-                arguments["attention_mask"] = mask[:, before:]
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == past_tokens + seqlen:
+            arguments["attention_mask"] = mask[:, past_tokens:]
         positions = arguments.get(POSITIONS)
         if positions is not None and past_tokens:
             expected = torch.arange(past_tokens, past_tokens + seqlen, device=positions.device)

@@ -441,8 +441,9 @@ def _at_language_model(call: Call) -> Call:
 
 
 def _warn_not_chunked(call: Call) -> None:
-    """Warn that a call asks for an output that only the original forward has."""
-    warnings.warn(f"{call.extra_outputs[0]}: this call is backpropagated as if not wrapped", stacklevel=4)
+    """Warn that a call asks for what only the original forward has."""
+    what = "padding between a cache and a row's tokens" if call.hides_cached_tokens else call.extra_outputs[0]
+    warnings.warn(f"{what}: this call is backpropagated as if not wrapped", stacklevel=4)
     access_to(call.model).begin_plain_call()
 
 
@@ -474,13 +475,14 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
 
 def _carries_state(call: Call, wrap_state: WrapState) -> bool:
     """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
-    the usual kind."""
+    the usual kind, where tokens follow the cache without a gap."""
     is_alone = wrap_state.group is None and not access_kind_of(call.model).runs_backward_in_forward
     return (
         call.carries_state
         and wrap_state.method.has_chunks
         and is_alone
         and why_not_carried(call.model) is None
+        and not call.hides_cached_tokens
     )
 
 
