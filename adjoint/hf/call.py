@@ -185,12 +185,18 @@ class Call:
         """The cache that the call begins with, or None."""
         return next((self.arguments[name] for name in CACHE_NAMES if self.has(name)), None)
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether a mask of the usual shape hides any token."""
+        mask = self.arguments.get("attention_mask")
+        return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+
     @functools.cached_property
     def hides_cached_tokens(self) -> bool:
         """Whether the mask hides tokens of the cache that is given, or the row's first token after it."""
-        mask = self.arguments.get("attention_mask")
-        if self.cache is None or not isinstance(mask, Tensor) or mask.dim() != 2:
+        if self.cache is None or not self.has_padding:
             return False
+        mask = self.arguments["attention_mask"]
         return not bool(mask[:, : max(mask.shape[1] - self.ids.shape[1], 0) + 1].all())
 
     def after(self, carried: CarriedState | None, returns_state: bool) -> Call:
@@ -200,14 +206,21 @@ class Call:
             returns_state: whether the caller reads the state after the call.
 
         Raises:
-            Refused: rows are padded and their state is read, or positions do not go on.
+            Refused: rows are padded at the left, or at the right and their state is read; positions do not
+                go on.
         """
         arguments = {n: v for n, v in self.arguments.items() if n not in (*CACHE_NAMES, "use_cache")}
         seqlen = self.ids.shape[1]
         past_tokens = 0 if carried is None else carried.tokens
+        if self.hides_cached_tokens:
+            reason = "attention_mask hides tokens of the cache, or the first one after it"
+            check.refuse(self.model, f"past_key_values: {reason}: give rows without padding at the left")
         mask = arguments.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == past_tokens + seqlen:
-            arguments["attention_mask"] = mask[:, past_tokens:]
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            if not self.has_padding:  # of any length: a cache without keys does not know its own
+                del arguments["attention_mask"]
+            elif mask.shape[1] == past_tokens + seqlen:
+                arguments["attention_mask"] = mask[:, past_tokens:]
         positions = arguments.get(POSITIONS)
         if positions is not None and past_tokens:
             expected = torch.arange(past_tokens, past_tokens + seqlen, device=positions.device)

@@ -475,15 +475,20 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
 
 def _carries_state(call: Call, wrap_state: WrapState) -> bool:
     """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
-    the usual kind, where tokens follow the cache without a gap."""
+    the usual kind. Padding after a cache of keys and values alone is left to the own forward."""
     is_alone = wrap_state.group is None and not access_kind_of(call.model).runs_backward_in_forward
     return (
         call.carries_state
         and wrap_state.method.has_chunks
         and is_alone
         and why_not_carried(call.model) is None
-        and not call.hides_cached_tokens
+        and not (call.hides_cached_tokens and _has_keys_alone(call.model))
     )
+
+
+def _has_keys_alone(model: PreTrainedModel) -> bool:
+    """Whether a model has no state but keys and values."""
+    return all(slot.grows is not None for slot in verification_of(model).slots)
 
 
 def _after_cache(call: Call, returns_state: bool) -> Call:
@@ -537,14 +542,16 @@ def _hidden_with_state(call: Call) -> ModelOutput | None:
     """Compute the output of a backbone's call that begins with a cache or returns one, or return None.
 
     It is None if the state cannot be carried on: transformers' own forward can have gradients through its
-    cache, too, and takes only more memory. As there, a cache that is given holds the state at the end."""
+    cache, too, and takes only more memory. As there, a cache that is given holds the state at the end; not so
+    if rows end with padding and the call does not ask for a cache."""
     model = call.model
     names = sorted(name for name in call.arguments if call.has(name))
     refused, key = verification_of(model).results, ("refused with a cache", *names)
     if key in refused:
         return None
+    returns_cache = bool(call.arguments.get("use_cache")) or not call.has_padding
     try:
-        continued = _after_cache(call, returns_state=True)
+        continued = _after_cache(call, returns_cache)
     except ValueError as refusal:  # of these tokens or this cache
         LOGGER.debug(f"this forward with a cache runs as if not wrapped: {refusal}")
         return None
@@ -555,7 +562,9 @@ def _hidden_with_state(call: Call) -> ModelOutput | None:
         LOGGER.debug(f"forwards with a cache run as if not wrapped: {refusal}")
         refused[key] = True
         return None
-    output = _hidden_by_chunks(continued, returns_cache=True)
+    output = _hidden_by_chunks(continued, returns_cache)
+    if not returns_cache:
+        return output
     cache, given_cache = output[CACHE_FIELD], call.cache
     if isinstance(given_cache, Cache):
         given_cache.layers = cache.layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import itertools
 import pickle
 from typing import Any
 
@@ -124,8 +125,9 @@ def test_gradients_into_a_cache_of_an_earlier_call(name: str, method: Any) -> No
     assert_exact((out.loss.detach(), current_gradients(wrapped)), (loss.detach(), current_gradients(model)))
 
 
-@pytest.mark.parametrize("padding", ["none", "right", "left"])
-@pytest.mark.parametrize("name", [LLAMA, BAMBA])
+@pytest.mark.parametrize(
+    ("name", "padding"), [*itertools.product((LLAMA, BAMBA), ("none", "right")), (LLAMA, "left")]
+)
 @pytest.mark.filterwarnings("ignore:padding between a cache and a row's tokens")  # and at the left
 def test_a_trained_cache_below_frozen_weights(name: str, padding: str) -> None:
     """Prefix tuning trains the keys and values before the sequence alone, with rows of different lengths."""
@@ -217,6 +219,9 @@ def test_what_is_refused() -> None:
     padded = {**inputs, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask, "use_cache": True}
     with one_line("the state after padding is not that of the row's last token"):
         model(**padded)
+    hidden = torch.ones(2, 18).long().index_fill(1, torch.tensor([9]), 0)
+    with one_line("attention_mask hides tokens of the cache, or the first one after it"):
+        model(**inputs, past_key_values=cache, attention_mask=hidden)
     with one_line("position_ids must go on from 9, the number of tokens in past_key_values"):
         model(**inputs, past_key_values=cache, position_ids=torch.arange(9)[None])
     with one_line("conv of layer 0 has 2 rows, and input_ids 1"):

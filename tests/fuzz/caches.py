@@ -1,0 +1,149 @@
+"""Random trees of calls of a wrapped model that go on from each other's caches, against whole sequences."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint.hf.model_parts import backbone_of
+from adjoint.hf.transformers_api import cache_argument
+from adjoint.methods import RECOMPUTE
+from tests.fuzz.oracle import Case, Refusal, Vacuous, raised_by_us, same, some
+from tests.hf.hf_models import MODELS, VOCAB, float64_throughout, make
+
+ROWS = 2
+
+
+class Past(NamedTuple):
+    """What a call goes on from: its cache, and the tokens that the cache has seen, (rows, tokens)."""
+
+    cache: Any
+    ids: Tensor
+
+
+def draw(rng: random.Random) -> Case:
+    calls: list[Case] = []
+    for number in range(rng.randint(2, 5)):
+        call: Case = {"tokens": rng.choice((2, 3, 5, 8, 13))}
+        parents = [k for k in range(number) if "padded" not in calls[k]]
+        if number and parents:
+            call["after"] = rng.choice(parents)
+            call |= some(rng, 0.25, {"rows": lambda: rng.choice(("reorder", "repeat"))})
+            call |= some(rng, 0.1, {"crop": lambda: rng.randint(1, 3)})
+        call |= some(rng, 0.2, {"padded": lambda n=call["tokens"]: rng.randint(1, n - 1), "hidden": True})
+        calls.append(call)
+    method = some(rng, 0.8, {"chunk_size": lambda: rng.randint(2, 9)})
+    options = {"recompute": lambda: rng.choice(RECOMPUTE), "checkpoints": lambda: rng.choice((1, 2, 5))}
+    method |= some(rng, 0.3, options)
+    case = {"kind": "caches", "seed": rng.randrange(10**6), "model": rng.choice(list(MODELS)), "calls": calls}
+    return case | {"method": method} | some(rng, 0.2, {"only_last": True})
+
+
+def branch(call: Case, past: Past) -> Past:
+    """Return a copy of a cache with the rows and tokens that a call goes on from."""
+    try:
+        cache, ids = copy.deepcopy(past.cache), past.ids
+    except RuntimeError as error:
+        raise Vacuous(f"transformers' own cache: {error}") from error
+    if "rows" in call:
+        doubled = call["rows"] == "repeat"
+        rows = torch.arange(len(ids)).repeat_interleave(2) if doubled else torch.arange(len(ids)).flip(0)
+        if doubled and all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+            cache.batch_repeat_interleave(2)
+        else:
+            cache.reorder_cache(rows)
+        ids = ids[rows]
+    if "crop" in call:
+        if not 0 < call["crop"] < ids.shape[1]:
+            raise Vacuous("nothing is left of the cache")
+        try:
+            cache.crop(-call["crop"])
+        except (AttributeError, RuntimeError) as error:
+            raise Vacuous(f"this cache cannot be cropped: {error}") from error
+        ids = ids[:, : -call["crop"]]
+    return Past(cache, ids)
+
+
+def inputs_of(call: Case, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, mask and labels of a call's own tokens."""
+    ids = torch.randint(3, VOCAB, (rows, call["tokens"]), generator=generator)
+    mask = torch.ones_like(ids)
+    if "padded" in call:
+        mask[-1, -call["padded"] :] = 0
+    return ids, mask, ids.masked_fill(mask == 0, -100)
+
+
+def loss_of(model: Any, call: Case, inputs: dict[str, Any], first: int) -> tuple[Tensor, Any]:
+    """Return a loss of the tokens from `first` on, and what the call returned."""
+    if "hidden" not in call:
+        labels = inputs["labels"].clone()
+        labels[:, : first + 1] = -100  # a call's first token has no prediction
+        out = model(**inputs | {"labels": labels})
+        return out.loss, out
+    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    out = backbone_of(model)(**inputs)
+    hidden = (out.last_hidden_state * inputs["attention_mask"][:, -out.last_hidden_state.shape[1] :, None])[
+        :, first:
+    ]
+    return (hidden * torch.linspace(-1, 1, hidden[0].numel()).view(hidden.shape[1:])).sum(), out
+
+
+def results(model: Any, losses: list[Tensor], case: Case) -> dict[str, Tensor]:
+    """Return the sum of the losses, or the last one, and the gradients of its backward."""
+    loss = losses[-1] if "only_last" in case else torch.stack(losses).sum()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: d for name, d in gradients.items() if d.any()} | {"loss": loss.detach()}
+
+
+def by_caches(case: Case, model: Any) -> tuple[dict[str, Tensor], list[tuple[Tensor, ...]]]:
+    """Return the results of calls that go on from caches, and of each call the ids before it and its own."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    name = cache_argument(inspect.signature(model.forward).parameters)
+    pasts: list[Past] = []
+    losses, sequences = [], []
+    for call in case["calls"]:
+        past = Past(None, torch.zeros(ROWS, 0, dtype=torch.int64))
+        if "after" in call:
+            past = branch(call, pasts[call["after"]])
+        ids, mask, labels = inputs_of(call, len(past.ids), generator)
+        inputs = {"input_ids": ids, "labels": labels, "use_cache": "padded" not in call, name: past.cache}
+        # Mamba's own code, which a padded call without a loss runs, takes the mask of these tokens alone
+        has_keys = past.cache is None or any(hasattr(layer, "keys") for layer in past.cache.layers)
+        before = past.ids if has_keys else past.ids[:, :0]
+        inputs["attention_mask"] = torch.cat([torch.ones_like(before), mask], dim=1)
+        loss, out = loss_of(model, call, inputs, 0)
+        pasts.append(Past(getattr(out, name, None), torch.cat([past.ids, ids], dim=1)))
+        losses.append(loss)
+        sequences.append((past.ids, ids, mask, labels))
+    return results(model, losses, case), sequences
+
+
+def by_sequences(case: Case, model: Any, sequences: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """Return the results of the untouched model on all tokens up to the end of each call."""
+    losses = []
+    for call, (before, ids, mask, labels) in zip(case["calls"], sequences, strict=True):
+        inputs: dict[str, Any] = {"input_ids": torch.cat([before, ids], dim=1), "use_cache": False}
+        inputs["attention_mask"] = torch.cat([torch.ones_like(before), mask], dim=1)
+        inputs["labels"] = torch.cat([before, labels], dim=1)
+        losses.append(loss_of(model, call, inputs, before.shape[1])[0])
+    return results(model, losses, case)
+
+
+def check(case: Case) -> None:
+    with float64_throughout():
+        model = make(case["model"], skips=False)
+        wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(**case["method"]))
+        try:
+            found, sequences = by_caches(case, wrapped)
+        except (ValueError, RuntimeError) as refusal:
+            if not raised_by_us(refusal):
+                raise
+            raise Refusal(str(refusal)) from refusal
+        same(found, by_sequences(case, model, sequences))
