@@ -143,7 +143,11 @@ def check(case: Case) -> None:
         try:
             found, sequences = by_caches(case, wrapped)
         except (ValueError, RuntimeError) as refusal:
-            if not raised_by_us(refusal):
-                raise
-            raise Refusal(str(refusal)) from refusal
+            if raised_by_us(refusal):
+                raise Refusal(str(refusal)) from refusal
+            try:
+                by_caches(case, copy.deepcopy(model))
+            except (ValueError, RuntimeError) as error:
+                raise Vacuous(f"the untouched model: {error!r}") from error
+            raise
         same(found, by_sequences(case, model, sequences))
