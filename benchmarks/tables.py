@@ -192,6 +192,8 @@ TABLES = [
           ("gpu-simulated",)),
     Table("docs/gpu.md", "half a million tokens on a simulated GPU table",
           lambda: compared_steps("half-a-million/gpu-simulated"), ("half-a-million/gpu-simulated",)),
+    Table("docs/gpu.md", "a million tokens on a simulated GPU table",
+          lambda: compared_steps("a-million/gpu-simulated"), ("a-million/gpu-simulated",)),
     Table("docs/gpu.md", "dry run on a CPU table", lambda: compared_steps("gpu-dry-run"),
           ("gpu-dry-run",)),
     runs("docs/results.md", "exact-growth", "exact-growth/memory"),

@@ -442,8 +442,10 @@ def _at_language_model(call: Call) -> Call:
 
 def _warn_not_chunked(call: Call) -> None:
     """Warn that a call asks for what only the original forward has."""
-    what = "padding between a cache and a row's tokens" if call.hides_cached_tokens else call.extra_outputs[0]
-    warnings.warn(f"{what}: this call is backpropagated as if not wrapped", stacklevel=4)
+    reason = (
+        "padding between a cache and a row's tokens" if call.hides_cached_tokens else call.extra_outputs[0]
+    )
+    warnings.warn(f"{reason}: this call is backpropagated as if not wrapped", stacklevel=4)
     access_to(call.model).begin_plain_call()
 
 

@@ -21,7 +21,7 @@ ROWS = 2
 
 
 class Past(NamedTuple):
-    """What a call goes on from: its cache, and the tokens that the cache has seen, (rows, tokens)."""
+    """State that a call goes on from: the cache, and the ids that it has seen, (rows, tokens)."""
 
     cache: Any
     ids: Tensor
@@ -141,7 +141,7 @@ def check(case: Case) -> None:
         model = make(case["model"], skips=False)
         wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(**case["method"]))
         try:
-            found, sequences = by_caches(case, wrapped)
+            continued, sequences = by_caches(case, wrapped)
         except (ValueError, RuntimeError) as refusal:
             if raised_by_us(refusal):
                 raise Refusal(str(refusal)) from refusal
@@ -150,4 +150,4 @@ def check(case: Case) -> None:
             except (ValueError, RuntimeError) as error:
                 raise Vacuous(f"the untouched model: {error!r}") from error
             raise
-        same(found, by_sequences(case, model, sequences))
+        same(continued, by_sequences(case, model, sequences))
