@@ -265,8 +265,11 @@ def corners(bits, Q: tl.constexpr, TRANSPOSED: tl.constexpr = False):
 
 
 @triton.jit
-def logs_to_middle(decays, bits, Q: tl.constexpr, ACC: tl.constexpr, OWN: tl.constexpr = True):
-    """Logs of `to_middle`, (Q, columns); without OWN a token's own decay is left out of its sum."""
+def to_middle(decays, bits, Q: tl.constexpr, ACC: tl.constexpr, OWN: tl.constexpr = True):
+    """Share that channels, whose logs are ``decays`` (Q, columns), keep between each token and the middle of
+    its block of 2 * 2**bits: in the first half after the token, in the second up to it, without its own decay
+    unless OWN. The product of two such is what is left from j to i, or to i - 1; both are exponentials of
+    sums of at most 2**bits numbers of one sign."""
     i, t = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :]
     second = (i >> bits) % 2 == 1
     between = (i >> bits == t >> bits) & ((t <= i) == second)
@@ -279,15 +282,7 @@ def logs_to_middle(decays, bits, Q: tl.constexpr, ACC: tl.constexpr, OWN: tl.con
         high = (decays.to(tl.int32, bitcast=True) & -8192).to(ACC, bitcast=True)
         total = tl.dot(between.to(ACC), decays - high, input_precision="tf32", out_dtype=ACC)
         total = tl.dot(between.to(ACC), high, total, input_precision="tf32", out_dtype=ACC)
-    return total
-
-
-@triton.jit
-def to_middle(decays, bits, Q: tl.constexpr, ACC: tl.constexpr):
-    """Share that channels, whose logs are ``decays`` (Q, columns), keep between each token and the middle of
-    its block of 2 * 2**bits: in the first half after the token, in the second up to it. The product of two
-    such is what is left from j to i; both are exponentials of sums of at most 2**bits numbers of one sign."""
-    return tl.exp(logs_to_middle(decays, bits, Q, ACC))
+    return tl.exp(total)
 
 
 @triton.jit

@@ -8,9 +8,9 @@ In the terms of `forward`, with d of a name its cotangent:
 
 Pairs, T, U, W and what is read are recomputed from the inputs and the states before the chunks. The
 cotangent of the states then goes through the chunks from the last to the first (`cotangent_kernel`).
-Everything else is done for all chunks at once: the backward of the triangular system (`system_grad_kernel`),
-and of q, k, a, b and g (`key_grad_kernel`). A decay's gradient is the sum of c's cotangents from its token
-on; what token i's a contributes to them belongs to c_{i-1}.
+Everything else is done for all chunks at once: the backward of pairs with queries (`pair_grad_kernel`), of
+the triangular system (`system_grad_kernel`), and of q, k, a, b and g (`key_grad_kernel`). A decay's gradient
+is the sum of c's cotangents from its token on; what token i's a contributes to them belongs to c_{i-1}.
 
 Parameters that are not obvious, beside those in `forward`:
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.dplr_delta_rule.triton.forward import reading, shares_to_middle, since_read, square
+from adjoint.kernels.dplr_delta_rule.triton.forward import reading, since_read, square
 from adjoint.kernels.triton.common import LENGTHS, rows_of
 from adjoint.kernels.triton.delta_rules import (
     begins_of,
@@ -43,6 +43,7 @@ from adjoint.kernels.triton.delta_rules import (
     state_blocks,
     store_chunk,
     store_state,
+    to_middle,
     tokens_of,
     until_end,
 )
@@ -177,6 +178,53 @@ def cotangent_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
+def pair_grad_kernel(
+    v,
+    do,
+    segment,
+    read,
+    d_qk,
+    d_qb,
+    seqlen,
+    nheads,
+    d_k,
+    d_v,
+    v_strides,
+    do_strides,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NK: tl.constexpr,
+    NV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Cotangents of pairs with queries of one chunk and head."""
+    _, head, batch, first, at, segment = place_of(segment, nheads, 1, HAS_RESET, Q)
+    i = tl.arange(0, Q)
+    v = rows_of(v, v_strides, batch, head)
+    do = rows_of(do, do_strides, batch, head)
+    begin, end = documents_of(segment, HAS_RESET, Q)
+    for document in range(begin, end + 1):
+        members = tokens_of(segment, document, HAS_RESET, Q)
+        qk = tl.zeros((Q, Q), ACC)
+        qb = tl.zeros((Q, Q), ACC)
+        for block in range(0, NV):
+            m = block * V + tl.arange(0, V)
+            do_ = matrix(do, first, m, seqlen, d_v, members, Q, DOT)
+            v_ = tl.trans(matrix(v, first, m, seqlen, d_v, members, Q, DOT))
+            qk = tl.dot(do_, v_, qk, input_precision=PRECISION, out_dtype=ACC)
+            u = tl.trans(of_chunk(read, at, m, d_v, members, Q, DOT))
+            qb = tl.dot(do_, u, qb, input_precision=PRECISION, out_dtype=ACC)
+        pair = members[:, None] & members[None, :] & (i[:, None] >= i[None, :])
+        store_chunk(d_qk, at, tl.where(pair, qk, 0.0), i, Q, members, Q)
+        store_chunk(d_qb, at, tl.where(pair, qb, 0.0), i, Q, members, Q)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def system_grad_kernel(
     k,
     v,
@@ -190,8 +238,6 @@ def system_grad_kernel(
     d_read,
     d_states,
     d_right,
-    d_qk,
-    d_qb,
     d_ak,
     d_ab,
     dv,
@@ -215,7 +261,7 @@ def system_grad_kernel(
     ACC: tl.constexpr,
 ):
     """dv of one chunk and head; ``d_right``, the cotangent of the triangular system's right side, (batch,
-    nheads, chunks * Q, d_v); and the cotangents of the four kinds of pairs."""
+    nheads, chunks * Q, d_v); and the cotangents of pairs with a."""
     _, head, batch, first, at, segment = place_of(segment, nheads, 1, HAS_RESET, Q)
     i = tl.arange(0, Q)
     place = first, seqlen, d_k, segment
@@ -228,8 +274,6 @@ def system_grad_kernel(
     for document in range(begin, end + 1):
         members = tokens_of(segment, document, HAS_RESET, Q)
         inside = members & (i < seqlen - first)
-        qk = tl.zeros((Q, Q), ACC)
-        qb = tl.zeros((Q, Q), ACC)
         ak = tl.zeros((Q, Q), ACC)
         ab = tl.zeros((Q, Q), ACC)
         for block in range(0, NV):
@@ -254,24 +298,50 @@ def system_grad_kernel(
                     total = tl.dot(k_, after, total, input_precision=PRECISION, out_dtype=ACC)
             tl.store(out + m[None, :], total, mask=inside[:, None] & (m < d_v)[None, :])
             v_ = tl.trans(matrix(v, first, m, seqlen, d_v, members, Q, DOT))
-            qk = tl.dot(do_, v_, qk, input_precision=PRECISION, out_dtype=ACC)
             ak = tl.dot(right, v_, ak, input_precision=PRECISION, out_dtype=ACC)
             u = tl.trans(of_chunk(read, at, m, d_v, members, Q, DOT))
-            qb = tl.dot(do_, u, qb, input_precision=PRECISION, out_dtype=ACC)
             ab = tl.dot(right, u, ab, input_precision=PRECISION, out_dtype=ACC)
-        both = members[:, None] & members[None, :]
-        pair, below = both & (i[:, None] >= i[None, :]), both & (i[:, None] > i[None, :])
-        store_chunk(d_qk, at, tl.where(pair, qk, 0.0), i, Q, members, Q)
-        store_chunk(d_qb, at, tl.where(pair, qb, 0.0), i, Q, members, Q)
+        below = members[:, None] & members[None, :] & (i[:, None] > i[None, :])
         store_chunk(d_ak, at, tl.where(below, ak, 0.0), i, Q, members, Q)
         store_chunk(d_ab, at, tl.where(below, ab, 0.0), i, Q, members, Q)
 
 
 @triton.jit
-def corner_pairs(pointer, at, corner, Q: tl.constexpr, TO: tl.constexpr):
-    """Pairs of chunk ``at`` that are in the ``corner``, else 0, (Q, Q)."""
+def through_pairs(
+    read,
+    k,
+    b,
+    decays,
+    d_keys,
+    d_writes,
+    of_read,
+    of_k,
+    of_b,
+    at,
+    members,
+    OWN: tl.constexpr,
+    Q: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Gradients of a document's q, k and b, added to those in ``of_…``, through pairs j < i with queries;
+    without OWN those of a, k and b, through pairs with a."""
+    both = members[:, None] & members[None, :]
     i = tl.arange(0, Q)
-    return tl.load(pointer + at * (Q * Q) + (i[:, None] * Q + i[None, :]), mask=corner, other=0.0).to(TO)
+    square = at * (Q * Q) + (i[:, None] * Q + i[None, :])
+    for bits in range(0, LEVELS):
+        left = to_middle(decays, bits, Q, ACC, OWN)
+        corner = corners(bits, Q) & both
+        reads = (read * left).to(DOT)
+        pairs = tl.load(d_keys + square, mask=corner, other=0.0).to(DOT)
+        by_read = tl.dot(pairs, (k * left).to(DOT), input_precision=PRECISION, out_dtype=ACC)
+        of_k += left * tl.dot(tl.trans(pairs), reads, input_precision=PRECISION, out_dtype=ACC)
+        pairs = tl.load(d_writes + square, mask=corner, other=0.0).to(DOT)
+        of_read += left * tl.dot(pairs, (b * left).to(DOT), by_read, input_precision=PRECISION, out_dtype=ACC)
+        of_b += left * tl.dot(tl.trans(pairs), reads, input_precision=PRECISION, out_dtype=ACC)
+    return of_read, of_k, of_b
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -373,26 +443,14 @@ def key_grad_kernel(
         decay = chunk_decay(g, place, n, members, True, HAS_RESET, Q, ACC)
         total = tl.sum(of_k * k_ + of_b * b_, axis=0) + through * decay
         decays = decaying(g, place, n, members, HAS_RESET, Q, ACC)
-        both = members[:, None] & members[None, :]
-        for bits in range(0, LEVELS):
-            left, left_a = shares_to_middle(decays, bits, Q, ACC)
-            corner = corners(bits, Q) & both
-            queries, reads = (q_ * left).to(DOT), (a_ * left_a).to(DOT)
-            wrote = (k_ * left).to(DOT)
-            pairs = corner_pairs(d_qk, at, corner, Q, DOT)
-            by_q = tl.dot(pairs, wrote, input_precision=PRECISION, out_dtype=ACC)
-            by_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION, out_dtype=ACC)
-            pairs = corner_pairs(d_ak, at, corner, Q, DOT)
-            by_a = tl.dot(pairs, wrote, input_precision=PRECISION, out_dtype=ACC)
-            by_k = tl.dot(tl.trans(pairs), reads, by_k, input_precision=PRECISION, out_dtype=ACC)
-            of_k += left * by_k
-            wrote = (b_ * left).to(DOT)
-            pairs = corner_pairs(d_qb, at, corner, Q, DOT)
-            of_q += left * tl.dot(pairs, wrote, by_q, input_precision=PRECISION, out_dtype=ACC)
-            by_b = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION, out_dtype=ACC)
-            pairs = corner_pairs(d_ab, at, corner, Q, DOT)
-            of_a += left_a * tl.dot(pairs, wrote, by_a, input_precision=PRECISION, out_dtype=ACC)
-            of_b += left * tl.dot(tl.trans(pairs), reads, by_b, input_precision=PRECISION, out_dtype=ACC)
+        of_a, of_k, of_b = through_pairs(
+            *(a_, k_, b_, decays, d_ak, d_ab, of_a, of_k, of_b, at, members, False, Q),
+            *(LEVELS, DOT, PRECISION, ACC),
+        )
+        of_q, of_k, of_b = through_pairs(
+            *(q_, k_, b_, decays, d_qk, d_qb, of_q, of_k, of_b, at, members, True, Q),
+            *(LEVELS, DOT, PRECISION, ACC),
+        )
         begins = begins_of(segment, HAS_RESET, Q)
         at_end = (i == Q - 1) & (document == end)
         share = of_q * q_ - of_k * k_ - of_b * b_ + tl.where(at_end[:, None], total[None, :], 0.0)

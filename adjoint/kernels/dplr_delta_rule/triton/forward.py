@@ -10,12 +10,12 @@ g in a chunk and S the state before it, as in the reference,
 
 where q_keys and q_writes are q_i . k_j and q_i . b_j, decayed from j to i, for j <= i, and a_keys is
 a_i . k_j, decayed from j to i - 1, for j < i: a token's a reads the state before the token decays it. Decays
-go across the middle of blocks of 2, 4, ... Q tokens (`delta_rules.to_middle`); in the second half, a's factor
-leaves out the token's own decay.
+go across the middle of blocks of 2, 4, ... Q tokens (`delta_rules.to_middle`); a's factors leave out the
+token's own decay.
 
-Pairs, T, U and W are computed for all chunks at once (`solve_kernel`); the states follow one another, a
-program for some columns of every head (`state_kernel`); outputs are again computed for all chunks at once
-(`output_kernel`).
+Pairs, T, U and W are computed for all chunks at once (`pair_kernel` for those with queries, `solve_kernel`
+for the rest); the states follow one another, a program for some columns of every head (`state_kernel`);
+outputs are again computed for all chunks at once (`output_kernel`).
 
 Parameters of the kernels here and in `backward` that are not obvious, beside those in `delta_rules`:
 
@@ -37,7 +37,6 @@ from adjoint.kernels.triton.delta_rules import (
     decaying,
     documents_of,
     inverse,
-    logs_to_middle,
     matrix,
     of_chunk,
     of_state,
@@ -47,6 +46,7 @@ from adjoint.kernels.triton.delta_rules import (
     state_blocks,
     store_chunk,
     store_state,
+    to_middle,
     tokens_of,
     until_end,
 )
@@ -70,30 +70,113 @@ def since_read(g, place, n, members, Q: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def shares_to_middle(decays, bits, Q: tl.constexpr, ACC: tl.constexpr):
-    """`to_middle` for q, k and b, and for a, whose own decay is left out, (Q, columns) each."""
-    second = (tl.arange(0, Q)[:, None] >> bits) % 2 == 1
-    logs = logs_to_middle(decays, bits, Q, ACC, OWN=False)
-    return tl.exp(logs + tl.where(second, decays, 0.0)), tl.exp(logs)
-
-
-@triton.jit
 def square(pointer, at, members, Q: tl.constexpr, TO: tl.constexpr):
     """Pairs of a document's tokens of chunk ``at``, (Q, Q)."""
     return of_chunk(pointer, at, tl.arange(0, Q), Q, members, Q, TO)
 
 
+@triton.jit
+def pairs_with(
+    read,
+    k,
+    b,
+    g,
+    place,
+    members,
+    OWN: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    NK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """q_keys and q_writes of a document's tokens, (Q, Q), if ``read`` are queries; without OWN ``read`` is a,
+    and they are a_keys and A."""
+    first, seqlen, d_k, _ = place
+    i = tl.arange(0, Q)
+    diagonal = i[:, None] == i[None, :]
+    both = members[:, None] & members[None, :]
+    keys = tl.zeros((Q, Q), ACC)
+    writes = tl.zeros((Q, Q), ACC)
+    for block in range(0, NK):
+        n = block * K + tl.arange(0, K)
+        k_ = matrix(k, first, n, seqlen, d_k, members, Q, ACC)
+        b_ = matrix(b, first, n, seqlen, d_k, members, Q, ACC)
+        if OWN:
+            read_ = matrix(read, first, n, seqlen, d_k, members, Q, ACC)
+            keys += tl.where(diagonal, tl.sum(read_ * k_, axis=1)[:, None], 0.0)
+            writes += tl.where(diagonal, tl.sum(read_ * b_, axis=1)[:, None], 0.0)
+        else:
+            read_ = reading(read, place, n, members, HAS_RESET, Q, ACC)
+        decays = decaying(g, place, n, members, HAS_RESET, Q, ACC)
+        for bits in range(0, LEVELS):
+            left = to_middle(decays, bits, Q, ACC, OWN)
+            corner = corners(bits, Q) & both
+            reads = (read_ * left).to(DOT)
+            wrote = tl.trans((k_ * left).to(DOT))
+            keys += tl.where(corner, tl.dot(reads, wrote, input_precision=PRECISION, out_dtype=ACC), 0.0)
+            wrote = tl.trans((b_ * left).to(DOT))
+            writes += tl.where(corner, tl.dot(reads, wrote, input_precision=PRECISION, out_dtype=ACC), 0.0)
+    return keys, writes
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def pair_kernel(
+    q,
+    k,
+    b,
+    g,
+    segment,
+    q_keys,
+    q_writes,
+    seqlen,
+    nheads,
+    d_k,
+    d_v,
+    q_strides,
+    k_strides,
+    b_strides,
+    g_strides,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NK: tl.constexpr,
+    NV: tl.constexpr,
+    DOT: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Pairs with queries of one chunk and head."""
+    _, head, batch, first, at, segment = place_of(segment, nheads, 1, HAS_RESET, Q)
+    i = tl.arange(0, Q)
+    place = first, seqlen, d_k, segment
+    q = rows_of(q, q_strides, batch, head)
+    k = rows_of(k, k_strides, batch, head)
+    b = rows_of(b, b_strides, batch, head)
+    g = rows_of(g, g_strides, batch, head)
+    begin, end = documents_of(segment, HAS_RESET, Q)
+    for document in range(begin, end + 1):
+        members = tokens_of(segment, document, HAS_RESET, Q)
+        keys, writes = pairs_with(
+            q, k, b, g, place, members, True, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC
+        )
+        store_chunk(q_keys, at, keys, i, Q, members, Q)
+        store_chunk(q_writes, at, writes, i, Q, members, Q)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def solve_kernel(
-    q,
     k,
     v,
     a,
     b,
     g,
     segment,
-    q_keys,
-    q_writes,
     a_keys,
     inverses,
     U,
@@ -102,7 +185,6 @@ def solve_kernel(
     nheads,
     d_k,
     d_v,
-    q_strides,
     k_strides,
     v_strides,
     a_strides,
@@ -119,11 +201,10 @@ def solve_kernel(
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Pairs of tokens, T, U and W of one chunk and head."""
+    """Pairs with a, T, U and W of one chunk and head."""
     _, head, batch, first, at, segment = place_of(segment, nheads, 1, HAS_RESET, Q)
     i = tl.arange(0, Q)
     place = first, seqlen, d_k, segment
-    q = rows_of(q, q_strides, batch, head)
     k = rows_of(k, k_strides, batch, head)
     v = rows_of(v, v_strides, batch, head)
     a = rows_of(a, a_strides, batch, head)
@@ -132,37 +213,13 @@ def solve_kernel(
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
         members = tokens_of(segment, document, HAS_RESET, Q)
-        both = members[:, None] & members[None, :]
-        qk = tl.zeros((Q, Q), ACC)
-        qb = tl.zeros((Q, Q), ACC)
-        ak = tl.zeros((Q, Q), ACC)
-        ab = tl.zeros((Q, Q), ACC)
-        for block in range(0, NK):
-            n = block * K + tl.arange(0, K)
-            q_ = matrix(q, first, n, seqlen, d_k, members, Q, ACC)
-            k_ = matrix(k, first, n, seqlen, d_k, members, Q, ACC)
-            a_ = reading(a, place, n, members, HAS_RESET, Q, ACC)
-            b_ = matrix(b, first, n, seqlen, d_k, members, Q, ACC)
-            diagonal = i[:, None] == i[None, :]
-            qk += tl.where(diagonal, tl.sum(q_ * k_, axis=1)[:, None], 0.0)
-            qb += tl.where(diagonal, tl.sum(q_ * b_, axis=1)[:, None], 0.0)
-            decays = decaying(g, place, n, members, HAS_RESET, Q, ACC)
-            for bits in range(0, LEVELS):
-                left, left_a = shares_to_middle(decays, bits, Q, ACC)
-                corner = corners(bits, Q) & both
-                queries, reads = (q_ * left).to(DOT), (a_ * left_a).to(DOT)
-                wrote = tl.trans((k_ * left).to(DOT))
-                qk += tl.where(corner, tl.dot(queries, wrote, input_precision=PRECISION, out_dtype=ACC), 0.0)
-                ak += tl.where(corner, tl.dot(reads, wrote, input_precision=PRECISION, out_dtype=ACC), 0.0)
-                wrote = tl.trans((b_ * left).to(DOT))
-                qb += tl.where(corner, tl.dot(queries, wrote, input_precision=PRECISION, out_dtype=ACC), 0.0)
-                ab += tl.where(corner, tl.dot(reads, wrote, input_precision=PRECISION, out_dtype=ACC), 0.0)
-        store_chunk(q_keys, at, qk, i, Q, members, Q)
-        store_chunk(q_writes, at, qb, i, Q, members, Q)
-        store_chunk(a_keys, at, ak, i, Q, members, Q)
-        solved = inverse(-ab, Q, LEVELS, PRECISION, ACC)
+        keys, system = pairs_with(
+            a, k, b, g, place, members, False, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC
+        )
+        store_chunk(a_keys, at, keys, i, Q, members, Q)
+        solved = inverse(-system, Q, LEVELS, PRECISION, ACC)
         store_chunk(inverses, at, solved, i, Q, members, Q)
-        solved, keys = solved.to(DOT), ak.to(DOT)
+        solved, keys = solved.to(DOT), keys.to(DOT)
         for block in range(0, NV):
             m = block * V + tl.arange(0, V)
             v_ = matrix(v, first, m, seqlen, d_v, members, Q, DOT)

@@ -38,14 +38,20 @@ class _Call(DeltaRuleCall):
             (self.batch, self.nheads, self.chunks, CHUNK, CHUNK), dtype=v.dtype, device=v.device
         )
 
-    def solved(self, q, k, v, a, b, g):
-        """q_keys, q_writes, a_keys, T, U and W, see `forward`."""
-        pairs = [self.pairs(v) for _ in range(4)]
-        tokens = self.chunks * CHUNK
+    def queried(self, q, k, b, g):
+        """q_keys and q_writes, see `forward`."""
+        pairs = self.pairs(q), self.pairs(q)
+        forward.pair_kernel[self.grid()](
+            *(q, k, b, g, self.segment, *pairs, *self.sizes, *strides_of(q, k, b, g)), **self.constants
+        )
+        return pairs
+
+    def solved(self, k, v, a, b, g):
+        """a_keys, T, U and W, see `forward`."""
+        pairs, tokens = (self.pairs(v), self.pairs(v)), self.chunks * CHUNK
         U, W = self.empty(v, tokens, self.d_v), self.empty(v, tokens, self.d_k)
         forward.solve_kernel[self.grid()](
-            *(q, k, v, a, b, g, self.segment, *pairs, U, W, *self.sizes),
-            *strides_of(q, k, v, a, b, g),
+            *(k, v, a, b, g, self.segment, *pairs, U, W, *self.sizes, *strides_of(k, v, a, b, g)),
             **self.constants,
         )
         return *pairs, U, W
@@ -67,7 +73,7 @@ def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
     call = _Call(k, v, reset)
     q, k, v, a, b, g = common.rows_dense(q, k, v, a, b, g)
     with common.on_device(v), common.without_wgmma(v):
-        q_keys, q_writes, _, _, U, W = call.solved(q, k, v, a, b, g)
+        _, _, U, W = call.solved(k, v, a, b, g)
         states = torch.empty(dplr_delta_rule_saved_shape(k, v), dtype=call.acc, device=v.device)
         read, final = torch.empty_like(U), call.empty(v, call.d_k, call.d_v)
         initial = None if initial_state is None else initial_state.to(call.acc).contiguous()
@@ -77,6 +83,7 @@ def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
             HAS_INITIAL=initial is not None,
             **call.state_constants,
         )
+        q_keys, q_writes = call.queried(q, k, b, g)
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         forward.output_kernel[call.grid(call.constants["NV"])](
             *(q, v, g, call.segment, q_keys, q_writes, states, read, o, *call.sizes),
@@ -94,7 +101,8 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
         torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, a, b, g)
     )
     with common.on_device(v), common.without_wgmma(v):
-        q_keys, q_writes, a_keys, inverses, U, W = call.solved(q, k, v, a, b, g)
+        a_keys, inverses, U, W = call.solved(k, v, a, b, g)
+        q_keys, q_writes = call.queried(q, k, b, g)
         read, d_read = torch.empty_like(U), torch.empty_like(U)
         backward.read_kernel[call.grid(call.constants["NV"])](
             *(do, call.segment, q_writes, U, W, states, read, d_read, *call.sizes, *strides_of(do)),
@@ -110,9 +118,12 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
         )
         d_right, d_qb = U, q_writes  # which nothing reads any more
         d_qk, d_ak, d_ab = (call.pairs(v) for _ in range(3))
+        backward.pair_grad_kernel[call.grid()](
+            *(v, do, call.segment, read, d_qk, d_qb, *call.sizes, *strides_of(v, do)), **call.constants
+        )
         backward.system_grad_kernel[call.grid()](
             *(k, v, g, do, call.segment, q_keys, a_keys, inverses, read, d_read, d_states, d_right),
-            *(d_qk, d_qb, d_ak, d_ab, dv, *call.sizes, *strides_of(k, v, g, do)),
+            *(d_ak, d_ab, dv, *call.sizes, *strides_of(k, v, g, do)),
             **call.constants,
         )
         backward.key_grad_kernel[call.grid(call.grad_constants["NK"])](
