@@ -109,6 +109,20 @@ def matrix(rows, first, i, seqlen, size, members, Q: tl.constexpr, TO: tl.conste
 
 
 @triton.jit
+def earlier_rows(rows, place, n, preceded, Q: tl.constexpr, TO: tl.constexpr):
+    """Columns n of the token before each of a chunk's tokens, 0 for those that are not ``preceded``."""
+    pointer, stride = rows
+    return matrix((pointer - stride, stride), place[0], n, place[1] + 1, place[2], preceded, Q, TO)
+
+
+@triton.jit
+def later_rows(rows, place, n, followed, Q: tl.constexpr, TO: tl.constexpr):
+    """Columns n of the token after each of a chunk's tokens, 0 for those that are not ``followed``."""
+    pointer, stride = rows
+    return matrix((pointer + stride, stride), place[0], n, place[1] - 1, place[2], followed, Q, TO)
+
+
+@triton.jit
 def of_chunk(pointer, at, i, size, members, Q: tl.constexpr, TO: tl.constexpr):
     """`matrix` of a tensor (batch, nheads, chunks * Q, size): columns i of chunk ``at`` among those of all
     heads."""
@@ -201,9 +215,7 @@ def until_end(
     exp(c_end - c), (Q, columns or 1). Of decays per channel it sums from the end: a difference would round
     away what a channel keeps that decays slowly."""
     if WIDE:
-        first, seqlen, d_k, _ = place
-        following = members & (tl.arange(0, Q) < Q - 1)
-        later = matrix((g[0] + g[1], g[1]), first, n, seqlen - 1, d_k, following, Q, ACC)
+        later = later_rows(g, place, n, members & (tl.arange(0, Q) < Q - 1), Q, ACC)
         rest = tl.cumsum(later, axis=0, reverse=True)
     else:
         c, total = running_sums(g, place, members, HAS_RESET, Q, ACC)

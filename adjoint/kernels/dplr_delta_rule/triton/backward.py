@@ -34,6 +34,8 @@ from adjoint.kernels.triton.delta_rules import (
     corners,
     decaying,
     documents_of,
+    earlier_rows,
+    later_rows,
     matrix,
     of_chunk,
     of_state,
@@ -307,6 +309,16 @@ def system_grad_kernel(
 
 
 @triton.jit
+def followed_in(segment, document, members, HAS_RESET: tl.constexpr, Q: tl.constexpr):
+    """Mask of a document's tokens that have another one of it behind them in the chunk, (Q,)."""
+    i = tl.arange(0, Q)
+    if HAS_RESET:
+        return members & (tl.load(segment + i + 1, mask=i < Q - 1, other=-1) == document)
+    else:
+        return i < Q - 1
+
+
+@triton.jit
 def through_pairs(
     read,
     k,
@@ -327,10 +339,12 @@ def through_pairs(
     ACC: tl.constexpr,
 ):
     """Gradients of a document's q, k and b, added to those in ``of_…``, through pairs j < i with queries;
-    without OWN those of a, k and b, through pairs with a."""
+    without OWN those of a, k and b, through pairs j < i - 1 with a. What is left out does not decay."""
     both = members[:, None] & members[None, :]
     i = tl.arange(0, Q)
     square = at * (Q * Q) + (i[:, None] * Q + i[None, :])
+    if not OWN:
+        both = both & (i[:, None] != i[None, :] + 1)
     for bits in range(0, LEVELS):
         left = to_middle(decays, bits, Q, ACC, OWN)
         corner = corners(bits, Q) & both
@@ -454,16 +468,28 @@ def key_grad_kernel(
         begins = begins_of(segment, HAS_RESET, Q)
         at_end = (i == Q - 1) & (document == end)
         share = of_q * q_ - of_k * k_ - of_b * b_ + tl.where(at_end[:, None], total[None, :], 0.0)
-        by_reading = tl.where(members[:, None], of_a * a_, 0.0)
+        # the chunk's first token reads what has not decayed in the chunk
+        by_reading = tl.where((members & (i > 0))[:, None], of_a * a_, 0.0)
         share = tl.where(members[:, None], share, 0.0) + by_reading
         share = tl.cumsum(share, axis=0, reverse=True) - by_reading
         ok = (members & (i < seqlen - first))[:, None] & (n < d_k)[None, :]
         tl.store(dg + out, tl.where(begins[:, None], 0.0, share), mask=ok)
-        tl.store(da + out, tl.where(begins[:, None], 0.0, of_a), mask=ok)
-        # a token with itself: nothing decays
+        # pairs that do not decay: q with its own token, a with the one before
         diagonal = at * (Q * Q) + i * (Q + 1)
         with_k = tl.load(d_qk + diagonal, mask=members, other=0.0).to(ACC)[:, None]
         with_b = tl.load(d_qb + diagonal, mask=members, other=0.0).to(ACC)[:, None]
         tl.store(dq + out, of_q + with_k * k_ + with_b * b_, mask=ok)
-        tl.store(dk + out, of_k + with_k * q_, mask=ok)
-        tl.store(db + out, of_b + with_b * q_, mask=ok)
+        of_k += with_k * q_
+        of_b += with_b * q_
+        preceded = members & (i > 0) & (begins == 0)
+        with_k = tl.load(d_ak + diagonal - 1, mask=preceded, other=0.0).to(ACC)[:, None]
+        with_b = tl.load(d_ab + diagonal - 1, mask=preceded, other=0.0).to(ACC)[:, None]
+        of_a += with_k * earlier_rows(k, place, n, preceded, Q, ACC)
+        of_a += with_b * earlier_rows(b, place, n, preceded, Q, ACC)
+        tl.store(da + out, tl.where(begins[:, None], 0.0, of_a), mask=ok)
+        followed = followed_in(segment, document, members, HAS_RESET, Q)
+        with_k = tl.load(d_ak + diagonal + Q, mask=followed, other=0.0).to(ACC)[:, None]
+        with_b = tl.load(d_ab + diagonal + Q, mask=followed, other=0.0).to(ACC)[:, None]
+        a_ = later_rows(a, place, n, followed, Q, ACC)
+        tl.store(dk + out, of_k + with_k * a_, mask=ok)
+        tl.store(db + out, of_b + with_b * a_, mask=ok)

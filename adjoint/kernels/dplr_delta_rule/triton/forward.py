@@ -36,6 +36,7 @@ from adjoint.kernels.triton.delta_rules import (
     corners,
     decaying,
     documents_of,
+    earlier_rows,
     inverse,
     matrix,
     of_chunk,
@@ -63,9 +64,8 @@ def reading(a, place, n, members, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC:
 def since_read(g, place, n, members, Q: tl.constexpr, ACC: tl.constexpr):
     """Share of channels n of the state before the chunk that is left where each token, of the chunk's first
     document, reads it: exp(c_{i-1}), (Q, columns). A difference of c_i and g_i would round it away."""
-    first, seqlen, d_k, _ = place
-    preceded = members & (tl.arange(0, Q) > 0)
-    c = tl.cumsum(matrix((g[0] - g[1], g[1]), first, n, seqlen, d_k, preceded, Q, ACC), axis=0)
+    earlier = earlier_rows(g, place, n, members & (tl.arange(0, Q) > 0), Q, ACC)
+    c = tl.cumsum(earlier, axis=0)
     return tl.where(members[:, None], tl.exp(c), 0.0)
 
 
