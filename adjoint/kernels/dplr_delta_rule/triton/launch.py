@@ -42,7 +42,7 @@ class _Call(DeltaRuleCall):
         """q_keys and q_writes, see `forward`."""
         pairs = self.pairs(q), self.pairs(q)
         forward.pair_kernel[self.grid()](
-            *(q, k, b, g, self.segment, *pairs, *self.sizes, *strides_of(q, k, b, g)), **self.constants
+            *(q, k, b, g, self.segment, *pairs, *self.sizes, *strides_of(q, k, b, g)), **self.grad_constants
         )
         return pairs
 
@@ -52,7 +52,7 @@ class _Call(DeltaRuleCall):
         U, W = self.empty(v, tokens, self.d_v), self.empty(v, tokens, self.d_k)
         forward.solve_kernel[self.grid()](
             *(k, v, a, b, g, self.segment, *pairs, U, W, *self.sizes, *strides_of(k, v, a, b, g)),
-            **self.constants,
+            **self.grad_constants,
         )
         return *pairs, U, W
 
