@@ -232,6 +232,10 @@ def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **ha
     return o.transpose(1, 2), state
 
 
+def rwkv7_step(r: Any, w: Any, k: Any, v: Any, kk: Tensor, a: Tensor, **has: Any) -> Any:
+    return rwkv7(r, w, k, v, -kk, kk * a, **has)
+
+
 def replacement_keys(k: Tensor, a: Tensor, k_a: Tensor) -> Tensor:
     from fla.ops.rwkv7.fused_k_update import k_update_ref
 
@@ -277,6 +281,7 @@ PLACES = {
     "layers.rwkv6": {"fused_recurrent_rwkv6": rwkv6, "token_shift": token_shift},
     "layers.rwkv7": {
         "chunk_rwkv7": rwkv7,
+        "fused_mul_recurrent_rwkv7": rwkv7_step,
         "token_shift": token_shift,
         "fused_addcmul_rwkv7": mixed_inputs,
         "fused_k_rwkv7": replacement_keys,

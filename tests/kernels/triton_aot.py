@@ -288,13 +288,16 @@ def _calls() -> dict[str, Callable[[], Any]]:
 MAIN = _calls()
 # Of these some kernel holds more than there are registers, mostly on sm_80: see the table.
 SPILLING = tuple(
-    f"{rule}, {form}" for rule in ("delta rule", "KDA") for form in ("fp32", "bf16, resets", "bf16, d_k 256")
+    f"{rule}, {form}"
+    for rule in ("delta rule", "KDA", "DPLR")
+    for form in ("fp32", "bf16, resets", "bf16, d_k 256")
 )
 # Bytes, on sm_80 and on sm_90, of which one may spill nothing.
 SPILLS: dict[str, tuple[dict[str, int], ...]] = {
     "KDA, bf16, d_k 64": ({"key_grad_kernel": 124}, {"key_grad_kernel": 80}),
     "KDA, bf16, d_k 128": ({"key_grad_kernel": 124}, {"cotangent_kernel": 52, "key_grad_kernel": 80}),
     "delta rule, bf16, d_k 128": ({"cotangent_kernel": 96},),
+    "DPLR, bf16, d_k 128": ({"read_kernel": 16},),
 }
 # Once for 64 tokens, not in the loops over tokens: on sm_90 the same limit, for 12 programs, spills nothing.
 SPILLS |= {f"selective scan, {dtype}, d_state 16": ({"backward_kernel": 208},) for dtype in ("bf16", "fp32")}
