@@ -28,6 +28,7 @@ DRAWS_RANDOM_NUMBERS = (
     "set dropout to 0 and neftune_noise_alpha to None"
 )
 ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # settings that add a loss
+LOGIT_PENALTY = "use_l2warp"  # fla's setting
 ONE_PROCESS = "train it in one process: --cluster.shards 0"  # for models that cannot be cut into layers
 
 
@@ -55,15 +56,21 @@ def z_loss_coefficient(model: PreTrainedModel) -> float:
     return getattr(model.config.get_text_config(), Z_LOSS, 0) or 0
 
 
+def has_logit_penalty(model: PreTrainedModel) -> bool:
+    """Whether the configuration asks for fla's penalty of each token's largest logit, as RWKV-7's does by
+    default."""
+    return fla.is_of_fla(model) and bool(getattr(model.config, LOGIT_PENALTY, False))
+
+
 def refuse_logit_penalty(model: PreTrainedModel) -> None:
     """Refuse fla's penalty of each token's largest logit, a gradient that is added to that of a loss.
 
     Raises:
-        Refused: the configuration of one of fla's models asks for it, as RWKV-7's does by default.
+        Refused: the configuration asks for it.
     """
-    if fla.is_of_fla(model) and getattr(model.config, "use_l2warp", False):
-        reason = "use_l2warp adds a gradient of each token's largest logit, which chunks do not compute"
-        refuse(model, f"{reason}; set config.use_l2warp to False")
+    if has_logit_penalty(model):
+        reason = f"{LOGIT_PENALTY} adds a gradient of each token's largest logit, which shards do not compute"
+        refuse(model, f"{reason}; set config.{LOGIT_PENALTY} to False, or {ONE_PROCESS}")
 
 
 def refuse_other_losses(model: PreTrainedModel, routed: bool, supported: tuple[str, ...] = ()) -> None:

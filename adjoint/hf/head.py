@@ -209,6 +209,7 @@ def summed_loss(
     slices: int | None = None,
     weights: Tensor | None = None,
     scale: Callable[[], float | None] | None = None,
+    penalty: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
@@ -219,10 +220,11 @@ def summed_loss(
         slices: number of slices; None for `tokens_per_slice`'s choice.
         weights: (batch, tokens), how often each target counts; None for once. Not for a user's loss function
             or with `z`.
+        penalty: what each token's largest logit, times itself, adds to that logit's gradient, or None.
         scale: returns the model's `logit_scale`, for callers that measure it once; None to measure it.
     """
     with fetched(model.get_output_embeddings()):
-        return _summed_loss(model, hidden, targets, z, slices, weights, scale)
+        return _summed_loss(model, hidden, targets, z, slices, weights, scale, penalty)
 
 
 def _summed_loss(
@@ -233,11 +235,12 @@ def _summed_loss(
     slices: int | None,
     weights: Tensor | None,
     measured_scale: Callable[[], float | None] | None,
+    penalty: Tensor | None,
 ) -> Tensor:
     custom_loss, vocab_size = custom_loss_function(model), vocab_size_of(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
     scale = None
-    if z is None and custom_loss is None:
+    if z is None and custom_loss is None and penalty is None:
         scale = logit_scale(model) if measured_scale is None else measured_scale()
     if scale is not None:
         weight = model.get_output_embeddings().weight
@@ -247,6 +250,10 @@ def _summed_loss(
 
     def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = head_logits(model, hidden[None])
+        loss = loss_of(logits, targets, weights)
+        return loss if penalty is None else loss + _zero_with_gradient(logits[0], penalty)
+
+    def loss_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         if custom_loss is not None:
             labels = targets[None]
             return custom_loss(
@@ -264,6 +271,17 @@ def _summed_loss(
         w = None if weights is None else weights.flatten()[start : start + tokens]
         total = total + run_checkpointed(slice_loss, h, t, w)
     return total
+
+
+def _zero_with_gradient(logits: Tensor, factor: Tensor) -> Tensor:
+    """Return 0, whose gradient is `factor` times each token's largest logit, at that logit.
+
+    Args:
+        logits: (tokens, vocab).
+    """
+    largest = logits.max(dim=-1).values  # amax would share the gradient among equal logits
+    penalty = 0.5 * factor * largest.square().sum()
+    return penalty - penalty.detach()
 
 
 def logprobs(

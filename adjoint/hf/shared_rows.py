@@ -52,6 +52,7 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
     if call.carried is not None or call.logits_index is not None or kind.routed or has_other_inputs:
         return None
     has_other_loss = custom_loss_function(model) is not None or check.z_loss_coefficient(model)
+    has_other_loss = has_other_loss or check.has_logit_penalty(model)
     if call.has_labels and has_other_loss:
         return None
     segments = _plan(call)

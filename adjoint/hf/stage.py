@@ -40,6 +40,7 @@ from adjoint.hf.language_inputs import (
     feeding,
     outer_inputs,
 )
+from adjoint.hf.logit_penalty import LogitPenalty
 from adjoint.hf.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.hf.model_parts import (
     Forward,
@@ -317,6 +318,7 @@ class CausalLM(Backbone):
     Args:
         backbone: arguments of `Backbone`.
         z_loss_factor: coefficient of the squared log-partition function of every token, or None.
+        penalty: of each token's largest logit, or None.
         hidden_states: storage for hidden states of which logits are made later, or None.
     """
 
@@ -324,11 +326,12 @@ class CausalLM(Backbone):
         self,
         *backbone: Any,
         z_loss_factor: float | None = None,
+        penalty: LogitPenalty | None = None,
         hidden_states: HiddenStates | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*backbone, **options)
-        self.z_loss_factor, self.hidden_states = z_loss_factor, hidden_states
+        self.z_loss_factor, self.penalty, self.hidden_states = z_loss_factor, penalty, hidden_states
         self.logit_scale = functools.cache(functools.partial(logit_scale, self.model))
 
     @staticmethod
@@ -363,6 +366,7 @@ class CausalLM(Backbone):
             context=context or CallContext.from_call(call),
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
+            penalty=LogitPenalty.from_call(call, padded),
             hidden_states=hidden_states,
         )
 
@@ -381,6 +385,7 @@ class CausalLM(Backbone):
             z_loss_factor,
             weights=chunk.weights,
             scale=self.logit_scale,
+            penalty=None if self.penalty is None else self.penalty.of_sum(chunk.divisor),
         )
         if self.hidden_states is not None:
             self.hidden_states.add(output[0], chunk.start)

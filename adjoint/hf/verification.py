@@ -234,8 +234,6 @@ def verify(call: Call) -> Verification:
     verification = verification_of(model)
     refuse_unknown_inputs(verification, call)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
-    if kind.loss:
-        check.refuse_logit_penalty(model)
     check.refuse_unsupported_model(model)
     if call.mask is not None:
         check.refuse_windows_in_padding(model, call.mask)
@@ -326,8 +324,6 @@ def verify_pieces(call: Call) -> Verification:
     method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces
     assert pieces is not None
     check.refuse_other_losses(model, kind.routed)
-    if kind.loss:
-        check.refuse_logit_penalty(model)
     refuse_unknown_inputs(verification, call, is_whole_sequence=True)
 
     def compare_gradients() -> float:

@@ -148,7 +148,7 @@ class RWKV7Mixer(Mixer):
         r, w, k, v, a, g = (torch.addcmul(x, shifted, mix.to(x.dtype)) for mix in self.token_shift)
         dtype = accumulate_dtype(x.dtype)
         r, k = (self._heads(t, dtype) for t in (self.r_proj(r), self.k_proj(k)))
-        v = self._heads(self.v_proj(v), dtype)
+        v = self.v_proj(v).unflatten(-1, (c.nheads, -1))  # whose dtype kernels may take for their products
         decay = -MAX_LOG_DECAY * self._heads(self.w_b_proj(torch.tanh(self.w_a_proj(w))), dtype).sigmoid()
         rate = self._heads(self.a_b_proj(self.a_a_proj(a)), dtype).sigmoid()
         gate = self.g_b_proj(torch.sigmoid(self.g_a_proj(g)))
@@ -160,7 +160,7 @@ class RWKV7Mixer(Mixer):
         S = handed_on(before, S)
         y = F.layer_norm(y, y.shape[-1:], eps=c.headdim * c.norm_eps)
         y = torch.addcmul(self.norm_bias.to(dtype), y, self.norm_weight.to(dtype))
-        y = y + (r * k * self.r_k.to(dtype)).sum(-1, keepdim=True) * v
+        y = y + (r * k * self.r_k.to(dtype)).sum(-1, keepdim=True) * v.to(dtype)
         return self.out_proj(y.flatten(-2).to(gate.dtype) * gate), (last, S)
 
     def _heads(self, t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,6 +31,7 @@ SCANS = {
     "mamba": "selective_scan",
     "gated_deltanet": "gated_delta_rule",
     "kda": "kda",
+    "rwkv7": "dplr_delta_rule",
 }  # of the others ssd_scan
 AS_GOOD = 1.5  # how much farther from the float64 gradient a run may be than the one it stands beside
 

@@ -24,7 +24,7 @@ LARGE |= {"expand": 2, "tie_embeddings": True}
 TINY = {"vocab_size": 64, "d_model": 32, "n_layer": 2, "mixer": "mamba", "tie_embeddings": True}
 MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet", "kda")  # whose gradients are compared with float64
 CAP_BYTES = 40_000_000_000
-SLOW_TRIALS = ("ssd_scan", "gated_delta_rule", "kda")  # on a CPU, by the sizes of models
+SLOW_TRIALS = ("ssd_scan", "gated_delta_rule", "kda", "dplr_delta_rule")  # on a CPU, by the sizes of models
 PEERS = ("adjoint", "torch", "mamba-ssm", "causal-conv1d", "fla", "liger")
 TIMED = ("selective_scan", "ssd_scan", "causal_conv1d", "rms_norm", "add_rms_norm", "head_loss")
 # Sizes whose values are compared, where float64 fits: as a layer has them, and long ones that kernels split.

@@ -232,6 +232,10 @@ def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **ha
     return o.transpose(1, 2), state
 
 
+def rwkv7_step(r: Any, w: Any, k: Any, v: Any, kk: Tensor, a: Tensor, **has: Any) -> Any:
+    return rwkv7(r, w, k, v, -kk, kk * a, **has)
+
+
 def replacement_keys(k: Tensor, a: Tensor, k_a: Tensor) -> Tensor:
     from fla.ops.rwkv7.fused_k_update import k_update_ref
 
@@ -277,6 +281,7 @@ PLACES = {
     "layers.rwkv6": {"fused_recurrent_rwkv6": rwkv6, "token_shift": token_shift},
     "layers.rwkv7": {
         "chunk_rwkv7": rwkv7,
+        "fused_mul_recurrent_rwkv7": rwkv7_step,
         "token_shift": token_shift,
         "fused_addcmul_rwkv7": mixed_inputs,
         "fused_k_rwkv7": replacement_keys,
@@ -553,17 +558,36 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     ids = torch.randint(31, (1, 9))
     for name, more, said in (
         ("LightNet", {}, "fla's LightNetAttention is not supported; GatedDeltaNet"),
-        ("RWKV7", {"use_l2warp": True}, "largest logit.*set config.use_l2warp to False"),
         ("KDA", {"attnres_block_size": 2, "head_dim": 8}, "set attnres_block_size to None"),
     ):
         model = adjoint.wrap(make(name, **more), Exact(4))
         with pytest.raises(Refused, match=said):
             model(input_ids=ids, labels=ids)
-    with pytest.raises(Refused, match="use_l2warp to False"):  # over layer shards, too
-        describe(make("RWKV7", use_l2warp=True), ids)
+    penalized = make("RWKV7", use_l2warp=True)
+    with pytest.raises(Refused, match=r"largest logit.*use_l2warp to False.*shards 0"):
+        describe(penalized, ids)
+    mask = torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 1] = -100
+    with pytest.raises(Refused, match="use_l2warp is on, and counts logits of padding"):
+        adjoint.wrap(penalized, Exact(4))(input_ids=ids, attention_mask=mask, labels=labels)
 
 
-def test_a_penalty_of_logits_matters_to_losses_alone() -> None:
-    backbone = adjoint.wrap(make("RWKV7", use_l2warp=True).model, Exact(4))
-    backbone(input_ids=torch.randint(31, (1, 9))).last_hidden_state.square().sum().backward()
-    assert all(p.grad is not None for p in backbone.parameters())
+@pytest.mark.parametrize("counted", [{}, {"num_items_in_batch": torch.tensor(7)}], ids=["mean", "counted"])
+def test_a_penalty_of_each_tokens_largest_logit(counted: dict[str, Any], by_references: Any) -> None:
+    """`use_l2warp`, RWKV-7's default, changes gradients and not the loss."""
+    ids = torch.randint(31, (2, 11), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids < 4, -100), **counted}
+    model = make("RWKV7", use_l2warp=True)
+    expected_loss, expected = by_references(model, **batch)
+    without_loss, without = by_references(make("RWKV7"), **batch)
+    torch.testing.assert_close(without_loss, expected_loss, rtol=0, atol=0)
+    assert relative(without["lm_head.weight"], expected["lm_head.weight"]) > 1e-6
+
+    sliced_loss, sliced = by_references(adjoint.wrap(copy.deepcopy(model), adjoint.MiniSequence()), **batch)
+    loss = adjoint.wrap(model, Exact(4))(**batch).loss
+    loss.backward()
+    by_chunks = {name: p.grad for name, p in model.named_parameters()}
+    for our_loss, ours in ((loss.detach(), by_chunks), (sliced_loss, sliced)):
+        torch.testing.assert_close(our_loss, expected_loss, rtol=1e-12, atol=0)
+        assert max(relative(ours[name], gradient) for name, gradient in expected.items()) < 1e-10

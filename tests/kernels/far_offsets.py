@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import dispatch, trial
+from adjoint.kernels.dplr_delta_rule import trial as dplr_trial
 from adjoint.kernels.gated_delta_rule import trial as delta_trial
 from adjoint.kernels.operation import Implementation, registered
 from adjoint.kernels.ssd_scan import trial as ssd_trial
@@ -62,7 +63,8 @@ def with_tokens_apart(code: Implementation) -> Implementation:
 
 def main(name: str) -> None:
     """Print the errors of an operation's trials, with and without a window and documents."""
-    trial.SEQLEN, ssd_trial.SIZES, delta_trial.SIZES = SEQLEN, SSD_SIZES, DELTA_SIZES
+    trial.SEQLEN, ssd_trial.SIZES = SEQLEN, SSD_SIZES
+    delta_trial.SIZES = dplr_trial.SIZES = DELTA_SIZES
     operation, code = registered(name), with_tokens_apart(dispatch.load(name, "triton"))
     windowed = [False, True] if operation.takes_windows else [False]
     documents = [False, True] if operation.takes_documents else [False]

@@ -27,6 +27,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from adjoint.kernels import dispatch, trial
+from adjoint.kernels.dplr_delta_rule import trial as dplr_trial
 from adjoint.kernels.gated_delta_rule import trial as delta_trial
 from adjoint.kernels.libraries import LIBRARIES, CausalConv1dLibrary
 from adjoint.kernels.operation import Implementation, Operation, all_operations, registered
@@ -102,7 +103,7 @@ def library_problems(operation: Operation, backend: str) -> Iterator[Callable[[]
 
 def own_problems(operation: Operation) -> Iterator[Callable[[], object]]:
     """Yield the trial's problems at two sizes of grid, then cases of tests/fuzz with strided memory."""
-    trial.SEQLEN, delta_trial.SIZES = SEQLEN, DELTA_SIZES
+    trial.SEQLEN, delta_trial.SIZES, dplr_trial.SIZES = SEQLEN, DELTA_SIZES, DELTA_SIZES
     code = dispatch.load(operation.name, "triton")
     windows = [None, trial.WINDOW] if operation.takes_windows else [None]
     documents = [False, True] if operation.takes_documents else [False]

@@ -230,16 +230,19 @@ EXTREMES = [
         for name in ("kda", "dplr_delta_rule")
         for tolerance in (1e-5, 1e-11)
     ),
+    (make_case("dplr_delta_rule", 19, b=1, h=1, d=12, n=8, documents=None), channels_apart, 1e-5),
 ]
 
 
 @pytest.mark.parametrize(
     "case, change, tolerance",
     [
-        pytest.param({**case, "backend": backend}, *rest, id=named(case, backend))
+        pytest.param({**case, "backend": backend}, *rest, id=named(case, backend), marks=marks)
         for case, *rest in EXTREMES
         for backend in BACKENDS
         if has_kernel(case["operation"], backend) and not (INTERPRETED and case["seqlen"] in (23, 400))
+        for long in [case["operation"] == "dplr_delta_rule" and case["seqlen"] > 40]
+        for marks in [pytest.mark.slow if INTERPRETED and long else ()]
     ],
 )
 def test_extremes_keep_their_precision(

@@ -8,6 +8,7 @@ import torch
 
 import adjoint
 from adjoint.kernels import dispatch, trial
+from adjoint.kernels.dplr_delta_rule import trial as dplr_trial
 from adjoint.kernels.gated_delta_rule import trial as delta_trial
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.operation import registered
@@ -20,7 +21,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_delta_rules(monkeypatch):
     """Heads of models take the reference seconds on a CPU."""
-    monkeypatch.setattr(delta_trial, "SIZES", (3, 16, 24))
+    for module in (delta_trial, dplr_trial):
+        monkeypatch.setattr(module, "SIZES", (3, 16, 24))
 
 
 OPERATIONS = dispatch.operations()

@@ -35,6 +35,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from adjoint.kernels.causal_conv1d import triton as conv
+from adjoint.kernels.dplr_delta_rule.triton import launch as dplr
 from adjoint.kernels.gated_delta_rule.triton import launch as delta
 from adjoint.kernels.linear_scan import triton as linear
 from adjoint.kernels.rms_norm import triton as norm
@@ -223,6 +224,15 @@ def call_delta(dtype=BF16, seqlen=65536, nheads=32, d_k=128, d_v=128, reset=Fals
     delta.gated_delta_rule_backward(o, final, *inputs, states)
 
 
+def call_dplr(dtype=BF16, seqlen=65536, nheads=32, d_k=64, reset=False):
+    q, g = empty(1, seqlen, nheads, d_k, dtype=dtype), empty(1, seqlen, nheads, d_k, dtype=FP32)
+    h0 = empty(1, nheads, d_k, d_k, dtype=FP32)
+    begins = empty(1, seqlen, dtype=torch.bool) if reset else None
+    inputs = (q, q, q, q, q, g, h0, begins)
+    o, final, states = dplr.dplr_delta_rule_forward(*inputs)
+    dplr.dplr_delta_rule_backward(o, final, *inputs, states)
+
+
 def call_conv(dtype=BF16, seqlen=65536, channels=4096, d_conv=4, reset=False):
     x, weight = empty(1, seqlen, channels, dtype=dtype), empty(channels, d_conv, dtype=FP32)
     bias, state = empty(channels, dtype=FP32), empty(1, channels, d_conv - 1, dtype=FP32)
@@ -260,6 +270,9 @@ def _calls() -> dict[str, Callable[[], Any]]:
             for d_k in (64, 128, 256):
                 calls[f"{rule}, {name}, d_k {d_k}"] = partial(call_delta, dtype, d_k=d_k, wide=wide)
             calls[f"{rule}, {name}, resets"] = partial(call_delta, dtype, reset=True, wide=wide)
+        for d_k in (64, 128):
+            calls[f"DPLR, {name}, d_k {d_k}"] = partial(call_dplr, dtype, d_k=d_k)
+        calls[f"DPLR, {name}, resets"] = partial(call_dplr, dtype, reset=True)
         calls[f"convolution, {name}"] = partial(call_conv, dtype)
         calls[f"convolution, {name}, resets"] = partial(call_conv, dtype, reset=True)
         calls[f"RMSNorm, {name}"] = partial(call_norm, dtype, gated=False, stream=None)
@@ -275,13 +288,16 @@ def _calls() -> dict[str, Callable[[], Any]]:
 MAIN = _calls()
 # Of these some kernel holds more than there are registers, mostly on sm_80: see the table.
 SPILLING = tuple(
-    f"{rule}, {form}" for rule in ("delta rule", "KDA") for form in ("fp32", "bf16, resets", "bf16, d_k 256")
+    f"{rule}, {form}"
+    for rule in ("delta rule", "KDA", "DPLR")
+    for form in ("fp32", "bf16, resets", "bf16, d_k 256")
 )
 # Bytes, on sm_80 and on sm_90, of which one may spill nothing.
 SPILLS: dict[str, tuple[dict[str, int], ...]] = {
     "KDA, bf16, d_k 64": ({"key_grad_kernel": 124}, {"key_grad_kernel": 80}),
     "KDA, bf16, d_k 128": ({"key_grad_kernel": 124}, {"cotangent_kernel": 52, "key_grad_kernel": 80}),
     "delta rule, bf16, d_k 128": ({"cotangent_kernel": 96},),
+    "DPLR, bf16, d_k 128": ({"read_kernel": 16},),
 }
 # Once for 64 tokens, not in the loops over tokens: on sm_90 the same limit, for 12 programs, spills nothing.
 SPILLS |= {f"selective scan, {dtype}, d_state 16": ({"backward_kernel": 208},) for dtype in ("bf16", "fp32")}

@@ -9,7 +9,7 @@ from torch import Tensor
 from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dplr_delta_rule import reference, trial
-from adjoint.kernels.operation import CPU, Operation, register
+from adjoint.kernels.operation import CPU, Code, Operation, register
 
 NAME = "dplr_delta_rule"
 
@@ -58,8 +58,8 @@ def dplr_delta_rule(
     """Run S_t = (diag(exp(g_t)) + b_t a_tᵀ) S_{t-1} + k_t v_tᵀ, o_t = S_tᵀ q_t.
 
     RWKV-7 has S transposed, and a = -κ̂, b = κ̂ times the in-context learning rate. With a = -exp(g) k, b = β k
-    and β v in the place of v, it is Kimi Delta Attention; use `gated_delta_rule` for that, which has Triton
-    kernels. States stay bounded only if a and b make the transition a contraction, which nothing checks.
+    and β v in the place of v, it is Kimi Delta Attention; use `gated_delta_rule` for that, which does less
+    work. States stay bounded only if a and b make the transition a contraction, which nothing checks.
 
     Args:
         q: (batch, seqlen, nheads, d_k), scaled already.
@@ -84,12 +84,12 @@ def dplr_delta_rule(
     checks.shape("v", v, batch, seqlen, nheads, v.shape[-1])
     checks.shape("initial_state", initial_state, batch, nheads, d_k, v.shape[-1])
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    wide = accumulate_dtype(q.dtype)
-    q, k, v, a, b, g = (t.to(wide) for t in (q, k, v, a, b, g))
-    initial = None if initial_state is None else initial_state.to(wide)
     backend = dispatch.fitting(NAME, backend, v, reset=reset, d_k=d_k)
-    o, final_state, _ = _dplr_delta_rule(q, k, v, a, b, g, initial, reset, backend)
-    return o, final_state
+    wide, narrow = accumulate_dtype(q.dtype), dispatch.sequence_dtype(NAME, backend, v)
+    q, k, v, a, b = (t.to(narrow) for t in (q, k, v, a, b))
+    initial = None if initial_state is None else initial_state.to(wide)
+    o, final_state, _ = _dplr_delta_rule(q, k, v, a, b, g.to(wide), initial, reset, backend)
+    return o.to(wide), final_state
 
 
 OPERATION = register(
@@ -99,7 +99,10 @@ OPERATION = register(
         operator=NAME,
         code_name=NAME,
         reference=reference,
-        backends={"cpu": CPU, "triton": None},
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.dplr_delta_rule.triton.launch", limits={"d_k": 256}),
+        },
         saves_states=True,
         under_recompute="save",
         trial=trial.dplr_delta_rule,

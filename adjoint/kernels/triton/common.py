@@ -207,6 +207,11 @@ def last_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def rows_dense(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors, each as `last_contiguous` has it."""
+    return [last_contiguous(t) for t in tensors]
+
+
 def dense(x: torch.Tensor | None) -> torch.Tensor | None:
     """A parameter as kernels index it, contiguous (an expanded or strided one is copied); None stays None."""
     return None if x is None else x.contiguous()

@@ -12,7 +12,7 @@ done for all chunks at once: the backward of the triangular system (`system_grad
 and states (`key_grad_kernel`), and of the decays, whose running sums become sums from the end
 (`decay_grad_kernel`).
 
-Parameters that are not obvious, beside those in `forward`:
+Parameters that are not obvious, beside those in `forward` and `delta_rules`:
 
     d_right: see above; d_reads, d_lower: cotangents of q_i . k_j and k_i . k_j, (batch, nheads, chunks, Q, Q)
     d_states: cotangents of the states after the chunks
@@ -26,7 +26,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.gated_delta_rule.triton.forward import (
+from adjoint.kernels.gated_delta_rule.triton.forward import products, weights_of
+from adjoint.kernels.triton.common import LENGTHS, rows_of
+from adjoint.kernels.triton.delta_rules import (
     begins_of,
     chunk_decay,
     corners,
@@ -37,7 +39,6 @@ from adjoint.kernels.gated_delta_rule.triton.forward import (
     of_state,
     pair_decays,
     place_of,
-    products,
     scalars,
     segment_of,
     since_before,
@@ -47,9 +48,7 @@ from adjoint.kernels.gated_delta_rule.triton.forward import (
     to_middle,
     tokens_of,
     until_end,
-    weights_of,
 )
-from adjoint.kernels.triton.common import LENGTHS, rows_of
 
 
 @triton.jit(do_not_specialize=LENGTHS)

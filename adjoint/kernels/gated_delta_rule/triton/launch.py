@@ -11,96 +11,25 @@ and by half for one per channel, and wrong. Tile sizes and warps are reasoned, n
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import triton
-import triton.language as tl
 
-from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.chunks import CHUNK
 from adjoint.kernels.gated_delta_rule.reference import gated_delta_rule_saved_shape
 from adjoint.kernels.gated_delta_rule.triton import backward, forward
 from adjoint.kernels.operation import registered
 from adjoint.kernels.triton import common
+from adjoint.kernels.triton.delta_rules import DeltaRuleCall
 
 MAX_D_K = registered("gated_delta_rule").limits("triton")["d_k"]
-# Columns of keys and of values that a program takes at once, by the size of the inputs' elements.
-KEYS = {2: 64, 4: 32, 8: 16}
-WIDE_KEYS = {2: 32, 4: 16, 8: 16}  # where each has a decay, but for the programs that go from chunk to chunk
-VALUES = {2: 32, 4: 32, 8: 16}
-GRAD_KEYS = {2: 32, 4: 32, 8: 16}  # of the kernel of keys' and queries' gradients, which holds most
-STATE_VALUES = {
-    2: 32,
-    4: 16,
-    8: 16,
-}  # of the programs that go from chunk to chunk: the fewer, the more programs
-WARPS = 8
-_TL = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
-class _Call:
-    """Sizes, constants and buffers that the kernels of one call share."""
+class _Call(DeltaRuleCall):
+    """Adds buffers of the gated delta rule, and whether each channel of the keys has a decay."""
 
     def __init__(self, k, v, g, reset):
-        self.batch, self.seqlen, self.nheads, self.d_k = k.shape
-        self.d_v = v.shape[-1]
-        if self.d_k > MAX_D_K:
-            raise ValueError(
-                f"d_k={self.d_k}: the Triton kernels of the gated delta rule take at most {MAX_D_K}; use "
-                "fewer or backend='reference'"
-            )
-        size = v.element_size()
-        self.acc = accumulate_dtype(v.dtype)
-        self.chunks = triton.cdiv(self.seqlen, CHUNK)
-        columns = min(KEYS[size], max(16, triton.next_power_of_2(self.d_k)))
-        self.values = min(VALUES[size], max(16, triton.next_power_of_2(self.d_v)))
-        self.state_values = min(STATE_VALUES[size], self.values)
-        products = {2: "tf32", 4: "tf32x3", 8: "ieee"}[size]
-        self.state_constants: dict[str, Any] = {
-            "WIDE": g.dim() == 4,
-            "HAS_RESET": reset is not None,
-            "Q": CHUNK,
-            "K": columns,
-            "V": self.state_values,
-            "NK": triton.cdiv(self.d_k, columns),
-            "LEVELS": CHUNK.bit_length() - 1,
-            "DOT": _TL[v.dtype],
-            "PRECISION": products,
-            "ACC": common.tl_dtype(v.dtype),
-            "num_warps": WARPS,
-            "num_stages": 1,
-        }
-        if g.dim() == 4:
-            columns = min(columns, WIDE_KEYS[size])
-        blocks = {"V": self.values, "NV": triton.cdiv(self.d_v, self.values)}
-        blocks |= {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
-        self.constants = self.state_constants | blocks
-        columns = min(columns, GRAD_KEYS[size])
-        self.grad_constants = self.constants | {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
-        self.segment = None
-        if reset is not None:
-            begins = torch.nn.functional.pad(reset, (0, self.chunks * CHUNK - self.seqlen))
-            counts = begins.view(self.batch, self.chunks, -1).cumsum(-1, dtype=torch.int32)
-            self.segment = counts.view(self.batch, -1)
-        self.sizes = (self.seqlen, self.nheads, self.d_k, self.d_v)
-        self.walk = (self.seqlen, self.chunks, *self.sizes[1:])
-
-    def grid(self, blocks: int = 1) -> tuple[int, int, int]:
-        """Programs: so many for each chunk, each head and row."""
-        return self.chunks * blocks, self.nheads, self.batch
-
-    def columns(self) -> tuple[int, int, int]:
-        """Programs that go from chunk to chunk: each some columns of a head's state."""
-        return triton.cdiv(self.d_v, self.state_values), self.nheads, self.batch
-
-    def empty(self, like, *shape):
-        return torch.empty((self.batch, self.nheads, *shape), dtype=self.acc, device=like.device)
+        super().__init__(k, v, reset, MAX_D_K, decay_per_channel=g.dim() == 4)
+        for constants in (self.constants, self.state_constants, self.grad_constants):
+            constants["WIDE"] = g.dim() == 4
 
     def solved(self, k, v, g, beta):
         """T, U and W, see `forward`."""
@@ -116,10 +45,6 @@ class _Call:
         return inverses, U, W
 
 
-def _dense(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [common.last_contiguous(t) for t in tensors]
-
-
 def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     """Runs S_t = (I - beta_t k_t k_t') exp(g_t) S_{t-1} + beta_t k_t v_t', o_t = S_t' q_t in every head.
 
@@ -129,7 +54,7 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     chunks (None unless ``save``). Raises ValueError for d_k above 256.
     """
     call = _Call(k, v, g, reset)
-    q, k, v = _dense(q, k, v)
+    q, k, v = common.rows_dense(q, k, v)
     g, beta = g.contiguous(), beta.contiguous()
     with common.on_device(v), common.without_wgmma(v):
         _, U, W = call.solved(k, v, g, beta)
@@ -154,7 +79,7 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
 def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, states):
     """(dq, dk, dv, dg, dbeta, dinitial_state) of `gated_delta_rule_forward`, each in its tensor's dtype."""
     call = _Call(k, v, g, reset)
-    do, q, k, v = _dense(do, q, k, v)
+    do, q, k, v = common.rows_dense(do, q, k, v)
     g, beta = g.contiguous(), beta.contiguous()
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
