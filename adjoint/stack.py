@@ -30,9 +30,10 @@ from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.parameter_access import ParameterAccess
-from adjoint.engine.shared_prefix import Rows, Segment
+from adjoint.engine.shared_prefix import Beginning, End, Rows, Segment
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, grouped, uncompiled
+from adjoint.engine.storage import Prefix
 from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
@@ -455,7 +456,8 @@ class Stack(nn.Module):
         else:
             segments = None if state is not None or group is not None else self._segments(batch, method)
             if segments is None:
-                output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
+                output.loss, end, output.windows = self._by_chunks(batch, method, return_state, group)
+                final = end.states
             else:
                 output.loss, final = self._by_segments(batch, segments, method, return_state)
             if return_logits:
@@ -489,18 +491,19 @@ class Stack(nn.Module):
         segments = None if states is not None else self._segments(batch, method, has_loss=False)
         if segments is None:
             states = self.initial_state(len(input_ids)) if states is None else states
-            return self._hidden_by_chunks(batch, states, method, returns_states)
+            hidden, end = self._hidden_by_chunks(batch, states, method, returns_states)
+            return hidden, end.states
         pieces, parents = list[Tensor](), {segment.parent for segment in segments}
 
-        def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
-            states = self.initial_state(len(segment.rows)) if initial is None else initial
+        def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
+            states = self.initial_state(len(segment.rows)) if beginning is None else beginning.states
             ids = input_ids[segment.rows, segment.start : segment.stop]
-            is_parent = number in parents
-            hidden, final = self._hidden_by_chunks(
-                Batch(ids, ids), states, method, returns_states or is_parent, is_parent
+            is_parent, prefix = number in parents, None if beginning is None else beginning.prefix
+            hidden, end = self._hidden_by_chunks(
+                Batch(ids, ids), states, method, returns_states and not is_parent, is_parent, prefix
             )
             pieces.append(hidden)
-            return final
+            return end
 
         final = shared_prefix.run_segments(segments, run)
         hidden = shared_prefix.tokens_in_batch_order(segments, pieces, input_ids)
@@ -513,12 +516,15 @@ class Stack(nn.Module):
         method: Method,
         returns_states: bool,
         others_go_on: bool = False,
-    ) -> tuple[Tensor, list[State]]:
-        """Return y_K and the final states, one tuple per layer, by a method that runs chunks.
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, End]:
+        """Return y_K and what is left at the end, by a method that runs chunks.
 
         Args:
             batch: ids and documents.
+            returns_states: whether keys and values are among the final states.
             others_go_on: whether other sequences begin with the final states.
+            prefix: as in `ChunkedStep`.
         """
         batch = dataclasses.replace(batch, states=self.stage_states(states), is_shifted=False)
         default = self.default_chunk_size(batch.ids, method)
@@ -526,23 +532,29 @@ class Stack(nn.Module):
         spec = spec.without_tapes() if others_go_on else spec
         stages = [*self.stages(spec.storage.recompute, reads_windows(spec))[:-1], collect]
         access = access_of(self, None, ModuleTensors(self).restored)
-        step = ChunkedStep(stages, batch, spec, self.config.d_model, access=access)
+        step = ChunkedStep(stages, batch, spec, self.config.d_model, access=access, prefix=prefix)
         access.verify(step)
         hidden, final = hidden_by_chunks(step, collect, returns_states)
-        return hidden, grouped(batch.states, final)[1:-1]
+        return hidden, End(grouped(batch.states, final)[1:-1], step.executor.slabs)
 
     @uncompiled
     def _by_chunks(
-        self, batch: Batch, method: Method, states: bool, group: Any, others_go_on: bool = False
-    ) -> tuple[Tensor, list[State], list[int] | None]:
+        self,
+        batch: Batch,
+        method: Method,
+        states: bool,
+        group: Any,
+        others_go_on: bool = False,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, End, list[int] | None]:
         default = self.default_chunk_size(batch.ids, method)
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
         spec = method.engine_spec(batch.seqlen, default)
         spec = spec.without_tapes() if others_go_on else spec
-        results = self.steps(batch, spec, group).loss(states)
+        results = self.steps(batch, spec, group, prefix).loss(states)
         final = grouped(batch.states, [s for state in results.states for s in state])
-        return results.loss, final[1:-1], results.windows
+        return results.loss, End(final[1:-1], results.slabs), results.windows
 
     def default_chunk_size(self, input_ids: Tensor, method: Method) -> int:
         """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
@@ -573,28 +585,31 @@ class Stack(nn.Module):
         losses = list[Tensor]()
         parents = {segment.parent for segment in segments}
 
-        def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
-            states = self.initial_state(len(segment.rows)) if initial is None else initial
+        def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
+            states = self.initial_state(len(segment.rows)) if beginning is None else beginning.states
             ids = batch.ids[segment.rows, segment.start : segment.stop]
             labels, weights = shared_prefix.targets_of(segment, _targets_in(batch))
             states = self.stage_states(states)
             segment_batch = Batch(ids, labels, batch.divisor, states=states, weights=weights)
-            is_parent = number in parents
-            keeps_states = returns_states or is_parent
-            loss, final, _ = self._by_chunks(segment_batch, method, keeps_states, None, is_parent)
+            is_parent, prefix = number in parents, None if beginning is None else beginning.prefix
+            keeps_states = returns_states and not is_parent
+            loss, end, _ = self._by_chunks(segment_batch, method, keeps_states, None, is_parent, prefix)
             losses.append(loss)
-            return final
+            return end
 
         final = shared_prefix.run_segments(segments, run)
         loss = torch.stack(losses).sum()
         return loss, shared_prefix.states_in_batch_order(segments, final) if returns_states else []
 
-    def steps(self, batch: Batch, spec: EngineSpec, group: Any = None) -> ChunkedStep:
+    def steps(
+        self, batch: Batch, spec: EngineSpec, group: Any = None, prefix: Prefix | None = None
+    ) -> ChunkedStep:
         """Return the batch's forward and backward for the engine.
 
         Args:
             batch: a batch whose states are the result of `stage_states`.
             group: the process group whose ranks share the batch.
+            prefix: as in `ChunkedStep`.
         """
         stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
         check_windows(self.config, spec)
@@ -603,7 +618,9 @@ class Stack(nn.Module):
         if group is not None and (why := access.why_not_shared(group)):
             raise UserError(f"sequence_group: {why}")
         access.rest()
-        step = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
+        step = ChunkedStep(
+            stages, batch, spec, width, distribution=distribution, access=access, prefix=prefix
+        )
         access.verify(step)
         return step
 

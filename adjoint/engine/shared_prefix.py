@@ -1,9 +1,10 @@
 """Rows of a batch that begin with the same tokens: which tokens are computed once, and the calls that do so.
 
 The state after a common beginning is the same in all its rows, so it is computed with one row and branched:
-the rows go on from copies of it, and the cotangents of the copies are summed. A batch of G rows that share P
-tokens and have R more takes P + G·R tokens instead of G·(P + R). Rows that share more than the others do are
-branches of a branch, so the calls form a tree.
+the rows go on from copies of it, and the cotangents of the copies are summed. Keys and values are not copied:
+the rows read those of the beginning where they are, and add their cotangents there. A batch of G rows that
+share P tokens and have R more takes P + G·R tokens, and keys and values of as many, instead of G·(P + R).
+Rows that share more than the others do are branches of a branch, so the calls form a tree.
 
     rows              segments
     0: A A A B C D    A A A        for rows 0, 1 and 2
@@ -18,13 +19,14 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX
+from adjoint.engine.storage import Prefix, Slab, take_rows
 from adjoint.errors import LOGGER, is_heard
 from adjoint.layers import State
 
@@ -185,38 +187,54 @@ def targets_of(segment: Segment, targets: Targets) -> tuple[Tensor, Tensor | Non
     return merged, torch.stack([(t != IGNORE_INDEX).sum(0) for t in by_member])
 
 
-def branch(state: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return rows of a state's tensor, which may repeat: a view if all are one row.
+class End(NamedTuple):
+    """What a segment's call leaves to the segments after it.
 
-    In the backward the cotangents of a row's copies are summed."""
-    if len(set(rows)) == 1:
-        return state[rows[0] : rows[0] + 1].expand(len(rows), *state.shape[1:])
-    return state if list(rows) == list(range(len(state))) else state.index_select(0, _indices(rows, state))
+    Attributes:
+        states: after its last token. If segments follow, keys and values have no tokens there: they stay in
+            the slabs.
+        slabs: its keys and values, by stage.
+    """
+
+    states: list[State]
+    slabs: Mapping[int, Sequence[Slab]]
+
+
+class Beginning(NamedTuple):
+    """What a segment's call begins with.
+
+    Attributes:
+        states: before its first token, a row for each of its own; copies, where rows go on from the same one.
+        prefix: keys and values of all tokens before it, stored once for the rows that go on from the same one.
+    """
+
+    states: list[State]
+    prefix: Prefix
 
 
 def run_segments(
-    segments: Sequence[Segment],
-    run: Callable[[int, Segment, list[State] | None], list[State]],
+    segments: Sequence[Segment], run: Callable[[int, Segment, Beginning | None], End]
 ) -> dict[int, list[State]]:
     """Run all segments, each from the branched states of its parent.
 
     Args:
-        run: computes a segment, by its number, from its initial states, None for those before a sequence, and
-            returns the states after it.
+        run: computes a segment by its number. None stands for the beginning of a sequence.
 
     Returns:
         The states after each segment without branches, by the segment's number.
     """
-    final: dict[int, list[State]] = {}
+    ends: dict[int, End] = {}
     last_child = {segment.parent: number for number, segment in enumerate(segments)}
     for number, segment in enumerate(segments):
-        initial = None
+        beginning = None
         if (parent := segment.parent) is not None:
-            initial = [tuple(branch(s, segment.parent_rows) for s in state) for state in final[parent]]
+            states, rows = ends[parent].states, segment.parent_rows
+            branched = [tuple(take_rows(s, rows) for s in state) for state in states]
+            beginning = Beginning(branched, Prefix(ends[parent].slabs, rows))
             if last_child[parent] == number:
-                del final[parent]
-        final[number] = run(number, segment, initial)
-    return final
+                del ends[parent]
+        ends[number] = run(number, segment, beginning)
+    return {number: end.states for number, end in ends.items()}
 
 
 def states_in_batch_order(segments: Sequence[Segment], final: dict[int, list[State]]) -> list[State]:
@@ -237,7 +255,7 @@ def states_in_batch_order(segments: Sequence[Segment], final: dict[int, list[Sta
 def _in_batch_order(segments: Sequence[Segment], pieces: dict[int, Tensor]) -> Tensor:
     rows = [row for number in pieces for row in segments[number].rows]
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    return branch(torch.cat(list(pieces.values())), order)
+    return take_rows(torch.cat(list(pieces.values())), order)
 
 
 def tokens_in_batch_order(segments: Sequence[Segment], pieces: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -260,10 +278,6 @@ def tokens_in_batch_order(segments: Sequence[Segment], pieces: Sequence[Tensor],
         padding = like.shape[1] - sum(len(values) for values in pieces_by_row[row])
         all_pieces += [pieces[0].new_zeros(padding, *pieces[0].shape[2:]), *pieces_by_row[row]]
     return torch.cat(all_pieces).unflatten(0, like.shape)
-
-
-def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, device=like.device)
 
 
 _announced: weakref.WeakSet[nn.Module] = weakref.WeakSet()

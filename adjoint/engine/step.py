@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.continuation import STEP, frees_graph
 from adjoint.engine.distribution import Distribution
+from adjoint.engine.exchange import BetweenTiles
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
 from adjoint.engine.module_tensors import UntrainedTensors
@@ -22,6 +23,7 @@ from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.schedule import Action, Schedule, cut_before_backward, keys_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
+from adjoint.engine.storage import Prefix, Slab
 from adjoint.engine.tile import Gradients, Tape
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
@@ -54,12 +56,14 @@ class Result(NamedTuple):
         loss: the mean loss. states: the final states, one tuple per stage.
         windows: each layer's window if the method picked them.
         sums: the totals of the step's `sums`.
+        slabs: keys and values by stage, from which other steps can go on (`Prefix`).
     """
 
     loss: Tensor
     states: list[State]
     windows: list[int] | None = None
     sums: Sequence[Tensor] = ()
+    slabs: Mapping[int, Sequence[Slab]] = {}  # noqa: RUF012 - never changed
 
 
 class _Chunked(torch.autograd.Function):
@@ -130,6 +134,8 @@ class ChunkedStep:
         sums: the sums, besides the loss, that stages add to.
         distribution: the workers that run the batch together; by default this process alone.
         access: how stages get their weights; by default they are plain tensors.
+        prefix: the tokens before the batch's rows where an earlier step has stored them; None if they are in
+            the batch's states.
 
     Attributes:
         parameters: the parameters of this process's stages, each once.
@@ -158,7 +164,9 @@ class ChunkedStep:
         sums: Sequence[Sum] = (),
         distribution: Distribution | None = None,
         access: ParameterAccess | None = None,
+        prefix: Prefix | None = None,
     ) -> None:
+        self.prefix = prefix
         self.distribution, self.access = distribution or Distribution(), access or ParameterAccess()
         runs = self.distribution.runs(spec, stages)
         self.stages, states = self.access.arrange(stages, batch.states, runs)
@@ -221,6 +229,9 @@ class ChunkedStep:
             else ()
             for stage, state in zip(self.stages, self.batch.states, strict=True)
         ]
+        connections = self.distribution.connections(grid)
+        if self.prefix is not None:
+            connections = dataclasses.replace(connections, exchange=BetweenTiles(self.prefix))
         return Executor(
             self.stages,
             grid,
@@ -228,7 +239,7 @@ class ChunkedStep:
             self.spec,
             self.width,
             self.access.gradients(self.parameters, self.has_backward, self.distribution.is_alone),
-            self.distribution.connections(grid),
+            connections,
         )
 
     def _measure_first_chunk(self) -> budget.ChunkMemory:
@@ -269,7 +280,8 @@ class ChunkedStep:
         loss, final = self.forward(return_final_kv=states)
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
-        return Result(loss, grouped(self.batch.states, final), self.windows, sums)
+        states_by_stage = grouped(self.batch.states, final)
+        return Result(loss, states_by_stage, self.windows, sums, self.executor.slabs)
 
     def differentiable(self, results: list[Tensor], back: Backward) -> tuple[Tensor, ...]:
         """Return the results of `forward`, differentiable by `back`; empty the list."""

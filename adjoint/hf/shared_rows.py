@@ -13,7 +13,7 @@ from torch import Tensor
 from adjoint.batch import Batch
 from adjoint.engine import shared_prefix
 from adjoint.engine.module_tensors import UntrainedTensors
-from adjoint.engine.shared_prefix import Rows, Segment
+from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, make_chunk_cache
 from adjoint.hf.call import Call
@@ -23,7 +23,6 @@ from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forw
 from adjoint.hf.stage import Backbone
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.verification import Verification
-from adjoint.layers import State
 from adjoint.parallel.access import tensor_parallel_groups
 
 LEAST_TOKENS = 2  # of a call that goes on: transformers takes a single token for decoding
@@ -137,11 +136,13 @@ def _draws_random_numbers(verification: Verification) -> bool:
         return stage.randomness.have_drawn(before)
 
 
-def segment_call(call: Call, segment: Segment, state: State | None) -> tuple[Call, Tensor | None]:
+def segment_call(
+    call: Call, segment: Segment, beginning: Beginning | None
+) -> tuple[Call, Tensor | None]:
     """Return the call of a segment, and how often each of its targets counts.
 
     Args:
-        state: with which the segment begins; None for the beginning of its rows.
+        beginning: what the segment begins with; None for the beginning of its rows.
     """
     columns = slice(segment.start, segment.stop)
     arguments: dict[str, object] = {"input_ids": call.ids[segment.rows, columns]}
@@ -152,9 +153,9 @@ def segment_call(call: Call, segment: Segment, state: State | None) -> tuple[Cal
     carried = None
     if call.mask is not None:
         arguments["attention_mask"] = call.mask[segment.rows, columns].long()
-    if state is not None:
+    if beginning is not None:
         start = 0 if call.mask is None else int((call.mask[segment.rows[0]].cumsum(0) == 0).sum())
-        carried = CarriedState(state, segment.start - start)
+        carried = CarriedState(beginning.states[0], segment.start - start, beginning.prefix)
     return Call(call.model, arguments, carried=carried), weights
 
 
