@@ -466,10 +466,16 @@ class Past(Protocol):
 @dataclass(frozen=True)
 class Joined:
     """The past and the piece that a tensor of keys or values consists of: attention that finds it there need
-    not take it apart."""
+    not take it apart.
+
+    Attributes:
+        in_parts: whether the tensor has no values: they are in the parts of the past, of which rows share
+            some, and in the piece.
+    """
 
     past: Past
     piece: Tensor
+    in_parts: bool = False
 
 
 def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
@@ -478,7 +484,7 @@ def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
     piece = past.anchored(piece)
     if reach is None and getattr(past, "in_parts", False):
         tensor: Tensor = past.join_unread(piece)  # type: ignore[attr-defined]
-        tensor.joined = Joined(past, piece)  # type: ignore[attr-defined]
+        tensor.joined = Joined(past, piece, in_parts=True)  # type: ignore[attr-defined]
         return tensor
     tensor = past.join(piece, reach)
     if hasattr(past, "attend"):
@@ -497,7 +503,8 @@ def is_spread(k: Tensor) -> bool:
 
 def in_parts(k: Tensor) -> bool:
     """Whether these keys have no values but in the parts of their past: `past_attention` reads them there."""
-    return getattr(getattr(getattr(k, "joined", None), "past", None), "in_parts", False)
+    joined: Joined | None = getattr(k, "joined", None)
+    return joined is not None and joined.in_parts
 
 
 def as_whole(k: Tensor) -> Tensor:
