@@ -532,7 +532,8 @@ class Stack(nn.Module):
         spec = spec.without_tapes() if others_go_on else spec
         stages = [*self.stages(spec.storage.recompute, reads_windows(spec))[:-1], collect]
         access = access_of(self, None, ModuleTensors(self).restored)
-        step = ChunkedStep(stages, batch, spec, self.config.d_model, access=access, prefix=prefix)
+        step = ChunkedStep(stages, batch, spec, self.config.d_model, access=access)
+        step.prefix = prefix
         access.verify(step)
         hidden, final = hidden_by_chunks(step, collect, returns_states)
         return hidden, End(grouped(batch.states, final)[1:-1], step.executor.slabs)
@@ -618,9 +619,8 @@ class Stack(nn.Module):
         if group is not None and (why := access.why_not_shared(group)):
             raise UserError(f"sequence_group: {why}")
         access.rest()
-        step = ChunkedStep(
-            stages, batch, spec, width, distribution=distribution, access=access, prefix=prefix
-        )
+        step = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
+        step.prefix = prefix
         access.verify(step)
         return step
 

@@ -106,9 +106,9 @@ class SharedPrefixes(Benchmark):
                              lambda row: str(row["cell"]), "prompt of {:,}".format)  # fmt: skip
         rests = sorted({full["rest"] for full, _ in pairs})
         return (
-            f"{table}\nSeconds of a forward and backward with each row in full → with the prompt once, and MiB; "
-            f"answers of {', '.join(f'{rest:,}' for rest in rests)} tokens. Norms of the gradient differ by at "
-            f"most {max(apart, default=0):.0e}.\n"
+            f"{table}\nSeconds of a forward and backward with each row in full → with the prompt once, and "
+            f"MiB; answers of {', '.join(f'{rest:,}' for rest in rests)} tokens. Norms of the gradient "
+            f"differ by at most {max(apart, default=0):.0e}.\n"
         )
 
 

@@ -204,8 +204,8 @@ class Beginning(NamedTuple):
     """What a segment's call begins with.
 
     Attributes:
-        states: before its first token, a row for each of its own; copies, where rows go on from the same one.
-        prefix: keys and values of all tokens before it, stored once for the rows that go on from the same one.
+        states: before its first token, a row for each of its own: copies, where rows go on from the same one.
+        prefix: keys and values of all tokens before it, stored once for rows that go on from the same one.
     """
 
     states: list[State]

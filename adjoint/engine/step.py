@@ -63,7 +63,7 @@ class Result(NamedTuple):
     states: list[State]
     windows: list[int] | None = None
     sums: Sequence[Tensor] = ()
-    slabs: Mapping[int, Sequence[Slab]] = {}  # noqa: RUF012 - never changed
+    slabs: Mapping[int, Sequence[Slab]] = {}
 
 
 class _Chunked(torch.autograd.Function):
@@ -134,8 +134,6 @@ class ChunkedStep:
         sums: the sums, besides the loss, that stages add to.
         distribution: the workers that run the batch together; by default this process alone.
         access: how stages get their weights; by default they are plain tensors.
-        prefix: the tokens before the batch's rows where an earlier step has stored them; None if they are in
-            the batch's states.
 
     Attributes:
         parameters: the parameters of this process's stages, each once.
@@ -144,6 +142,8 @@ class ChunkedStep:
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
         has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
         windows: each layer's window, once they are picked.
+        prefix: the tokens before the batch's rows where an earlier step has stored them, to be set before the
+            forward; None if they are in the batch's states.
         executor, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's
             grid as far as it is known; set by `_begin`.
         backward_actions: the backward's part of the program; set by the forward.
@@ -154,6 +154,7 @@ class ChunkedStep:
     grid: Grid
     tapes: int
     backward_actions: Collection[Action] = ()
+    prefix: Prefix | None = None
 
     def __init__(
         self,
@@ -164,9 +165,7 @@ class ChunkedStep:
         sums: Sequence[Sum] = (),
         distribution: Distribution | None = None,
         access: ParameterAccess | None = None,
-        prefix: Prefix | None = None,
     ) -> None:
-        self.prefix = prefix
         self.distribution, self.access = distribution or Distribution(), access or ParameterAccess()
         runs = self.distribution.runs(spec, stages)
         self.stages, states = self.access.arrange(stages, batch.states, runs)

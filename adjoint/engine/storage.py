@@ -234,7 +234,7 @@ class Slab:
         """Return the values of the tokens [start, stop): a view, or from the host or a prefix a copy."""
         if start >= -self.initial_tokens:
             return self._read(self.values, start, stop)
-        return torch.cat([part.read_by_row() for part in self.parts(start, stop)], dim=self.dim)
+        return torch.cat([piece.read_by_row() for piece in self.parts(start, stop)], dim=self.dim)
 
     def parts(self, start: int, stop: int) -> list[SlabPart]:
         """Return where the tokens [start, stop) are: in the slabs before this one, and in this one."""
@@ -242,11 +242,11 @@ class Slab:
         if start < first:
             assert self.prefix is not None
             shift = self.initial_tokens + self.prefix.tokens  # to the prefix's numbers
-            for part in self.prefix.parts(start + shift, min(stop, first) + shift):
+            for piece in self.prefix.parts(start + shift, min(stop, first) + shift):
                 rows = self.prefix_rows
-                if part.rows is not None:
-                    rows = tuple(part.rows[row] for row in rows)
-                parts.append(part._replace(rows=rows))
+                if piece.rows is not None:
+                    rows = tuple(piece.rows[row] for row in rows)
+                parts.append(piece._replace(rows=rows))
         if max(start, first) < stop:
             parts.append(SlabPart(self, None, max(start, first), stop))
         return parts
@@ -269,12 +269,13 @@ class Slab:
         """Add the cotangents of the final tensor to those that slabs after this one have added.
 
         None stands for zeros, and so does a tensor without tokens: it was not asked for."""
-        if d_final is not None and d_final.shape[self.dim] and self.cotangents is None and self.prefix is None:
+        if d_final is None or not d_final.shape[self.dim]:
+            self._begin_cotangents()
+        elif self.cotangents is None and self.prefix is None:
             self.cotangents = self._allocate_cotangents()
             self._copy_in(self.cotangents, d_final, -self.initial_tokens)
-            return
-        self._begin_cotangents()
-        if d_final is not None and d_final.shape[self.dim]:
+        else:
+            self._begin_cotangents()
             self.add_cotangent(d_final, -self.tokens_before)
 
     def _begin_cotangents(self) -> Tensor:
@@ -301,9 +302,9 @@ class Slab:
         if start >= -self.initial_tokens:
             return self._add(d_past, start, lambda sums: sums[rows].add_(d_past))
         first = start
-        for part in self.parts(start, start + d_past.shape[self.dim]):
-            tokens = part.stop - part.start
-            part.add_cotangent(d_past.narrow(self.dim, start - first, tokens)[rows])
+        for piece in self.parts(start, start + d_past.shape[self.dim]):
+            tokens = piece.stop - piece.start
+            piece.add_cotangent(d_past.narrow(self.dim, start - first, tokens)[rows])
             start += tokens
 
     def _add(self, d: Tensor, start: int, add: Callable[[Tensor], object]) -> None:

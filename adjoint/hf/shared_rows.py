@@ -136,9 +136,7 @@ def _draws_random_numbers(verification: Verification) -> bool:
         return stage.randomness.have_drawn(before)
 
 
-def segment_call(
-    call: Call, segment: Segment, beginning: Beginning | None
-) -> tuple[Call, Tensor | None]:
+def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> tuple[Call, Tensor | None]:
     """Return the call of a segment, and how often each of its targets counts.
 
     Args:

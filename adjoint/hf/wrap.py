@@ -628,7 +628,7 @@ def _loss_by_segments(call: Call, verification: Verification, segments: Sequence
 def _reading_prefixes(verification: Verification, compute: Callable[[], T]) -> T:
     """Return the result of calls of segments, whose attention reads keys and values that rows share.
 
-    If it is the model's own code, which cannot, each chunk joins them to its own, with a copy for each row."""
+    Where it is the model's own code, which cannot, each chunk joins them to its own, copied for each row."""
     try:
         return compute()
     except NotAttended:
@@ -674,7 +674,9 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
             hidden, *logits = router.split_from(hidden)
             outputs["router_logits"] = tuple(layer.flatten(0, 1) for layer in logits)
         if returns_cache:
-            outputs[CACHE_FIELD] = cache_of_state(model, end.states[0], verification.slots, call.last_document)
+            outputs[CACHE_FIELD] = cache_of_state(
+                model, end.states[0], verification.slots, call.last_document
+            )
         return Output(last_hidden_state=hidden, **outputs)
     hidden = _reading_prefixes(verification, lambda: _hidden_by_segments(call, verification, segments))
     return Output(last_hidden_state=hidden)

@@ -96,9 +96,9 @@ def test_prompt_and_answers_take_their_tokens_once(computed: list[int]) -> None:
 
 def prompt_and_answers(answers: int) -> tuple[Tensor, Tensor]:
     """Ids of rows with 30 tokens in common and 7 of their own, and labels of the latter."""
-    prompt, own = make_ids(1, 30).expand(answers, -1), make_ids(answers, 7, seed=1)
-    own[:, 0] = torch.arange(answers)
-    ids = torch.cat([prompt, own], dim=1)
+    prompt, rest = make_ids(1, 30).expand(answers, -1), make_ids(answers, 7, seed=1)
+    rest[:, 0] = torch.arange(answers)
+    ids = torch.cat([prompt, rest], dim=1)
     labels = ids.clone()
     labels[:, :30] = -100
     return ids, labels
@@ -126,7 +126,7 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Slab]:
 def test_keys_of_a_beginning_are_stored_once_and_read_in_one_call(
     slabs: weakref.WeakSet[Slab], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys, values and their cotangents of P - 1 + G (R + 1) tokens, and a call for the prompt of all rows."""
+    """Keys, values and their cotangents of P - 1 + G (R + 1) tokens; a call for the prompt of all rows."""
     (ids, labels), calls, attend = prompt_and_answers(5), list[tuple[int, int]](), attention._attend
 
     def counted(q: Tensor, k: Tensor, *rest: Any) -> Any:
@@ -145,7 +145,9 @@ def test_keys_of_a_beginning_are_stored_once_and_read_in_one_call(
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 25}])
-def test_keys_that_are_shared_in_host_memory(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_keys_that_are_shared_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     """As they are laid out there: tokens first."""
     init = Slab.__init__
 

@@ -205,8 +205,8 @@ def test_rows_read_keys_that_they_share_where_these_are(
     pieces = [torch.randn(5, 2, queries, w).double().requires_grad_() for w in (width, of_values)]
     dy = torch.randn(5, heads, queries, of_values).double()
     whole = [
-        torch.cat([first.expand(5, -1, -1, -1), second[rows], own, piece], dim=2)
-        for (first, second, own), piece in zip(drawn, pieces, strict=True)
+        torch.cat([first.expand(5, -1, -1, -1), second[rows], third, piece], dim=2)
+        for (first, second, third), piece in zip(drawn, pieces, strict=True)
     ]
     y = by_hand(q, *whole)
     leaves = [q, *pieces, *drawn[0], *drawn[1]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -142,8 +142,8 @@ class _PastAttention(torch.autograd.Function):
                     cotangent[:, :, start : start + of_block.shape[2]] = of_block
 
         dq += past_backward(d, q, (k_past, v_past), out, log, ctx.scale, gather)
-        for part in ctx.shared:
-            _shared_backward(dq, d, q, part, out, log, ctx.scale)
+        for pair in ctx.shared:
+            _shared_backward(dq, d, q, pair, out, log, ctx.scale)
         return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None, None
 
 
@@ -197,7 +197,7 @@ def _shared_backward(
     dq: Tensor,
     d: Tensor,
     q: Tensor,
-    part: tuple[Part, Part],
+    pair: tuple[Part, Part],
     out: Tensor,
     log: Tensor,
     scale: float,
@@ -208,14 +208,14 @@ def _shared_backward(
     Args:
         d, q, out, log: as in `own_backward`.
     """
-    keys, values = part
+    keys, values = pair
     k, v = keys.read(), values.read()
     for rows in _RowsInOne.all_of(keys.rows or (), k):
         together = (rows.together(t) for t in (d, q, out, log[..., None]))
         d_rows, q_rows, out_rows, log_rows = together
 
         def gather(start: int, *d_block: Tensor, places: Sequence[int] = rows.places) -> None:
-            for tokens, of_block in zip(part, d_block, strict=True):
+            for tokens, of_block in zip(pair, d_block, strict=True):
                 tokens.add_cotangent(of_block, start, places)
 
         kv = rows.keys(k), rows.keys(v)
@@ -268,7 +268,9 @@ class _RowsInOne:
         t = t if self.is_all else t.index_select(0, self.numbers)
         if self.members == 1:
             return t
-        t = t.unflatten(0, (-1, self.members)).permute(0, 1, 3, 2, 4)  # (places, members, tokens, heads, width)
+        t = t.unflatten(0, (-1, self.members)).permute(
+            0, 1, 3, 2, 4
+        )  # (places, members, tokens, heads, width)
         return t.flatten(1, 2).transpose(1, 2)
 
     def apart(self, t: Tensor) -> Tensor:
@@ -311,9 +313,7 @@ def _joined_attention(
     return _by_tokens(out.to(q.dtype)), log.contiguous()
 
 
-def _to_shared(
-    q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int], scale: float
-) -> tuple[Tensor, Tensor]:
+def _to_shared(q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:
     """The output and log-sum-exp of queries that see all of some keys, of which rows share rows."""
     outs, logs, numbers = [], [], []
     for some in _RowsInOne.all_of(rows, k):
@@ -430,6 +430,11 @@ class Part(Protocol):
         """For each row of the chunk, the row of `read()` that it sees; None if each has its own."""
         ...
 
+    @property
+    def start(self) -> int:
+        """The place of its first token, where `Past.add_cotangent` takes it."""
+        ...
+
     def read(self) -> Tensor:
         """The keys or values, (rows, heads, tokens, dim)."""
         ...
@@ -463,6 +468,22 @@ class Past(Protocol):
         ...
 
 
+class PastInParts(Past, Protocol):
+    """A `Past` of which rows share parts."""
+
+    def parts(self) -> Sequence[Part]:
+        """The parts in the order of their tokens; the last one is the rows' alone, if there is such a one."""
+        ...
+
+    def join_unread(self, piece: Tensor) -> Tensor:
+        """A tensor like that of `join`, without the values: `parts()` and `read_joined` read them."""
+        ...
+
+    def read_joined(self, piece: Tensor) -> Tensor:
+        """The values that `join_unread` has left out, with a copy for each row."""
+        ...
+
+
 @dataclass(frozen=True)
 class Joined:
     """The past and the piece that a tensor of keys or values consists of: attention that finds it there need
@@ -483,7 +504,7 @@ def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
     ranks is a tensor like any other."""
     piece = past.anchored(piece)
     if reach is None and getattr(past, "in_parts", False):
-        tensor: Tensor = past.join_unread(piece)  # type: ignore[attr-defined]
+        tensor = cast(PastInParts, past).join_unread(piece)
         tensor.joined = Joined(past, piece, in_parts=True)  # type: ignore[attr-defined]
         return tensor
     tensor = past.join(piece, reach)
@@ -511,8 +532,8 @@ def as_whole(k: Tensor) -> Tensor:
     """Keys or values that any code can read: those in parts are joined, with a copy for each row."""
     if not in_parts(k):
         return k
-    joined: Any = k.joined  # type: ignore[attr-defined]
-    return joined.past.read_joined(joined.piece)
+    joined: Joined = k.joined  # type: ignore[attr-defined]
+    return cast(PastInParts, joined.past).read_joined(joined.piece)
 
 
 def row_of(tensor: Tensor, row: int, tokens: int) -> Tensor:
@@ -553,15 +574,18 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
 
 def _in_parts(q: Tensor, keys: Joined, values: Joined, scale: float | None) -> Tensor:
     """`past_attention` to a past of which rows share parts."""
-    pasts: Any = keys.past, values.past
+    pasts = cast(PastInParts, keys.past), cast(PastInParts, values.past)
     pairs = list(zip(*(past.parts() for past in pasts), strict=True))
-    own = pairs.pop() if pairs[-1][0].rows is None else None
+    rows_alone = pairs.pop() if pairs[-1][0].rows is None else None
     k, v = keys.piece.to(q.dtype), values.piece.to(q.dtype)
-    k_past, v_past = (k[:, :, :0], v[:, :, :0]) if own is None else (part.read() for part in own)
+    if rows_alone is None:
+        k_past, v_past = k[:, :, :0], v[:, :, :0]
+    else:
+        k_past, v_past = (tokens.read() for tokens in rows_alone)
 
     def gather(start: int, *d: Tensor) -> None:
-        for past, part, of_block in zip(pasts, own or (), d, strict=True):
-            past.add_cotangent(of_block, part.start + start)
+        for past, tokens, of_block in zip(pasts, rows_alone or (), d, strict=True):
+            past.add_cotangent(of_block, tokens.start + start)
 
     return _PastAttention.apply(q, k, v, k_past.detach(), v_past.detach(), scale, gather, pairs)
 
