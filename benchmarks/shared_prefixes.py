@@ -101,14 +101,14 @@ class SharedPrefixes(Benchmark):
                 by_size.setdefault((row["model"], row["answers"], row["prompt"]), {})[row["shares"]] = row
         pairs = [(ways[False], ways[True]) for ways in by_size.values() if len(ways) == 2]
         cells = [full | {"cell": _cell(full, once)} for full, once in pairs]
-        apart = [abs(once["gradient_norm"] / full["gradient_norm"] - 1) for full, once in pairs]
+        differences = [abs(once["gradient_norm"] / full["gradient_norm"] - 1) for full, once in pairs]
         table = report.pivot(["model", "answers"], cells, ("model", "answers"), "prompt",
                              lambda row: str(row["cell"]), "prompt of {:,}".format)  # fmt: skip
         rests = sorted({full["rest"] for full, _ in pairs})
         return (
             f"{table}\nSeconds of a forward and backward with each row in full → with the prompt once, and "
             f"MiB; answers of {', '.join(f'{rest:,}' for rest in rests)} tokens. Norms of the gradient "
-            f"differ by at most {max(apart, default=0):.0e}.\n"
+            f"differ by at most {max(differences, default=0):.0e}.\n"
         )
 
 

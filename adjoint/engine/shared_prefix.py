@@ -188,7 +188,7 @@ def targets_of(segment: Segment, targets: Targets) -> tuple[Tensor, Tensor | Non
 
 
 class End(NamedTuple):
-    """What a segment's call leaves to the segments after it.
+    """The results of a segment's call that the segments after it begin with.
 
     Attributes:
         states: after its last token. If segments follow, keys and values have no tokens there: they stay in
@@ -201,7 +201,7 @@ class End(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What a segment's call begins with.
+    """The states, keys and values that a segment's call begins with.
 
     Attributes:
         states: before its first token, a row for each of its own: copies, where rows go on from the same one.

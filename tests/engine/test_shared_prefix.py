@@ -148,7 +148,7 @@ def test_keys_of_a_beginning_are_stored_once_and_read_in_one_call(
 def test_keys_that_are_shared_in_host_memory(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """As they are laid out there: tokens first."""
+    """Tokens are first there."""
     init = Slab.__init__
 
     def on_host(self: Slab, initial: Tensor, dim: int, tokens: int, host: bool, *prefix: Any) -> None:

@@ -204,11 +204,11 @@ def test_rows_read_keys_that_they_share_where_these_are(
     q = torch.randn(5, heads, queries, width).double().requires_grad_()
     pieces = [torch.randn(5, 2, queries, w).double().requires_grad_() for w in (width, of_values)]
     dy = torch.randn(5, heads, queries, of_values).double()
-    whole = [
+    joined_by_hand = [
         torch.cat([first.expand(5, -1, -1, -1), second[rows], third, piece], dim=2)
         for (first, second, third), piece in zip(drawn, pieces, strict=True)
     ]
-    y = by_hand(q, *whole)
+    y = by_hand(q, *joined_by_hand)
     leaves = [q, *pieces, *drawn[0], *drawn[1]]
     expected = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
     unread, calls, attend = set[int](), list[tuple[int, int]](), attention._attend
@@ -222,7 +222,7 @@ def test_rows_read_keys_that_they_share_where_these_are(
         attention.join(Past(chain[-1], own_past, -70, -70, unread=unread), piece)
         for chain, piece in zip(slabs, pieces, strict=True)
     ]
-    assert all(t.isnan().all() and t.shape == w.shape for t, w in zip(joined, whole, strict=True))
+    assert all(t.isnan().all() and t.shape == w.shape for t, w in zip(joined, joined_by_hand, strict=True))
     y = past_attention(q, *joined)
     got = [y.detach(), *torch.autograd.grad(y, [q, *pieces], dy)]
     for chain in slabs:

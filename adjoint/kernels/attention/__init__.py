@@ -220,7 +220,7 @@ def _shared_backward(
 
         kv = rows.keys(k), rows.keys(v)
         d_queries = past_backward(d_rows, q_rows, kv, out_rows, log_rows[..., 0], scale, gather)
-        d_queries = rows.apart(d_queries).to(dq.dtype)
+        d_queries = rows.separated(d_queries).to(dq.dtype)
         if rows.is_all:
             dq += d_queries
         else:
@@ -273,7 +273,7 @@ class _RowsInOne:
         )  # (places, members, tokens, heads, width)
         return t.flatten(1, 2).transpose(1, 2)
 
-    def apart(self, t: Tensor) -> Tensor:
+    def separated(self, t: Tensor) -> Tensor:
         """Undo `together`, but for the order of the rows: row i is that of number i of `numbers`."""
         if self.members == 1:
             return t
@@ -321,8 +321,8 @@ def _to_shared(q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int], scale: floa
         folded = _folded(together, q.shape[1] // k.shape[1])
         out, log = merged(_to_blocks(folded, some.keys(k), some.keys(v), scale))
         out = _unfolded(out, q.shape[1] // k.shape[1])
-        outs.append(some.apart(out))
-        logs.append(some.apart(log.reshape(together.shape[:3])[..., None])[..., 0])
+        outs.append(some.separated(out))
+        logs.append(some.separated(log.reshape(together.shape[:3])[..., None])[..., 0])
         numbers.append(some.numbers)
         if some.is_all:
             return outs[0], logs[0]
@@ -427,7 +427,7 @@ class Part(Protocol):
 
     @property
     def rows(self) -> Sequence[int] | None:
-        """For each row of the chunk, the row of `read()` that it sees; None if each has its own."""
+        """The row of `read()` that each row of the chunk sees; None if each has its own."""
         ...
 
     @property
@@ -557,7 +557,7 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
     if not q.numel():
         return _of_nothing(q, k, v)
     if in_parts(k):
-        return _in_parts(q, *joined, scale)
+        return _attend_in_parts(q, joined[0], joined[1], scale)
     (k_past, k_own), (v_past, v_own) = (t.split([t.shape[2] - tokens, tokens], dim=2) for t in (k, v))
     if None in joined or k_own.shape[2] != tokens:
         piece = k_own.to(q.dtype), v_own.to(q.dtype)
@@ -572,7 +572,7 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
     return _PastAttention.apply(q, *piece, k_past.detach(), v_past.detach(), scale, gather)
 
 
-def _in_parts(q: Tensor, keys: Joined, values: Joined, scale: float | None) -> Tensor:
+def _attend_in_parts(q: Tensor, keys: Joined, values: Joined, scale: float | None) -> Tensor:
     """`past_attention` to a past of which rows share parts."""
     pasts = cast(PastInParts, keys.past), cast(PastInParts, values.past)
     pairs = list(zip(*(past.parts() for past in pasts), strict=True))
