@@ -134,8 +134,8 @@ def test_prompts_padded_at_the_left_take_their_tokens_once(computed: list[int]) 
 def test_keys_of_a_prompt_are_stored_once(
     slabs: weakref.WeakSet[Slab], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Two prompts have four answers each, whose rows read the prompts' keys in one call, or a chunk's copy for
-    each row where attention is the model's own code, which the first call finds."""
+    """Two prompts have four answers each, whose rows read its keys in one call, or a chunk's copy for each
+    row where attention is the model's own code, which the first call finds."""
     model, calls, attend = wrapped(make(name), Exact()), list[tuple[int, ...]](), attention._attend
     ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0)).repeat_interleave(4, 0)
     ids = torch.cat([ids, torch.arange(3, 35).reshape(8, 4)], 1)
