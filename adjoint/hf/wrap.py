@@ -608,12 +608,11 @@ def _loss_by_chunks(
 def _loss_by_segments(call: Call, verification: Verification, segments: Sequence[Segment]) -> LossOutput:
     """Compute the loss of a call whose rows begin alike: each shared beginning once."""
     method, losses = verification.wrap_state.method, list[Tensor]()
-    parents = {segment.parent for segment in segments}
 
     def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
         inner, weights = segment_call(call, segment, beginning)
         batch, spec = _cut_into_chunks(inner, verification)
-        spec = spec.without_tapes() if number in parents else spec
+        spec = spec if number == len(segments) - 1 else spec.without_tapes()  # its backward comes first
         context = CallContext.from_call(inner, plan=verification.replacement_plan)
         stage = CausalLM.from_call(inner, verification.slots, method, verification.fetches, context=context)
         batch = dataclasses.replace(batch, weights=weights)
@@ -684,11 +683,12 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
 
 def _hidden_by_segments(call: Call, verification: Verification, segments: Sequence[Segment]) -> Tensor:
     """Compute the hidden states of a call whose rows begin alike: each shared beginning once."""
-    pieces, parents = list[Tensor](), {segment.parent for segment in segments}
+    pieces = list[Tensor]()
 
     def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
         inner, _ = segment_call(call, segment, beginning)
-        hidden, end, _ = _hidden_and_state(inner, verification, others_go_on=number in parents)
+        is_last = number == len(segments) - 1
+        hidden, end, _ = _hidden_and_state(inner, verification, keeps_tapes=is_last)
         pieces.append(hidden)
         return end
 
@@ -697,13 +697,13 @@ def _hidden_by_segments(call: Call, verification: Verification, segments: Sequen
 
 
 def _hidden_and_state(
-    call: Call, verification: Verification, return_final_kv: bool = False, others_go_on: bool = False
+    call: Call, verification: Verification, return_final_kv: bool = False, keeps_tapes: bool = True
 ) -> tuple[Tensor, End, RouterLogits | RouterLoss | None]:
     """Compute hidden states (batch, seqlen, hidden_size) and the state after the last token.
 
     Args:
         return_final_kv: whether keys and values are among the state; else they have no tokens there.
-        others_go_on: whether other calls begin with the state, so that their backwards come first.
+        keeps_tapes: false if the backwards of other calls come first.
 
     Returns:
         Hidden states, which the router logits follow if the call asks for these; the state; what has added
@@ -711,7 +711,7 @@ def _hidden_and_state(
     """
     model = call.model
     batch, spec = _cut_into_chunks(call, verification)
-    spec = spec.without_tapes() if others_go_on else spec
+    spec = spec if keeps_tapes else spec.without_tapes()
     stage = Backbone(
         model,
         verification.slots,

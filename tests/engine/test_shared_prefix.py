@@ -202,6 +202,43 @@ def test_hidden_states_of_rows_share(computed: list[int]) -> None:
     assert sum(computed) < ids.numel()
 
 
+# Tokens of the documents in a packed row: rows of `TREE`, cut to these lengths, in an order without groups.
+DOCUMENTS = [(0, 23), (1, 20), (3, 23), (4, 20), (5, 23), (6, 19)]
+
+
+def packed() -> tuple[Tensor, Tensor]:
+    """Ids (2, 64) of documents that begin alike, and their numbers."""
+    rows, ids, numbers = tree(), list[Tensor](), list[Tensor]()
+    for number, (row, length) in enumerate(DOCUMENTS):
+        ids.append(rows[row, :length])
+        numbers.append(torch.full((length,), number))
+    return torch.cat(ids).reshape(2, -1), torch.cat(numbers).reshape(2, -1)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_documents_that_begin_alike_share(hidden: bool, computed: list[int]) -> None:
+    """Documents of several lengths, of which the end of a row cuts one: it goes on as one of its own."""
+    (ids, numbers), model = packed(), make_model("hybrid")
+    labels = ids.clone()
+    labels[0, 2:7] = -100  # of one of the documents that begin so
+    weights, results = torch.arange(1.0, ids.numel() + 1).reshape(*ids.shape, 1), list[dict[str, Tensor]]()
+    for method in (Exact(chunk_size=7, share_prefixes=False), Exact(chunk_size=7), Backprop()):
+        model.zero_grad()
+        computed.clear()
+        if hidden:
+            out = model(ids, seq_idx=numbers, method=method, return_hidden_states=True).hidden_states
+            loss = (out.sin() * weights).sum()
+        else:
+            loss = model(ids, labels=labels, seq_idx=numbers, method=method).loss
+        loss.backward()
+        values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append(values | {"loss": loss.detach()})
+        if method == Exact(chunk_size=7):
+            assert len(computed) > 2 and sum(computed) < 0.85 * ids.numel()
+    for got in results[:2]:
+        assert_equal(got, results[2])
+
+
 def test_evaluation_without_gradients_shares(computed: list[int]) -> None:
     model, ids = make_model(), tree()
     with torch.no_grad():
@@ -229,8 +266,9 @@ def test_rows_are_full_where_their_results_would_differ(computed: list[int]) -> 
 
 def segments_of(rows: list[list[tuple[int, int]]], **options: Any) -> list[Segment]:
     ids = tree(rows)
-    options = {"starts": [0] * len(ids), "stops": [ids.shape[1]] * len(ids), "targets": None} | options
-    return shared_prefix.plan(Rows(ids, **options)) or []
+    ends = [ids.shape[1]] * len(ids)
+    options = {"starts": [0] * len(ids), "stops": ends, "targets": None} | options
+    return shared_prefix.plan(Rows(lambda rows, a, b: ids[rows, a:b], ends=ends, **options)) or []
 
 
 def test_plan_groups_by_beginning_padding_and_length() -> None:
