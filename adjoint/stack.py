@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,15 @@ from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.parameter_access import ParameterAccess
-from adjoint.engine.shared_prefix import Rows, Segment
+from adjoint.engine.shared_prefix import Beginning, End, Rows, Segment
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, grouped, uncompiled
+from adjoint.engine.storage import Prefix
 from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
 from adjoint.formats.transformers import from_model
-from adjoint.kernels.checks import accumulate_dtype, is_untouched
+from adjoint.kernels.checks import accumulate_dtype, is_untouched, starts_in
 from adjoint.kernels.collectives import copy_to_ranks, gather_tokens
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
@@ -453,9 +454,11 @@ class Stack(nn.Module):
                 if return_hidden_states:
                     output.hidden_states = self.norm_f(self.all_tokens(y, input_ids.shape[1]))
         else:
-            segments = None if state is not None or group is not None else self._segments(batch, method)
+            is_whole = state is not None or group is not None
+            segments = None if is_whole else self._segments(batch, method, return_state)
             if segments is None:
-                output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
+                output.loss, end, output.windows = self._by_chunks(batch, method, return_state, group)
+                final = end.states
             else:
                 output.loss, final = self._by_segments(batch, segments, method, return_state)
             if return_logits:
@@ -486,24 +489,29 @@ class Stack(nn.Module):
                 "layers that are split or sharded"
             )
         batch = Batch(input_ids, input_ids, seq_idx=seq_idx)
-        segments = None if states is not None else self._segments(batch, method, has_loss=False)
+        segments = None if states is not None else self._segments(batch, method, returns_states, False)
         if segments is None:
             states = self.initial_state(len(input_ids)) if states is None else states
-            return self._hidden_by_chunks(batch, states, method, returns_states)
+            hidden, end = self._hidden_by_chunks(batch, states, method, returns_states)
+            return hidden, end.states
         pieces, parents = list[Tensor](), {segment.parent for segment in segments}
+        spans = _spans(batch)
+        ids_in = shared_prefix.take_from(input_ids, spans)
 
-        def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
-            states = self.initial_state(len(segment.rows)) if initial is None else initial
-            ids = input_ids[segment.rows, segment.start : segment.stop]
-            is_parent = number in parents
-            hidden, final = self._hidden_by_chunks(
-                Batch(ids, ids), states, method, returns_states or is_parent, is_parent
+        def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
+            states = self.initial_state(len(segment.rows)) if beginning is None else beginning.states
+            ids = ids_in(segment.rows, segment.start, segment.stop)
+            keeps_states = returns_states and number not in parents
+            is_last, prefix = number == len(segments) - 1, None if beginning is None else beginning.prefix
+            hidden, end = self._hidden_by_chunks(
+                Batch(ids, ids), states, method, keeps_states, is_last, prefix
             )
             pieces.append(hidden)
-            return final
+            return end
 
         final = shared_prefix.run_segments(segments, run)
-        hidden = shared_prefix.tokens_in_batch_order(segments, pieces, input_ids)
+        hidden = shared_prefix.tokens_in_batch_order(segments, pieces, list(map(len, spans)))
+        hidden = hidden.unflatten(0, input_ids.shape)
         return hidden, shared_prefix.states_in_batch_order(segments, final) if returns_states else []
 
     def _hidden_by_chunks(
@@ -512,37 +520,47 @@ class Stack(nn.Module):
         states: Sequence[State],
         method: Method,
         returns_states: bool,
-        others_go_on: bool = False,
-    ) -> tuple[Tensor, list[State]]:
-        """Return y_K and the final states, one tuple per layer, by a method that runs chunks.
+        keeps_tapes: bool = True,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, End]:
+        """Return y_K and what is left at the end, by a method that runs chunks.
 
         Args:
             batch: ids and documents.
-            others_go_on: whether other sequences begin with the final states.
+            returns_states: whether keys and values are among the final states.
+            keeps_tapes: false if the backwards of other sequences come first.
+            prefix: as in `ChunkedStep`.
         """
         batch = dataclasses.replace(batch, states=self.stage_states(states), is_shifted=False)
         default = self.default_chunk_size(batch.ids, method)
         spec, collect = method.engine_spec(batch.seqlen, default), CollectHiddenStates(batch.seqlen)
-        spec = spec.without_tapes() if others_go_on else spec
+        spec = spec if keeps_tapes else spec.without_tapes()
         stages = [*self.stages(spec.storage.recompute, reads_windows(spec))[:-1], collect]
         access = access_of(self, None, ModuleTensors(self).restored)
         step = ChunkedStep(stages, batch, spec, self.config.d_model, access=access)
+        step.prefix = prefix
         access.verify(step)
         hidden, final = hidden_by_chunks(step, collect, returns_states)
-        return hidden, grouped(batch.states, final)[1:-1]
+        return hidden, End(grouped(batch.states, final)[1:-1], step.executor.slabs)
 
     @uncompiled
     def _by_chunks(
-        self, batch: Batch, method: Method, states: bool, group: Any, others_go_on: bool = False
-    ) -> tuple[Tensor, list[State], list[int] | None]:
+        self,
+        batch: Batch,
+        method: Method,
+        states: bool,
+        group: Any,
+        keeps_tapes: bool = True,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, End, list[int] | None]:
         default = self.default_chunk_size(batch.ids, method)
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
         spec = method.engine_spec(batch.seqlen, default)
-        spec = spec.without_tapes() if others_go_on else spec
-        results = self.steps(batch, spec, group).loss(states)
+        spec = spec if keeps_tapes else spec.without_tapes()
+        results = self.steps(batch, spec, group, prefix).loss(states)
         final = grouped(batch.states, [s for state in results.states for s in state])
-        return results.loss, final[1:-1], results.windows
+        return results.loss, End(final[1:-1], results.slabs), results.windows
 
     def default_chunk_size(self, input_ids: Tensor, method: Method) -> int:
         """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
@@ -550,19 +568,25 @@ class Stack(nn.Module):
         return default_chunk_size(self, input_ids, method.recompute, method.checkpoints, on_host)
 
     @uncompiled
-    def _segments(self, batch: Batch, method: Method, has_loss: bool = True) -> list[Segment] | None:
-        """Return the segments of a batch whose rows begin alike; None if each row is computed in full."""
-        if not method.share_prefixes or method.memory is not None or batch.seq_idx is not None:
+    def _segments(
+        self, batch: Batch, method: Method, returns_states: bool, has_loss: bool = True
+    ) -> list[Segment] | None:
+        """Return the segments of a batch whose rows or documents begin alike; None if all are computed."""
+        if not method.share_prefixes or method.memory is not None:
+            return None
+        if returns_states and batch.seq_idx is not None:  # those of each row's last document alone
             return None
         is_split = self.tensor_parallel is not None or access_kind(self).is_collective
-        if is_split or batch.rows == 1 or not is_untouched(self.embedding, nn.Embedding):
+        if is_split or not is_untouched(self.embedding, nn.Embedding):
             return None
-        rows, seqlen = batch.rows, batch.seqlen
-        targets = _targets_in(batch) if has_loss else None
-        segments = shared_prefix.plan(Rows(batch.ids, targets, [0] * rows, [seqlen] * rows))
+        if len(spans := _spans(batch)) == 1:
+            return None
+        targets, ends = _targets_in(batch, spans) if has_loss else None, list(map(len, spans))
+        ids = shared_prefix.take_from(batch.ids, spans)
+        segments = shared_prefix.plan(Rows(ids, targets, [0] * len(spans), ends, ends))
         if segments is None or any(map(custom_class, self.stages())):  # a layer may mix or tell rows apart
             return None
-        shared_prefix.announce(self, segments, rows * seqlen)
+        shared_prefix.announce(self, segments, batch.ids.numel())
         return segments
 
     @uncompiled
@@ -570,31 +594,35 @@ class Stack(nn.Module):
         self, batch: Batch, segments: Sequence[Segment], method: Method, returns_states: bool
     ) -> tuple[Tensor, list[State]]:
         """Return the loss and the final states of a batch whose segments are computed once each."""
-        losses = list[Tensor]()
+        losses, spans = list[Tensor](), _spans(batch)
         parents = {segment.parent for segment in segments}
+        ids_in, targets_in = shared_prefix.take_from(batch.ids, spans), _targets_in(batch, spans)
 
-        def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
-            states = self.initial_state(len(segment.rows)) if initial is None else initial
-            ids = batch.ids[segment.rows, segment.start : segment.stop]
-            labels, weights = shared_prefix.targets_of(segment, _targets_in(batch))
+        def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
+            states = self.initial_state(len(segment.rows)) if beginning is None else beginning.states
+            ids = ids_in(segment.rows, segment.start, segment.stop)
+            labels, weights = shared_prefix.targets_of(segment, targets_in)
             states = self.stage_states(states)
             segment_batch = Batch(ids, labels, batch.divisor, states=states, weights=weights)
-            is_parent = number in parents
-            keeps_states = returns_states or is_parent
-            loss, final, _ = self._by_chunks(segment_batch, method, keeps_states, None, is_parent)
+            keeps_states = returns_states and number not in parents
+            is_last, prefix = number == len(segments) - 1, None if beginning is None else beginning.prefix
+            loss, end, _ = self._by_chunks(segment_batch, method, keeps_states, None, is_last, prefix)
             losses.append(loss)
-            return final
+            return end
 
         final = shared_prefix.run_segments(segments, run)
         loss = torch.stack(losses).sum()
         return loss, shared_prefix.states_in_batch_order(segments, final) if returns_states else []
 
-    def steps(self, batch: Batch, spec: EngineSpec, group: Any = None) -> ChunkedStep:
+    def steps(
+        self, batch: Batch, spec: EngineSpec, group: Any = None, prefix: Prefix | None = None
+    ) -> ChunkedStep:
         """Return the batch's forward and backward for the engine.
 
         Args:
             batch: a batch whose states are the result of `stage_states`.
             group: the process group whose ranks share the batch.
+            prefix: as in `ChunkedStep`.
         """
         stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
         check_windows(self.config, spec)
@@ -604,6 +632,7 @@ class Stack(nn.Module):
             raise UserError(f"sequence_group: {why}")
         access.rest()
         step = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
+        step.prefix = prefix
         access.verify(step)
         return step
 
@@ -783,9 +812,17 @@ class Stack(nn.Module):
         return _read(directory, "mamba-ssm")
 
 
-def _targets_in(batch: Batch) -> Callable[[int, int], Tensor]:
-    """Return a function from two tokens of a batch to the shifted labels between them."""
-    return lambda start, stop: batch.chunk(start, stop).targets
+def _spans(batch: Batch) -> list[range]:
+    """Return the tokens of each row, or of each packed document, counted through all rows."""
+    starts = [[0]] * batch.rows if batch.seq_idx is None else starts_in(batch.seq_idx)
+    return shared_prefix.spans_of(starts, batch.seqlen)
+
+
+def _targets_in(batch: Batch, spans: Sequence[range]) -> shared_prefix.Take:
+    """Return the function that reads a batch's shifted labels by rows, or by documents."""
+    if batch.seq_idx is not None:
+        return shared_prefix.take_from(batch.targets, spans)
+    return lambda rows, start, stop: batch.chunk(start, stop).targets[list(rows)]
 
 
 def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from benchmarks.scaling import Scaling
 from benchmarks.sequence import Sequence
 from benchmarks.sequence_memory import SequenceMemory
 from benchmarks.shards.command import Shards
+from benchmarks.shared_prefixes import SharedPrefixes
 from benchmarks.sources import Sources
 from benchmarks.tensor_parallel import TensorParallel
 from benchmarks.trained_windows import TrainedWindows
@@ -204,6 +205,8 @@ FIGURES = [
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
     Figure("docs/host_weights.md", HostWeights(), "", "--models Bamba-9B --tokens 128K",
            ("plan/host_weights.py", "plan/estimate.py", "plan/memory.py")),
+    Figure("docs/recipes.md", SharedPrefixes(), "", "--models Stack --answers 2 --ratios 1 --passes 1",
+           (*WRAPPED, "engine/shared_prefix.py", "kernels/attention/*.py")),
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
     Figure("docs/method_costs.md", MiniSequence(), "",
            "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),

@@ -1,7 +1,8 @@
 """A prompt with several answers, computed once or with each row: `python -m benchmarks.shared_prefixes`.
 
 A forward and backward of G rows that share P tokens and have R of their own, whose labels alone count, of a
-`Stack` and of wrapped models with random weights; each point in a fresh process on one thread. Loss and norm
+`Stack` and of wrapped models with random weights; each point in a fresh process on one thread. Time is the
+median of `--passes` after a short one. Memory is the peak above imports, so the weights count. Loss and norm
 of the gradient are compared between the two ways.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -54,25 +56,29 @@ def measure(point: Point) -> Point:
 
         return Passes(model, loss)
 
-    return measured(prepare, ids, FIRST, lambda run: repeated(run, "cpu", 0.0), above="imports")
+    def passes(run: Callable[[], object]) -> list[float]:
+        return [seconds for _ in range(point["passes"]) for seconds in repeated(run, "cpu", 0.0)]
+
+    return measured(prepare, ids, FIRST, passes, above="imports")
 
 
 class SharedPrefixes(Benchmark):
     name = "shared_prefixes"
     module = "benchmarks.shared_prefixes"
-    limiting_options = ("models", "answers", "ratios", "rest")
+    limiting_options = ("models", "answers", "ratios", "rest", "passes")
     uses = ("wrapped",)
+    document = "docs/recipes.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--models", MODELS)
         runner.add_counts(parser, answers=([2, 8, 16], "rows with the prompt"),
                           ratios=([1, 4, 16], "tokens of the prompt per token of an answer"),
-                          rest=(512, "tokens of an answer"))  # fmt: skip
+                          rest=(512, "tokens of an answer"), passes=(3, "passes of each way"))  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         return [
             {"model": model, "answers": answers, "prompt": ratio * options.rest, "rest": options.rest,
-             "shares": shares}
+             "shares": shares, "passes": options.passes}
             for model in options.models for answers in options.answers for ratio in options.ratios
             for shares in (False, True)
         ]  # fmt: skip
@@ -88,27 +94,32 @@ class SharedPrefixes(Benchmark):
         return [{**point, **result} for point, result in measurements]
 
     def markdown(self, result: Row) -> str:
-        heads = ["model", "answers", "prompt", "tokens computed", "seconds", "once", "times faster",
-                 "MiB", "once", "gradient norms apart"]  # fmt: skip
+        """A line for each model and number of answers, a column for each length of the prompt."""
         by_size: dict[tuple[str, int, int], dict[bool, Row]] = {}
         for row in result["rows"]:
             if "error" not in row:
                 by_size.setdefault((row["model"], row["answers"], row["prompt"]), {})[row["shares"]] = row
-        lines = []
-        for (model, answers, prompt), ways in by_size.items():
-            if len(ways) < 2:
-                continue
-            full, once = ways[False], ways[True]
-            rest = full["rest"]
-            computed = f"{prompt - 1 + answers * (rest + 1):,} of {answers * (prompt + rest):,}"
-            seconds = [min(way["seconds"]) for way in (full, once)]
-            norms = [way["gradient_norm"] for way in (full, once)]
-            memory = [f"{way['memory_bytes'] / 2**20:,.0f}" for way in (full, once)]
-            lines.append([
-                model, str(answers), f"{prompt:,}", computed, *(f"{s:.2f}" for s in seconds),
-                f"{seconds[0] / seconds[1]:.1f}", *memory, f"{abs(norms[1] / norms[0] - 1):.0e}",
-            ])  # fmt: skip
-        return report.markdown_table(heads, lines, left=(0,))
+        pairs = [(ways[False], ways[True]) for ways in by_size.values() if len(ways) == 2]
+        cells = [full | {"cell": _cell(full, once)} for full, once in pairs]
+        differences = [abs(once["gradient_norm"] / full["gradient_norm"] - 1) for full, once in pairs]
+        table = report.pivot(["model", "answers"], cells, ("model", "answers"), "prompt",
+                             lambda row: str(row["cell"]), "prompt of {:,}".format)  # fmt: skip
+        rests = sorted({full["rest"] for full, _ in pairs})
+        return (
+            f"{table}\nSeconds of a forward and backward with each row in full → with the prompt once, and "
+            f"MiB; answers of {', '.join(f'{rest:,}' for rest in rests)} tokens. Norms of the gradient "
+            f"differ by at most {max(differences, default=0):.0e}.\n"
+        )
+
+
+def _cell(full: Row, once: Row) -> str:
+    """Time and memory of both ways, and how many times faster the prompt once is."""
+    seconds = [statistics.median(way["seconds"]) for way in (full, once)]
+    memory = [way["memory_bytes"] / 2**20 for way in (full, once)]
+    return (
+        f"{seconds[0]:.2f} → {seconds[1]:.2f} s ({seconds[0] / seconds[1]:.1f}×), "
+        f"{memory[0]:,.0f} → {memory[1]:,.0f} MiB"
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import Action, Recv, Run, Send, stored_states
 from adjoint.engine.storage import (
     Past,
+    Prefix,
     Slab,
     append_only_part,
     clone_views_of,
@@ -29,8 +30,35 @@ from adjoint.engine.storage import (
 )
 from adjoint.engine.tile import Cotangents
 from adjoint.engine.tile_values import TileValues
+from adjoint.engine.verification import NotAttended
+from adjoint.errors import UserError
 from adjoint.kernels import checks
 from adjoint.layers import State
+
+
+@contextlib.contextmanager
+def refuse_unread(unread: set[int], reason: str) -> Iterator[None]:
+    """Raise NotAttended if keys were joined without their values and attention has not read them elsewhere.
+
+    Then a model's own attention code has used what stands in their place, whether it failed by that or not.
+
+    Args:
+        unread: ids of such keys, while the context runs.
+        reason: of the error.
+    """
+    unread.clear()
+    cause: Exception | None = None
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not unread:
+            raise
+        cause = error
+    if unread:
+        unread.clear()
+        raise NotAttended(reason) from cause
 
 
 class Exchange(abc.ABC):
@@ -40,8 +68,8 @@ class Exchange(abc.ABC):
     """
 
     @abc.abstractmethod
-    def slab(self, values: TileValues, initial: Tensor, dim: int) -> Slab:
-        """Return storage for an append-only tensor of a state, which grows along `dim`."""
+    def slab(self, values: TileValues, initial: Tensor, dim: int, k: int) -> Slab:
+        """Return storage for the next append-only tensor of stage k's state, which grows along `dim`."""
 
     def begin(self, values: TileValues) -> None:
         """Prepare for an executor, which is complete otherwise: make its slabs."""
@@ -51,7 +79,7 @@ class Exchange(abc.ABC):
             for s, dim in zip(values.batch.states[k], stage.grows, strict=True):
                 if dim is not None:
                     checks.shape("initial_state", s, values.batch.rows, *s.shape[1:])
-                    values.slabs.setdefault(k, []).append(self.slab(values, s, dim))
+                    values.slabs.setdefault(k, []).append(self.slab(values, s, dim, k))
 
     @abc.abstractmethod
     def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
@@ -87,10 +115,34 @@ class Exchange(abc.ABC):
 
 
 class BetweenTiles(Exchange):
-    """States cross between tiles: they are keys of the grid (S, dS), stored at edges and sent as messages."""
+    """States cross between tiles: they are keys of the grid (S, dS), stored at edges and sent as messages.
 
-    def slab(self, values: TileValues, initial: Tensor, dim: int) -> Slab:
-        return Slab(initial, dim, values.grid.cuts[-1], values.host)
+    Args:
+        prefix: the tokens before the batch's, where an earlier batch has stored them. They are then not in
+            the states with which the batch begins.
+
+    Attributes:
+        unread: as in `Past`, of the running tile.
+    """
+
+    def __init__(self, prefix: Prefix | None = None) -> None:
+        self.prefix, self.unread = prefix, set[int]()
+
+    def slab(self, values: TileValues, initial: Tensor, dim: int, k: int) -> Slab:
+        tokens, prefix = values.grid.cuts[-1], self.prefix
+        if prefix is None:
+            return Slab(initial, dim, tokens, values.host)
+        before = prefix.slabs[k][len(values.slabs.get(k, ()))]
+        return Slab(initial, dim, tokens, values.host, before, prefix.rows)
+
+    def tile_context(self, values: TileValues, t: Tile) -> contextlib.AbstractContextManager[None]:
+        if self.prefix is None:
+            return contextlib.nullcontext()
+        return refuse_unread(
+            self.unread,
+            "this model's attention is its own code, which knows no keys and values that rows share: "
+            "Exact(share_prefixes=False) computes each row",
+        )
 
     def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
         values.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
@@ -127,20 +179,21 @@ class BetweenTiles(Exchange):
             recurrent_state = values.packing[k].unpack(values.fetch(("S", k, c - 1)))
         if k not in values.slabs:
             return recurrent_state
-        return merge_parts(recurrent_state, (self._past(values, s, c) for s in values.slabs[k]), grows)
+        return merge_parts(recurrent_state, (self._past(values, s, k, c) for s in values.slabs[k]), grows)
 
-    def _past(self, values: TileValues, slab: Slab, c: int) -> Past:
-        """Return the `Past` of a slab before chunk c."""
+    def _past(self, values: TileValues, slab: Slab, k: int, c: int) -> Past:
+        """Return the `Past` of a slab of stage k before chunk c."""
         grid = values.grid
         start, stop = grid.cuts[c : c + 2]
-        begin = grid.document(c) or -slab.initial_tokens  # the first document has the initial tokens
+        begin = grid.document(c) or -slab.tokens_before  # the first document has the tokens before
         first_grad_token = grid.first_grad_token(c)
         if first_grad_token == grid.document(c):  # no edge before it drops cotangents
             first_grad_token = begin
-        boundaries = values.documents(start, stop, slab.initial_tokens)
+        boundaries = values.documents(start, stop, slab.tokens_before)
         anchor = slab.initial.new_zeros(()).requires_grad_() if slab.is_initial_trained else None
         visible, starts = boundaries or (None, None)
-        return Past(slab, start, begin, first_grad_token, visible, starts, anchor)
+        unread = None if values.stage(k).fetches else self.unread
+        return Past(slab, start, begin, first_grad_token, visible, starts, anchor, unread)
 
     def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
         recurrent_state = recurrent_part(state, values.grows[k])

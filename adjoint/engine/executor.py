@@ -145,6 +145,8 @@ class Executor(TileValues):
             grid: grid of the backward's program, if it differs from the forward's: its windows may be picked
                 after the forward.
         """
+        for slab in itertools.chain.from_iterable(self.slabs.values()):
+            slab.begin_graph_task(torch._C._current_graph_task_id())
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
         self.scale, self.grid = scale, grid or self.grid
         self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)

@@ -1,9 +1,12 @@
-"""Rows of a batch that begin with the same tokens: which tokens are computed once, and the calls that do so.
+"""Rows of a batch, or packed documents, that begin with the same tokens: which tokens are computed once, and
+the calls that do so.
 
 The state after a common beginning is the same in all its rows, so it is computed with one row and branched:
-the rows go on from copies of it, and the cotangents of the copies are summed. A batch of G rows that share P
-tokens and have R more takes P + G·R tokens instead of G·(P + R). Rows that share more than the others do are
-branches of a branch, so the calls form a tree.
+the rows go on from copies of it, and the cotangents of the copies are summed. Keys and values are not copied:
+the rows read those of the beginning where they are, and add their cotangents there. A batch of G rows that
+share P tokens and have R more takes P + G·R tokens, and keys and values of as many, instead of G·(P + R).
+Rows that share more than the others do are branches of a branch, so the calls form a tree. Documents are rows
+here, of different lengths.
 
     rows              segments
     0: A A A B C D    A A A        for rows 0, 1 and 2
@@ -16,15 +19,17 @@ branches of a branch, so the calls form a tree.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX
+from adjoint.engine.storage import Prefix, Slab, take_rows
 from adjoint.errors import LOGGER, is_heard
 from adjoint.layers import State
 
@@ -36,7 +41,8 @@ MIN_SHARED_TOKENS = 256
 # long rows is not worth one.
 MIN_SAVED_SHARE = 1 / 16
 
-Targets = Callable[[int, int], Tensor]  # (start, stop) → shifted labels (rows, stop - start)
+# (rows, start, stop) → the ids or shifted labels (rows, stop - start) of these rows, all of which are so long
+Take = Callable[[Sequence[int], int, int], Tensor]
 
 
 class Segment(NamedTuple):
@@ -76,40 +82,38 @@ class Rows:
     """The rows of a batch, as far as they decide which tokens are shared.
 
     Attributes:
-        ids: (rows, seqlen), numbers that are equal where the tokens are.
+        ids: numbers that are equal where the tokens are.
         targets: None if there is no loss.
         starts: first token of each row after padding at the left.
         stops: number of tokens up to the last one that is no padding, of each row.
+        ends: number of tokens of each row.
         least_rest: tokens that must be left of each row after a shared beginning.
     """
 
-    ids: Tensor
-    targets: Targets | None
+    ids: Take
+    targets: Take | None
     starts: Sequence[int]
     stops: Sequence[int]
+    ends: Sequence[int]
     least_rest: int = 1
-
-    @property
-    def seqlen(self) -> int:
-        return self.ids.shape[1]
 
     @property
     def tokens(self) -> int:
         """Number of tokens of all rows, padding at the left left out."""
-        return len(self.starts) * self.seqlen - sum(self.starts)
+        return sum(self.ends) - sum(self.starts)
 
     def agreement(self, rows: Sequence[int], start: int) -> int:
         """Return the number of tokens from `start` on that may be computed once for all these rows.
 
         A token's target counts, too: rows may ignore it, but may not have two different ones. So the last
         common token, which predicts each row's own next one, is left to the rows."""
-        stop = min(min(self.stops[row] for row in rows), self.seqlen) - self.least_rest
+        stop = min(self.stops[row] for row in rows) - self.least_rest
         if stop <= start:
             return 0
-        ids = self.ids[rows, start:stop]
+        ids = self.ids(rows, start, stop)
         agrees = (ids == ids[:1]).all(0)
         if self.targets is not None:
-            targets = self.targets(start, stop)[rows]
+            targets = self.targets(rows, start, stop)
             agrees &= ((targets == targets.amax(0)) | (targets == IGNORE_INDEX)).all(0)
         return int(agrees.long().cumprod(0).sum())
 
@@ -119,7 +123,7 @@ class Rows:
         long_enough = [row for row in rows if self.stops[row] - start >= tokens + self.least_rest]
         if len(long_enough) < 2:
             return []
-        beginnings = self.ids[long_enough, start : start + tokens]
+        beginnings = self.ids(long_enough, start, start + tokens)
         numbers = torch.unique(beginnings, dim=0, return_inverse=True)[1].tolist()
         rows_by_number = defaultdict[int, list[int]](list)
         for row, number in zip(long_enough, numbers, strict=True):
@@ -137,8 +141,9 @@ def plan(rows: Rows) -> list[Segment] | None:
         rows_by_start[start].append(row)
     for start, members in rows_by_start.items():
         _branch(rows, [members], start, None, segments)
-    tokens, computed = rows.tokens, sum(segment.tokens for segment in segments)
-    return segments if tokens - computed >= MIN_SAVED_SHARE * tokens else None
+    saved = rows.tokens - sum(segment.tokens for segment in segments)
+    repays_calls = saved >= MIN_SHARED_TOKENS * (len(segments) - 1)
+    return segments if repays_calls and saved >= MIN_SAVED_SHARE * rows.tokens else None
 
 
 def _branch(
@@ -159,16 +164,44 @@ def _branch(
                 shared_by_stop[start + tokens].append((group, parent_row))
                 grouped_rows.update(group)
         single_rows += [(row, parent_row) for row in members if row not in grouped_rows]
-    if single_rows:
-        singles, parent_rows = [[row] for row, _ in single_rows], [number for _, number in single_rows]
-        segments.append(Segment(start, rows.seqlen, singles, parent, parent_rows))
-    for stop, pairs in sorted(shared_by_stop.items()):
-        groups, parent_rows = [group for group, _ in pairs], [number for _, number in pairs]
+    singles_by_end = defaultdict[int, list[tuple[int, int]]](list)
+    for row, parent_row in single_rows:
+        singles_by_end[rows.ends[row]].append((row, parent_row))
+    for end, pairs in singles_by_end.items():
+        singles, parent_rows = [[row] for row, _ in pairs], [number for _, number in pairs]
+        segments.append(Segment(start, end, singles, parent, parent_rows))
+    for stop, group_pairs in sorted(shared_by_stop.items()):
+        groups, parent_rows = [group for group, _ in group_pairs], [number for _, number in group_pairs]
         segments.append(Segment(start, stop, groups, parent, parent_rows))
         _branch(rows, groups, stop, len(segments) - 1, segments)
 
 
-def targets_of(segment: Segment, targets: Targets) -> tuple[Tensor, Tensor | None]:
+def spans_of(starts: Sequence[Sequence[int]], seqlen: int) -> list[range]:
+    """Return the tokens of each document, counted through all rows of a batch.
+
+    Args:
+        starts: first tokens of the documents of each row, 0 first.
+        seqlen: number of tokens of each row.
+    """
+    return [
+        range(row * seqlen + start, row * seqlen + stop)
+        for row, row_starts in enumerate(starts)
+        for start, stop in itertools.pairwise((*row_starts, seqlen))
+    ]
+
+
+def take_from(tensor: Tensor, spans: Sequence[range]) -> Take:
+    """Return the function that reads a tensor (batch, seqlen) by documents, which are its rows then."""
+    flat = tensor.flatten()
+
+    def take(rows: Sequence[int], start: int, stop: int) -> Tensor:
+        firsts = [spans[row].start for row in rows]
+        return torch.stack([flat[first + start : first + stop] for first in firsts])
+
+    return take
+
+
+def targets_of(segment: Segment, targets: Take) -> tuple[Tensor, Tensor | None]:
     """Return a segment's shifted targets and how often each counts, (rows, tokens) each.
 
     Args:
@@ -177,46 +210,61 @@ def targets_of(segment: Segment, targets: Targets) -> tuple[Tensor, Tensor | Non
     Returns:
         The weights are None if each target counts once.
     """
-    segment_targets = targets(segment.start, segment.stop)
     if not segment.is_shared:
-        return segment_targets[segment.rows], None
-    by_member = [segment_targets[members] for members in segment.members]
+        return targets(segment.rows, segment.start, segment.stop), None
+    by_member = [targets(members, segment.start, segment.stop) for members in segment.members]
     merged = torch.stack([t.amax(0) for t in by_member])
     return merged, torch.stack([(t != IGNORE_INDEX).sum(0) for t in by_member])
 
 
-def branch(state: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return rows of a state's tensor, which may repeat: a view if all are one row.
+class End(NamedTuple):
+    """The results of a segment's call that the segments after it begin with.
 
-    In the backward the cotangents of a row's copies are summed."""
-    if len(set(rows)) == 1:
-        return state[rows[0] : rows[0] + 1].expand(len(rows), *state.shape[1:])
-    return state if list(rows) == list(range(len(state))) else state.index_select(0, _indices(rows, state))
+    Attributes:
+        states: after its last token. If segments follow, keys and values have no tokens there: they stay in
+            the slabs.
+        slabs: its keys and values, by stage.
+    """
+
+    states: list[State]
+    slabs: Mapping[int, Sequence[Slab]]
+
+
+class Beginning(NamedTuple):
+    """The states, keys and values that a segment's call begins with.
+
+    Attributes:
+        states: before its first token, a row for each of its own: copies, where rows go on from the same one.
+        prefix: keys and values of all tokens before it, stored once for rows that go on from the same one.
+    """
+
+    states: list[State]
+    prefix: Prefix
 
 
 def run_segments(
-    segments: Sequence[Segment],
-    run: Callable[[int, Segment, list[State] | None], list[State]],
+    segments: Sequence[Segment], run: Callable[[int, Segment, Beginning | None], End]
 ) -> dict[int, list[State]]:
     """Run all segments, each from the branched states of its parent.
 
     Args:
-        run: computes a segment, by its number, from its initial states, None for those before a sequence, and
-            returns the states after it.
+        run: computes a segment by its number. None stands for the beginning of a sequence.
 
     Returns:
         The states after each segment without branches, by the segment's number.
     """
-    final: dict[int, list[State]] = {}
+    ends: dict[int, End] = {}
     last_child = {segment.parent: number for number, segment in enumerate(segments)}
     for number, segment in enumerate(segments):
-        initial = None
+        beginning = None
         if (parent := segment.parent) is not None:
-            initial = [tuple(branch(s, segment.parent_rows) for s in state) for state in final[parent]]
+            states, rows = ends[parent].states, segment.parent_rows
+            branched = [tuple(take_rows(s, rows) for s in state) for state in states]
+            beginning = Beginning(branched, Prefix(ends[parent].slabs, rows))
             if last_child[parent] == number:
-                del final[parent]
-        final[number] = run(number, segment, initial)
-    return final
+                del ends[parent]
+        ends[number] = run(number, segment, beginning)
+    return {number: end.states for number, end in ends.items()}
 
 
 def states_in_batch_order(segments: Sequence[Segment], final: dict[int, list[State]]) -> list[State]:
@@ -237,18 +285,20 @@ def states_in_batch_order(segments: Sequence[Segment], final: dict[int, list[Sta
 def _in_batch_order(segments: Sequence[Segment], pieces: dict[int, Tensor]) -> Tensor:
     rows = [row for number in pieces for row in segments[number].rows]
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    return branch(torch.cat(list(pieces.values())), order)
+    return take_rows(torch.cat(list(pieces.values())), order)
 
 
-def tokens_in_batch_order(segments: Sequence[Segment], pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return what has a value for each token, (batch, seqlen, …), from that of each segment.
+def tokens_in_batch_order(
+    segments: Sequence[Segment], pieces: Sequence[Tensor], lengths: Sequence[int]
+) -> Tensor:
+    """Return what has a value for each token, (tokens of all rows, …), from that of each segment.
 
     Tokens that no segment has computed, padding at the left, are zero. In the backward the cotangents of a
     token that stands for several rows are summed.
 
     Args:
         pieces: (rows, tokens, …) of each segment.
-        like: (batch, seqlen).
+        lengths: number of tokens of each row.
     """
     pieces_by_row = defaultdict[int, list[Tensor]](list)
     for segment, piece in zip(segments, pieces, strict=True):
@@ -256,14 +306,10 @@ def tokens_in_batch_order(segments: Sequence[Segment], pieces: Sequence[Tensor],
             for row in members:
                 pieces_by_row[row].append(values)
     all_pieces = list[Tensor]()  # joined at once: a second copy of all tokens would take as much memory
-    for row in range(len(like)):
-        padding = like.shape[1] - sum(len(values) for values in pieces_by_row[row])
+    for row, length in enumerate(lengths):
+        padding = length - sum(len(values) for values in pieces_by_row[row])
         all_pieces += [pieces[0].new_zeros(padding, *pieces[0].shape[2:]), *pieces_by_row[row]]
-    return torch.cat(all_pieces).unflatten(0, like.shape)
-
-
-def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, device=like.device)
+    return torch.cat(all_pieces)
 
 
 _announced: weakref.WeakSet[nn.Module] = weakref.WeakSet()

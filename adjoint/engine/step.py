@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.continuation import STEP, frees_graph
 from adjoint.engine.distribution import Distribution
+from adjoint.engine.exchange import BetweenTiles
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
 from adjoint.engine.module_tensors import UntrainedTensors
@@ -22,6 +23,7 @@ from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.schedule import Action, Schedule, cut_before_backward, keys_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
+from adjoint.engine.storage import Prefix, Slab
 from adjoint.engine.tile import Gradients, Tape
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
@@ -54,12 +56,14 @@ class Result(NamedTuple):
         loss: the mean loss. states: the final states, one tuple per stage.
         windows: each layer's window if the method picked them.
         sums: the totals of the step's `sums`.
+        slabs: keys and values by stage, from which other steps can go on (`Prefix`).
     """
 
     loss: Tensor
     states: list[State]
     windows: list[int] | None = None
     sums: Sequence[Tensor] = ()
+    slabs: Mapping[int, Sequence[Slab]] = {}
 
 
 class _Chunked(torch.autograd.Function):
@@ -138,6 +142,8 @@ class ChunkedStep:
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
         has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
         windows: each layer's window, once they are picked.
+        prefix: the tokens before the batch's rows where an earlier step has stored them, to be set before the
+            forward; None if they are in the batch's states.
         executor, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's
             grid as far as it is known; set by `_begin`.
         backward_actions: the backward's part of the program; set by the forward.
@@ -148,6 +154,7 @@ class ChunkedStep:
     grid: Grid
     tapes: int
     backward_actions: Collection[Action] = ()
+    prefix: Prefix | None = None
 
     def __init__(
         self,
@@ -221,6 +228,9 @@ class ChunkedStep:
             else ()
             for stage, state in zip(self.stages, self.batch.states, strict=True)
         ]
+        connections = self.distribution.connections(grid)
+        if self.prefix is not None:
+            connections = dataclasses.replace(connections, exchange=BetweenTiles(self.prefix))
         return Executor(
             self.stages,
             grid,
@@ -228,7 +238,7 @@ class ChunkedStep:
             self.spec,
             self.width,
             self.access.gradients(self.parameters, self.has_backward, self.distribution.is_alone),
-            self.distribution.connections(grid),
+            connections,
         )
 
     def _measure_first_chunk(self) -> budget.ChunkMemory:
@@ -269,7 +279,8 @@ class ChunkedStep:
         loss, final = self.forward(return_final_kv=states)
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
-        return Result(loss, grouped(self.batch.states, final), self.windows, sums)
+        states_by_stage = grouped(self.batch.states, final)
+        return Result(loss, states_by_stage, self.windows, sums, self.executor.slabs)
 
     def differentiable(self, results: list[Tensor], back: Backward) -> tuple[Tensor, ...]:
         """Return the results of `forward`, differentiable by `back`; empty the list."""

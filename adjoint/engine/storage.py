@@ -6,9 +6,9 @@ Recurrent states are copied to chunk edges (`Edges`). Append-only ones are store
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -144,25 +144,46 @@ class Slab:
     adds. Token 0 is the sequence's first; the tokens of `initial` have negative numbers. All methods take and
     return tensors that grow along `dim`, on the device, wherever the slab is.
 
+    A slab may go on from another one, in which several of its rows can have the same beginning: the `prefix`.
+    The prefix's tokens have the numbers before those of `initial`. They are read where they are, and their
+    cotangents are added there.
+
     Args:
         initial: the tensor before the sequence; it may have no tokens.
         dim: the dimension along which it grows.
         tokens: the sequence's length.
         host: whether values and cotangents are in host memory. Tokens are then the first dimension, so that a
             piece is one block, which can be copied while the device computes.
+        prefix: the slab that this one goes on from, or None.
+        prefix_rows: for each row, the prefix's row that it goes on from.
 
     Attributes:
         memory: the values, None until the first ones are written: only then is their dtype known, which
             under autocast is not that of `initial`.
         is_initial_trained: whether `initial` gets a gradient.
         stored_dim: the dimension of `memory` along which tokens are stored.
+        tokens_before: number of tokens before token 0.
+        graph_task: number of the backward of autograd that the cotangents belong to.
     """
 
-    def __init__(self, initial: Tensor, dim: int, tokens: int, host: bool = False) -> None:
+    def __init__(
+        self,
+        initial: Tensor,
+        dim: int,
+        tokens: int,
+        host: bool = False,
+        prefix: Slab | None = None,
+        prefix_rows: Sequence[int] = (),
+    ) -> None:
         self.initial, self.dim, self.host, self.device = initial.detach(), dim, host, initial.device
-        self.is_initial_trained = initial.requires_grad
-        self.stored_dim = 0 if host else dim
+        self.stored_dim, self.tokens = 0 if host else dim, tokens
         self.initial_tokens = initial.shape[dim]
+        self.is_initial_trained = initial.requires_grad and self.initial_tokens > 0
+        self.prefix, self.prefix_rows = prefix, tuple(prefix_rows)
+        self.tokens_before = self.initial_tokens
+        if prefix is not None:
+            self.tokens_before += prefix.tokens_before + prefix.tokens
+        self.graph_task = -1
         self.shape = list(initial.shape)
         del self.shape[dim]
         self.shape.insert(self.stored_dim, self.initial_tokens + tokens)
@@ -210,20 +231,64 @@ class Slab:
         self._copy_in(self.values, piece, start)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return the values of the tokens [start, stop): a view, or from the host a copy."""
-        return self._read(self.values, start, stop)
+        """Return the values of the tokens [start, stop): a view, or from the host or a prefix a copy."""
+        if start >= -self.initial_tokens:
+            return self._read(self.values, start, stop)
+        return torch.cat([piece.read_by_row() for piece in self.parts(start, stop)], dim=self.dim)
+
+    def parts(self, start: int, stop: int) -> list[SlabPart]:
+        """Return where the tokens [start, stop) are: in the slabs before this one, and in this one."""
+        first, parts = -self.initial_tokens, list[SlabPart]()
+        if start < first:
+            assert self.prefix is not None
+            shift = self.initial_tokens + self.prefix.tokens  # to the prefix's numbers
+            for piece in self.prefix.parts(start + shift, min(stop, first) + shift):
+                rows = self.prefix_rows
+                if piece.rows is not None:
+                    rows = tuple(piece.rows[row] for row in rows)
+                parts.append(piece._replace(rows=rows))
+        if max(start, first) < stop:
+            parts.append(SlabPart(self, None, max(start, first), stop))
+        return parts
+
+    def begin_graph_task(self, number: int) -> None:
+        """Drop cotangents that a backward other than this one has left, here and in the slabs before.
+
+        Slabs that go on from one another add to its cotangents before its own backward begins, and a backward
+        may fail in between.
+
+        Args:
+            number: of autograd's graph task, -1 for none.
+        """
+        if number == -1 or number != self.graph_task:
+            self.cotangents, self.graph_task = None, number
+        if self.prefix is not None:
+            self.prefix.begin_graph_task(number)
 
     def begin_backward(self, d_final: Tensor | None) -> None:
-        """Set the cotangents of all tokens to those of the final tensor; None stands for zeros."""
-        dtype = accumulate_dtype(self.values.dtype)
-        if d_final is None and not self.host:  # zeros take no memory until they are written
-            self.cotangents = torch.zeros_like(self.values, dtype=dtype)
-            return
-        self.cotangents = allocate(self.values.shape, dtype, self.device, self.host)
-        if d_final is None:
-            self.cotangents.zero_()
-        else:
+        """Add the cotangents of the final tensor to those that slabs after this one have added.
+
+        None stands for zeros, and so does a tensor without tokens: it was not asked for."""
+        if d_final is None or not d_final.shape[self.dim]:
+            self._begin_cotangents()
+        elif self.cotangents is None and self.prefix is None:
+            self.cotangents = self._allocate_cotangents()
             self._copy_in(self.cotangents, d_final, -self.initial_tokens)
+        else:
+            self._begin_cotangents()
+            self.add_cotangent(d_final, -self.tokens_before)
+
+    def _begin_cotangents(self) -> Tensor:
+        """Return the cotangents, which are zeros at first."""
+        if self.cotangents is None:
+            if self.host:
+                self.cotangents = self._allocate_cotangents().zero_()
+            else:  # zeros take no memory until they are written
+                self.cotangents = torch.zeros_like(self.values, dtype=accumulate_dtype(self.values.dtype))
+        return self.cotangents
+
+    def _allocate_cotangents(self) -> Tensor:
+        return allocate(self.values.shape, accumulate_dtype(self.values.dtype), self.device, self.host)
 
     def cotangent(self, start: int, stop: int) -> Tensor:
         """Return the cotangent of the tokens [start, stop), in the values' dtype.
@@ -234,20 +299,93 @@ class Slab:
 
     def add_cotangent(self, d_past: Tensor, start: int, rows: slice = slice(None)) -> None:
         """Add a chunk's cotangent of the tokens from `start` on, in some rows of the batch."""
-        assert self.cotangents is not None
-        sums = self._read(self.cotangents, start, start + d_past.shape[self.dim])
-        sums[rows].add_(d_past)  # on the device this is a view of the slab; from the host, a copy
+        if start >= -self.initial_tokens:
+            return self._add(d_past, start, lambda sums: sums[rows].add_(d_past))
+        first = start
+        for piece in self.parts(start, start + d_past.shape[self.dim]):
+            tokens = piece.stop - piece.start
+            piece.add_cotangent(d_past.narrow(self.dim, start - first, tokens)[rows])
+            start += tokens
+
+    def _add(self, d: Tensor, start: int, add: Callable[[Tensor], object]) -> None:
+        """Have `add` change the cotangents of the tokens from `start` on."""
+        cotangents = self._begin_cotangents()
+        sums = self._read(cotangents, start, start + d.shape[self.dim])
+        add(sums)  # on the device this is a view of the slab; from the host, a copy
         if self.host:
-            self._copy_in(self.cotangents, sums, start)
+            self._copy_in(cotangents, sums, start)
+
+    def add_to_rows(self, d: Tensor, start: int, rows: Sequence[int]) -> None:
+        """Add cotangents of the tokens from `start` on, each of its rows to one of this slab's.
+
+        Several may go to the same row: they are summed in order, so that every run has the same bits."""
+        rows_by_place: dict[int, list[int]] = {}
+        for number, row in enumerate(rows):
+            rows_by_place.setdefault(row, []).append(number)
+
+        def add(sums: Tensor) -> None:
+            for row, numbers in rows_by_place.items():
+                of_row = d[numbers[0]] if len(numbers) == 1 else d[numbers].sum(0, dtype=sums.dtype)
+                sums[row].add_(of_row)
+
+        self._add(d, start, add)
 
     def initial_cotangent(self) -> Tensor:
         """Return the cotangent of `initial`."""
         return self.cotangent(-self.initial_tokens, 0)
 
     def final_values(self) -> Tensor:
-        """Return the tensor after the sequence, initial tokens included, in the dtype of `initial`."""
-        stop = self.shape[self.stored_dim] - self.initial_tokens
-        return self.read(-self.initial_tokens, stop).to(self.initial.dtype)
+        """Return the tensor after the sequence, all tokens before it included, in the dtype of `initial`."""
+        return self.read(-self.tokens_before, self.tokens).to(self.initial.dtype)
+
+
+class SlabPart(NamedTuple):
+    """Consecutive tokens of a slab that rows have before those of their own.
+
+    Attributes:
+        slab: where they are stored.
+        rows: for each row, the slab's row with its tokens; None if that is the row itself.
+        start, stop: the slab's tokens [start, stop).
+    """
+
+    slab: Slab
+    rows: tuple[int, ...] | None
+    start: int
+    stop: int
+
+    def read(self) -> Tensor:
+        """Return the values of all of the slab's rows: a view, or from the host a copy."""
+        return self.slab.read(self.start, self.stop)
+
+    def read_by_row(self) -> Tensor:
+        """Return the values with a row for each row that has these tokens."""
+        values = self.read()
+        return values if self.rows is None else take_rows(values, self.rows)
+
+    def add_cotangent(self, d: Tensor, offset: int = 0, rows: Sequence[int] | None = None) -> None:
+        """Add cotangents of the tokens from `start + offset` on.
+
+        Args:
+            d: with a row for each row that has these tokens; with `rows`, for each of these.
+            rows: of the slab.
+        """
+        rows = self.rows if rows is None else rows
+        if rows is None:
+            self.slab.add_cotangent(d, self.start + offset)
+        else:
+            self.slab.add_to_rows(d, self.start + offset, rows)
+
+
+class Prefix(NamedTuple):
+    """The tokens before a batch's rows, as an earlier batch has stored them, of which rows can have the same.
+
+    Attributes:
+        slabs: of the earlier batch, by stage.
+        rows: for each row, the earlier batch's row that it goes on from.
+    """
+
+    slabs: Mapping[int, Sequence[Slab]]
+    rows: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -263,6 +401,8 @@ class Past:
             `start`; None if the batch has no `seq_idx`.
         starts: per row, the indices in the chunk, except 0, at which documents begin; None as `visible`.
         anchor: a tensor that requires a gradient if the initial tokens do; else None.
+        unread: slabs whose tokens `join_unread` has joined and nobody has read yet, by id. None if tokens of
+            a slab's prefix are joined to the chunk's own, for attention that is a model's own code.
     """
 
     slab: Slab
@@ -272,9 +412,39 @@ class Past:
     visible: Sequence[int] | None = None
     starts: Sequence[Sequence[int]] | None = None
     anchor: Tensor | None = None
+    unread: set[int] | None = None
 
     def __len__(self) -> int:
         return self.start - self.begin
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether attention may read the tokens part by part, in the slabs where they are."""
+        return self.slab.prefix is not None and self.unread is not None
+
+    def parts(self) -> list[SlabPart]:
+        """Return where the tokens are."""
+        assert self.unread is not None
+        self.unread.discard(id(self.slab))
+        return self.slab.parts(self.begin, self.start)
+
+    def join_unread(self, piece: Tensor) -> Tensor:
+        """Write the chunk's own piece to the slab; return a tensor like that of `join`, without the values.
+
+        Of a prefix, which rows share, they would be copies for each row. Attention that knows this `Past`
+        reads `parts()`; any other finds nan, and `unread` tells."""
+        assert self.unread is not None
+        self.slab.write(piece.detach(), self.start)
+        self.unread.add(id(self.slab))
+        shape = list(piece.shape)
+        shape[self.slab.dim] += len(self)
+        return self.slab.values.new_full((), torch.nan).expand(shape)
+
+    def read_joined(self, piece: Tensor) -> Tensor:
+        """Return what `join` does, in the place of the tensor that `join_unread` has returned."""
+        assert self.unread is not None
+        self.unread.discard(id(self.slab))
+        return _Join.apply(piece, self, self.begin)
 
     def anchored(self, piece: Tensor) -> Tensor:
         """Return the chunk's own piece, with a graph if the initial tokens need one.
@@ -322,6 +492,17 @@ class _Join(torch.autograd.Function):
         past, dim, past_tokens = ctx.past, ctx.past.slab.dim, ctx.past.start - ctx.begin
         past.add_cotangent(d_joined, ctx.begin)
         return d_joined.narrow(dim, past_tokens, d_joined.shape[dim] - past_tokens), None, None
+
+
+def take_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return rows of a tensor, which may repeat: a view if all are one row.
+
+    In the backward the cotangents of a row's copies are summed."""
+    if len(set(rows)) == 1:
+        return tensor[rows[0] : rows[0] + 1].expand(len(rows), *tensor.shape[1:])
+    if list(rows) == list(range(len(tensor))):
+        return tensor
+    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
 
 
 def to_host(tensor: Tensor) -> Tensor:

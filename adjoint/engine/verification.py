@@ -52,6 +52,10 @@ class Refused(UserError):
     """Error for a model or layer whose results by chunks are not, or are not known to be, its own."""
 
 
+class NotAttended(Refused):
+    """A model's attention is its own code, which cannot read keys where they are: they must be joined."""
+
+
 def refuse(subject: str, reason: str, remedy: str, cause: BaseException | None = None) -> NoReturn:
     """Raise `Refused` with the reason and with an alternative that works."""
     raise Refused(f"{untested_now()}{subject} cannot be trained by chunks: {reason}; {remedy}") from cause

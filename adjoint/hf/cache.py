@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
 from adjoint.engine.step import uncompiled
-from adjoint.engine.storage import Past
+from adjoint.engine.storage import Past, Prefix
 from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.hf.transformers_api import (
     BEGINS_WITH_STATES,
@@ -88,10 +88,12 @@ class CarriedState:
     Attributes:
         state: of the model's cache, as `Slot`s have it.
         tokens: number of tokens before the call, of the document that goes on.
+        prefix: keys and values before the call, if they are not in the state.
     """
 
     state: State
     tokens: int
+    prefix: Prefix | None = None
 
 
 class _StateLayer:

@@ -1,4 +1,5 @@
-"""Rows of a wrapped model's call that begin with the same tokens: as calls of the tokens that are computed.
+"""Rows or packed documents of a wrapped model's call that begin with the same tokens: as calls of the tokens
+that are computed.
 
 `engine.shared_prefix` says which tokens these are. Here are the conditions under which a model's results are
 those of full rows, and the call of each segment."""
@@ -13,7 +14,7 @@ from torch import Tensor
 from adjoint.batch import Batch
 from adjoint.engine import shared_prefix
 from adjoint.engine.module_tensors import UntrainedTensors
-from adjoint.engine.shared_prefix import Rows, Segment
+from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, make_chunk_cache
 from adjoint.hf.call import Call
@@ -23,7 +24,6 @@ from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forw
 from adjoint.hf.stage import Backbone
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.verification import Verification
-from adjoint.layers import State
 from adjoint.parallel.access import tensor_parallel_groups
 
 LEAST_TOKENS = 2  # of a call that goes on: transformers takes a single token for decoding
@@ -37,7 +37,7 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
     """
     wrap_state = verification.wrap_state
     method, model = wrap_state.method, call.model
-    if not method.share_prefixes or method.memory is not None or len(call.ids) == 1:
+    if not method.share_prefixes or method.memory is not None or len(_spans(call) or ()) < 2:
         return None
     if (
         wrap_state.group is not None
@@ -78,45 +78,48 @@ def halves_tokens(call: Call) -> bool:
 
 def _plan(call: Call) -> list[Segment] | None:
     """Return the segments of a call by its tokens alone."""
-    rows, seqlen = call.ids.shape
-    if rows == 1 or seqlen < shared_prefix.MIN_SHARED_TOKENS + LEAST_TOKENS:
+    if call.ids.shape[1] < shared_prefix.MIN_SHARED_TOKENS + LEAST_TOKENS:
         return None
-    if (starts := _first_tokens(call)) is None:
+    if (spans := _spans(call)) is None or len(spans) < 2:
         return None
-    return shared_prefix.plan(Rows(call.ids, _targets_in(call), starts, _stops(call), LEAST_TOKENS))
+    ends = [len(span) for span in spans]
+    stops = ends
+    if call.mask is not None:
+        seqlen = call.ids.shape[1]
+        stops = (seqlen - (call.mask.flip(1).cumsum(1) == 0).sum(1)).tolist()
+    ids = shared_prefix.take_from(call.ids, spans)
+    return shared_prefix.plan(
+        Rows(ids, _targets_in(call, spans), _padding_at_left(call), stops, ends, LEAST_TOKENS)
+    )
 
 
 def _tokens(call: Call) -> int:
     """Return the number of a call's tokens, padding at the left left out."""
-    return call.ids.numel() - sum(_first_tokens(call) or ())
+    return call.ids.numel() - sum(_padding_at_left(call))
 
 
-def _first_tokens(call: Call) -> list[int] | None:
-    """Return each row's first token after padding at the left.
-
-    None if a row has several documents, or nothing but padding."""
+def _padding_at_left(call: Call) -> list[int]:
+    """Return the number of tokens of padding at the left of each row, or of each document."""
     if call.mask is None:
-        first = [0] * len(call.ids)
-    else:
-        first = (call.mask.cumsum(1) == 0).sum(1).tolist()
-    for starts, start in zip(call.starts, first, strict=True):
-        if starts not in ((0,), (0, start)) or start == call.ids.shape[1]:
+        return [0] * sum(map(len, call.starts))
+    return (call.mask.cumsum(1) == 0).sum(1).tolist()
+
+
+def _spans(call: Call) -> list[range] | None:
+    """Return the tokens of each row, or of each packed document, counted through all rows.
+
+    None if a row has nothing but padding, or padding and several documents."""
+    seqlen = call.ids.shape[1]
+    if call.mask is None:
+        return shared_prefix.spans_of(call.starts, seqlen)
+    for starts, padding in zip(call.starts, _padding_at_left(call), strict=True):
+        if starts not in ((0,), (0, padding)) or padding == seqlen:
             return None
-    return first
+    return shared_prefix.spans_of([(0,)] * len(call.ids), seqlen)
 
 
-def _stops(call: Call) -> list[int]:
-    """Return each row's number of tokens up to the last one that is no padding."""
-    rows, seqlen = call.ids.shape
-    if call.mask is None:
-        return [seqlen] * rows
-    return (seqlen - (call.mask.flip(1).cumsum(1) == 0).sum(1)).tolist()
-
-
-def _targets_in(call: Call) -> shared_prefix.Targets | None:
-    if not call.has_labels:
-        return None
-    return lambda start, stop: call.targets[:, start:stop]
+def _targets_in(call: Call, spans: Sequence[range]) -> shared_prefix.Take | None:
+    return shared_prefix.take_from(call.targets, spans) if call.has_labels else None
 
 
 @torch.no_grad()
@@ -138,24 +141,26 @@ def _draws_random_numbers(verification: Verification) -> bool:
         return stage.randomness.have_drawn(before)
 
 
-def segment_call(call: Call, segment: Segment, state: State | None) -> tuple[Call, Tensor | None]:
+def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> tuple[Call, Tensor | None]:
     """Return the call of a segment, and how often each of its targets counts.
 
     Args:
-        state: with which the segment begins; None for the beginning of its rows.
+        beginning: what the segment begins with; None for the beginning of its rows.
     """
-    columns = slice(segment.start, segment.stop)
-    arguments: dict[str, object] = {"input_ids": call.ids[segment.rows, columns]}
+    spans, columns = _spans(call), slice(segment.start, segment.stop)
+    assert spans is not None
+    ids = shared_prefix.take_from(call.ids, spans)(segment.rows, segment.start, segment.stop)
+    arguments: dict[str, object] = {"input_ids": ids}
     weights = None
-    if (targets_in := _targets_in(call)) is not None:
+    if (targets_in := _targets_in(call, spans)) is not None:
         arguments["shift_labels"], weights = shared_prefix.targets_of(segment, targets_in)
         arguments["num_items_in_batch"] = call.divisor  # the whole call's
     carried = None
     if call.mask is not None:
         arguments["attention_mask"] = call.mask[segment.rows, columns].long()
-    if state is not None:
+    if beginning is not None:
         start = 0 if call.mask is None else int((call.mask[segment.rows[0]].cumsum(0) == 0).sum())
-        carried = CarriedState(state, segment.start - start)
+        carried = CarriedState(beginning.states[0], segment.start - start, beginning.prefix)
     return Call(call.model, arguments, carried=carried), weights
 
 
@@ -163,4 +168,5 @@ def hidden_of_rows(call: Call, segments: Sequence[Segment], hidden: Sequence[Ten
     """Return the hidden states (batch, seqlen, …) of all rows from those of each segment.
 
     Those of padding at the left are zeros."""
-    return shared_prefix.tokens_in_batch_order(segments, hidden, call.ids)
+    lengths = [len(span) for span in _spans(call) or ()]
+    return shared_prefix.tokens_in_batch_order(segments, hidden, lengths).unflatten(0, call.ids.shape)

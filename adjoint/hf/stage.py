@@ -440,7 +440,10 @@ def make_step(
             check.refuse(model, f"sequence_group: {why}")
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
-    return ChunkedStep(stages, batch, spec, width, sums, distribution_of(group), access)
+    step = ChunkedStep(stages, batch, spec, width, sums, distribution_of(group), access)
+    if stages[0].carried is not None:
+        step.prefix = stages[0].carried.prefix
+    return step
 
 
 @torch.no_grad()

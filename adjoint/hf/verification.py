@@ -26,7 +26,17 @@ from adjoint.engine.host_weights import device_of
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ParameterAccess
-from adjoint.engine.verification import COARSE, TOKENS, Refused, Results, Trial, TrialKind, alike, tolerance
+from adjoint.engine.verification import (
+    COARSE,
+    TOKENS,
+    NotAttended,
+    Refused,
+    Results,
+    Trial,
+    TrialKind,
+    alike,
+    tolerance,
+)
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
@@ -68,7 +78,6 @@ from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.precision import full_float32
 from adjoint.parallel.access import tensor_parallel_groups
 from adjoint.parallel.agreement import describe, digest, refuse_different_models
-from adjoint.parallel.kv import NotAttended
 from adjoint.parallel.split_tensors import local
 
 T = TypeVar("T")

@@ -30,9 +30,9 @@ from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates, hidd
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
-from adjoint.engine.shared_prefix import Segment, run_segments
+from adjoint.engine.shared_prefix import Beginning, End, Segment, run_segments
 from adjoint.engine.step import uncompiled
-from adjoint.engine.verification import TOKENS
+from adjoint.engine.verification import TOKENS, NotAttended
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.call import Call
@@ -89,7 +89,6 @@ from adjoint.hf.verification import (
 from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
-from adjoint.layers import State
 from adjoint.methods import Exact, Method, check_wrapped_method
 from adjoint.parallel.context import group_of, ranks_of
 
@@ -98,6 +97,7 @@ if TYPE_CHECKING:
 
 # Tokens of a row above which an evaluation without gradients is by chunks, if the method has no chunk_size.
 LONG_FORWARD = 8192
+T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=nn.Module)
 StageT = TypeVar("StageT", bound=Backbone)
 # Takes a module through which calls enter, and the call's arguments by name.
@@ -587,7 +587,7 @@ def _loss_by_chunks(
         returns_cache: whether the output has the cache after the last token.
     """
     if not returns_cache and (segments := segments_of(call, verification)) is not None:
-        return _loss_by_segments(call, verification, segments)
+        return _reading_prefixes(verification, lambda: _loss_by_segments(call, verification, segments))
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
     model, group = call.model, verification.wrap_state.group
     if group is not None and call.logits_index is not None:
@@ -625,24 +625,31 @@ def _loss_by_chunks(
 def _loss_by_segments(call: Call, verification: Verification, segments: Sequence[Segment]) -> LossOutput:
     """Compute the loss of a call whose rows begin alike: each shared beginning once."""
     method, losses = verification.wrap_state.method, list[Tensor]()
-    parents = {segment.parent for segment in segments}
 
-    def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
-        state = None if initial is None else initial[0]
-        inner, weights = segment_call(call, segment, state)
+    def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
+        inner, weights = segment_call(call, segment, beginning)
         batch, spec = _cut_into_chunks(inner, verification)
-        spec = spec.without_tapes() if number in parents else spec
+        spec = spec if number == len(segments) - 1 else spec.without_tapes()  # its backward comes first
         context = CallContext.from_call(inner, plan=verification.replacement_plan)
-        stage = CausalLM.from_call(inner, verification.slots, method, context=context)
-        step = make_step(
-            [stage], dataclasses.replace(batch, weights=weights), spec, _backward_context(verification)
-        )
-        result = step.loss(states=number in parents)
+        stage = CausalLM.from_call(inner, verification.slots, method, verification.fetches, context=context)
+        batch = dataclasses.replace(batch, weights=weights)
+        result = make_step([stage], batch, spec, _backward_context(verification)).loss()
         losses.append(result.loss)
-        return result.states
+        return End(result.states, result.slabs)
 
     run_segments(segments, run)
     return LossOutput(loss=torch.stack(losses).sum())
+
+
+def _reading_prefixes(verification: Verification, compute: Callable[[], T]) -> T:
+    """Return the result of calls of segments, whose attention reads keys and values that rows share.
+
+    Where it is the model's own code, which cannot, each chunk joins them to its own, copied for each row."""
+    try:
+        return compute()
+    except NotAttended:
+        verification.fetches = True
+        return compute()
 
 
 def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
@@ -677,34 +684,43 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
     verification = verify(call)
     segments = None if returns_cache else segments_of(call, verification)
     if segments is None:
-        hidden, state, router = _hidden_and_state(call, verification, returns_cache)
+        hidden, end, router = _hidden_and_state(call, verification, returns_cache)
         outputs: dict[str, object] = {}
         if isinstance(router, RouterLogits):
             hidden, *logits = router.split_from(hidden)
             outputs["router_logits"] = tuple(layer.flatten(0, 1) for layer in logits)
         if returns_cache:
-            outputs[CACHE_FIELD] = cache_of_state(model, state, verification.slots, call.last_document)
+            outputs[CACHE_FIELD] = cache_of_state(
+                model, end.states[0], verification.slots, call.last_document
+            )
         return Output(last_hidden_state=hidden, **outputs)
-    pieces, parents = list[Tensor](), {segment.parent for segment in segments}
+    hidden = _reading_prefixes(verification, lambda: _hidden_by_segments(call, verification, segments))
+    return Output(last_hidden_state=hidden)
 
-    def run(number: int, segment: Segment, initial: list[State] | None) -> list[State]:
-        inner, _ = segment_call(call, segment, None if initial is None else initial[0])
-        is_parent = number in parents
-        hidden, state, _ = _hidden_and_state(inner, verification, is_parent, is_parent)
+
+def _hidden_by_segments(call: Call, verification: Verification, segments: Sequence[Segment]) -> Tensor:
+    """Compute the hidden states of a call whose rows begin alike: each shared beginning once."""
+    pieces = list[Tensor]()
+
+    def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
+        inner, _ = segment_call(call, segment, beginning)
+        is_last = number == len(segments) - 1
+        hidden, end, _ = _hidden_and_state(inner, verification, keeps_tapes=is_last)
         pieces.append(hidden)
-        return [state]
+        return end
 
     run_segments(segments, run)
-    return Output(last_hidden_state=hidden_of_rows(call, segments, pieces))
+    return hidden_of_rows(call, segments, pieces)
 
 
 def _hidden_and_state(
-    call: Call, verification: Verification, returns_state: bool = False, others_go_on: bool = False
-) -> tuple[Tensor, State, RouterLogits | RouterLoss | None]:
-    """Compute hidden states (batch, seqlen, hidden_size) and, if asked for, the state after the last token.
+    call: Call, verification: Verification, return_final_kv: bool = False, keeps_tapes: bool = True
+) -> tuple[Tensor, End, RouterLogits | RouterLoss | None]:
+    """Compute hidden states (batch, seqlen, hidden_size) and the state after the last token.
 
     Args:
-        others_go_on: whether other calls begin with the state, so that their backwards come first.
+        return_final_kv: whether keys and values are among the state; else they have no tokens there.
+        keeps_tapes: false if the backwards of other calls come first.
 
     Returns:
         Hidden states, which the router logits follow if the call asks for these; the state; what has added
@@ -712,18 +728,19 @@ def _hidden_and_state(
     """
     model = call.model
     batch, spec = _cut_into_chunks(call, verification)
-    spec = spec.without_tapes() if others_go_on else spec
+    spec = spec if keeps_tapes else spec.without_tapes()
     stage = Backbone(
         model,
         verification.slots,
         recompute=verification.wrap_state.method.recompute,
+        fetches=verification.fetches,
         context=CallContext.from_call(call, verification.padding_of(call), verification.replacement_plan),
         router=RouterLogits() if call.kind.routed else None,
     )
     collect = CollectHiddenStates(batch.seqlen)
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
-    hidden, state = hidden_by_chunks(step, collect, returns_state)
-    return hidden.reshape(*call.ids.shape, -1), tuple(state), stage.router
+    hidden, state = hidden_by_chunks(step, collect, return_final_kv)
+    return hidden.reshape(*call.ids.shape, -1), End([tuple(state)], step.executor.slabs), stage.router
 
 
 @torch.no_grad()

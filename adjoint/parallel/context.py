@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from adjoint.engine.budget import refuse_budget
 from adjoint.engine.distribution import Distribution
-from adjoint.engine.exchange import BetweenTiles, Exchange
+from adjoint.engine.exchange import BetweenTiles, Exchange, refuse_unread
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid, Tile
 from adjoint.engine.layer_run import named_modules
@@ -47,7 +47,7 @@ from adjoint.parallel.agreement import (
     number_of,
 )
 from adjoint.parallel.handoff import StateHandoff
-from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast, NotAttended
+from adjoint.parallel.kv import STATES, DistributedKV, DistributedPast
 from adjoint.parallel.split_tensors import local
 from adjoint.parallel.transport import Alone, GroupTransport, Messages, summed
 
@@ -135,7 +135,7 @@ class WithinTiles(Exchange):
     def _owner(self, c: int) -> int:
         return self.owners.peer(self.rank, c)
 
-    def slab(self, values: TileValues, initial: Tensor, dim: int) -> Slab:
+    def slab(self, values: TileValues, initial: Tensor, dim: int, k: int) -> Slab:
         if self._owner(0) != self.rank:  # who has the first chunk has what is before it, too
             initial = initial.narrow(dim, 0, 0)
         grid = values.grid
@@ -225,25 +225,13 @@ class WithinTiles(Exchange):
 
     @contextlib.contextmanager
     def tile_context(self, values: TileValues, t: Tile) -> Iterator[None]:
-        """Raise NotAttended if keys and values were joined to other ranks' but `attend` was not called.
-
-        Then a model's own attention code has used the chunk's own keys as if they were all, whether it failed
-        by that or not."""
-        cause: Exception | None = None
-        try:
+        """Raise NotAttended if keys and values were joined to other ranks' but `attend` was not called."""
+        with refuse_unread(
+            self.distributed_kv.unattended,
+            "sequence_group: this model's attention is its own code, which knows no keys and values of "
+            'other ranks: give it attn_implementation="sdpa", or leave sequence_group out',
+        ):
             yield
-        except UserError:
-            raise
-        except Exception as error:
-            if not self.distributed_kv.unattended:
-                raise
-            cause = error
-        if self.distributed_kv.unattended:
-            self.distributed_kv.unattended.clear()
-            raise NotAttended(
-                "sequence_group: this model's attention is its own code, which knows no keys and values of "
-                'other ranks: give it attn_implementation="sdpa", or leave sequence_group out'
-            ) from cause
         if t.kind == "recompute":
             self._end_forward(values, t.stage, t.chunk)
 

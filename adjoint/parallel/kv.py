@@ -30,7 +30,6 @@ from adjoint.engine.executor import Pending
 from adjoint.engine.grid import Grid
 from adjoint.engine.schedule import Owners
 from adjoint.engine.storage import Slab
-from adjoint.engine.verification import Refused
 from adjoint.kernels import attention
 from adjoint.kernels.attention import Joined
 from adjoint.kernels.checks import accumulate_dtype
@@ -41,10 +40,6 @@ TokenRange = Callable[[int, int | None], tuple[int, int]]  # see `DistributedKV`
 # Tags of messages: what is sent between two ranks under one tag arrives in the order sent.
 QUERIES, ANSWERS, LOG_SUMS, KEYS, STATES = 1, 2, 3, 4, 16
 QUERIES_AHEAD = 2  # turns whose queries are under way while an earlier one's are answered
-
-
-class NotAttended(Refused):
-    """A model's attention is not what `DistributedPast.attend` computes: its keys must be fetched."""
 
 
 class DistributedKV:
@@ -300,7 +295,7 @@ class _DistributedAttention(torch.autograd.Function):
         start, stop = kv.stored_range(kv.rank, past.chunk, begin)
         turns = _exchange_in_turn(kv, ask)
         out, log = torch.ops.adjoint.past_attention(
-            q, k, v, *(p.stored_tokens(start, stop) for p in pasts), scale
+            q, k, v, *(p.stored_tokens(start, stop) for p in pasts), [], [], [], scale
         )
         for _, source, (query, answer) in turns:  # always in this order, so that every run has the same bits
             if query is not None:

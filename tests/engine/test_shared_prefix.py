@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from adjoint import Backprop, Exact, Stack
 from adjoint.engine import shared_prefix
 from adjoint.engine.shared_prefix import Rows, Segment
 from adjoint.engine.step import ChunkedStep
+from adjoint.engine.storage import Slab
+from adjoint.kernels import attention
 from tests.model_helpers import UNWINDOWED, VARIANTS, make_ids, make_model, relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,17 +86,105 @@ def test_loss_states_and_gradients_are_those_of_full_rows(variant: str, computed
 
 def test_prompt_and_answers_take_their_tokens_once(computed: list[int]) -> None:
     """If the answers alone have labels, all but the prompt's last token is shared: P - 1 + G (R + 1)."""
-    prompt, answers = make_ids(1, 30).expand(5, -1), make_ids(5, 7, seed=1)
-    answers[:, 0] = torch.arange(5)
-    ids = torch.cat([prompt, answers], dim=1)
-    labels = ids.clone()
-    labels[:, :30] = -100
-    model = make_model("hybrid")
+    model, (ids, labels) = make_model("hybrid"), prompt_and_answers(5)
     assert_equal(results(model, ids, labels, Exact()), results(model, ids, labels, Backprop()))
     assert computed == [29, 5 * 8]
     computed.clear()
     results(model, ids, labels, Exact(share_prefixes=False))
     assert computed == [5 * 37]
+
+
+def prompt_and_answers(answers: int) -> tuple[Tensor, Tensor]:
+    """Ids of rows with 30 tokens in common and 7 of their own, and labels of the latter."""
+    prompt, rest = make_ids(1, 30).expand(answers, -1), make_ids(answers, 7, seed=1)
+    rest[:, 0] = torch.arange(answers)
+    ids = torch.cat([prompt, rest], dim=1)
+    labels = ids.clone()
+    labels[:, :30] = -100
+    return ids, labels
+
+
+def stored_tokens(slabs: weakref.WeakSet[Slab], cotangents: bool = False) -> int:
+    """Number of tokens in slabs' memory, those of all rows."""
+    stored = [slab.cotangents if cotangents else slab.memory for slab in slabs]
+    return sum(t.numel() // (t.shape[1] * t.shape[3]) for t in stored if t is not None)
+
+
+@pytest.fixture
+def slabs(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Slab]:
+    """The slabs that there are."""
+    alive, init = weakref.WeakSet[Slab](), Slab.__init__
+
+    def noting(self: Slab, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        alive.add(self)
+
+    monkeypatch.setattr(Slab, "__init__", noting)
+    return alive
+
+
+def test_keys_of_a_beginning_are_stored_once_and_read_in_one_call(
+    slabs: weakref.WeakSet[Slab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys, values and their cotangents of P - 1 + G (R + 1) tokens; a call for the prompt of all rows."""
+    (ids, labels), calls, attend = prompt_and_answers(5), list[tuple[int, int]](), attention._attend
+
+    def counted(q: Tensor, k: Tensor, *rest: Any) -> Any:
+        calls.append((k.shape[0], k.shape[2]))
+        return attend(q, k, *rest)
+
+    model = make_model(mixer=["attention", "mamba2"], num_key_value_heads=1)
+    monkeypatch.setattr(attention, "_attend", counted)
+    loss = model(ids, labels=labels, method=Exact()).loss
+    assert stored_tokens(slabs) == 2 * (29 + 5 * 8)
+    assert calls == [(5, 8), (1, 29)]
+    loss.backward(retain_graph=True)
+    assert stored_tokens(slabs, cotangents=True) == 2 * (29 + 5 * 8)
+    del loss
+    assert not slabs
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 25}])
+def test_keys_that_are_shared_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Tokens are first there."""
+    init = Slab.__init__
+
+    def on_host(self: Slab, initial: Tensor, dim: int, tokens: int, host: bool, *prefix: Any) -> None:
+        init(self, initial, dim, tokens, True, *prefix)
+
+    model, ids = make_model(mixer=["attention", "mamba2"], num_key_value_heads=1, **options), tree()
+    expected = results(model, ids, labels_of(ids), Backprop())
+    monkeypatch.setattr(Slab, "__init__", on_host)
+    for keep in ("edges", "inputs"):
+        assert_equal(results(model, ids, labels_of(ids), Exact(chunk_size=4, keep=keep)), expected)
+
+
+def test_backwards_again_and_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cotangents that rows have added to a beginning's are of one backward."""
+    model, (ids, labels) = make_model(mixer=["attention", "mamba2"]), prompt_and_answers(3)
+    loss, cotangent = model(ids, labels=labels, method=Exact(chunk_size=4)).loss, Slab.cotangent
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    def failing(self: Slab, *tokens: int) -> Tensor:
+        if self.prefix is None:
+            raise KeyboardInterrupt
+        return cotangent(self, *tokens)
+
+    expected = gradients()
+    monkeypatch.setattr(Slab, "cotangent", failing)
+    with pytest.raises(KeyboardInterrupt):
+        gradients()
+    monkeypatch.setattr(Slab, "cotangent", cotangent)
+    assert_equal(gradients(), expected)
+    model.zero_grad()
+    model(ids, labels=labels, method=Backprop()).loss.backward()
+    assert_equal({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected)
 
 
 def test_hidden_states_of_rows_share(computed: list[int]) -> None:
@@ -109,6 +200,43 @@ def test_hidden_states_of_rows_share(computed: list[int]) -> None:
         grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert_equal(grads[1], grads[0])
     assert sum(computed) < ids.numel()
+
+
+# Tokens of the documents in a packed row: rows of `TREE`, cut to these lengths, in an order without groups.
+DOCUMENTS = [(0, 23), (1, 20), (3, 23), (4, 20), (5, 23), (6, 19)]
+
+
+def packed() -> tuple[Tensor, Tensor]:
+    """Ids (2, 64) of documents that begin alike, and their numbers."""
+    rows, ids, numbers = tree(), list[Tensor](), list[Tensor]()
+    for number, (row, length) in enumerate(DOCUMENTS):
+        ids.append(rows[row, :length])
+        numbers.append(torch.full((length,), number))
+    return torch.cat(ids).reshape(2, -1), torch.cat(numbers).reshape(2, -1)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_documents_that_begin_alike_share(hidden: bool, computed: list[int]) -> None:
+    """Documents of several lengths, of which the end of a row cuts one: it goes on as one of its own."""
+    (ids, numbers), model = packed(), make_model("hybrid")
+    labels = ids.clone()
+    labels[0, 2:7] = -100  # of one of the documents that begin so
+    weights, results = torch.arange(1.0, ids.numel() + 1).reshape(*ids.shape, 1), list[dict[str, Tensor]]()
+    for method in (Exact(chunk_size=7, share_prefixes=False), Exact(chunk_size=7), Backprop()):
+        model.zero_grad()
+        computed.clear()
+        if hidden:
+            out = model(ids, seq_idx=numbers, method=method, return_hidden_states=True).hidden_states
+            loss = (out.sin() * weights).sum()
+        else:
+            loss = model(ids, labels=labels, seq_idx=numbers, method=method).loss
+        loss.backward()
+        values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append(values | {"loss": loss.detach()})
+        if method == Exact(chunk_size=7):
+            assert len(computed) > 2 and sum(computed) < 0.85 * ids.numel()
+    for got in results[:2]:
+        assert_equal(got, results[2])
 
 
 def test_evaluation_without_gradients_shares(computed: list[int]) -> None:
@@ -138,8 +266,9 @@ def test_rows_are_full_where_their_results_would_differ(computed: list[int]) -> 
 
 def segments_of(rows: list[list[tuple[int, int]]], **options: Any) -> list[Segment]:
     ids = tree(rows)
-    options = {"starts": [0] * len(ids), "stops": [ids.shape[1]] * len(ids), "targets": None} | options
-    return shared_prefix.plan(Rows(ids, **options)) or []
+    ends = [ids.shape[1]] * len(ids)
+    options = {"starts": [0] * len(ids), "stops": ends, "targets": None} | options
+    return shared_prefix.plan(Rows(lambda rows, a, b: ids[rows, a:b], ends=ends, **options)) or []
 
 
 def test_plan_groups_by_beginning_padding_and_length() -> None:

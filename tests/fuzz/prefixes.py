@@ -44,6 +44,8 @@ def draw(rng: random.Random) -> Case:
     if "checkpoints" in method:
         method.pop("keep", None)
     case["method"] = method
+    if rng.random() < 0.25 and not {"left", "right"} & case.keys():
+        case["packed"] = [rng.choice((seqlen, rng.randint(2, seqlen))) for _ in range(batch)]
     return case | some(rng, 0.4, {"ignored": lambda: rng.choice((0.2, 0.8, 1.0)), "call": "hidden"})
 
 
@@ -67,23 +69,42 @@ def batch_of(case: Case, vocab_size: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
+def packed(batch: dict[str, Tensor], lengths: list[int], is_stack: bool) -> dict[str, Tensor]:
+    """The beginnings of rows as documents of one row."""
+    documents = [
+        {
+            "input_ids": ids[:n],
+            "labels": labels[:n],
+            "position_ids": torch.arange(n),
+            "seq_idx": torch.full((n,), i),
+        }
+        for i, (n, ids, labels) in enumerate(zip(lengths, batch["input_ids"], batch["labels"], strict=True))
+    ]
+    names = "input_ids", "labels", "seq_idx" if is_stack else "position_ids"
+    return {name: torch.cat([document[name] for document in documents])[None] for name in names}
+
+
 def run(case: Case, model: Any, batch: dict[str, Tensor], method: Any) -> dict[str, Tensor]:
     """Loss and gradients by a method."""
-    is_stack, weights = isinstance(model, adjoint.Stack), torch.arange(1.0, 1 + len(batch["input_ids"]))
+    is_stack = isinstance(model, adjoint.Stack)
     model = model if is_stack else adjoint.wrap(copy.deepcopy(model), method)
     model.zero_grad()
-    ids, labels, mask = batch.values()
+    inputs = packed(batch, case["packed"], is_stack) if "packed" in case else dict(batch)
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    if is_stack:
+        inputs.pop("attention_mask", None)
+    options = {"method": method} if is_stack else {}
     if case.get("call") != "hidden":
-        inputs = {"method": method} if is_stack else {"attention_mask": mask}
-        loss = model(input_ids=ids, labels=labels, **inputs).loss
+        loss = model(**inputs, **options).loss
     else:
-        backbone = None if is_stack else backbone_of(model)
+        inputs.pop("labels")
         hidden = (
-            model(ids, method=method, return_hidden_states=True).hidden_states
-            if backbone is None
-            else backbone(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
+            model(**inputs, **options, return_hidden_states=True).hidden_states
+            if is_stack
+            else backbone_of(model)(**inputs).last_hidden_state * mask[..., None]
         )
-        loss = (hidden.double().sin() * weights.double()[:, None, None]).sum()
+        weights = torch.arange(1.0, 1 + mask.numel(), dtype=torch.float64).reshape(*mask.shape, 1)
+        loss = (hidden.double().sin() * weights).sum()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: d.clone() for name, d in gradients.items() if d.any()} | {"loss": loss.detach()}
@@ -113,5 +134,5 @@ def check(case: Case) -> None:
             raise Refusal(str(refusal)) from refusal
         with mock.patch.object(ChunkedStep, "__init__", counting):
             same(run(case, model, batch, methods[1]), expected)
-    if batch["input_ids"].numel() in steps:
+    if sum(case.get("packed", [batch["input_ids"].numel()])) in steps:
         raise Vacuous("no beginning is shared")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -14,12 +15,17 @@ import adjoint
 from adjoint import Exact
 from adjoint.engine import shared_prefix
 from adjoint.engine.step import ChunkedStep
-from tests.engine.test_shared_prefix import labels_of, tree
+from adjoint.engine.storage import Slab
+from adjoint.hf.verification import verification_of
+from adjoint.kernels import attention
+from tests.engine.test_shared_prefix import labels_of, packed, stored_tokens, tree
+from tests.engine.test_shared_prefix import slabs as slabs  # a fixture
 from tests.hf.hf_models import EXPERTS, VOCAB, assert_exact, loss_and_gradients, make
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("double")]
 NAMES = [f"{n}ForCausalLM" for n in ("Bamba", "Llama", "Mamba", "Mamba2", "Qwen3_5", "Qwen3Next", "Mistral")]
+NAMES += ["GptOssForCausalLM"]  # windows, and attention of its own with sinks
 # Of the tree's rows, tokens of padding: at the left the same in all rows of a group, at the right of some.
 PADDING: dict[str, list[slice]] = {
     "none": [slice(0)] * 7,
@@ -124,8 +130,70 @@ def test_prompts_padded_at_the_left_take_their_tokens_once(computed: list[int]) 
         assert (hidden - expected)[mask.bool()].abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BambaForCausalLM"])
+def test_packed_documents_that_begin_alike_share(name: str, labelled: bool, computed: list[int]) -> None:
+    """Documents of several lengths, as trainers without padding pack them."""
+    ids, numbers = packed()
+    ids, starts = ids.reshape(1, -1) + 3, [0, *(numbers.flatten().diff().nonzero().flatten() + 1).tolist()]
+    bounds = itertools.pairwise([*starts, ids.shape[1]])
+    positions = torch.cat([torch.arange(stop - start) for start, stop in bounds])
+    batch, labels = {"input_ids": ids, "position_ids": positions[None]}, ids.clone()
+    labels[0, 2:7] = -100  # of one of the documents that begin so
+    results = []
+    for method in (Exact(chunk_size=7, share_prefixes=False), Exact(chunk_size=7)):
+        model = wrapped(make(name), method)
+        for _ in range(2):  # the first one with the trials of first use
+            computed.clear()
+            model.zero_grad()
+            if labelled:
+                loss = model(**batch, labels=labels).loss
+            else:
+                hidden = model.get_decoder()(**batch).last_hidden_state
+                loss = (hidden.sin() * torch.arange(1.0, ids.shape[1] + 1)[:, None]).sum()
+            loss.backward()
+        results.append(
+            (loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        )
+    assert_exact(results[1], results[0])
+    assert len(computed) > 2 and sum(computed) < 0.85 * ids.numel()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GptOssForCausalLM"])
+def test_keys_of_a_prompt_are_stored_once(
+    slabs: weakref.WeakSet[Slab], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Two prompts have four answers each, whose rows read its keys in one call, or a chunk's copy for each
+    row where attention is the model's own code, which the first call finds."""
+    model, calls, attend = wrapped(make(name), Exact()), list[tuple[int, ...]](), attention._attend
+    ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0)).repeat_interleave(4, 0)
+    ids = torch.cat([ids, torch.arange(3, 35).reshape(8, 4)], 1)
+    labels = ids.clone()
+    labels[:, :12] = -100
+
+    def counted(q: Tensor, k: Tensor, *rest: Any) -> Any:
+        calls.append((*q.shape[::2], *k.shape[::2]))
+        return attend(q, k, *rest)
+
+    loss_and_gradients(model, input_ids=ids, labels=labels)
+    slabs.clear()
+    monkeypatch.setattr(attention, "_attend", counted)
+    loss = model(input_ids=ids, labels=labels).loss
+    layers, tokens = model.config.num_hidden_layers, 2 * 11 + 8 * 5
+    assert stored_tokens(slabs) == 2 * layers * tokens
+    loss.backward(retain_graph=True)
+    assert stored_tokens(slabs, cotangents=True) == 2 * layers * tokens
+    reads_prompts = [call for call in calls if call[2:] == (2, 11)]
+    heads_per_key = model.config.num_attention_heads // model.config.num_key_value_heads
+    if name == "LlamaForCausalLM":
+        assert reads_prompts == [(2, 4 * 5 * heads_per_key, 2, 11)] * layers
+        assert not verification_of(model).fetches
+    else:
+        assert not reads_prompts and verification_of(model).fetches
+
+
 def test_rows_are_full_where_their_results_would_differ(computed: list[int]) -> None:
-    """Dropout and other noise, routers' losses, documents, caches, losses of one's own, and switched off."""
+    """Dropout and other noise, routers' losses, caches, losses of one's own, and switched off."""
     batch = batch_of("none")
     tokens = batch["input_ids"].numel()
 
@@ -138,8 +206,6 @@ def test_rows_are_full_where_their_results_would_differ(computed: list[int]) -> 
     model = make("LlamaForCausalLM")
     assert tokens_of(wrapped(model, Exact(chunk_size=4, share_prefixes=False))) == [tokens]
     assert tokens_of(wrapped(model), use_cache=True) == [tokens]
-    positions = torch.cat([torch.arange(5), torch.arange(18)]).expand(7, -1)
-    assert tokens_of(wrapped(model), position_ids=positions, attention_mask=None) == [tokens]
     with_dropout = wrapped(make("LlamaForCausalLM", attention_dropout=0.5))
     assert tokens_of(with_dropout) == [tokens]
     assert len(tokens_of(with_dropout.eval())) > 1

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
+from adjoint.engine.storage import Past, Slab
 from adjoint.kernels import attention, dispatch
 from adjoint.kernels.attention import past_attention
 from tests.model_helpers import assert_same, current_gradients, make_ids, make_model, relative
@@ -176,6 +177,64 @@ def test_a_model_s_gradients_are_backprop_s(
         as_by(monkeypatch, kernel)
     for got in found[1:]:
         assert_same(got, found[0])
+
+
+@pytest.mark.usefixtures("played", "small_blocks")
+@pytest.mark.parametrize("own_past", [0, 9])
+@pytest.mark.parametrize("heads, width, of_values", [(4, 5, 12), (2, 16, 3)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_read_keys_that_they_share_where_these_are(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, heads: int, width: int, of_values: int, own_past: int
+) -> None:
+    """A beginning of five rows, two of three and two of these, and a past of each row's own."""
+    monkeypatch.setattr(attention, "_kernel", lambda q: kernel)
+    monkeypatch.setattr(dispatch, "_as_on_cuda", True)
+    torch.manual_seed(0)
+    lengths, rows = (40, 30, own_past), [1, 0, 1, 0, 1]
+    drawn, slabs, queries = list[list[Tensor]](), list[list[Slab]](), 7
+    for w in (width, of_values):
+        values = [torch.randn(n, 2, t, w).double() for n, t in zip((1, 2, 5), lengths, strict=True)]
+        chain: list[Slab] = []
+        for value, before in zip(values, ([], [0, 0], rows), strict=True):
+            empty, extra = value[:, :, :0], queries if len(value) == 5 else 0
+            chain.append(Slab(empty, 2, value.shape[2] + extra, False, chain[-1] if chain else None, before))
+            chain[-1].write(value, 0)
+        drawn.append([t.requires_grad_() for t in values])
+        slabs.append(chain)
+    q = torch.randn(5, heads, queries, width).double().requires_grad_()
+    pieces = [torch.randn(5, 2, queries, w).double().requires_grad_() for w in (width, of_values)]
+    dy = torch.randn(5, heads, queries, of_values).double()
+    joined_by_hand = [
+        torch.cat([first.expand(5, -1, -1, -1), second[rows], third, piece], dim=2)
+        for (first, second, third), piece in zip(drawn, pieces, strict=True)
+    ]
+    y = by_hand(q, *joined_by_hand)
+    leaves = [q, *pieces, *drawn[0], *drawn[1]]
+    expected = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+    unread, calls, attend = set[int](), list[tuple[int, int]](), attention._attend
+
+    def counted(q: Tensor, k: Tensor, *rest: Any) -> Any:
+        calls.append((q.shape[0], k.shape[0]))
+        return attend(q, k, *rest)
+
+    monkeypatch.setattr(attention, "_attend", counted)
+    joined = [
+        attention.join(Past(chain[-1], own_past, -70, -70, unread=unread), piece)
+        for chain, piece in zip(slabs, pieces, strict=True)
+    ]
+    assert all(t.isnan().all() and t.shape == w.shape for t, w in zip(joined, joined_by_hand, strict=True))
+    y = past_attention(q, *joined)
+    got = [y.detach(), *torch.autograd.grad(y, [q, *pieces], dy)]
+    for chain in slabs:
+        chain[-1].begin_backward(None)  # without a past of its own, it has none yet
+        got += [slab.cotangent(0, tokens) for slab, tokens in zip(chain, lengths, strict=True)]
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape and (not b.numel() or relative(a, b) < 1e-12)
+    assert not unread
+    blocks = [16, 16, 8] if kernel == "plain" else [24, 16], [16, 14] if kernel == "plain" else [24, 6]
+    # the first beginning for all rows at once, the second for those of each row of it
+    shared = [(1, 1)] * (len(blocks[0]) + 2 * len(blocks[1]))
+    assert calls == [(5, 5)] * (2 if own_past else 1) + shared
 
 
 class Made(TorchDispatchMode):

@@ -118,11 +118,14 @@ def test_operators_of_long_sequences_are_registered_as_they_behave(
 def test_the_operator_of_attention_to_the_past(
     tokens: int, past: int, heads: int, layout: str | None
 ) -> None:
-    """Queries share keys, values are narrower."""
+    """Queries share keys, values are narrower; rows share keys, too."""
     shapes = (heads, tokens, 5), (2, tokens, 5), (2, tokens, 3), (2, past, 5), (2, past, 3)
     given = [lay(torch.randn(3, *shape, dtype=torch.float64), layout) for shape in shapes]
+    shared = [lay(torch.randn(2, 2, 6, width, dtype=torch.float64), layout) for width in (5, 3)]
     for scale in (1.0, 0.3):
-        torch.library.opcheck(torch.ops.adjoint.past_attention, (*given, scale), test_utils=CHECKS)
+        for parts in (([], [], []), ([shared[0]], [shared[1]], [1, 0, 1])):
+            inputs = *given, *parts, scale
+            torch.library.opcheck(torch.ops.adjoint.past_attention, inputs, test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("layout", [None, *[name for name in LAYOUTS if name != "expanded"]], ids=str)

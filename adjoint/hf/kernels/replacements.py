@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.engine.step import uncompiled
+from adjoint.engine.verification import NotAttended
 from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
 from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.kernels import fla, fla_mixers
@@ -53,7 +54,6 @@ from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
-from adjoint.parallel.kv import NotAttended
 
 
 class ReplacementPlan:
@@ -245,6 +245,8 @@ def _attention(
             "or a bias of positions), for which keys would have to be in one process: leave sequence_group "
             "out"
         )
+    if attention_mask is not None or dropout or not causal or has_bias:
+        key, value = attention.as_whole(key), attention.as_whole(value)
     needs_mask = 1 < tokens < key_length or (has_bias and tokens * key_length > MASKED_PAIRS)
     if attention_mask is None and (is_distributed or needs_mask) and causal:
         if torch.is_autocast_enabled(query.device.type):  # autocast does not cast inside an autograd.Function

@@ -2,14 +2,17 @@
 
 The past comes block by block: a kernel call for each, and one, causal, for the chunk itself, joined by their
 log-sum-exp (as in ring attention, Liu et al. 2023). The kernels are PyTorch's. With a window: in bands, so
-that time and memory are linear in the number of tokens."""
+that time and memory are linear in the number of tokens.
+
+Rows that begin with the same tokens share one row of keys (as in Hydragen, Juravsky et al. 2024): towards
+these keys their queries are side by side, as more queries of one row."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -91,11 +94,16 @@ def kernel_width(q: Tensor, v: Tensor) -> int:
 
 
 class _PastAttention(torch.autograd.Function):
-    """softmax(q [past own]ᵀ) [past own], causal among the own. The past comes block by block: nothing as long
-    as the sequence is made, but for its cotangents where nobody takes them.
+    """softmax(q [shared past own]ᵀ) [shared past own], causal among the own. The past comes block by block:
+    nothing as long as the sequence is made, but for its cotangents where nobody takes them.
 
-    Heads that share keys lie side by side as more queries where there is no order among them: towards the
-    past."""
+    Heads and rows that share keys lie side by side as more queries where there is no order among them:
+    towards the past.
+
+    Args of the forward:
+        shared: pairs (keys, values) of parts of the past that rows share. They are read again in the
+            backward: no tape holds them.
+    """
 
     @staticmethod
     def forward(
@@ -107,13 +115,16 @@ class _PastAttention(torch.autograd.Function):
         v_past: Tensor,
         scale: float | None,
         gather: Callable[[int, Tensor, Tensor], None] | None,
+        shared: Sequence[tuple[Part, Part]] = (),
     ) -> Tensor:
         groups, width = q.shape[1] // k.shape[1], v.shape[3]
         scale = q.shape[3] ** -0.5 if scale is None else scale  # before q is padded to v's width
         q = padded(q, kernel_width(q, v))
-        out, log = torch.ops.adjoint.past_attention(q, k, v, k_past, v_past, scale)
+        k_shared, v_shared = [keys.read() for keys, _ in shared], [values.read() for _, values in shared]
+        rows = [row for keys, _ in shared for row in keys.rows or ()]
+        out, log = torch.ops.adjoint.past_attention(q, k, v, k_past, v_past, k_shared, v_shared, rows, scale)
         ctx.save_for_backward(q, k, v, k_past, v_past, out, log)
-        ctx.scale, ctx.width, ctx.groups, ctx.gather = scale, width, groups, gather
+        ctx.scale, ctx.width, ctx.groups, ctx.gather, ctx.shared = scale, width, groups, gather, shared
         return out[..., :width]
 
     @staticmethod
@@ -131,7 +142,9 @@ class _PastAttention(torch.autograd.Function):
                     cotangent[:, :, start : start + of_block.shape[2]] = of_block
 
         dq += past_backward(d, q, (k_past, v_past), out, log, ctx.scale, gather)
-        return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None
+        for pair in ctx.shared:
+            _shared_backward(dq, d, q, pair, out, log, ctx.scale)
+        return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None, None
 
 
 def own_backward(
@@ -180,19 +193,141 @@ def past_backward(
     return _unfolded(dq, groups)
 
 
+def _shared_backward(
+    dq: Tensor,
+    d: Tensor,
+    q: Tensor,
+    pair: tuple[Part, Part],
+    out: Tensor,
+    log: Tensor,
+    scale: float,
+) -> None:
+    """Add the cotangent of queries towards a shared part of the past to dq, and those of its keys and values
+    to these.
+
+    Args:
+        d, q, out, log: as in `own_backward`.
+    """
+    keys, values = pair
+    k, v = keys.read(), values.read()
+    for rows in _RowsInOne.all_of(keys.rows or (), k):
+        together = (rows.together(t) for t in (d, q, out, log[..., None]))
+        d_rows, q_rows, out_rows, log_rows = together
+
+        def gather(start: int, *d_block: Tensor, places: Sequence[int] = rows.places) -> None:
+            for tokens, of_block in zip(pair, d_block, strict=True):
+                tokens.add_cotangent(of_block, start, places)
+
+        kv = rows.keys(k), rows.keys(v)
+        d_queries = past_backward(d_rows, q_rows, kv, out_rows, log_rows[..., 0], scale, gather)
+        d_queries = rows.separated(d_queries).to(dq.dtype)
+        if rows.is_all:
+            dq += d_queries
+        else:
+            dq.index_add_(0, rows.numbers, d_queries)  # each row once
+
+
+class _RowsInOne:
+    """Rows of queries, of which equally many share each of some rows of keys, as fewer rows of more queries.
+
+    Args:
+        places: rows of the keys.
+        members: for each, the rows of queries that see it.
+        keys: (rows, …).
+        batch: number of rows of queries.
+    """
+
+    def __init__(self, places: list[int], members: list[list[int]], keys: Tensor, batch: int) -> None:
+        numbers = [row for rows in members for row in rows]
+        self.places, self.members, self.has_all_keys = places, len(members[0]), places == [*range(len(keys))]
+        self.is_all = numbers == [*range(batch)]
+        self.numbers = torch.tensor(numbers, device=keys.device)
+
+    @staticmethod
+    def all_of(rows: Sequence[int], keys: Tensor) -> list[_RowsInOne]:
+        """Sort rows of queries by the row of keys that each sees, and these by how many see them."""
+        members_by_place: dict[int, list[int]] = {}
+        for number, row in enumerate(rows):
+            members_by_place.setdefault(row, []).append(number)
+        places_by_count: dict[int, list[int]] = {}
+        for place in sorted(members_by_place):
+            places_by_count.setdefault(len(members_by_place[place]), []).append(place)
+        return [
+            _RowsInOne(places, [members_by_place[place] for place in places], keys, len(rows))
+            for places in places_by_count.values()
+        ]
+
+    def keys(self, t: Tensor) -> Tensor:
+        """The rows of keys or values that these queries see."""
+        return t if self.has_all_keys else t[self.places]
+
+    def together(self, t: Tensor) -> Tensor:
+        """(batch, heads, tokens, …) → (places, heads, members × tokens, …), in memory token by token.
+
+        Heads that share keys stay apart, so that `_folded` can put them side by side, too."""
+        t = t if self.is_all else t.index_select(0, self.numbers)
+        if self.members == 1:
+            return t
+        t = t.unflatten(0, (-1, self.members)).permute(
+            0, 1, 3, 2, 4
+        )  # (places, members, tokens, heads, width)
+        return t.flatten(1, 2).transpose(1, 2)
+
+    def separated(self, t: Tensor) -> Tensor:
+        """Undo `together`, but for the order of the rows: row i is that of number i of `numbers`."""
+        if self.members == 1:
+            return t
+        t = t.unflatten(2, (self.members, -1)).movedim(2, 1)  # (places, members, heads, tokens, width)
+        return t.flatten(0, 1)
+
+
 def _joined_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_past: Tensor,
+    v_past: Tensor,
+    k_shared: Sequence[Tensor],
+    v_shared: Sequence[Tensor],
+    rows: Sequence[int],
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output, as wide as q, in memory token by token, and its log-sum-exp (batch, heads, tokens)."""
+    """The output, as wide as q, in memory token by token, and its log-sum-exp (batch, heads, tokens).
+
+    Args:
+        k_past, v_past: with a row for each of q's.
+        k_shared, v_shared: parts of the past with fewer rows.
+        rows: of each of these parts in turn: for each row of q, the part's row that it sees.
+    """
     if not q.numel():  # of which a kernel divides by zero
-        return _fake(q, k, v, k_past, v_past, scale)
+        return _fake(q, k, v, k_past, v_past, k_shared, v_shared, rows, scale)
     groups, widest, q = q.shape[1] // k.shape[1], q.shape[3], _in_rows(q)
     k_own, v_own = (_repeated(padded(t, widest), groups) for t in (k, v))
     out, log = _attend(q, k_own, v_own, True, scale)
     folded = _folded(q, groups)
     chunk = _folded(out, groups), log.reshape(folded.shape[:3])
     out, log = merged(itertools.chain([chunk], _to_blocks(folded, k_past, v_past, scale)))
-    return _by_tokens(_unfolded(out.to(q.dtype), groups)), log.reshape(q.shape[:3]).contiguous()
+    out, log = _unfolded(out, groups), log.reshape(q.shape[:3])
+    for i, kv in enumerate(zip(k_shared, v_shared, strict=True)):
+        out, log = merged([(out, log), _to_shared(q, *kv, rows[i * len(q) : (i + 1) * len(q)], scale)])
+    return _by_tokens(out.to(q.dtype)), log.contiguous()
+
+
+def _to_shared(q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:
+    """The output and log-sum-exp of queries that see all of some keys, of which rows share rows."""
+    outs, logs, numbers = [], [], []
+    for some in _RowsInOne.all_of(rows, k):
+        together = some.together(q)
+        folded = _folded(together, q.shape[1] // k.shape[1])
+        out, log = merged(_to_blocks(folded, some.keys(k), some.keys(v), scale))
+        out = _unfolded(out, q.shape[1] // k.shape[1])
+        outs.append(some.separated(out))
+        logs.append(some.separated(log.reshape(together.shape[:3])[..., None])[..., 0])
+        numbers.append(some.numbers)
+        if some.is_all:
+            return outs[0], logs[0]
+    order = torch.cat(numbers).argsort()
+    return torch.cat(outs)[order], torch.cat(logs)[order]
 
 
 def attention_to_all(q: Tensor, kv: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
@@ -234,17 +369,15 @@ def _by_tokens(t: Tensor) -> Tensor:
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
     return out.transpose(1, 2), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
 
 # One operator, of whose results selective recomputation keeps the joined one and none of its parts.
 operators.LIBRARY.define(
-    "past_attention(Tensor q, Tensor k, Tensor v, Tensor k_past, Tensor v_past, float scale) "
-    "-> (Tensor, Tensor)",
+    "past_attention(Tensor q, Tensor k, Tensor v, Tensor k_past, Tensor v_past, "
+    "Tensor[] k_shared, Tensor[] v_shared, int[] rows, float scale) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 operators.LIBRARY.impl("past_attention", _joined_attention, "CompositeExplicitAutograd")
@@ -288,6 +421,29 @@ def _summed(t: Tensor, groups: int) -> Tensor:
     return t if groups == 1 else t.unflatten(1, (-1, groups)).sum(2)
 
 
+class Part(Protocol):
+    """Keys or values of some tokens before a chunk, stored once for all rows that have these tokens
+    (`adjoint.engine.storage.SlabPart`)."""
+
+    @property
+    def rows(self) -> Sequence[int] | None:
+        """The row of `read()` that each row of the chunk sees; None if each has its own."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """The place of its first token, where `Past.add_cotangent` takes it."""
+        ...
+
+    def read(self) -> Tensor:
+        """The keys or values, (rows, heads, tokens, dim)."""
+        ...
+
+    def add_cotangent(self, d: Tensor, offset: int, rows: Sequence[int] | None) -> None:
+        """Add a cotangent of the tokens from `offset` on, in some rows, each once."""
+        ...
+
+
 class Past(Protocol):
     """Keys or values before a chunk, in an append-only state (`adjoint.engine.storage.Past`)."""
 
@@ -312,19 +468,45 @@ class Past(Protocol):
         ...
 
 
+class PastInParts(Past, Protocol):
+    """A `Past` of which rows share parts."""
+
+    def parts(self) -> Sequence[Part]:
+        """The parts in the order of their tokens; the last one is the rows' alone, if there is such a one."""
+        ...
+
+    def join_unread(self, piece: Tensor) -> Tensor:
+        """A tensor like that of `join`, without the values: `parts()` and `read_joined` read them."""
+        ...
+
+    def read_joined(self, piece: Tensor) -> Tensor:
+        """The values that `join_unread` has left out, with a copy for each row."""
+        ...
+
+
 @dataclass(frozen=True)
 class Joined:
     """The past and the piece that a tensor of keys or values consists of: attention that finds it there need
-    not take it apart."""
+    not take it apart.
+
+    Attributes:
+        in_parts: whether the tensor has no values: they are in the parts of the past, of which rows share
+            some, and in the piece.
+    """
 
     past: Past
     piece: Tensor
+    in_parts: bool = False
 
 
 def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
     """`past.join`, of which `past_attention` knows what it is made of; what has been fetched from other
     ranks is a tensor like any other."""
     piece = past.anchored(piece)
+    if reach is None and getattr(past, "in_parts", False):
+        tensor = cast(PastInParts, past).join_unread(piece)
+        tensor.joined = Joined(past, piece, in_parts=True)  # type: ignore[attr-defined]
+        return tensor
     tensor = past.join(piece, reach)
     if hasattr(past, "attend"):
         if reach is not None or getattr(past, "fetches", False):
@@ -338,6 +520,20 @@ def is_spread(k: Tensor) -> bool:
     """Whether what is before these keys, and joined to them by name only, is on several ranks
     (`adjoint.parallel.kv`): then `past_attention` alone knows what they are."""
     return hasattr(getattr(getattr(k, "joined", None), "past", None), "attend")
+
+
+def in_parts(k: Tensor) -> bool:
+    """Whether these keys have no values but in the parts of their past: `past_attention` reads them there."""
+    joined: Joined | None = getattr(k, "joined", None)
+    return joined is not None and joined.in_parts
+
+
+def as_whole(k: Tensor) -> Tensor:
+    """Keys or values that any code can read: those in parts are joined, with a copy for each row."""
+    if not in_parts(k):
+        return k
+    joined: Joined = k.joined  # type: ignore[attr-defined]
+    return cast(PastInParts, joined.past).read_joined(joined.piece)
 
 
 def row_of(tensor: Tensor, row: int, tokens: int) -> Tensor:
@@ -360,6 +556,8 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
         return joined[0].past.attend(q, *joined, scale)
     if not q.numel():
         return _of_nothing(q, k, v)
+    if in_parts(k):
+        return _attend_in_parts(q, joined[0], joined[1], scale)
     (k_past, k_own), (v_past, v_own) = (t.split([t.shape[2] - tokens, tokens], dim=2) for t in (k, v))
     if None in joined or k_own.shape[2] != tokens:
         piece = k_own.to(q.dtype), v_own.to(q.dtype)
@@ -374,6 +572,24 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
     return _PastAttention.apply(q, *piece, k_past.detach(), v_past.detach(), scale, gather)
 
 
+def _attend_in_parts(q: Tensor, keys: Joined, values: Joined, scale: float | None) -> Tensor:
+    """`past_attention` to a past of which rows share parts."""
+    pasts = cast(PastInParts, keys.past), cast(PastInParts, values.past)
+    pairs = list(zip(*(past.parts() for past in pasts), strict=True))
+    rows_alone = pairs.pop() if pairs[-1][0].rows is None else None
+    k, v = keys.piece.to(q.dtype), values.piece.to(q.dtype)
+    if rows_alone is None:
+        k_past, v_past = k[:, :, :0], v[:, :, :0]
+    else:
+        k_past, v_past = (tokens.read() for tokens in rows_alone)
+
+    def gather(start: int, *d: Tensor) -> None:
+        for past, tokens, of_block in zip(pasts, rows_alone or (), d, strict=True):
+            past.add_cotangent(of_block, tokens.start + start)
+
+    return _PastAttention.apply(q, k, v, k_past.detach(), v_past.detach(), scale, gather, pairs)
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Attention of queries to keys and values up to their own place, as `past_attention`'s.
 
@@ -381,7 +597,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
         window: keys that a query sees, its own included; None for all.
     """
     tokens, n_keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    if is_spread(k):
+    if is_spread(k) or in_parts(k):
         return past_attention(q, k, v)
     if not q.numel():
         return _of_nothing(q, k, v)
