@@ -531,9 +531,7 @@ def test_under_zero(name: str, tmp_path: Path) -> None:
         *(slow("equal", n, 3) for n in MODELS),
     ],
 )
-def test_each_model_trains_as_it_does_without_chunks(
-    way: str, name: str, world: int, tmp_path: Path
-) -> None:
+def test_each_model_trains_as_it_does_without_chunks(way: str, name: str, world: int, tmp_path: Path) -> None:
     folder = (str(tmp_path),) if way in WITH_FOLDER else ()
     on_ranks(world, tmp_path, CASES[way], name, *folder, timeout=100)
 

@@ -3,7 +3,8 @@
     python -m tests.integrations.chunk_counter MODULE ARGUMENTS
 
 runs a module as `python -m MODULE ARGUMENTS` does, and prints the Trainer's losses with all their digits (the
-frameworks print four) and, when it ends, the count.
+frameworks print four) and, when it ends, the count. Where the framework's command starts another process,
+`report_until_exit` does it there.
 """
 
 from __future__ import annotations
@@ -58,13 +59,18 @@ class PrintLosses(TrainerCallback):
             print(LOSS, float(logs["loss"]), flush=True)
 
 
+def report_until_exit() -> None:
+    """Print losses from now on, and the number of chunks when the process ends."""
+    trainer.DEFAULT_CALLBACKS.append(PrintLosses)
+    counter = contextlib.ExitStack().enter_context(count_chunks())
+    atexit.register(lambda: print(LINE, counter.chunks, flush=True))
+
+
 def main() -> None:
     module = sys.argv[1]
     sys.argv = sys.argv[1:]
-    trainer.DEFAULT_CALLBACKS.append(PrintLosses)
-    with count_chunks() as counter:
-        atexit.register(lambda: print(LINE, counter.chunks, flush=True))
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    report_until_exit()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

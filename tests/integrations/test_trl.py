@@ -39,10 +39,14 @@ def trained(name: str, folder: Path, wraps: bool, trainer_class: type | None = N
         adjoint.wrap(student, METHOD)
         adjoint.wrap(teacher.eval(), METHOD)
     chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
-    short = [[{**turn, "content": turn["content"][: 12 + i % 7]} for turn in chat] for i, chat in enumerate(chats)]
+    short = [
+        [{**turn, "content": turn["content"][: 12 + i % 7]} for turn in chat] for i, chat in enumerate(chats)
+    ]
     rows = datasets.Dataset.from_list([{"messages": chat} for chat in short])
     options = FEW | {"max_length": 64, "temperature": 0.9, "gradient_accumulation_steps": 2, "max_steps": 10}
-    trainer = (trainer_class or getattr(pytest.importorskip(f"trl.experimental.{name.lower()}"), f"{name}Trainer"))(
+    trainer = (
+        trainer_class or getattr(pytest.importorskip(f"trl.experimental.{name.lower()}"), f"{name}Trainer")
+    )(
         student,
         teacher,
         module(str(folder / "out"), **options | OPTIONS[name]),
@@ -57,9 +61,7 @@ def trained(name: str, folder: Path, wraps: bool, trainer_class: type | None = N
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_losses_are_those_of_trls_trainer(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_those_of_trls_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's own trainer takes wrapped models as they are; ours never calls a head for a whole row."""
     write_model(tmp_path)
     write_data(tmp_path)
