@@ -64,6 +64,7 @@ class Engine(Protocol):
     engine_config: EngineConfig
     _autocast_dtype: torch.dtype
     use_ulysses_sp: bool
+    runs_by_chunks: bool  # set here, where the model was wrapped
 
     def get_data_parallel_group(self) -> object: ...
 
@@ -77,19 +78,16 @@ _forward_step: Callable[[Engine, MicroBatch, LossFunction | None, bool], StepRes
 )
 
 
-def _has_value_head(engine: Engine) -> bool:
-    return isinstance(engine, transformer_impl.FSDPEngineWithValueHead)
-
-
 def _build_wrapped(self: Engine, module: nn.Module) -> nn.Module:
     """Wrap the model, with its adapters, before verl shards it."""
-    if _has_value_head(self):
+    if isinstance(self, transformer_impl.FSDPEngineWithValueHead):
         return _build_fsdp_module(self, module)
     if self.engine_config.strategy != "fsdp2":
         raise UserError(
             f"adjoint.integrations.verl: strategy {self.engine_config.strategy} is FSDP1, which gathers "
             "weights where chunks cannot: set strategy: fsdp2 for actor and ref"
         )
+    self.runs_by_chunks = True
     return _build_fsdp_module(self, wrap(module, method_from_environment()))
 
 
@@ -97,7 +95,7 @@ def _forward_step_by_chunks(
     self: Engine, micro_batch: MicroBatch, loss_function: LossFunction | None, forward_only: bool
 ) -> StepResult:
     """Return the loss of a micro-batch and what verl logs of it, as `FSDPEngineWithLMHead.forward_step`."""
-    if _has_value_head(self):
+    if not vars(self).get("runs_by_chunks", False):  # a critic, or an engine that builds its model otherwise
         return _forward_step(self, micro_batch, loss_function, forward_only)
     micro_batch = micro_batch.to(transformer_impl.get_device_id())
     needs_entropy = bool(_setting(micro_batch, "calculate_entropy"))
@@ -165,7 +163,7 @@ def _refuse_unsupported(engine: Engine, micro_batch: MicroBatch, differentiates_
         )
     if engine.use_ulysses_sp:
         reasons["Ulysses splits the sequence"] = "set ulysses_sequence_parallel_size: 1"
-    if micro_batch.get("multi_modal_inputs", None):
+    if transformer_impl.extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", [])):
         reasons["multi_modal_inputs"] = "train on text, or without external_lib"
     for reason, remedy in reasons.items():
         raise UserError(f"adjoint.integrations.verl: {reason}, which chunks do not make: {remedy}")
