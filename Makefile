@@ -42,7 +42,7 @@ test-versions: setup-dev  ## run tests under other versions, row by row (docs/ve
 	JOBS=$(JOBS) $(BIN)/python scripts/versions.py $(ROWS)
 
 test-integrations: setup-dev  ## run training frameworks' own commands with our line and without it (docs/integrations.md)
-	JOBS=1 $(BIN)/python scripts/versions.py axolotl lightning llamafactory ms-swift sentence-transformers
+	JOBS=1 $(BIN)/python scripts/versions.py axolotl lightning llamafactory ms-swift sentence-transformers verl
 
 EXTERNAL := build/external
 KERNELS := build/external-kernels

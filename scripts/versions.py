@@ -71,6 +71,7 @@ FRAMEWORKS = {
     "llamafactory": "test_llamafactory.py",
     "ms-swift": "test_swift.py",
     "sentence-transformers": "test_sentence_transformers.py",
+    "verl": "test_verl.py",
 }
 
 

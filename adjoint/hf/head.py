@@ -317,6 +317,22 @@ def logprobs(
     return torch.cat([run_checkpointed(slice_logprobs, *piece) for piece in pieces])
 
 
+def entropies(model: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
+    """Return the entropy of each prediction, (tokens,), in float32 at least, by slices; without gradients.
+
+    Args:
+        hidden: (tokens, hidden_size).
+        temperature: divides the logits.
+    """
+    pieces = []
+    with torch.no_grad(), fetched(model.get_output_embeddings()):
+        for piece in hidden.split(tokens_per_slice(len(hidden), vocab_size_of(model), hidden.is_cuda)):
+            logits = head_logits(model, piece[None])[0]
+            log_probs = (logits.to(accumulate_dtype(logits.dtype)) / temperature).log_softmax(-1)
+            pieces.append(-(log_probs.exp() * log_probs).sum(-1))
+    return torch.cat(pieces)
+
+
 def run_checkpointed(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Return function(*args); with gradients, the backward runs it again instead of keeping intermediates."""
     if not torch.is_grad_enabled():

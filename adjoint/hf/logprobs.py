@@ -15,7 +15,7 @@ from adjoint.engine.executor import RECOMPUTE_RTOL
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
-from adjoint.hf.head import Output, logprobs
+from adjoint.hf.head import Output, entropies, logprobs
 from adjoint.hf.model_parts import (
     MISSING,
     access_to,
@@ -58,12 +58,9 @@ def logprobs_of_model(
             chosen = hidden[:, :-1][counted[:, 1:]]
             return logprobs(lm, chosen, labels, temperature, lambda: wrap_state.lock)
 
-    runs_chunks = wrap_state.method.has_chunks and not wrap_state.uses_original_forward
-    if runs_chunks and access_kind(model).runs_backward_in_forward:
+    if _takes_two_passes(model, lm):
         before = (randomness := ChunkRandomness(lm)).states()
-        with torch.no_grad(), wrap_state.lock:
-            hidden = hidden_states(lm, inputs)
-            values = access_to(lm).run(lambda: of_hidden(hidden))
+        values = _without_gradients(model, inputs, of_hidden, "token_logprobs")
         if not torch.is_grad_enabled():
             return values
 
@@ -77,6 +74,48 @@ def logprobs_of_model(
 
         return two_passes(values, second_pass)
     return on_hidden_states(model, inputs, of_hidden, "token_logprobs")
+
+
+@uncompiled
+def logprobs_and_entropies(
+    model: nn.Module, input_ids: Tensor, counted: Tensor, temperature: float, attention_mask: Tensor
+) -> Tensor:
+    """Return log-probabilities of the counted tokens and the entropies of their predictions, (2, tokens).
+
+    They have no gradients. Arguments as `logprobs_of_model` has them."""
+    lm = causal_lm_of(model, "token_logprobs")
+    labels, lock = input_ids[:, 1:][counted[:, 1:]], wrap_state_or_original(lm).lock
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+
+    def of_hidden(hidden: Tensor) -> Tensor:
+        with lock:
+            chosen = hidden[:, :-1][counted[:, 1:]]
+            values = logprobs(lm, chosen, labels, temperature, lambda: lock)
+            return torch.stack([values, entropies(lm, chosen, temperature)])
+
+    return _without_gradients(model, inputs, of_hidden, "token_logprobs")
+
+
+def _takes_two_passes(model: nn.Module, lm: PreTrainedModel) -> bool:
+    """Whether the model runs by chunks whose backwards do not wait for the loss's."""
+    wrap_state = wrap_state_or_original(lm)
+    runs_chunks = wrap_state.method.has_chunks and not wrap_state.uses_original_forward
+    return runs_chunks and access_kind(model).runs_backward_in_forward
+
+
+def _without_gradients(
+    model: nn.Module, inputs: dict[str, object], function: Callable[[Tensor], Tensor], caller: str
+) -> Tensor:
+    """Return function(hidden states) of a call without gradients, however the weights are held.
+
+    Arguments as `on_hidden_states` has them."""
+    lm = causal_lm_of(model, caller)
+    with torch.no_grad():
+        if not _takes_two_passes(model, lm):
+            return on_hidden_states(model, inputs, function, caller)
+        with wrap_state_or_original(lm).lock:
+            hidden = hidden_states(lm, inputs)
+            return access_to(lm).run(lambda: function(hidden))
 
 
 def on_hidden_states(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from adjoint.errors import UserError
 from adjoint.hf.head import summed_loss
 from adjoint.hf.logprobs import causal_lm_of, refuse_unreachable_head
 from adjoint.hf.wrap_state import wrap_state_or_original
-from adjoint.parallel.access import access_kind
 
 
 def summed_loss_of_model(model: nn.Module, hidden: Tensor, targets: Tensor, caller: str) -> Tensor:
@@ -25,10 +23,5 @@ def summed_loss_of_model(model: nn.Module, hidden: Tensor, targets: Tensor, call
     """
     lm = causal_lm_of(model, caller, ", a Stack or an nn.Linear")
     refuse_unreachable_head(lm, caller)
-    if (kind := access_kind(lm)).runs_backward_in_forward:
-        raise UserError(
-            f"{caller}: under {kind.name} the head's weight is whole in the model's own forward alone: use "
-            "DistributedDataParallel"
-        )
     with wrap_state_or_original(lm).lock:
         return summed_loss(lm, hidden, targets)

@@ -53,9 +53,28 @@ def token_logprobs(
         from adjoint.hf.logprobs import logprobs_of_model
 
         logprobs = logprobs_of_model(model, input_ids, counted, temperature, attention_mask)
+    return _at_tokens(logprobs, counted)
+
+
+def token_logprobs_and_entropies(
+    model: nn.Module, input_ids: Tensor, completion_mask: Tensor, temperature: float, attention_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `token_logprobs` and the entropies of the same predictions, both without gradients.
+
+    The entropy of a prediction stands at the token that is predicted. The model is a causal LM; all else is
+    as in `token_logprobs`."""
+    from adjoint.hf.logprobs import logprobs_and_entropies
+
+    counted = counted_tokens(input_ids, completion_mask, temperature, attention_mask)
+    logprobs, entropies = logprobs_and_entropies(model, input_ids, counted, temperature, attention_mask)
+    return _at_tokens(logprobs, counted), _at_tokens(entropies, counted)
+
+
+def _at_tokens(values: Tensor, counted: Tensor) -> Tensor:
+    """Return values of the counted tokens, (tokens,), at their places, (batch, seqlen); 0 elsewhere."""
     rows, before = counted[:, 1:].nonzero(as_tuple=True)
-    zeros = torch.zeros(input_ids.shape, dtype=logprobs.dtype, device=logprobs.device)
-    return zeros.index_put((rows, before + 1), logprobs)
+    zeros = torch.zeros(counted.shape, dtype=values.dtype, device=values.device)
+    return zeros.index_put((rows, before + 1), values)
 
 
 def counted_tokens(

@@ -14,6 +14,8 @@ from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.loss import linear_cross_entropy
+from adjoint.parallel.access import access_kind
+from adjoint.parallel.split_tensors import dtensors
 from adjoint.stack import Stack
 
 _CALLER = "multi_token_loss"
@@ -73,6 +75,11 @@ def multi_token_loss(
 
 def _summed_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of a head's predictions, summed over targets that are not -100."""
+    if (kind := access_kind(head)).runs_backward_in_forward:
+        raise UserError(
+            f"{_CALLER}: under {kind.name} the head's weight is whole in the model's own forward alone: use "
+            "DistributedDataParallel"
+        )
     if isinstance(head, Stack):
         if head.tensor_parallel is not None:
             raise UserError(f"{_CALLER}: the stack's head is split over ranks: give a stack in one process")
@@ -81,7 +88,7 @@ def _summed_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
         from adjoint.hf.multi_token import summed_loss_of_model
 
         return summed_loss_of_model(head, hidden, targets, _CALLER)
-    if not is_untouched(head, nn.Linear):
+    if not is_untouched(head, nn.Linear) or dtensors(head):
         raise UserError(
             f"{_CALLER}: a head's weight is read slice by slice, which passes over hooks, adapters and "
             f"shards: give an nn.Linear without them, or the causal LM that has it; got {type(head).__name__}"

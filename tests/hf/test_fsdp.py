@@ -25,6 +25,7 @@ from tests.hf.hf_models import (
     errors,
     float64_throughout,
     make,
+    trained_like,
     transformers,
 )
 
@@ -106,19 +107,6 @@ def shard(model: Any, **options: Any) -> Any:
     for layer in layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
-
-
-def trained_like(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return a model whose delta rule has steps as small as in trained models.
-
-    At transformers' initial ones (dt_bias = 1) a state is gone after a token, and gradients of A_log and
-    dt_bias are the remainder of terms that cancel: there transformers' chunked form is 1e-12 from its
-    recurrent one, here 1e-14."""
-    model = make(name, dtype)
-    with torch.no_grad():
-        for parameter in (p for n, p in model.named_parameters() if n.endswith("linear_attn.dt_bias")):
-            parameter -= 5
-    return model
 
 
 def sharded(name: str, first: str = "wrap", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -565,6 +553,15 @@ def refused(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             adjoint.wrap(sharded(LLAMA, dtype=torch.float32), method)(**inputs)
+    stack = shard(adjoint.Stack(adjoint.StackConfig(VOCAB, 24, 2, "mamba", d_state=4)))
+    for head, message in (
+        (sharded(LLAMA, dtype=torch.float32), "under fully_shard the head's weight is whole"),
+        (shard(make(LLAMA, torch.float32)), "under fully_shard the head's weight is whole"),
+        (stack, "under fully_shard the head's weight is whole"),
+        (stack.lm_head, "passes over hooks, adapters and shards"),
+    ):
+        with pytest.raises(UserError, match=f"multi_token_loss: .*{message}"):
+            adjoint.multi_token_loss(head, [torch.zeros(2, 53, 24)], ids)
 
 
 @case

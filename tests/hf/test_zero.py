@@ -23,7 +23,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.errors import UserError
-from tests.hf.hf_models import VOCAB, current_gradients, errors, float64_throughout, make
+from tests.hf.hf_models import VOCAB, current_gradients, errors, float64_throughout, make, trained_like
 from tests.ranks import on_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -37,6 +37,7 @@ METHOD = adjoint.Exact(chunk_size=16)
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA, MAMBA2, BAMBA, QWEN = (f"{name}ForCausalLM" for name in ("Llama", "Mamba2", "Bamba", "Qwen3_5"))
 MIXTRAL = "MixtralForCausalLM"
+MODELS = (LLAMA, MAMBA2, BAMBA, QWEN)
 CASES: dict[str, Callable[..., None]] = {}
 # No parameter stays gathered, and none is gathered before its module runs.
 ZERO = {
@@ -98,15 +99,6 @@ def rows(seed: int = 5, seqlen: int = 53) -> Tensor:
 def own_row(seed: int = 5) -> dict[str, Tensor]:
     ids = rows(seed)[rank_of() :][:1]
     return {"input_ids": ids, "labels": ids}
-
-
-def trained_like(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return a model whose delta rule has steps as small as in trained models (see test_fsdp.py)."""
-    model = make(name, dtype)
-    with torch.no_grad():
-        for parameter in (p for n, p in model.named_parameters() if n.endswith("linear_attn.dt_bias")):
-            parameter -= 5
-    return model
 
 
 def whole_gradients(engine: Any) -> dict[str, Tensor]:
@@ -189,15 +181,18 @@ def stacks() -> None:
 
 
 @case
-def adapters() -> None:
+def adapters(name: str) -> None:
     """PEFT's model is DeepSpeed's, and frozen weights are gathered in backwards, too."""
     peft = pytest.importorskip("peft")
     in_float64()
 
     def adapted() -> Any:
         torch.manual_seed(1)
-        config = peft.LoraConfig(r=3, init_lora_weights=False, task_type="CAUSAL_LM")
-        return peft.get_peft_model(make(LLAMA), config)
+        model, targets = trained_like(name), {MAMBA2: ["in_proj"]}.get(name)
+        config = peft.LoraConfig(
+            r=3, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=targets or "all-linear"
+        )
+        return peft.get_peft_model(model, config)
 
     with float64_throughout():
         engine = initialized(adjoint.wrap(adapted(), METHOD))
@@ -316,27 +311,31 @@ def assert_trains_alike(name: str, limit: float, **config: Any) -> None:
 
 
 @case
-def training() -> None:
+def training(name: str) -> None:
     joined()
-    for name in (LLAMA, MAMBA2):
-        assert_trains_alike(name, 2e-5, gradient_clipping=0.5, gradient_accumulation_steps=2)
+    assert_trains_alike(name, 2e-5, gradient_clipping=0.5, gradient_accumulation_steps=2)
 
 
 @case
-def half_precision() -> None:
-    """Bfloat16 and float16; the first factors of the scaler overflow, and these steps are left out."""
+def bfloat16(name: str) -> None:
     joined()
-    assert_trains_alike(LLAMA, 0.1, bf16={"enabled": True})
+    assert_trains_alike(name, 0.1, bf16={"enabled": True})
+
+
+@case
+def float16() -> None:
+    """The first factors of the scaler overflow, and these steps are left out."""
+    joined()
     assert_trains_alike(LLAMA, 0.02, fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1})
     assert_trains_alike(LLAMA, 0.02, fp16={"enabled": True, "loss_scale": 128})
 
 
 @case
-def in_host_memory() -> None:
+def in_host_memory(name: str) -> None:
     joined()
     zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     force = {"zero_force_ds_cpu_optimizer": False, "gradient_accumulation_steps": 2}
-    assert_trains_alike(LLAMA, 2e-5, zero=zero, **force)
+    assert_trains_alike(name, 2e-5, zero=zero, **force)
 
 
 @case
@@ -416,7 +415,7 @@ def checkpoints(folder: str) -> None:
 
 
 @case
-def trainer(folder: str) -> None:
+def trainer(name: str, folder: str) -> None:
     """The Trainer with DeepSpeed's configuration, and accumulation, beside the model that is not wrapped."""
     joined()
     accelerate = pytest.importorskip("accelerate")
@@ -426,7 +425,7 @@ def trainer(folder: str) -> None:
 
     def losses(wraps: bool) -> list[float]:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        model, logged = make(BAMBA, torch.float32), []
+        model, logged = trained_like(name, torch.float32), []
 
         class Note(TrainerCallback):
             def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
@@ -486,6 +485,10 @@ def refused() -> None:
     grouped = adjoint.wrap(make(LLAMA, torch.float32), METHOD, sequence_group=dist.group.WORLD)
     with pytest.raises(UserError, match="ZeRO-3 gathers each layer in all processes"):
         initialized(grouped)(input_ids=rows()[:1], labels=rows()[:1])
+    stack = initialized(adjoint.Stack(adjoint.StackConfig(VOCAB, 24, 2, "mamba", d_state=4)))
+    for head in (engine, initialized(make(LLAMA, torch.float32)), stack, stack.module, stack.module.lm_head):
+        with pytest.raises(UserError, match="multi_token_loss: under ZeRO-3 the head's weight is whole"):
+            adjoint.multi_token_loss(head, [torch.zeros(1, 53, 24)], rows()[:1])
 
 
 @case
@@ -503,29 +506,34 @@ def without_an_optimizer() -> None:
         torch.testing.assert_close(*logprobs)
 
 
-SLOW = ("checkpoints", "trainer", "leaf_modules", "in_host_memory", "without_an_optimizer")
-WITH_FOLDER = ("checkpoints", "trainer", "partitioned_from_the_start")
+SLOW = ("checkpoints", "leaf_modules", "without_an_optimizer")
+WITH_FOLDER = ("checkpoints", "partitioned_from_the_start", "trainer")
+# The table of models × ways to train; the first model of each, if it is named here, in the quick tests.
+OF_EACH_MODEL = {"equal": BAMBA, "adapters": LLAMA, "training": LLAMA, "bfloat16": LLAMA}
+OF_EACH_MODEL |= {"in_host_memory": "", "trainer": ""}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES if n != "equal"],
-)
+def slow(*values: Any, if_not: bool = False) -> Any:
+    return pytest.param(*values, marks=() if if_not else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [slow(n, if_not=n not in SLOW) for n in CASES if n not in OF_EACH_MODEL])
 def test_under_zero(name: str, tmp_path: Path) -> None:
     folder = (str(tmp_path),) if name in WITH_FOLDER else ()
     on_ranks(2, tmp_path, CASES[name], *folder, timeout=100)
 
 
 @pytest.mark.parametrize(
-    ("name", "world"),
+    ("way", "name", "world"),
     [
-        (BAMBA, 2),
-        *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (LLAMA, MAMBA2, QWEN, MIXTRAL)),
-        *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (LLAMA, MAMBA2, BAMBA, QWEN)),
+        *(slow(way, n, 2, if_not=n == quick) for way, quick in OF_EACH_MODEL.items() for n in MODELS),
+        slow("equal", MIXTRAL, 2),
+        *(slow("equal", n, 3) for n in MODELS),
     ],
 )
-def test_gradients_are_those_of_one_process(name: str, world: int, tmp_path: Path) -> None:
-    on_ranks(world, tmp_path, equal, name, timeout=100)
+def test_each_model_trains_as_it_does_without_chunks(way: str, name: str, world: int, tmp_path: Path) -> None:
+    folder = (str(tmp_path),) if way in WITH_FOLDER else ()
+    on_ranks(world, tmp_path, CASES[way], name, *folder, timeout=100)
 
 
 @pytest.mark.slow
@@ -539,10 +547,10 @@ def test_accelerate_launch(tmp_path: Path) -> None:
         f"--use_deepspeed --deepspeed_config_file {tmp_path}/zero3.json --num_processes 2 --num_machines 1"
     )
     launch += " --dynamo_backend no --main_process_port 0 -m tests.hf.zero_loop"
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launch.split(), LLAMA, MAMBA2]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch.split(), *MODELS]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
-    assert sum(line.startswith((LLAMA, MAMBA2)) for line in ended.stdout.splitlines()) == 4
+    assert sum(line.startswith(MODELS) for line in ended.stdout.splitlines()) == 2 * len(MODELS)

@@ -2,7 +2,9 @@
 
     python -m tests.integrations.chunk_counter MODULE ARGUMENTS
 
-runs a module as `python -m MODULE ARGUMENTS` does, and prints the count when it ends.
+runs a module as `python -m MODULE ARGUMENTS` does, and prints the Trainer's losses with all their digits (the
+frameworks print four) and, when it ends, the count. Where the framework's command starts another process,
+`report_until_exit` does it there.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from transformers import TrainerCallback, trainer
+
 from adjoint.hf.randomness import ChunkRandomness
 
 LINE = "chunks computed:"
+LOSS = "loss of the step:"
 
 
 class ChunkCounter:
@@ -46,12 +51,26 @@ def count_chunks() -> Iterator[ChunkCounter]:
         ChunkRandomness.at_chunk = at_chunk  # type: ignore[method-assign]
 
 
+class PrintLosses(TrainerCallback):
+    """A callback that prints the loss of each step with all its digits."""
+
+    def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
+        if "loss" in logs:
+            print(LOSS, float(logs["loss"]), flush=True)
+
+
+def report_until_exit() -> None:
+    """Print losses from now on, and the number of chunks when the process ends."""
+    trainer.DEFAULT_CALLBACKS.append(PrintLosses)
+    counter = contextlib.ExitStack().enter_context(count_chunks())
+    atexit.register(lambda: print(LINE, counter.chunks, flush=True))
+
+
 def main() -> None:
     module = sys.argv[1]
     sys.argv = sys.argv[1:]
-    with count_chunks() as counter:
-        atexit.register(lambda: print(LINE, counter.chunks, flush=True))
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    report_until_exit()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

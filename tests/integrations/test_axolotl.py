@@ -10,6 +10,7 @@ from tests.integrations.commands import (
     assert_same_losses,
     edited_example,
     run_module,
+    write_adapter,
     write_data,
     write_model,
 )
@@ -29,13 +30,16 @@ SMALL = {
 }
 OURS = {"adjoint": {"chunk_size": 64}}
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+LORA |= {"lora_model_dir": "adapter"}  # axolotl's own are other ones in each run
+PACKED = {"sample_packing": True, "pad_to_sequence_len": True, "sequence_len": 1024}
 
 
-@pytest.mark.parametrize("options", [{}, LORA], ids=["full", "LoRA"])
+@pytest.mark.parametrize("options", [{}, LORA, PACKED | LORA], ids=["full", "LoRA", "packed"])
 def test_the_plugin_trains_by_chunks_with_the_unwrapped_losses(
     options: dict[str, object], tmp_path: Path
 ) -> None:
     write_model(tmp_path / "model")
+    write_adapter(tmp_path / "adapter", tmp_path / "model")
     write_data(tmp_path)
     runs = []
     for without in (("plugins", "adjoint"), ()):

@@ -11,6 +11,7 @@ from tests.integrations.commands import (
     assert_same_losses,
     edited_example,
     run_module,
+    write_adapter,
     write_data,
     write_model,
 )
@@ -27,6 +28,7 @@ SMALL = {
     "save_strategy": "no",
 }
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "q_proj,v_proj"}
+LORA |= {"adapter_name_or_path": "adapter"}
 
 
 @pytest.mark.parametrize("options", [{}, LORA], ids=["full", "LoRA"])
@@ -34,6 +36,7 @@ def test_the_command_trains_by_chunks_with_the_unwrapped_losses(
     options: dict[str, object], tmp_path: Path
 ) -> None:
     write_model(tmp_path / "model")
+    write_adapter(tmp_path / "adapter", tmp_path / "model")
     write_data(tmp_path)
     if importlib.util.find_spec("torchaudio") is None:  # imported always, called for sound alone
         (tmp_path / "torchaudio.py").touch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,14 @@ from tests.integrations.commands import (
     assert_same_losses,
     edited_example,
     run_module,
+    write_adapter,
     write_data,
     write_model,
 )
 
 pytest.importorskip("swift")
+# `swift sft FILE` starts another process, in which this plugin counts chunks.
+COUNTER = str(Path(__file__).with_name("swift_plugin") / "count_chunks.py")
 SMALL = {
     "max_length": 512,
     "max_steps": 3,
@@ -26,21 +28,11 @@ SMALL = {
     "learning_rate": 1e-3,
     "save_strategy": "no",
     "use_hf": True,
-    "external_plugins": PLUGIN,
+    "external_plugins": [PLUGIN, COUNTER],
     "ENV": {"ADJOINT_METHOD__CHUNK_SIZE": 64},
 }
 LORA = {"tuner_type": "lora", "lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}
-
-
-def command_line(file: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and variables that ms-swift's own command makes of a file."""
-    from swift.cli.main import parse_yaml_args
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", dict(os.environ))
-        arguments, before = [str(file)], dict(os.environ)
-        parse_yaml_args(arguments)
-        return arguments, {name: text for name, text in os.environ.items() if before.get(name) != text}
+LORA |= {"adapters": ["adapter"]}
 
 
 @pytest.mark.parametrize("options", [{}, LORA], ids=["full", "LoRA"])
@@ -49,13 +41,12 @@ def test_the_plugin_trains_by_chunks_with_the_unwrapped_losses(
 ) -> None:
     """ms-swift reads `outputs.logits` at each step for its accuracy: no second forward computes them."""
     write_model(tmp_path / "model")
+    write_adapter(tmp_path / "adapter", tmp_path / "model")
     write_data(tmp_path)
     runs = []
-    for without in (("external_plugins", "ENV"), ()):
-        file = edited_example("ms_swift.yaml", tmp_path, without, **SMALL | options)
-        # `swift sft FILE` starts this module in another process, where nothing would count chunks
-        arguments, environment = command_line(file)
-        runs.append(run_module(tmp_path, "swift.cli.sft", *arguments, **environment))
+    for without, changes in ((("ENV",), {"external_plugins": COUNTER}), ((), {})):
+        file = edited_example("ms_swift.yaml", tmp_path, without, **SMALL | options | changes)
+        runs.append(run_module(tmp_path, "swift.cli.main", "sft", str(file)))
     assert_same_losses(*runs)
     assert "out.logits was used" not in runs[1].printed
     assert runs[1].chunks <= 3 * (6 + 5) + 1  # of rows of up to 6 chunks
