@@ -44,6 +44,14 @@ from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.init import draw_seed, drawn_from
 from adjoint.layers.mixer import reach_of
 from adjoint.layers.norm import RMSNorm
+from adjoint.layers.strands import (
+    both_strands,
+    complement_of,
+    equivariant_states,
+    in_reading_order,
+    joined_strands,
+    joined_weight,
+)
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method
 from adjoint.parallel.access import REPLICA, access_kind, access_of, is_replica, refuse_sharded
@@ -69,7 +77,8 @@ class StackOutput:
         logits: (batch, seqlen, vocab_size), or None.
         state: the final state, one tuple of tensors per layer, or None.
         windows: each layer's window in tokens, where the method picked it (`window="auto"`), or None.
-        hidden_states: (batch, seqlen, d_model), what the head multiplies with its weight, or None.
+        hidden_states: (batch, seqlen, d_model), what the head multiplies with its weight, or None. With
+            `complement_map` (batch, seqlen, 2 d_model): the other strand's follow, channels reversed.
     """
 
     loss: Tensor | None = None
@@ -326,16 +335,21 @@ class Stack(nn.Module):
             normalised = self.norm_f(copy_to_ranks(y, split.group))
         else:
             normalised = gather_tokens(self.norm_f(y), split.group, targets.shape[1])
-        shard = None if split is None else split.vocabulary_shard
-        return linear_cross_entropy(normalised, self.lm_head.weight, targets, shard=shard, weights=weights)
+        shard, weight = None if split is None else split.vocabulary_shard, self.lm_head.weight
+        if (complement := complement_of(self.config, y.device)) is not None:
+            normalised, weight = joined_strands(normalised), joined_weight(weight, complement)
+        return linear_cross_entropy(normalised, weight, targets, shard=shard, weights=weights)
 
     def head_parameters(self) -> list[Tensor]:
         """Return the parameters that `head_loss` reads."""
         return [self.norm_f.weight, self.lm_head.weight]
 
     def logits(self, y: Tensor) -> Tensor:
-        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size), also of a split stack."""
+        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size), also of a split stack or two strands."""
         logits, split = self.lm_head(self.norm_f(y)), self.tensor_parallel
+        if (complement := complement_of(self.config, y.device)) is not None:
+            strand, reverse = in_reading_order(logits)
+            return strand + reverse[..., complement]
         return logits if split is None else split.all_ids(logits)
 
     def all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
@@ -409,8 +423,12 @@ class Stack(nn.Module):
         if state is not None and len(state) != self.config.n_layer:
             raise ValueError(f"state must have {self.config.n_layer} entries, 1 per layer; got {len(state)}")
         spec = None
+        read_ids, read_documents = input_ids, seq_idx
         if self.is_bidirectional:
             self._check_bidirectional(method, state is not None or return_state, sequence_group)
+            if (complement := complement_of(self.config, input_ids.device)) is not None:
+                read_ids = both_strands(input_ids, complement)
+                read_documents = None if seq_idx is None else torch.cat([seq_idx, seq_idx.flip(1)])
             spec = self._layer_spec(input_ids, method)
         split = self.tensor_parallel
         if state is not None and split is not None:
@@ -443,15 +461,16 @@ class Stack(nn.Module):
                 access.begin_plain_call()
             weights = access.plain_weights()
             with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
-                y, final = self._hidden(
-                    input_ids, states, seq_idx, method is not None and method.checkpoints_layers, spec
-                )
+                checkpoint = method is not None and method.checkpoints_layers
+                y, final = self._hidden(read_ids, states, read_documents, checkpoint, spec)
                 if batch is not None:
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
                 if (batch is None and not return_hidden_states) or return_logits:
                     output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
                 if return_hidden_states:
-                    output.hidden_states = self.norm_f(self.all_tokens(y, input_ids.shape[1]))
+                    hidden = self.norm_f(self.all_tokens(y, input_ids.shape[1]))
+                    is_double = self.config.strands == 2
+                    output.hidden_states = equivariant_states(hidden) if is_double else hidden
         else:
             segments = None if state is not None or group is not None else self._segments(batch, method)
             if segments is None:
@@ -759,8 +778,8 @@ class Stack(nn.Module):
 
         Args:
             directory: a run (its newest good checkpoint) or one of its checkpoints; or a folder written by
-                `save_pretrained` of transformers' MambaForCausalLM or Mamba2ForCausalLM, or of mamba-ssm's
-                MambaLMHeadModel, in one file or in shards.
+                `save_pretrained` of transformers' MambaForCausalLM or Mamba2ForCausalLM, of mamba-ssm's
+                MambaLMHeadModel, or of CaduceusForMaskedLM, in one file or in shards.
 
         Raises:
             ValueError: it is none of these; files are missing, damaged or of another model; or the model has

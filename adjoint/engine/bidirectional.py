@@ -76,7 +76,7 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
         return block.feed_forward(x), ()
 
     forward = scan(mixer.forward_mixer, "read forward", False)
-    y = y + (forward + scan(mixer.reverse_mixer, "read in reverse", True))
+    y = y + mixer.joined(forward, scan(mixer.reverse_mixer, "read in reverse", True))
     if block.mlp is None or block.norm2 is None:
         return y
     return run(feed_forward, "feed_forward", (y,), (), (block.norm2, block.mlp))

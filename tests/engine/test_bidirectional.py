@@ -194,6 +194,13 @@ def test_what_a_stack_cannot_do_is_refused_in_one_line() -> None:
         ({"mixer": ["mamba", "attention"], "bidirectional": "separate"}, "mixer has attention"),
         ({"mixer": "diagonal", "bidirectional": "tied"}, 'use "separate"'),
         ({"bidirectional": "both"}, "expected tied or separate"),
+        ({"bidirectional_strategy": "ew_multiply"}, "set bidirectional to .* got 'ew_multiply'"),
+        ({"complement_map": [1, 0]}, "complement_map is for layers that read in both directions"),
+        ({"complement_map": [0, 99], "bidirectional": "tied"}, "must have ids below vocab_size"),
+        (
+            {"complement_map": [1, 2, 0], "bidirectional": "tied"},
+            "0's complement is 1, whose complement is 2",
+        ),
     ],
 )
 def test_configurations_that_are_refused(sizes: dict[str, Any], message: str) -> None:
