@@ -47,7 +47,6 @@ from adjoint.layers.norm import RMSNorm
 from adjoint.layers.strands import (
     both_strands,
     complement_of,
-    equivariant_states,
     in_reading_order,
     joined_strands,
     joined_weight,
@@ -78,7 +77,8 @@ class StackOutput:
         state: the final state, one tuple of tensors per layer, or None.
         windows: each layer's window in tokens, where the method picked it (`window="auto"`), or None.
         hidden_states: (batch, seqlen, d_model), what the head multiplies with its weight, or None. With
-            `complement_map` (batch, seqlen, 2 d_model): the other strand's follow, channels reversed.
+            `complement_map` (batch, seqlen, 2 d_model): the other strand's follow, channels reversed, and the
+            weight is `Stack.head_weight`.
     """
 
     loss: Tensor | None = None
@@ -335,10 +335,16 @@ class Stack(nn.Module):
             normalised = self.norm_f(copy_to_ranks(y, split.group))
         else:
             normalised = gather_tokens(self.norm_f(y), split.group, targets.shape[1])
-        shard, weight = None if split is None else split.vocabulary_shard, self.lm_head.weight
-        if (complement := complement_of(self.config, y.device)) is not None:
-            normalised, weight = joined_strands(normalised), joined_weight(weight, complement)
-        return linear_cross_entropy(normalised, weight, targets, shard=shard, weights=weights)
+        shard = None if split is None else split.vocabulary_shard
+        normalised = joined_strands(normalised) if self.config.strands == 2 else normalised
+        return linear_cross_entropy(normalised, self.head_weight(), targets, shard=shard, weights=weights)
+
+    def head_weight(self) -> Tensor:
+        """Return what multiplies the hidden states after the last norm: lm_head's weight, for both strands
+        with `complement_map`."""
+        complement = complement_of(self.config, self.lm_head.weight.device)
+        weight = self.lm_head.weight
+        return weight if complement is None else joined_weight(weight, complement)
 
     def head_parameters(self) -> list[Tensor]:
         """Return the parameters that `head_loss` reads."""
@@ -469,8 +475,7 @@ class Stack(nn.Module):
                     output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
                 if return_hidden_states:
                     hidden = self.norm_f(self.all_tokens(y, input_ids.shape[1]))
-                    is_double = self.config.strands == 2
-                    output.hidden_states = equivariant_states(hidden) if is_double else hidden
+                    output.hidden_states = joined_strands(hidden) if self.config.strands == 2 else hidden
         else:
             segments = None if state is not None or group is not None else self._segments(batch, method)
             if segments is None:

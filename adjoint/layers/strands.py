@@ -39,19 +39,14 @@ def in_reading_order(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined_strands(y: Tensor) -> Tensor:
-    """Return y (2 batch, seqlen, d_model) as (batch, seqlen, 2 d_model), for `joined_weight`."""
-    return torch.cat(in_reading_order(y), dim=-1)
-
-
-def joined_weight(weight: Tensor, complement: Tensor) -> Tensor:
-    """Return the head's weight (vocab_size, 2 d_model) for both strands, from (vocab_size, d_model)."""
-    return torch.cat([weight, weight[complement]], dim=1)
-
-
-def equivariant_states(y: Tensor) -> Tensor:
     """Return y (2 batch, seqlen, d_model) as Caduceus' hidden states (batch, seqlen, 2 d_model).
 
     The other strand's channels are in reverse order, so that the reverse complement's hidden states are these
     with tokens and channels reversed."""
     strand, reverse = in_reading_order(y)
     return torch.cat([strand, reverse.flip(-1)], dim=-1)
+
+
+def joined_weight(weight: Tensor, complement: Tensor) -> Tensor:
+    """Return the head's weight for `joined_strands`, (vocab_size, 2 d_model), from (vocab_size, d_model)."""
+    return torch.cat([weight, weight[complement].flip(1)], dim=1)
