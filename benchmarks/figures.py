@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from adjoint.files import write_atomically
 from adjoint.tools.measure.process import ROOT
+from benchmarks.bidirectional import Bidirectional
 from benchmarks.checkpoints import Checkpoints
 from benchmarks.claims import Claims
 from benchmarks.convergence.command import Convergence
@@ -205,6 +206,8 @@ FIGURES = [
     Figure("docs/host_weights.md", HostWeights(), "", "--models Bamba-9B --tokens 128K",
            ("plan/host_weights.py", "plan/estimate.py", "plan/memory.py")),
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
+    Figure("docs/method_costs.md", Bidirectional(), "", "--lengths 2K --repeats 1 --repeat-s 0",
+           (*STACK, "engine/bidirectional.py", "engine/recurrence.py")),
     Figure("docs/method_costs.md", MiniSequence(), "",
            "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip
