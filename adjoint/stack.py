@@ -262,6 +262,12 @@ class Stack(nn.Module):
                 f"{WHOLE_SEQUENCE}, and no chunk passes through all of them: call the stack in one process, "
                 "with method=adjoint.Exact() or adjoint.Backprop()"
             )
+        return self.all_stages(recompute, whole_tokens)
+
+    def all_stages(self, recompute: str = "none", whole_tokens: bool = False) -> list[Stage | None]:
+        """Return `stages`, also of layers that read in both directions, to be counted and timed.
+
+        Such a stage takes its chunk for the whole sequence."""
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
         # weights that are not on the device yet cannot be cast there
         access = access_of(self)
@@ -429,12 +435,8 @@ class Stack(nn.Module):
         if state is not None and len(state) != self.config.n_layer:
             raise ValueError(f"state must have {self.config.n_layer} entries, 1 per layer; got {len(state)}")
         spec = None
-        read_ids, read_documents = input_ids, seq_idx
         if self.is_bidirectional:
             self._check_bidirectional(method, state is not None or return_state, sequence_group)
-            if (complement := complement_of(self.config, input_ids.device)) is not None:
-                read_ids = both_strands(input_ids, complement)
-                read_documents = None if seq_idx is None else torch.cat([seq_idx, seq_idx.flip(1)])
             spec = self._layer_spec(input_ids, method)
         split = self.tensor_parallel
         if state is not None and split is not None:
@@ -468,7 +470,8 @@ class Stack(nn.Module):
             weights = access.plain_weights()
             with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
                 checkpoint = method is not None and method.checkpoints_layers
-                y, final = self._hidden(read_ids, states, read_documents, checkpoint, spec)
+                ids, documents = self._rows_read(input_ids, seq_idx)
+                y, final = self._hidden(ids, states, documents, checkpoint, spec)
                 if batch is not None:
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
                 if (batch is None and not return_hidden_states) or return_logits:
@@ -657,6 +660,27 @@ class Stack(nn.Module):
                 f"{method.name}: bidirectional layers run by chunks with plain tensors as weights, and these "
                 f"are held as {kind.name}: use Backprop(checkpoint=True)"
             )
+
+    def _rows_read(self, input_ids: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the ids and documents that layers read: with `complement_map` of both strands."""
+        complement = complement_of(self.config, input_ids.device)
+        if complement is None:
+            return input_ids, seq_idx
+        documents = None if seq_idx is None else torch.cat([seq_idx, seq_idx.flip(1)])
+        return both_strands(input_ids, complement), documents
+
+    def masked_loss(
+        self, input_ids: Tensor, targets: Tensor, spec: EngineSpec | None, checkpoint: bool = False
+    ) -> Tensor:
+        """Return the summed loss of targets in the tokens' own places, differentiable; nothing is checked.
+
+        Args:
+            spec: the chunks by which layers run; None if autograd goes through them.
+            checkpoint: whether autograd then recomputes each layer.
+        """
+        states = self.initial_state(len(input_ids))
+        y, _ = self._hidden(self._rows_read(input_ids, None)[0], states, None, checkpoint, spec)
+        return self.head_loss(y, targets)
 
     def _layer_spec(self, input_ids: Tensor, method: Method | None) -> EngineSpec | None:
         """Return the chunks by which bidirectional layers run; None if autograd goes through them."""
