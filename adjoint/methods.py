@@ -306,10 +306,6 @@ class Exact(Method):
     def why_not_bidirectional(self) -> str | None:
         if self.memory is not None:
             return "memory is for chunks that pass through all layers, as bidirectional ones cannot: drop it"
-        if self.offload or self.keep == "offload":
-            return (
-                "a bidirectional stack keeps its layers' inputs on their device: leave offload out, and keep"
-            )
         return None
 
     @property

@@ -45,6 +45,13 @@ from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.init import draw_seed, drawn_from
 from adjoint.layers.mixer import reach_of
 from adjoint.layers.norm import RMSNorm
+from adjoint.layers.strands import (
+    both_strands,
+    complement_of,
+    in_reading_order,
+    joined_strands,
+    joined_weight,
+)
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method
 from adjoint.parallel.access import REPLICA, access_kind, access_of, is_replica, refuse_sharded
@@ -70,7 +77,9 @@ class StackOutput:
         logits: (batch, seqlen, vocab_size), or None.
         state: the final state, one tuple of tensors per layer, or None.
         windows: each layer's window in tokens, where the method picked it (`window="auto"`), or None.
-        hidden_states: (batch, seqlen, d_model), what the head multiplies with its weight, or None.
+        hidden_states: (batch, seqlen, d_model), what the head multiplies with its weight, or None. With
+            `complement_map` (batch, seqlen, 2 d_model): the other strand's follow, channels reversed, and the
+            weight is `Stack.head_weight`.
     """
 
     loss: Tensor | None = None
@@ -254,6 +263,12 @@ class Stack(nn.Module):
                 f"{WHOLE_SEQUENCE}, and no chunk passes through all of them: call the stack in one process, "
                 "with method=adjoint.Exact() or adjoint.Backprop()"
             )
+        return self.all_stages(recompute, whole_tokens)
+
+    def all_stages(self, recompute: str = "none", whole_tokens: bool = False) -> list[Stage | None]:
+        """Return `stages`, also of layers that read in both directions, to be counted and timed.
+
+        Such a stage takes its chunk for the whole sequence."""
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
         # weights that are not on the device yet cannot be cast there
         access = access_of(self)
@@ -328,15 +343,26 @@ class Stack(nn.Module):
         else:
             normalised = gather_tokens(self.norm_f(y), split.group, targets.shape[1])
         shard = None if split is None else split.vocabulary_shard
-        return linear_cross_entropy(normalised, self.lm_head.weight, targets, shard=shard, weights=weights)
+        normalised = joined_strands(normalised) if self.config.strands == 2 else normalised
+        return linear_cross_entropy(normalised, self.head_weight(), targets, shard=shard, weights=weights)
+
+    def head_weight(self) -> Tensor:
+        """Return what multiplies the hidden states after the last norm: lm_head's weight, for both strands
+        with `complement_map`."""
+        complement = complement_of(self.config, self.lm_head.weight.device)
+        weight = self.lm_head.weight
+        return weight if complement is None else joined_weight(weight, complement)
 
     def head_parameters(self) -> list[Tensor]:
         """Return the parameters that `head_loss` reads."""
         return [self.norm_f.weight, self.lm_head.weight]
 
     def logits(self, y: Tensor) -> Tensor:
-        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size), also of a split stack."""
+        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size), also of a split stack or two strands."""
         logits, split = self.lm_head(self.norm_f(y)), self.tensor_parallel
+        if (complement := complement_of(self.config, y.device)) is not None:
+            strand, reverse = in_reading_order(logits)
+            return strand + reverse[..., complement]
         return logits if split is None else split.all_ids(logits)
 
     def all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
@@ -444,15 +470,16 @@ class Stack(nn.Module):
                 access.begin_plain_call()
             weights = access.plain_weights()
             with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
-                y, final = self._hidden(
-                    input_ids, states, seq_idx, method is not None and method.checkpoints_layers, spec
-                )
+                checkpoint = method is not None and method.checkpoints_layers
+                ids, documents = self._rows_read(input_ids, seq_idx)
+                y, final = self._hidden(ids, states, documents, checkpoint, spec)
                 if batch is not None:
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
                 if (batch is None and not return_hidden_states) or return_logits:
                     output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
                 if return_hidden_states:
-                    output.hidden_states = self.norm_f(self.all_tokens(y, input_ids.shape[1]))
+                    hidden = self.norm_f(self.all_tokens(y, input_ids.shape[1]))
+                    output.hidden_states = joined_strands(hidden) if self.config.strands == 2 else hidden
         else:
             is_whole = state is not None or group is not None
             segments = None if is_whole else self._segments(batch, method, return_state)
@@ -663,6 +690,27 @@ class Stack(nn.Module):
                 f"are held as {kind.name}: use Backprop(checkpoint=True)"
             )
 
+    def _rows_read(self, input_ids: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the ids and documents that layers read: with `complement_map` of both strands."""
+        complement = complement_of(self.config, input_ids.device)
+        if complement is None:
+            return input_ids, seq_idx
+        documents = None if seq_idx is None else torch.cat([seq_idx, seq_idx.flip(1)])
+        return both_strands(input_ids, complement), documents
+
+    def masked_loss(
+        self, input_ids: Tensor, targets: Tensor, spec: EngineSpec | None, checkpoint: bool = False
+    ) -> Tensor:
+        """Return the summed loss of targets in the tokens' own places, differentiable; nothing is checked.
+
+        Args:
+            spec: the chunks by which layers run; None if autograd goes through them.
+            checkpoint: whether autograd then recomputes each layer.
+        """
+        states = self.initial_state(len(input_ids))
+        y, _ = self._hidden(self._rows_read(input_ids, None)[0], states, None, checkpoint, spec)
+        return self.head_loss(y, targets)
+
     def _layer_spec(self, input_ids: Tensor, method: Method | None) -> EngineSpec | None:
         """Return the chunks by which bidirectional layers run; None if autograd goes through them."""
         if method is None or not method.has_chunks:
@@ -788,8 +836,8 @@ class Stack(nn.Module):
 
         Args:
             directory: a run (its newest good checkpoint) or one of its checkpoints; or a folder written by
-                `save_pretrained` of transformers' MambaForCausalLM or Mamba2ForCausalLM, or of mamba-ssm's
-                MambaLMHeadModel, in one file or in shards.
+                `save_pretrained` of transformers' MambaForCausalLM or Mamba2ForCausalLM, of mamba-ssm's
+                MambaLMHeadModel, or of CaduceusForMaskedLM, in one file or in shards.
 
         Raises:
             ValueError: it is none of these; files are missing, damaged or of another model; or the model has

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from adjoint.files import write_atomically
 from adjoint.tools.measure.process import ROOT
+from benchmarks.bidirectional import Bidirectional
 from benchmarks.checkpoints import Checkpoints
 from benchmarks.claims import Claims
 from benchmarks.convergence.command import Convergence
@@ -208,6 +209,8 @@ FIGURES = [
     Figure("docs/recipes.md", SharedPrefixes(), "", "--models Stack --answers 2 --ratios 1 --passes 1",
            (*WRAPPED, "engine/shared_prefix.py", "kernels/attention/*.py")),
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
+    Figure("docs/method_costs.md", Bidirectional(), "", "--lengths 2K --repeats 1 --repeat-s 0",
+           (*STACK, "engine/bidirectional.py", "engine/recurrence.py")),
     Figure("docs/method_costs.md", MiniSequence(), "",
            "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

@@ -2,21 +2,24 @@
 
 Each output of such a layer reads the whole sequence, so that a chunk cannot pass through all layers: the
 engine's grid of layers and chunks does not apply. What is stored is each layer's input, the sum before its
-MLP if it has one, and the states at the chunk edges of both scans. The backward computes the activations of
-one chunk of one scan of one layer at a time."""
+MLP if it has one, and the states at the chunk edges of both scans; with `offload` all in host memory. The
+backward computes the activations of one chunk of one scan of one layer at a time."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from adjoint.engine import tile
 from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.recurrence import run_by_chunks
+from adjoint.engine.recurrence import HostInputs, run_by_chunks
 from adjoint.engine.stage import Layer
+from adjoint.engine.storage import stores_on_host
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.layers import Block, State
@@ -28,7 +31,7 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
 
     Args:
         seq_idx: (batch, seqlen), each token's document, or None.
-        spec: of which the chunk size, the states that are stored and the recomputation count.
+        spec: of which the chunk size, what is stored and where, and the recomputation count.
 
     Raises:
         UserError: the block or its mixer has hooks, which would see no call.
@@ -41,6 +44,8 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
         )
     is_ours = custom_class(Layer(block, grows=())) is None
     recompute, verify_for = spec.storage.recompute, None if is_ours else block
+    offloads = stores_on_host(spec, y.device)
+    layer_input = HostInputs() if offloads else None  # both scans read it
 
     def run(
         function: Callable[..., tuple[Tensor, State]],
@@ -49,6 +54,7 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
         state: State,
         modules: Iterable[nn.Module],
         reverse: bool = False,
+        on_host: HostInputs | None = None,
     ) -> Tensor:
         def chunk(x: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
             if recompute == "none" or not torch.is_grad_enabled():
@@ -59,7 +65,8 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
             return function(state, y, *documents)
 
         chunk.__name__ = chunk.__qualname__ = name
-        return run_by_chunks(chunk, x, state, spec, reverse, nn.ModuleList(modules), verify_for)[0]
+        owner = nn.ModuleList(modules)
+        return run_by_chunks(chunk, x, state, spec, reverse, owner, verify_for, on_host)[0]
 
     def scan(direction: nn.Module, name: str, reverse: bool) -> Tensor:
         def read(state: State, x: Tensor, *documents: Tensor) -> tuple[Tensor, State]:
@@ -70,16 +77,21 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
 
         x = (y,) if seq_idx is None else (y, seq_idx, _begins(seq_idx, reverse))
         name = f"{type(direction).__name__}, {name},"
-        return run(read, name, x, initial_state_of(direction, y), (block.norm, direction), reverse)
+        state = initial_state_of(direction, y)
+        return run(read, name, x, state, (block.norm, direction), reverse, layer_input)
 
     def feed_forward(state: State, x: Tensor) -> tuple[Tensor, State]:
         return block.feed_forward(x), ()
 
     forward = scan(mixer.forward_mixer, "read forward", False)
-    y = y + (forward + scan(mixer.reverse_mixer, "read in reverse", True))
+    backward = scan(mixer.reverse_mixer, "read in reverse", True)
+    with save_on_cpu(pin_memory=True) if offloads else contextlib.nullcontext():  # factors of a product
+        y = y + mixer.joined(forward, backward)
+    del forward, backward
     if block.mlp is None or block.norm2 is None:
         return y
-    return run(feed_forward, "feed_forward", (y,), (), (block.norm2, block.mlp))
+    host = HostInputs() if offloads else None
+    return run(feed_forward, "feed_forward", (y,), (), (block.norm2, block.mlp), on_host=host)
 
 
 def _begins(seq_idx: Tensor, reverse: bool) -> Tensor:

@@ -79,7 +79,7 @@ def default_chunk_size(
         weights_on_host=weights_on_host,
     )
     batch, seqlen = input_ids.shape
-    return chunk_size_on(input_ids.device, sizes, batch, seqlen, checkpoints)
+    return chunk_size_on(input_ids.device, sizes, batch * config.strands, seqlen, checkpoints)
 
 
 def chunk_size_on(

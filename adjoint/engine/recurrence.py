@@ -26,6 +26,7 @@ from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
 from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep, uncompiled
+from adjoint.engine.storage import Slab, stores_on_host
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.verification import (
     TOKENS,
@@ -154,6 +155,7 @@ def run_by_chunks(
     reverse: bool = False,
     owner: nn.Module | None = None,
     verify_for: object = None,
+    on_host: HostInputs | None = None,
 ) -> tuple[Y, S]:
     """Run one of many recurrences of a model as `checkpoint_sequence` does, and keep no chunk's tape.
 
@@ -169,12 +171,32 @@ def run_by_chunks(
             method of one.
         verify_for: the object for which the function is compared with the whole on first use, once for each
             name of a function; None if it is known to keep nothing but its state.
+        on_host: where the inputs that get gradients are stored for the backward, with the states at edges, if
+            the device is a GPU; None leaves both on the device.
     """
     call = _SequenceCall.of_arguments(function, x, state, None, None, reverse, owner)
     if verify_for is not None:
         _verify_once(call, verify_for)
-    storage = Storage(tapes=0, checkpoints=spec.storage.checkpoints)
-    return cast(tuple[Y, S], call.by_chunks(min(spec.chunk_size, call.seqlen), storage))
+    storage = Storage(tapes=0, checkpoints=spec.storage.checkpoints, offload=on_host is not None)
+    return cast(tuple[Y, S], call.by_chunks(min(spec.chunk_size, call.seqlen), storage, on_host))
+
+
+class HostInputs:
+    """Copies of whole inputs in host memory, which recurrences that read the same tensor share.
+
+    Make one for the recurrences that run while their inputs live: a tensor is stored once, under its id."""
+
+    def __init__(self) -> None:
+        self.slabs: dict[int, Slab] = {}
+
+    def slab_of(self, x: Tensor, chunk_size: int) -> Slab:
+        """Return the copy of x (batch, seqlen, …); it is made a chunk at a time."""
+        if id(x) not in self.slabs:
+            nothing = x.new_empty(x.shape[0], 0, *x.shape[2:])  # x[:, :0] would keep the memory of x
+            slab = self.slabs[id(x)] = Slab(nothing, 1, x.shape[1], host=True)
+            for start in range(0, x.shape[1], chunk_size):
+                slab.write(x.detach()[:, start : start + chunk_size], start)
+        return self.slabs[id(x)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,8 +346,14 @@ class _SequenceCall:
             return ParameterAccess()
         return ParameterAccess(self.owner, None, ModuleTensors(self.owner).restored)
 
-    def by_chunks(self, chunk_size: int, storage: Storage) -> tuple[object, object]:
-        """Return (y, state), differentiable."""
+    def by_chunks(
+        self, chunk_size: int, storage: Storage, on_host: HostInputs | None = None
+    ) -> tuple[object, object]:
+        """Return (y, state), differentiable.
+
+        Args:
+            on_host: as in `run_by_chunks`.
+        """
         stage = _RecurrenceStage(self)
         tokens = torch.zeros((), dtype=torch.long, device=self.device).expand(self.rows, self.seqlen)
         state = tuple(map(_encoded, self.state))
@@ -344,7 +372,12 @@ class _SequenceCall:
 
         step.initial = [*step.initial, *self.inputs]
         outputs += final
+        if on_host is not None and stores_on_host(spec, self.device):
+            step.copied_inputs = stage.move_inputs(on_host, chunk_size)
+        moved = bool(step.copied_inputs)
         results = step.differentiable(outputs, backward)  # which empties the list: the graph keeps no y
+        if moved:
+            step.initial = [torch.empty_like(t, device="meta") for t in step.initial]  # sizes alone are read
         after = [_decoded(s, like) for s, like in zip(results[count:], self.state, strict=True)]
         y = results[0] if self.loss is not None else tree_unflatten(list(results[:count]), stage.y_spec)
         return y, tree_unflatten(after, self.state_spec)
@@ -360,6 +393,7 @@ class _RecurrenceStage(Stage):
         outputs: the tensors of y, whole, once the forward has run, until they are taken. y_spec: how they are
             nested.
         d_inputs: cotangents of the inputs after the backward; None for those without.
+        slabs: for each input its copy in host memory, from which the backward reads it; or None.
     """
 
     outputs: list[Tensor]
@@ -370,6 +404,8 @@ class _RecurrenceStage(Stage):
         self.generators = ChunkGenerators(generators_in(module for _, module in call.modules))
         self.d_outputs: Sequence[Tensor | None] = ()
         self.d_inputs: list[Tensor | None] = [None] * len(call.inputs)
+        self.slabs: list[Slab | None] = [None] * len(call.inputs)
+        self.device = call.device
 
     @property
     def stateful(self) -> bool:
@@ -397,10 +433,27 @@ class _RecurrenceStage(Stage):
     def begin_backward(self, d_outputs: Sequence[Tensor | None]) -> None:
         """Set the cotangents of the tensors of y."""
         self.d_outputs = d_outputs
-        self.d_inputs = [torch.zeros_like(t) if t.requires_grad else None for t in self.call.inputs]
+        self.d_inputs = [
+            torch.zeros_like(t, device=self.device) if t.requires_grad else None for t in self.call.inputs
+        ]
+
+    def move_inputs(self, on_host: HostInputs, chunk_size: int) -> list[Tensor]:
+        """Keep copies in host memory in the place of the inputs that get gradients; return these inputs."""
+        inputs, moved = list(self.call.inputs), list[Tensor]()
+        for i, t in enumerate(inputs):
+            if t.requires_grad:
+                self.slabs[i] = on_host.slab_of(t, chunk_size)
+                inputs[i] = torch.empty_like(t, device="meta").requires_grad_()
+                moved.append(t)
+        self.call = dataclasses.replace(self.call, inputs=inputs)
+        return moved
 
     def _pieces(self, tensors: Iterable[Tensor], chunk: Batch) -> list[Tensor]:
-        return [t[:, self.call.tokens_of(chunk)] for t in tensors]
+        tokens = self.call.tokens_of(chunk)
+        return [
+            t[:, tokens] if slab is None else slab.read(tokens.start, tokens.stop)
+            for t, slab in zip(tensors, self.slabs, strict=True)
+        ]
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         with self.generators.at_chunk(chunk.start):

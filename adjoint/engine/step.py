@@ -74,8 +74,10 @@ class _Chunked(torch.autograd.Function):
         ctx.back, ctx.grad_inputs = back, steps.grad_inputs
         ctx.executor = getattr(steps, "executor", None)  # None if the backward is done already
         setattr(ctx, STEP, steps)
-        # saved so that autograd refuses a backward after a change in place
-        ctx.save_for_backward(*inputs, *steps.batch.tensors)
+        # saved so that autograd refuses a backward after a change in place, which does not reach a copy
+        copied = set(map(id, steps.copied_inputs))
+        ctx.save_for_backward(*(t for t in inputs if id(t) not in copied), *steps.batch.tensors)
+        steps.copied_inputs = []
         ctx.set_materialize_grads(False)
         outputs = tuple(results)
         results.clear()  # a function that held its own results would hold itself
@@ -136,6 +138,8 @@ class ChunkedStep:
         access: how stages get their weights; by default they are plain tensors.
 
     Attributes:
+        copied_inputs: tensors of `initial` whose values the backward reads from copies; set it, empty
+            otherwise, before `differentiable`.
         parameters: the parameters of this process's stages, each once.
         grad_inputs: the tensors whose gradients a backward returns: `parameters` and, after the forward, the
             unlisted ones that its last chunk has reached (`leaves.UnlistedLeaves`).
@@ -173,6 +177,7 @@ class ChunkedStep:
         self.spec, self.width, self.sums = spec, width, sums
         self.local_stages = [stage for stage in self.stages if stage is not None]
         self.parameters = list(dict.fromkeys(p for stage in self.local_stages for p in stage.parameters()))
+        self.copied_inputs: Sequence[Tensor] = []
         self.initial = [s for state in batch.states for s in state]
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
         self.grad_inputs, self.has_backward = self.parameters, torch.is_grad_enabled()

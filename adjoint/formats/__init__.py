@@ -1,11 +1,11 @@
 """Models in and out: a stack's sizes and weights as those of other libraries' models, and of runs.
 
-A format is a module with `read_config`, `why_not` and `convert`, and a row of `FORMATS`. Files are read as
-they are: neither transformers nor mamba-ssm need be installed.
+A format is a module with `read_config`, `read_weights`, `why_not` and `convert`, and a row of
+`FORMATS`. Files are read as they are: neither transformers nor mamba-ssm need be installed.
 """
 
-from adjoint.formats import mamba_ssm, transformers
+from adjoint.formats import caduceus, mamba_ssm, transformers
 
-FORMATS = {"transformers": transformers, "mamba-ssm": mamba_ssm}
+FORMATS = {"transformers": transformers, "mamba-ssm": mamba_ssm, "caduceus": caduceus}
 
 __all__ = ["FORMATS"]

@@ -10,7 +10,7 @@ import torch
 from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
 from adjoint.formats import FORMATS
-from adjoint.formats.names import Weights, with_stack_names, with_tied_table
+from adjoint.formats.names import Values, Weights, with_tied_table
 from adjoint.layers import StackConfig
 
 
@@ -39,11 +39,9 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
             f"{folder}: neither a model (it has no config.json) nor a run; name the folder of one"
         )
     config_json = _read_json(folder / "config.json")
-    format_name = "transformers" if "model_type" in config_json else "mamba-ssm"
-    if format_name == "transformers":
-        _check_layout(
-            folder, f"a model of transformers, of type {config_json['model_type']!r}", format_name, layout
-        )
+    format_name, model_type = format_of(config_json), config_json.get("model_type")
+    if format_name != "mamba-ssm":
+        _check_layout(folder, f"a model of transformers, of type {model_type!r}", format_name, layout)
     try:
         config = FORMATS[format_name].read_config(config_json)
     except KeyError as error:
@@ -52,9 +50,16 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         raise UserError(f"{folder}: {error}") from None
     weights = _read_weights(folder)
     try:
-        return with_stack_names(weights, config)
+        return FORMATS[format_name].read_weights(config_json, config, weights)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from None
+
+
+def format_of(config_json: Values) -> str:
+    """Return the name in `FORMATS` of the layout that a folder with this config.json has."""
+    if "model_type" not in config_json:
+        return "mamba-ssm"
+    return "caduceus" if config_json["model_type"] == "caduceus" else "transformers"
 
 
 def refuse_adapter(folder: Path, called: str) -> None:
@@ -134,8 +139,8 @@ def _read_tensors(file: Path) -> Weights:
         raise UserError(f"{file}: cannot be read ({reason}); download it again") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    def decode_special(value: dict[str, Any]) -> Any:  # transformers 5 writes {"__float__": "Infinity"}
+def _read_json(file: Path) -> Values:
+    def decode_special(value: Values) -> Any:  # transformers 5 writes {"__float__": "Infinity"}
         return float(value["__float__"]) if set(value) == {"__float__"} else value
 
     try:

@@ -3,7 +3,15 @@
 import math
 from typing import Any
 
-from adjoint.formats.names import HEAD, Weights, as_config_values, sizes, swap_halves
+from adjoint.formats.names import (
+    HEAD,
+    Values,
+    Weights,
+    as_config_values,
+    sizes,
+    swap_halves,
+    with_stack_names,
+)
 from adjoint.layers import StackConfig
 
 # _LAYERS: our mixer for each of mamba-ssm's recurrent layers. _SHARED: keys of ssm_cfg that a stack has too,
@@ -18,7 +26,7 @@ _SHARED = {
     "mamba2": (*_CONVOLVED, "headdim", "ngroups"),
     "mamba3": (*_COMMON, "headdim", "ngroups", *_OF_MAMBA3),
 }
-_FIXED: dict[str, Any] = {
+_FIXED: Values = {
     "d_ssm": None,
     "D_has_hdim": False,
     "rmsnorm": True,
@@ -46,7 +54,7 @@ _ATTN: dict[str, tuple[Any, str | None]] = {
 _ATTN_FIXED = {"causal": True, "mlp_dim": 0, "softmax_scale": None, "rotary_emb_interleaved": False}
 
 
-def read_config(config_json: dict[str, Any]) -> StackConfig:
+def read_config(config_json: Values) -> StackConfig:
     """Return the configuration of a stack with the sizes of a config.json.
 
     Raises:
@@ -86,7 +94,7 @@ def read_config(config_json: dict[str, Any]) -> StackConfig:
     )
 
 
-def _attention_sizes(config_json: dict[str, Any]) -> dict[str, Any]:
+def _attention_sizes(config_json: Values) -> Values:
     attn_cfg = dict(config_json.get("attn_cfg") or {})
     for name in attn_cfg:
         if name not in _ATTN:
@@ -103,6 +111,15 @@ def _attention_sizes(config_json: dict[str, Any]) -> dict[str, Any]:
     if attn_cfg["qkv_proj_bias"] != attn_cfg["out_proj_bias"]:
         raise ValueError("attn_cfg.qkv_proj_bias and out_proj_bias differ, a Stack has both or neither")
     return {ours: attn_cfg[name] for name, (_, ours) in _ATTN.items() if ours is not None}
+
+
+def read_weights(config_json: Values, config: StackConfig, weights: Weights) -> tuple[StackConfig, Weights]:
+    """Return the configuration and the weights under a stack's names.
+
+    Raises:
+        ValueError: two tensors stand for one of a stack.
+    """
+    return with_stack_names(weights, config)
 
 
 def why_not(config: StackConfig) -> str | None:
@@ -129,7 +146,7 @@ def why_not(config: StackConfig) -> str | None:
     return None
 
 
-def convert(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weights]:
+def convert(config: StackConfig, weights: Weights) -> tuple[Values, Weights]:
     """Return config.json and weights of a stack in mamba-ssm's form, if `why_not` has no objection."""
     (kind,) = set(config.mixers) - {"attention"}
     (layer,) = (name for name, ours in _LAYERS.items() if ours == kind)
@@ -159,6 +176,11 @@ def convert(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weig
         name = name.replace(".mlp.in_proj.", ".mlp.fc1.").replace(".mlp.out_proj.", ".mlp.fc2.")
         renamed[name if name == HEAD else f"backbone.{name}"] = tensor
     return config_json, renamed
+
+
+def shared_keys(kind: str) -> tuple[str, ...]:
+    """Return the keys of ssm_cfg that a mixer of this kind has as settings, by the same names."""
+    return _SHARED[kind]
 
 
 def _rounded_up(number: int, multiple: int) -> int:

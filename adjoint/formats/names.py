@@ -12,10 +12,11 @@ from adjoint.layers.attention import AttentionMixer
 from adjoint.layers.mamba import MambaMixer
 
 Weights = dict[str, Tensor]
+Values = dict[str, Any]  # of a config.json, or of a configuration's fields, by key
 EMBEDDING, HEAD = "embedding.weight", "lm_head.weight"
 
 
-def sizes(config: StackConfig, kind: str) -> dict[str, Any]:
+def sizes(config: StackConfig, kind: str) -> Values:
     """Return a configuration's fields, with the defaults of this kind of mixer and of attention."""
     heads, kv_heads, dim, rotary_dim, bias = AttentionMixer.sizes_of(config)
     return dataclasses.asdict(config) | {
@@ -29,7 +30,7 @@ def sizes(config: StackConfig, kind: str) -> dict[str, Any]:
     }
 
 
-def as_config_values(sizes: dict[str, Any]) -> dict[str, Any]:
+def as_config_values(sizes: Values) -> Values:
     """Return other libraries' values as a StackConfig takes them: 2.0 as 2, and "auto" as None.
 
     A number that is not integral stays, for StackConfig to refuse."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from adjoint.formats.names import EMBEDDING, HEAD, Weights, as_config_values, sizes, with_stack_names
+from adjoint.formats.names import EMBEDDING, HEAD, Values, Weights, as_config_values, sizes, with_stack_names
 from adjoint.layers import StackConfig
 
 # A stack's sizes, and transformers' keys for them; then those of one of the mixers.
@@ -31,7 +31,7 @@ _KEYS_OF = {
     "mamba2": _KEYS | {"headdim": "head_dim", "ngroups": "n_groups"},
 }
 # Defaults of transformers for keys that a config.json leaves out.
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: Values = {
     "expand": 2,
     "conv_kernel": 4,
     "layer_norm_epsilon": 1e-5,
@@ -73,7 +73,7 @@ def from_model(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
     return with_stack_names({name: t.clone() for name, t in hf_model.state_dict().items()}, config)
 
 
-def read_config(config_json: dict[str, Any]) -> StackConfig:
+def read_config(config_json: Values) -> StackConfig:
     """Return the configuration of a stack with the sizes of a config.json.
 
     Raises:
@@ -108,6 +108,15 @@ def read_config(config_json: dict[str, Any]) -> StackConfig:
     return StackConfig(mixer=kind, **as_config_values(settings))
 
 
+def read_weights(config_json: Values, config: StackConfig, weights: Weights) -> tuple[StackConfig, Weights]:
+    """Return the configuration and the weights under a stack's names.
+
+    Raises:
+        ValueError: two tensors stand for one of a stack.
+    """
+    return with_stack_names(weights, config)
+
+
 def why_not(config: StackConfig) -> str | None:
     """Return why a stack of this configuration is no model of transformers; None if it is one."""
     if config.bidirectional is not None:
@@ -124,11 +133,11 @@ def why_not(config: StackConfig) -> str | None:
     return None
 
 
-def convert(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weights]:
+def convert(config: StackConfig, weights: Weights) -> tuple[Values, Weights]:
     """Return config.json and weights of a stack in transformers' form, if `why_not` has no objection."""
     kind = config.mixers[0]
     settings = sizes(config, kind)
-    hf: dict[str, Any] = {
+    hf: Values = {
         "architectures": ["MambaForCausalLM" if kind == "mamba" else "Mamba2ForCausalLM"],
         "model_type": kind,
         **{theirs: settings[ours] for ours, theirs in _KEYS_OF[kind].items()},

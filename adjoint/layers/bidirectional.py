@@ -18,7 +18,7 @@ TIED = ("in_proj", "out_proj")
 
 
 class BidirectionalMixer(Mixer):
-    """forward_mixer(x) + flip(reverse_mixer(flip(x))), where `flip` reverses the tokens.
+    """forward_mixer(x) + flip(reverse_mixer(flip(x))), where `flip` reverses the tokens; or their product.
 
     It has no state: every output reads the whole sequence, so that nothing could go on after it. With
     `bidirectional="tied"` the two mixers share in_proj and out_proj (Schiff et al. 2024, "Caduceus", section
@@ -55,7 +55,11 @@ class BidirectionalMixer(Mixer):
         forward, _ = self._scan(self.forward_mixer, x, seq_idx)
         documents = None if seq_idx is None else seq_idx.flip(1)
         reverse, _ = self._scan(self.reverse_mixer, x.flip(1), documents)
-        return forward + reverse.flip(1), ()
+        return self.joined(forward, reverse.flip(1)), ()
+
+    def joined(self, forward: Tensor, reverse: Tensor) -> Tensor:
+        """Return the mixer's output from those of its two scans, both in the order of the sequence."""
+        return forward * reverse if self.config.bidirectional_strategy == "ew_multiply" else forward + reverse
 
     def _scan(self, mixer: nn.Module, x: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, State]:
         documents = () if seq_idx is None else (seq_idx,)

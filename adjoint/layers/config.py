@@ -101,6 +101,17 @@ class StackConfig:
         'output is then the sum of two scans. "tied" shares in_proj and out_proj between them, as Caduceus '
         'does; "separate" shares nothing; null reads forward only. Labels are not shifted.',
     )
+    bidirectional_strategy: Literal["add", "ew_multiply"] = option(
+        "add",
+        'how a bidirectional layer joins its two scans: their sum, or "ew_multiply", their product element '
+        "by element.",
+    )
+    complement_map: list[int] | None = option(
+        None,
+        "each token id's complement, for a bidirectional model of both strands of DNA (Caduceus-PS): it "
+        "reads the sequence and its reverse complement with the same weights, so that logits of the reverse "
+        "complement are the reverse complement of the logits. Ids beyond the list's end are their own.",
+    )
 
     def __post_init__(self) -> None:
         check_fields("model", self)
@@ -121,6 +132,7 @@ class StackConfig:
                     f"mixer must be one of {', '.join(MIXERS)}, module:Class, or a list of them; got {kind!r}"
                     + "".join(f": did you mean {name}?" for name in suggestions)
                 )
+        self._check_strands()
 
     def _check_directions(self, kind: str) -> None:
         """Raise a ValueError if a built-in mixer cannot read in both directions as the settings say."""
@@ -135,10 +147,38 @@ class StackConfig:
                 'use "separate"'
             )
 
+    def _check_strands(self) -> None:
+        """Raise a ValueError for settings that need bidirectional layers, or for a wrong complement_map."""
+        if self.bidirectional is None:
+            for name, default in (("bidirectional_strategy", "add"), ("complement_map", None)):
+                if (value := getattr(self, name)) != default:
+                    raise ValueError(
+                        f'{name} is for layers that read in both directions: set bidirectional to "tied" or '
+                        f'"separate", or leave it out; got {value!r}'
+                    )
+        complements = self.complement_map or []
+        if len(complements) > self.vocab_size or not all(0 <= i < self.vocab_size for i in complements):
+            raise ValueError(
+                f"complement_map must have ids below vocab_size, {self.vocab_size}, and at most one for "
+                f"each; got {complements}"
+            )
+        full = complements + list(range(len(complements), self.vocab_size))
+        for i, complement in enumerate(full):
+            if full[complement] != i:
+                raise ValueError(
+                    f"complement_map: {i}'s complement is {complement}, whose complement is "
+                    f"{full[complement]}: it must be {i} again"
+                )
+
     @property
     def mixers(self) -> tuple[str, ...]:
         """Kinds of the layers' mixers, one per layer."""
         return (self.mixer,) * self.n_layer if isinstance(self.mixer, str) else tuple(self.mixer)
+
+    @property
+    def strands(self) -> int:
+        """Number of rows that each sequence has inside the model: two with `complement_map`."""
+        return 1 if self.complement_map is None else 2
 
     @property
     def d_inner(self) -> int:

@@ -136,15 +136,16 @@ class Fit:
             if self.with_method(keep="offload", **without_budget).spans():
                 remedies.append("--method.keep offload" + " --method.memory null" * bool(without_budget))
 
+        is_cut = getattr(setup.model.source, "bidirectional", None) is None  # or in one process alone
         offloadable = setup.host_link is None and setup.machine.kind == "cuda" and setup.layout.workers == 1
-        if chunked and offloadable and Fit(in_host_memory(setup, ANY_LINK), limits).spans():
+        if chunked and offloadable and is_cut and Fit(in_host_memory(setup, ANY_LINK), limits).spans():
             remedies.append("--model.offload weights")
 
         def wider(shards: int) -> Fit:
             other = self.with_changes(layout=dataclasses.replace(setup.layout, shards=shards))
             return Fit(other.setup, [limits[0]] * shards)
 
-        if len(set(limits)) == 1 and chunked:
+        if len(set(limits)) == 1 and chunked and is_cut:
             counts = range(setup.layout.shards + 1, setup.model.n_layer + 1)
             enough = bisect.bisect_left(counts, True, key=lambda count: bool(wider(count).spans()))
             remedies += [f"{wider(count).setup.layout.world} such devices" for count in counts[enough:][:1]]

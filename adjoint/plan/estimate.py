@@ -122,16 +122,17 @@ def roofline(setup: Setup, gpu: Gpu, source: str) -> Costs:
         1, tokens, 0, machine.precision, machine.kind, spec.storage.recompute, setup.plain_autograd
     )
     forward, backward, serial = [], [], []
+    rows_read = setup.batch * model.strands
     for k, layer in enumerate(model.layers):
-        work, scan_flops = model.work(k, on), layer.serial * tokens
+        work, scan_flops = model.work(k, on), layer.serial * tokens / layer.scans
         scans = [operator for operator in work.forward if operator.scan]
-        per_token = setup.batch / tokens
+        per_token = rows_read / tokens
         forward.append(per_token * least_seconds(work.forward, gpu, scan_flops))
         backward.append(per_token * least_seconds(work.backward, gpu, scan_flops))
         serial.append(per_token * least_seconds(scans, gpu, scan_flops))
     head = model.work(HEAD, on)
-    head_forward = setup.batch / tokens * least_seconds(head.forward, gpu)
-    head_backward = setup.batch / tokens * least_seconds((*head.linearized, *head.backward), gpu)
+    head_forward = rows_read / tokens * least_seconds(head.forward, gpu)
+    head_backward = rows_read / tokens * least_seconds((*head.linearized, *head.backward), gpu)
     rate = 1e12 * gpu.peak(machine.precision) / setup.batch
     pairs = tuple(layer.pairs / rate for layer in model.layers)
     times = tuple(forward), tuple(backward), head_forward, head_backward
@@ -153,14 +154,15 @@ def measured(
         progress: called with (number of pieces timed, number of pieces).
     """
     config, precision = setup.model.source, setup.machine.precision
-    on = Conditions(setup.batch, tokens, precision=precision)
+    on = Conditions(setup.batch * setup.model.strands, tokens, precision=precision)
 
     def forward_and_backward(kind: str, head: bool = False) -> tuple[float, float]:
         """Return the seconds per token: (forward, forward and backward)."""
         gradients = Gradients()
         with torch.device(device):
-            stack = Stack(dataclasses.replace(config, mixer=kind, n_layer=1), 0).to(on.dtype)
-            stage, state = stack.stages()[-1 if head else 1], stack.initial_state(setup.batch)[0]
+            one_layer = dataclasses.replace(config, mixer=kind, n_layer=1, complement_map=None)
+            stack = Stack(one_layer, 0).to(on.dtype)
+            stage, state = stack.all_stages()[-1 if head else 1], stack.initial_state(on.batch)[0]
             assert stage is not None
             stage_example = example(stage, () if head else state, on, config.d_model, "last" if head else "")
         with autocast(precision, device):

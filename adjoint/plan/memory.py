@@ -379,6 +379,10 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     Args:
         spans: every shard's layers, bottom up.
     """
+    if getattr(setup.model.source, "bidirectional", None) is not None:
+        from adjoint.plan.bidirectional import memory_of
+
+        return [memory_of(setup)]
     setup = setup.tensor_rank
     if setup.context_parallel:
         rank_memories = zip(needs(setup.per_rank, spans), spans, strict=True)
@@ -455,7 +459,7 @@ def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
 
     They are `states` at chunk edges, and `past`, the keys and values of every token with their cotangents."""
     model = setup.model
-    states = sum(map(setup.state, span)) * _edges(setup)
+    states = sum(map(setup.state, span)) * edges_of(setup)
     values = sum(map(setup.grown, span))
     if setup.plain_autograd:  # autograd's cotangents are its own, and transformers' values are in its graph
         past = setup.seqlen * values * model.values_apart
@@ -465,7 +469,7 @@ def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
     return {"states": states, "past": past}
 
 
-def _edges(setup: Setup) -> int:
+def edges_of(setup: Setup) -> int:
     """Return the number of states that a worker's layer stores.
 
     They are those at every edge or as many as the method stores, before and after the sequence, and the
@@ -476,12 +480,12 @@ def _edges(setup: Setup) -> int:
 
 def _in_host(setup: Setup, span: Sequence[int], stored: float) -> int:
     """Return the bytes that offload pins on the host: PyTorch rounds each block up to a power of two."""
-    edges, y = _edges(setup), setup.y(setup.spec.chunk_size)
+    edges, y = edges_of(setup), setup.y(setup.spec.chunk_size)
     blocks = [setup.state(k) * edges for k in span]
     for k in span:
         if setup.model.layers[k].grown:  # keys, values, and the cotangents of each
             blocks += [_of_sequence(setup, [k])["past"] // 4] * 4
-    return sum(map(_pinned, blocks)) + int(stored / y * _pinned(y))
+    return sum(map(pinned, blocks)) + int(stored / y * pinned(y))
 
 
 def weights_on_host(setup: Setup) -> int:
@@ -489,15 +493,16 @@ def weights_on_host(setup: Setup) -> int:
 
     Weights are pinned one by one, as are the gradients on their way: a layer's, or a larger one alone."""
     model, element = setup.model, setup.machine.element
-    pinned = [_pinned(element * size) for size in model.parameter_sizes]
+    sizes = [pinned(element * size) for size in model.parameter_sizes]
     sums = 1 + (setup.training.grad_accumulation > 1)
     in_8bit = model.in_8bit if setup.training.optimizer == "adamw8bit" else 0.0
     moments = moment_bytes(model.num_parameters, element, in_8bit)
-    on_their_way = max(*pinned, *(2 * element * layer.weights for layer in model.layers))
-    return sum(pinned) + on_their_way + sums * element * model.num_parameters + moments
+    on_their_way = max(*sizes, *(2 * element * layer.weights for layer in model.layers))
+    return sum(sizes) + on_their_way + sums * element * model.num_parameters + moments
 
 
-def _pinned(size: int) -> int:
+def pinned(size: int) -> int:
+    """Return the bytes that PyTorch pins on the host for a block."""
     return 1 << (size - 1).bit_length() if size else 0
 
 

@@ -43,6 +43,7 @@ class LayerSize:
             is attended to. serial: the part of `flops` that waits for the state before the token.
         window: the most tokens that attention looks back; None for all.
         heads: attention's query heads; 0 without attention.
+        scans: how many scans share `serial`: one for each direction and strand that the layer reads.
     """
 
     kind: Hashable
@@ -57,6 +58,7 @@ class LayerSize:
     serial: float = 0.0
     window: int | None = None
     heads: int = 0
+    scans: int = 1
 
     def divided(self, ranks: int) -> LayerSize:
         """Return the sizes of one of `ranks` equal shares of the layer's heads or channels."""
@@ -91,10 +93,12 @@ class Model:
         largest_end: elements of the largest parameter of embedding and head, if the optimizer's step of it
             counts; else 0.
         values_apart: whether plain autograd's keys and values are stored outside its graph.
+        strands: rows that each sequence has inside the model.
         waiting: bytes of gradients that collect on a GPU before they are added to the sums.
     """
 
     largest_end = 0
+    strands = 1
     values_apart: ClassVar[bool] = True
     waiting: ClassVar[float] = 0.0
     source: Any

@@ -1,4 +1,4 @@
-"""`adjoint export`: a run's model as a folder that transformers, or mamba-ssm, loads."""
+"""`adjoint export`: a run's model as a folder that transformers, mamba-ssm or Caduceus' code loads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
         prog="adjoint export",
         usage="%(prog)s RUN --to DIR [--format mamba-ssm] [--dtype bfloat16]",
         description="Write a run's model to a folder that AutoModelForCausalLM.from_pretrained of "
-        "transformers, or MambaLMHeadModel.from_pretrained of mamba-ssm, can load, with the run's tokenizer.",
+        "transformers, MambaLMHeadModel.from_pretrained of mamba-ssm, or for layers that read in both "
+        "directions CaduceusForMaskedLM.from_pretrained can load, with the run's tokenizer.",
     )
     parser.add("run", "a run's folder (its newest checkpoint) or a checkpoint", metavar="RUN")
     parser.add("--to", "folder to write, new or empty", new_folder, required=True)
@@ -180,10 +181,13 @@ def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
 
 def _write(work: Path, layout: str, config: dict[str, Any], weights: Weights) -> str:
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if layout == "transformers":
-        write_file(work / "model.safetensors", weights, {"format": "pt"})  # transformers asks for that word
-    else:
+    if layout == "mamba-ssm":
         torch.save(weights, work / "pytorch_model.bin")
-    name = config["architectures"][0] if layout == "transformers" else "MambaLMHeadModel"
+    else:
+        # safetensors has no tensor under two names; transformers asks for the word "pt"
+        copies = {name: t.clone() for name, t in weights.items()} if layout == "caduceus" else weights
+        write_file(work / "model.safetensors", copies, {"format": "pt"})
+    name = config["architectures"][0] if "architectures" in config else "MambaLMHeadModel"
+    weights = {name: t for name, t in weights.items() if t.is_floating_point()}
     size = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
     return f"{name} of {layout}, {size:,} parameters, {_named_dtypes(weights)}"

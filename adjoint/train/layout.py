@@ -186,6 +186,13 @@ class Layout:
             )
         if self.helpers and not method.has_independent_layers:
             raise UserError(f"cluster.helpers: {method.name} has no tasks to share; use layer-local")
+        if getattr(model, "bidirectional", None) is not None:
+            for key in ("shards", "sequence", "tensor"):
+                if getattr(self, key) > 1:
+                    raise UserError(
+                        f"cluster.{key}: layers that read in both directions (model.bidirectional) read the "
+                        "whole sequence in one process; leave it out"
+                    )
         self.check_sequence(method)
 
     def check_sequence(self, method: Method) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -18,6 +19,7 @@ from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.stage import check_windows
 from adjoint.engine.threads import share_of_cores
 from adjoint.errors import UserError
+from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Exact, Method, check_bidirectional_method
 from adjoint.stack import Stack, StackOutput
 from adjoint.train import quantization
@@ -98,8 +100,13 @@ class LanguageModel(Protocol):
     def continued(self, prompt: Tensor, settings: TrainingConfig) -> Tensor:
         """Return the prompt (1, seqlen) with sampled tokens after it."""
 
-    def chunk_losses(self, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
-        """Return the summed loss of each chunk of ids (1, seqlen), without gradients."""
+    def chunk_losses(self, ids: Tensor, spec: EngineSpec, labels: Tensor | None = None) -> list[Tensor]:
+        """Return the summed loss of each chunk of ids (1, seqlen), without gradients.
+
+        Args:
+            labels: (1, seqlen), what each token itself is predicted to be, for a model that reads in both
+                directions; None where each token predicts the next.
+        """
 
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
         """Logits (1, tokens, vocab_size) of the last `tokens` of ids (1, seqlen), without gradients."""
@@ -166,9 +173,17 @@ class StackLM(LanguageModel):
         return self.module.generate(prompt, tokens, temperature, generator=generator)
 
     @torch.no_grad()
-    def chunk_losses(self, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
+    def chunk_losses(self, ids: Tensor, spec: EngineSpec, labels: Tensor | None = None) -> list[Tensor]:
+        if labels is not None:
+            return self._masked_losses(ids, spec, labels)
         states = self.module.stage_states(self.module.initial_state(len(ids)))
         return self.module.steps(Batch(ids, shift_labels(ids), states=states), spec).chunk_losses()
+
+    def _masked_losses(self, ids: Tensor, spec: EngineSpec, labels: Tensor) -> list[Tensor]:
+        """Return the summed loss of each chunk's labels, with hidden states of all tokens in memory."""
+        out = self.module(ids, method=Exact(spec.chunk_size), return_hidden_states=True)
+        weight, cuts = self.module.head_weight(), itertools.pairwise(spec.cuts(ids.shape[1]))
+        return [linear_cross_entropy(out.hidden_states[:, a:b], weight, labels[:, a:b]) for a, b in cuts]
 
     @torch.no_grad()
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
@@ -300,7 +315,7 @@ class PretrainedLM(LanguageModel):
         tokens, temperature = settings.sample_tokens, settings.sample_temperature
         return continued(self.module, prompt, tokens, temperature, settings.seed)
 
-    def chunk_losses(self, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
+    def chunk_losses(self, ids: Tensor, spec: EngineSpec, labels: Tensor | None = None) -> list[Tensor]:
         from adjoint.hf.wrap import chunk_losses
 
         return chunk_losses(self.module, ids, spec)

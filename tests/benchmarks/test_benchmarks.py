@@ -15,6 +15,7 @@ import torch
 
 from adjoint.tools.measure import journal, passes, process, show
 from benchmarks import (
+    bidirectional,
     checkpoints,
     claims,
     depth,
@@ -52,6 +53,8 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      4, "method label allocator length status memory_bytes ms_per_token processes"),
     (wrapped.Wrapped(), "--lengths 128 --models Llama --repeats 1 --repeat-s 0",
      3, "model way allocator length memory_bytes ms_per_token kept_bytes"),
+    (bidirectional.Bidirectional(), "--lengths 128 256 --ways exact checkpoints --repeats 1 --repeat-s 0",
+     4, "way allocator length memory_bytes ms_per_token gradients_apart"),
     (checkpoints.Checkpoints(), "--lengths 128 256 --ways all 8",
      4, "way length memory_bytes ms_per_token gradients_apart"),
     (mixers.Mixers(), "--mixers mamba gated~delta~rule --lengths 64 --rounds 1 --repeats 1",
@@ -85,7 +88,16 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      3, "method shards sequence predicted_seconds measured_seconds error memory_bytes"),
 ]  # fmt: skip
 LONG = ("shards", "depth")  # their dry runs take more than some seconds
-UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources", "claims", "tensor_parallel", "host_weights")
+UNDRAWN = (
+    "bidirectional",
+    "mixers",
+    "mini_sequence",
+    "layer_work",
+    "sources",
+    "claims",
+    "tensor_parallel",
+    "host_weights",
+)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.engine import bidirectional, recurrence
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.verification import Refused
 from adjoint.errors import UserError
@@ -32,7 +34,8 @@ METHODS = [
     Exact(),
     Exact(5, checkpoints=2),
     Exact(8, keep="inputs", recompute="selective"),
-    Exact(8, recompute="full"),
+    Exact(8, recompute="full", offload=True),
+    Exact(8, keep="offload"),
     Backprop(),
     Backprop(checkpoint=True),
 ]
@@ -89,6 +92,32 @@ def test_loss_and_gradients_are_those_of_plain_autograd(
         loss = model(IDS, labels=LABELS, method=method, seq_idx=documents).loss
         for value, reference in zip(gradients(model, loss), expected, strict=True):
             assert (value - reference).norm() <= 1e-10 * reference.norm(), method
+
+
+@pytest.mark.parametrize("strategy", ["add", "ew_multiply"])
+def test_offloaded_inputs_of_layers_are_freed_and_read_from_their_copies(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's way, on a CPU: what host memory holds is copied, and the copies are read."""
+    for module in (bidirectional, recurrence):
+        monkeypatch.setattr(module, "stores_on_host", lambda spec, device: spec.storage.offload)
+    run, inputs = bidirectional.block_by_chunks, list[Any]()
+
+    def noted(block: Any, y: Tensor, *arguments: Any) -> Tensor:
+        inputs.append(weakref.ref(y.untyped_storage()))
+        return run(block, y, *arguments)
+
+    monkeypatch.setattr("adjoint.stack.block_by_chunks", noted)
+    model = make_model("mamba, MLP, untied", bidirectional="tied", bidirectional_strategy=strategy)
+    expected = gradients(model, model(IDS, labels=LABELS, seq_idx=DOCUMENTS).loss)
+    for method in (Exact(5, keep="offload"), Exact(5, offload=True, checkpoints=2)):
+        loss = model(IDS, labels=LABELS, seq_idx=DOCUMENTS, method=method).loss
+        assert [ref() for ref in inputs] == [None] * len(inputs)
+        for value, reference in zip(gradients(model, loss), expected, strict=True):
+            assert (value - reference).norm() <= 1e-10 * reference.norm(), method
+        inputs.clear()
+    model(IDS, labels=LABELS, method=Exact(5)).loss.backward()
+    assert len(inputs) == SIZES["n_layer"]
 
 
 def test_logits_and_hidden_states_by_chunks_are_differentiable() -> None:
@@ -160,7 +189,6 @@ REFUSALS: dict[str, dict[str, Any]] = {
     r"Truncated\(": {"method": Truncated(8)},
     r"LayerLocal\(": {"method": LayerLocal()},
     r"memory is for chunks": {"method": Exact(memory="1GB")},
-    r"leave offload out": {"method": Exact(offload=True)},
     r"state, return_state: .* leave them out": {"method": Exact(5), "return_state": True},
     r"^state, return_state": {"state": [(), ()]},
     r"sequence_group: .* leave it out": {"method": Exact(5), "sequence_group": object()},
@@ -194,6 +222,13 @@ def test_what_a_stack_cannot_do_is_refused_in_one_line() -> None:
         ({"mixer": ["mamba", "attention"], "bidirectional": "separate"}, "mixer has attention"),
         ({"mixer": "diagonal", "bidirectional": "tied"}, 'use "separate"'),
         ({"bidirectional": "both"}, "expected tied or separate"),
+        ({"bidirectional_strategy": "ew_multiply"}, "set bidirectional to .* got 'ew_multiply'"),
+        ({"complement_map": [1, 0]}, "complement_map is for layers that read in both directions"),
+        ({"complement_map": [0, 99], "bidirectional": "tied"}, "must have ids below vocab_size"),
+        (
+            {"complement_map": [1, 2, 0], "bidirectional": "tied"},
+            "0's complement is 1, whose complement is 2",
+        ),
     ],
 )
 def test_configurations_that_are_refused(sizes: dict[str, Any], message: str) -> None:

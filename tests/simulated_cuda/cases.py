@@ -43,6 +43,7 @@ DENSE_CHUNK = 128  # on a GPU a dense A runs token by token: each is a handful o
 CORE = (  # in every test run
     *("mamba, exact", "mamba, memory", "mamba, offloaded inputs", "hybrid, offloaded edges"),
     "hybrid, documents",
+    "both directions, offloaded inputs",
 )
 Make = Callable[[int], Any]  # a model of so many layers
 Case = tuple[Make, Any, dict[str, Any]]  # and the method, and what `step` is given
@@ -116,6 +117,8 @@ def groups() -> dict[str, dict[str, Case]]:
     quick |= {f"{name}, exact": (stack(mixer), EXACT, {}) for name, mixer in MIXERS.items()}
     for name in ("offloaded edges", "offloaded inputs", "memory"):
         quick[f"hybrid, {name}"] = stack(HYBRID), METHODS[name], {}
+    for name in ("exact", "offloaded edges", "offloaded inputs", "checkpoints"):
+        quick[f"both directions, {name}"] = stack("mamba", bidirectional="tied"), METHODS[name], {}
     for name, mixer in (("mamba", "mamba"), ("hybrid", HYBRID)):
         quick[f"{name}, documents"] = stack(mixer), EXACT, {"documents": True}
     slow = {
@@ -147,6 +150,9 @@ def groups() -> dict[str, dict[str, Case]]:
             for name in ("exact", "offloaded edges")
         }
         | {"fetched keys": (stack(HYBRID), EXACT, {})},
+        "layer inputs": {
+            "layer inputs": (stack("mamba", bidirectional="tied", d_model=32, d_state=4), EXACT, {})
+        },
         "stored": {"stored tensors": (stack("mamba"), EXACT, {})},
         "wrapped sequence group": {
             f"Bamba, {name}, shared": (pretrained("Bamba"), METHODS[name], {"shared": True})
@@ -209,6 +215,26 @@ def step(
         loss.backward()
         devices = {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
     return record.counts() | {"gradients": sorted(devices)}
+
+
+def layer_inputs(case: Case) -> dict[str, Any]:
+    """Bytes of a device's peak that each further layer adds, with layers' inputs on it and on the host."""
+    make, method, _ = case
+    added: dict[str, Any] = {"tokens": 4 * CHUNK, "width": make(1).config.d_model}
+    for place, offload in (("device", False), ("host", True)):
+        peaks = []
+        for n_layer in (2, 3):
+            record = WrapState(device_bytes=LiveBytes())
+            with simulated(record):
+                model = to_cuda(make(n_layer))
+                ids = torch.empty(1, added["tokens"], dtype=torch.int64, device="cuda:0")
+                assert record.device_bytes is not None
+                record.device_bytes.begin()
+                way = dataclasses.replace(method, offload=offload)
+                model(input_ids=ids, labels=ids, method=way).loss.backward()
+                peaks.append(record.device_bytes.peak)
+        added[place] = peaks[1] - peaks[0]
+    return added
 
 
 def with_weights_on_host(case: Case) -> dict[str, Any]:
@@ -403,7 +429,12 @@ def main(names: Sequence[str]) -> None:
     ways: dict[str, Callable[[Case], dict[str, Any]]] = dict.fromkeys(
         ("host weights", "wrapped host weights"), with_weights_on_host
     )
-    ways |= {"layers": per_layer, "wrapped layers": per_layer, "long": long_step}
+    ways |= {
+        "layer inputs": layer_inputs,
+        "layers": per_layer,
+        "wrapped layers": per_layer,
+        "long": long_step,
+    }
     found: dict[str, Any] = {}
     for name in names:
         for case, given in groups()[name].items():

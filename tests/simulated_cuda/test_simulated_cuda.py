@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
 ]
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = "core", "host weights", "sequence group", "stored"
+QUICK = "core", "host weights", "sequence group", "stored", "layer inputs"
 SLOW = "quick", "long", "layers", "slow", "wrapped", "wrapped layers", "wrapped host weights"
 SLOW += ("wrapped sequence group",)
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
@@ -63,6 +63,13 @@ def result(group: str, case: str) -> dict[str, Any]:
     one = found(QUICK if group in QUICK else (group,))[case]
     assert "error" not in one, one["error"]
     return one
+
+
+def test_offloaded_inputs_of_layers_in_both_directions_leave_the_device() -> None:
+    """With a layer more: its input, and the states at the edges of its scans. Gradients stay."""
+    one = result("layer inputs", "layer inputs")
+    layer_input = 4 * one["tokens"] * one["width"]
+    assert layer_input < one["device"] - one["host"] < 1.2 * layer_input
 
 
 @pytest.mark.parametrize("group, case", of("core", "quick", "long", "slow", "wrapped"))

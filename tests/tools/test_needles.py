@@ -114,7 +114,7 @@ def test_needles_of_a_folder_of_transformers(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_name_have_columns_of_their_own() -> None:
-    row = {"length": 64, "start": 0, "stop": 64, "predictions": 63}
+    row = {"length": 64, "start": 0, "stop": 64, "predictions": 63, "windows": 1}
     rows = [{"run": "a/run", "loss": 1.0, **row}, {"run": "b/run", "loss": 2.0, **row}]
     head, losses, _ = positions.table(rows)
     assert head[1:] == ["a/run, 64 tokens", "b/run, 64 tokens"] and losses[1:] == ["1.0000", "2.0000"]
@@ -131,6 +131,7 @@ def test_the_picture_of_losses_has_shades_of_lengths_and_bars_of_errors() -> Non
             "loss": 1.0,
             "error": error,
             "predictions": k * (n - 1),
+            "windows": k,
         }
         for n, k, error in [(64, 4, 0.1), (256, 1, None)]
     ]
@@ -148,7 +149,7 @@ def test_errors_are_those_of_means_over_windows() -> None:
     class Model:
         """A model whose summed loss is the sum of the tokens that it reads."""
 
-        def chunk_losses(self, ids: torch.Tensor, spec: EngineSpec) -> list[torch.Tensor]:
+        def chunk_losses(self, ids: torch.Tensor, spec: EngineSpec, labels: None) -> list[torch.Tensor]:
             cuts = spec.cuts(ids.shape[1])
             return [ids[0, a:b].double().sum() for a, b in itertools.pairwise(cuts)]
 

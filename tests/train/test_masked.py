@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from adjoint import Backprop, Exact, Stack
+from adjoint.cli import main
 from adjoint.data.masking import EVALUATION, TRAINING, Masking
+from adjoint.tools.eval import command, positions
 from adjoint.train import trainer
 from tests.training_helpers import metrics, train_tiny, weights
 
@@ -36,6 +40,42 @@ def test_masks_depend_on_seed_and_number_alone() -> None:
     assert 0.2 < is_masked[:, 100:].double().mean() < 0.3 and not is_masked[:, :100].any()
     assert (tokens[is_masked] == 9).all() and torch.equal(labels[is_masked], text[is_masked])
     assert torch.equal(tokens[~is_masked], text[~is_masked])
+
+
+def test_eval_reads_the_loss_of_masked_tokens_and_export_writes_caduceus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model of both strands: the loss is that of logits of whole windows, and weights come back."""
+    monkeypatch.setattr(positions, "CHUNK", 50)
+    strands = {"model__complement_map": "[1, 0]", "training__steps": 2, "training__precision": "float64"}
+    assert train_tiny(tmp_path, **FLAGS | strands) == 0
+    run, text = str(tmp_path / "run"), str(tmp_path / "text.txt")
+    asked = ["--lengths", "40,200", "--tokens", "400", "--path", text, "--precision", "float64"]
+    assert main(["eval", run, *asked]) == 0
+    rows = json.loads((tmp_path / "run/eval/eval.json").read_text())["rows"]
+    assert (tmp_path / "run/eval/eval.png").stat().st_size > 1000
+    loaded = command.load(run, torch.device("cpu"), "float64")
+    ids, model = command._held_out(loaded, text, 200), loaded.model.module
+    assert loaded.masking is not None and loaded.masking.mask_id == 256
+    read, losses = [row for row in rows if row["length"] == 200], []
+    for window, start in enumerate((0, len(ids) - 200)):
+        chosen = loaded.masking.choose(ids[None, start : start + 200], EVALUATION, window)
+        tokens, labels = loaded.masking.inputs(chosen)
+        with torch.no_grad():
+            losses.append(F.cross_entropy(model(tokens).logits[0], labels[0], reduction="none"))
+    for row in read:
+        total = sum(loss[row["start"] : row["stop"]].sum() for loss in losses)
+        assert row["loss"] * row["predictions"] == pytest.approx(float(total), rel=1e-10)
+    assert sum(row["predictions"] for row in read) == sum(int((loss != 0).sum()) for loss in losses)
+    capsys.readouterr()
+    assert main(["eval", run, "--needles", "--path", text]) == 2
+    assert "reads in both directions" in capsys.readouterr().err
+    assert main(["export", run, "--to", str(tmp_path / "out")]) == 2
+    assert "in both directions (bidirectional); give --format caduceus" in capsys.readouterr().err
+    assert main(["export", run, "--to", str(tmp_path / "out"), "--format", "caduceus"]) == 0
+    said = capsys.readouterr().out
+    assert f"CaduceusForMaskedLM of caduceus, {model.num_parameters():,} parameters, float64" in said
+    assert Stack.from_pretrained(tmp_path / "out")(ids[None, :50]).logits.equal(model(ids[None, :50]).logits)
 
 
 def test_a_run_stops_resumes_to_the_same_bits_and_is_read_again(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from adjoint.batch import labelled
 from adjoint.checkpoint import read_trainer
 from adjoint.data.batches import DataConfig, fingerprint_of, open_data
+from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
@@ -40,7 +41,8 @@ class Loaded(NamedTuple):
 
     Attributes:
         data: settings of the text. folder: for the results. trained: a run's fingerprint of its training
-            text. trusts_code: whether Python files of the model's folder may run.
+            text. trusts_code: whether Python files of the model's folder may run. masking: of a model that
+            reads in both directions, as in its training.
     """
 
     model: LanguageModel
@@ -48,6 +50,7 @@ class Loaded(NamedTuple):
     folder: Path
     trained: str | None = None
     trusts_code: bool = False
+    masking: Masking | None = None
 
 
 def main(argv: list[str]) -> int:
@@ -58,7 +61,8 @@ def main(argv: list[str]) -> int:
         description="Print and draw the loss by position on held-out text, for windows of several lengths; "
         "or, with --needles, how often a pass key hidden at several depths of the text is recalled. States "
         "are carried from chunk to chunk: memory does not grow with the length, except by attention's keys "
-        "and values.",
+        "and values. Of a model that reads in both directions it is the loss of masked tokens, and memory "
+        "grows by a few hidden states per token.",
     )
     add = parser.add
     runs = "a run's folder, a checkpoint, a folder of transformers, or a name on the Hugging Face hub"
@@ -83,6 +87,11 @@ def main(argv: list[str]) -> int:
         loaded = load(run, device, precision, request.trust_remote_code)
         folder = folder or loaded.folder
         model = loaded.model
+        if request.needles and loaded.masking is not None:
+            raise UserError(
+                f"--needles: {run} reads in both directions (model.bidirectional) and predicts masked "
+                "tokens, not the answer after a text; leave it out for the loss of masked tokens"
+            )
         text = _held_out(loaded, request.path, max(lengths))
         tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator, loaded.trusts_code)
         for length in lengths:
@@ -92,7 +101,7 @@ def main(argv: list[str]) -> int:
                     recalls = needles.evaluate(model, tokenizer, *text_arguments)
                     needle_rows += [{"run": run, **row} for row in recalls]
                 else:
-                    losses = positions.evaluate(model, *text_arguments)
+                    losses = positions.evaluate(model, *text_arguments, loaded.masking)
                     loss_rows += [{"run": run, **row} for row in losses]
     if request.needles:
         name, (head, *lines), figure = "needles", needles.table(needle_rows), needles.heat_maps(needle_rows)
@@ -131,7 +140,11 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
     _placed(run_model.module, device, precision)
     trusted = config["model"].get("trust_remote_code", False)
     results = checkpoint.parent.parent / "eval"
-    return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted)
+    masking = None
+    if config["model"].get("bidirectional") is not None:
+        settings = config["training"]
+        masking = Masking(settings["mask_share"], settings["seed"], config["model"]["vocab_size"] - 1)
+    return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted, masking)
 
 
 def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Module:

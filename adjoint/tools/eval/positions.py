@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, shift_labels
+from adjoint.data.masking import EVALUATION, Masking
 from adjoint.engine.grid import EngineSpec
 from adjoint.files import new_figure
 from adjoint.train.model import LanguageModel
@@ -40,6 +41,7 @@ class LossRow(Row):
 
     Attributes:
         error: standard error of the mean over windows; None of a single window.
+        predictions: their number. windows: how many windows of the length were read.
     """
 
     start: int
@@ -47,19 +49,27 @@ class LossRow(Row):
     loss: float
     error: float | None
     predictions: int
+    windows: int
 
 
 RowT = TypeVar("RowT", bound=Row)
 
 
 def evaluate(
-    model: LanguageModel, text: Tensor, length: int, budget: int, device: torch.device
+    model: LanguageModel,
+    text: Tensor,
+    length: int,
+    budget: int,
+    device: torch.device,
+    masking: Masking | None = None,
 ) -> list[LossRow]:
-    """Return the loss by position in windows of one length, a row per bin of positions.
+    """Return the loss by position in windows of one length, a row per bin of positions with predictions.
 
     Args:
         text: (n,) int64, n >= length.
         budget: tokens to read, at least one window of them.
+        masking: which tokens of a window are predicted from all others, by a model that reads in both
+            directions; None where each token predicts the next.
 
     Returns:
         length, start and stop of the bin's positions, loss (nats per token), predictions.
@@ -73,23 +83,32 @@ def evaluate(
     counts = torch.zeros_like(sums)
     for window, start in enumerate(tqdm(starts, desc=f"{length:,} tokens", unit="window", disable=None)):
         ids = text[start : start + length].to(device)[None]
-        for stop, loss, predictions in _losses(model, ids, tuple(edges[1:-1])):
+        labels = None
+        if masking is not None:
+            ids, labels = masking.inputs(masking.choose(ids, EVALUATION, window))
+        for stop, loss, predictions in _losses(model, ids, labels, tuple(edges[1:-1])):
             i = bisect.bisect_left(edges, stop) - 1
             sums[window, i] += loss
             counts[window, i] += predictions
     means, totals = (sums.sum(0) / counts.sum(0)).tolist(), counts.sum(0).int().tolist()
-    errors = [None] * len(means) if windows < 2 else ((sums / counts).std(0) / windows**0.5).tolist()
+    errors: list[float | None] = [None] * len(means)
+    if windows > 1:  # not of a bin in which a window has no masked token
+        deviations = ((sums / counts).std(0) / windows**0.5).tolist()
+        errors = [error if math.isfinite(error) else None for error in deviations]
     return [
-        {"length": length, "start": a, "stop": b, "loss": mean, "error": error, "predictions": n}
+        LossRow(length=length, start=a, stop=b, loss=mean, error=error, predictions=n, windows=windows)
         for (a, b), mean, error, n in zip(itertools.pairwise(edges), means, errors, totals, strict=True)
+        if n
     ]
 
 
-def _losses(model: LanguageModel, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, float, int]]:
+def _losses(
+    model: LanguageModel, ids: Tensor, labels: Tensor | None, edges: tuple[int, ...]
+) -> list[tuple[int, float, int]]:
     """Return (end, summed loss, number of predictions) of each chunk of ids (1, seqlen); no chunk crosses an
-    edge."""
-    spec, targets = EngineSpec(CHUNK, cut_at=edges, least=2), shift_labels(ids)
-    chunk_losses = model.chunk_losses(ids, spec)
+    edge. Labels are as in `LanguageModel.chunk_losses`."""
+    spec, targets = EngineSpec(CHUNK, cut_at=edges, least=2), shift_labels(ids) if labels is None else labels
+    chunk_losses = model.chunk_losses(ids, spec, labels)
     predictions = (targets != IGNORE_INDEX)[0]
     cuts = list(itertools.pairwise(spec.cuts(ids.shape[1])))
     return [
@@ -141,8 +160,7 @@ def loss_curves(rows: Sequence[LossRow]) -> Figure:
         return tuple(1 - strength * (1 - channel) for channel in to_rgb(colour))
 
     for curve in curves(rows).values():
-        first = curve[0]  # which has a prediction of every position, of every window
-        windows = first["predictions"] // min(first["stop"], first["length"] - 1)
+        first, windows = curve[0], curve[0]["windows"]
         middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in curve]
         windows_by_length[first["length"]] = windows
         look = {
