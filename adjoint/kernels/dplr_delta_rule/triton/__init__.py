@@ -1,1 +1,1 @@
-"""The gated delta rule in Triton."""
+"""The delta rule with a diagonal plus low-rank transition in Triton."""
