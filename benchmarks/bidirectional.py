@@ -25,7 +25,7 @@ MODEL: Point = {
 
 
 class Way(NamedTuple):
-    """One of the ways to run the backward.
+    """A way to run the backward.
 
     Attributes:
         label: in the table. method: as `benchmarks.steps` reads it.

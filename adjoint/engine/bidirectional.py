@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from adjoint.engine import tile
 from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.recurrence import HostInputs, run_by_chunks
+from adjoint.engine.recurrence import HostInputs, RecurrenceSetting, run_by_chunks
 from adjoint.engine.stage import Layer
 from adjoint.engine.storage import stores_on_host
 from adjoint.errors import UserError
@@ -65,8 +65,8 @@ def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: Engin
             return function(state, y, *documents)
 
         chunk.__name__ = chunk.__qualname__ = name
-        owner = nn.ModuleList(modules)
-        return run_by_chunks(chunk, x, state, spec, reverse, owner, verify_for, on_host)[0]
+        setting = RecurrenceSetting(nn.ModuleList(modules), verify_for, on_host)
+        return run_by_chunks(chunk, x, state, spec, reverse, setting)[0]
 
     def scan(direction: nn.Module, name: str, reverse: bool) -> Tensor:
         def read(state: State, x: Tensor, *documents: Tensor) -> tuple[Tensor, State]:

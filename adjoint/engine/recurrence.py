@@ -153,9 +153,7 @@ def run_by_chunks(
     state: S,
     spec: EngineSpec,
     reverse: bool = False,
-    owner: nn.Module | None = None,
-    verify_for: object = None,
-    on_host: HostInputs | None = None,
+    setting: RecurrenceSetting | None = None,
 ) -> tuple[Y, S]:
     """Run one of many recurrences of a model as `checkpoint_sequence` does, and keep no chunk's tape.
 
@@ -167,6 +165,22 @@ def run_by_chunks(
         reverse: whether the sequence is read from its last token to its first. The function then gets each
             chunk's tokens in reverse order; y is in the order of x, and the state that is returned is the one
             after the first token.
+        setting: what else is known of the function; None for a function by itself.
+    """
+    setting = RecurrenceSetting() if setting is None else setting
+    call = _SequenceCall.of_arguments(function, x, state, None, None, reverse, setting.owner)
+    if setting.verify_for is not None:
+        _verify_once(call, setting.verify_for)
+    on_host = setting.on_host
+    storage = Storage(tapes=0, checkpoints=spec.storage.checkpoints, offload=on_host is not None)
+    return cast(tuple[Y, S], call.by_chunks(min(spec.chunk_size, call.seqlen), storage, on_host))
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrenceSetting:
+    """The modules and the storage of one of many recurrences of a model.
+
+    Attributes:
         owner: the modules that the function runs, in one; by default the function, if it is a module or a
             method of one.
         verify_for: the object for which the function is compared with the whole on first use, once for each
@@ -174,11 +188,10 @@ def run_by_chunks(
         on_host: where the inputs that get gradients are stored for the backward, with the states at edges, if
             the device is a GPU; None leaves both on the device.
     """
-    call = _SequenceCall.of_arguments(function, x, state, None, None, reverse, owner)
-    if verify_for is not None:
-        _verify_once(call, verify_for)
-    storage = Storage(tapes=0, checkpoints=spec.storage.checkpoints, offload=on_host is not None)
-    return cast(tuple[Y, S], call.by_chunks(min(spec.chunk_size, call.seqlen), storage, on_host))
+
+    owner: nn.Module | None = None
+    verify_for: object = None
+    on_host: HostInputs | None = None
 
 
 class HostInputs:
@@ -352,7 +365,7 @@ class _SequenceCall:
         """Return (y, state), differentiable.
 
         Args:
-            on_host: as in `run_by_chunks`.
+            on_host: as in `RecurrenceSetting`.
         """
         stage = _RecurrenceStage(self)
         tokens = torch.zeros((), dtype=torch.long, device=self.device).expand(self.rows, self.seqlen)

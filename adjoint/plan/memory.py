@@ -22,6 +22,7 @@ from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, 
 from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.parallel.kv import QUERIES_AHEAD
+from adjoint.plan.bidirectional import step_peak
 from adjoint.plan.machine import Machine
 from adjoint.plan.model import HEAD, Model
 from adjoint.plan.schedule import (
@@ -380,9 +381,7 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
         spans: every shard's layers, bottom up.
     """
     if getattr(setup.model.source, "bidirectional", None) is not None:
-        from adjoint.plan.bidirectional import memory_of
-
-        return [memory_of(setup)]
+        return [_memory_in_both_directions(setup)]
     setup = setup.tensor_rank
     if setup.context_parallel:
         rank_memories = zip(needs(setup.per_rank, spans), spans, strict=True)
@@ -518,6 +517,33 @@ def layer_bytes(setup: Setup, k: int) -> float:
     elif not spec.storage.offload:
         total += setup.y(size) * -(-setup.chunks // setup.layout.sequence)
     return total * (1 + RESERVED[setup.machine.kind][1] * setup.machine.reserve)
+
+
+def _memory_in_both_directions(setup: Setup) -> Memory:
+    """Return the memory of the only worker of a model whose layers read in both directions."""
+    config, machine, storage = setup.model.source, setup.machine, setup.spec.storage
+    span, is_plain, checkpoint = range(setup.model.n_layer), setup.plain_autograd, False
+    if is_plain:
+        checkpoint = setup.method.checkpoints_layers
+    parts = dict.fromkeys(PARTS, 0) | weights(setup, span, True, True)
+    parts["ids"] = 2 * 8 * setup.batch * setup.seqlen
+    parts["states"] = 0 if is_plain else sum(map(setup.state, span)) * edges_of(setup)
+    on = Conditions(setup.batch, setup.seqlen, 0, machine.precision, machine.kind, storage.recompute)
+    peak = step_peak(setup.model, on, None if is_plain else setup.spec, checkpoint)
+    work = peak - sum(parts[name] for name in ("weights", "gradients", "ids", "states"))
+    row, host = config.strands * setup.y(setup.seqlen), 0
+    if not is_plain or checkpoint:  # layers' inputs, and sums before MLPs
+        parts["kept"] = min(len(span) * (1 + bool(config.d_intermediate)) * row, max(0, int(work)))
+    if storage.offload and machine.kind == "cuda":
+        host = sum(pinned(setup.state(k) * edges_of(setup)) for k in span)
+        host += round(parts["kept"] / row) * pinned(row)
+        work, parts["kept"], parts["states"] = work - parts["kept"], 0, 3 * sum(map(setup.state, span))
+    largest = max(setup.model.largest_end, *(layer.largest for layer in setup.model.layers))
+    # or AdamW's step of one tensor
+    parts["chunk"] = max(int(work - parts["kept"]), 2 * machine.element * largest)
+    fixed, share = RESERVED[machine.kind]
+    parts["reserved"] = int(fixed + share * sum(parts.values())) if machine.reserve else 0
+    return Memory(parts, host)
 
 
 def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last: bool) -> Memory:

@@ -112,12 +112,12 @@ class StackModel(Model):
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         rows, seqlen = size
         states = sum(layer.state for layer in self.layers) * machine.element / self.source.strands
-        kept: float = kept_bytes(self.source, element, method.recompute)
+        activations: float = kept_bytes(self.source, element, method.recompute)
         if self.source.bidirectional is not None:  # one layer's activations at a time
             check_bidirectional_method(method)
-            kept, rows = kept / self.n_layer, rows * self.source.strands
+            activations, rows = activations / self.n_layer, rows * self.source.strands
         sizes = Sizes(
-            kept,
+            activations,
             states,
             width=self.source.d_model,
             weights_on_host=machine.weights_on_host,

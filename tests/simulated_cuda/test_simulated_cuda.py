@@ -66,10 +66,10 @@ def result(group: str, case: str) -> dict[str, Any]:
 
 
 def test_offloaded_inputs_of_layers_in_both_directions_leave_the_device() -> None:
-    """With a layer more: its input, and the states at the edges of its scans. Gradients stay."""
-    one = result("layer inputs", "layer inputs")
-    layer_input = 4 * one["tokens"] * one["width"]
-    assert layer_input < one["device"] - one["host"] < 1.2 * layer_input
+    """A layer more takes neither its input nor the states at the edges of its scans; gradients stay."""
+    added = result("layer inputs", "layer inputs")
+    layer_input = 4 * added["tokens"] * added["width"]
+    assert layer_input < added["device"] - added["host"] < 1.2 * layer_input
 
 
 @pytest.mark.parametrize("group, case", of("core", "quick", "long", "slow", "wrapped"))

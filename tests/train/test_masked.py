@@ -45,13 +45,13 @@ def test_masks_depend_on_seed_and_number_alone() -> None:
 def test_eval_reads_the_loss_of_masked_tokens_and_export_writes_caduceus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a model of both strands: the loss is that of logits of whole windows, and weights come back."""
+    """A model of both strands has the loss of logits of whole windows, and its weights come back."""
     monkeypatch.setattr(positions, "CHUNK", 50)
     strands = {"model__complement_map": "[1, 0]", "training__steps": 2, "training__precision": "float64"}
     assert train_tiny(tmp_path, **FLAGS | strands) == 0
     run, text = str(tmp_path / "run"), str(tmp_path / "text.txt")
-    asked = ["--lengths", "40,200", "--tokens", "400", "--path", text, "--precision", "float64"]
-    assert main(["eval", run, *asked]) == 0
+    flags = ["--lengths", "40,200", "--tokens", "400", "--path", text, "--precision", "float64"]
+    assert main(["eval", run, *flags]) == 0
     rows = json.loads((tmp_path / "run/eval/eval.json").read_text())["rows"]
     assert (tmp_path / "run/eval/eval.png").stat().st_size > 1000
     loaded = command.load(run, torch.device("cpu"), "float64")
