@@ -258,7 +258,8 @@ def with_weights_on_host(case: Case) -> dict[str, Any]:
             is_stack = isinstance(model, adjoint.Stack)
             model = model if is_stack else adjoint.wrap(model, method)
             for _ in range(1 if is_stack else 2):  # after the comparison on first use
-                ids = torch.empty(1, chunks * chunk, dtype=torch.int64, device="cuda:0")  # each batch has its own
+                # ids of its own for each batch, as copies of them are kept
+                ids = torch.empty(1, chunks * chunk, dtype=torch.int64, device="cuda:0")
                 record.device_bytes.begin()
                 before = record.to_device, record.to_host
                 for counts in record.waits, record.event_waits, record.copies:
