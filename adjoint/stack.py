@@ -568,7 +568,7 @@ class Stack(nn.Module):
         step.prefix = prefix
         access.verify(step)
         hidden, final = hidden_by_chunks(step, collect, returns_states)
-        return hidden, End(grouped(batch.states, final)[1:-1], step.executor.slabs)
+        return hidden, End(grouped(batch.states, final)[1:-1], step.slabs)
 
     @uncompiled
     def _by_chunks(

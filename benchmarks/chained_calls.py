@@ -49,10 +49,10 @@ def measure(point: Point) -> Point:
     memory.reset_peak_rss()
     baseline, began = memory.rss_bytes()[0], time.perf_counter()
     loss = chain(ids, length)
-    held, between = memory.rss_bytes()[0], time.perf_counter()
+    held_after, between = memory.rss_bytes()[0], time.perf_counter()
     loss.backward()
     return {
-        "held_bytes": held - baseline,
+        "held_bytes": held_after - baseline,
         "memory_bytes": memory.rss_bytes()[1] - baseline,
         "seconds": [between - began, time.perf_counter() - between],
         "loss": loss.item(),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from adjoint.files import write_atomically
 from adjoint.tools.measure.process import ROOT
 from benchmarks.bidirectional import Bidirectional
+from benchmarks.chained_calls import ChainedCalls
 from benchmarks.checkpoints import Checkpoints
 from benchmarks.claims import Claims
 from benchmarks.convergence.command import Convergence
@@ -206,6 +207,7 @@ FIGURES = [
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
     Figure("docs/host_weights.md", HostWeights(), "", "--models Bamba-9B --tokens 128K",
            ("plan/host_weights.py", "plan/estimate.py", "plan/memory.py")),
+    Figure("docs/recipes.md", ChainedCalls(), "", "--calls 1 2 --length 1K", (*WRAPPED, "engine/step.py")),
     Figure("docs/recipes.md", SharedPrefixes(), "", "--models Stack --answers 2 --ratios 1 --passes 1",
            (*WRAPPED, "engine/shared_prefix.py", "kernels/attention/*.py")),
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),

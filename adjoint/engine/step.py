@@ -285,7 +285,13 @@ class ChunkedStep:
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
         states_by_stage = grouped(self.batch.states, final)
-        return Result(loss, states_by_stage, self.windows, sums, self.executor.slabs)
+        return Result(loss, states_by_stage, self.windows, sums, self.slabs)
+
+    @property
+    def slabs(self) -> Mapping[int, Sequence[Slab]]:
+        """The keys and values that the forward has left, by stage; none if the backward is done already."""
+        executor = getattr(self, "executor", None)
+        return {} if executor is None else executor.slabs
 
     def differentiable(self, results: list[Tensor], back: Backward) -> tuple[Tensor, ...]:
         """Return the results of `forward`, differentiable by `back`; empty the list."""

@@ -740,7 +740,7 @@ def _hidden_and_state(
     collect = CollectHiddenStates(batch.seqlen)
     step = make_step([stage, collect], batch, spec, _backward_context(verification))
     hidden, state = hidden_by_chunks(step, collect, return_final_kv)
-    return hidden.reshape(*call.ids.shape, -1), End([tuple(state)], step.executor.slabs), stage.router
+    return hidden.reshape(*call.ids.shape, -1), End([tuple(state)], step.slabs), stage.router
 
 
 @torch.no_grad()
