@@ -246,6 +246,12 @@ def test_folders_that_a_stack_cannot_be(options: dict[str, Any], message: str, t
     assert "\n" not in str(refusal.value)
 
 
+def test_eval_reads_runs_and_no_published_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path / "model", *published(PH))
+    assert main(["eval", str(folder)]) == 2
+    assert "read it with adjoint.Stack.from_pretrained" in capsys.readouterr().err
+
+
 def test_projections_that_should_be_tied_and_differ_are_refused(tmp_path: Path) -> None:
     config, weights = published(PH)
     weights["caduceus.backbone.layers.1.mixer.mamba_rev.in_proj.weight"] += 1

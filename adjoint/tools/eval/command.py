@@ -123,6 +123,7 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
         UserError: it is none of these.
     """
     if (folder := _model_folder(run)) is not None:
+        _refuse_caduceus(run, Path(folder) / "config.json")
         from adjoint.train.pretrained import load as load_pretrained
 
         module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval", None, device)
@@ -145,6 +146,19 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
         settings = config["training"]
         masking = Masking(settings["mask_share"], settings["seed"], config["model"]["vocab_size"] - 1)
     return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted, masking)
+
+
+def _refuse_caduceus(run: str, config_json: Path) -> None:
+    """Raise a UserError for a Caduceus model, whose text only its own tokenizer's code can read."""
+    try:
+        content = json.loads(config_json.read_text(encoding="utf-8"))
+    except ValueError:  # refused where it is read
+        return
+    if isinstance(content, dict) and content.get("model_type") == "caduceus":
+        raise UserError(
+            f"adjoint eval: {run} is a Caduceus model, whose tokenizer is Python code of its own; read it "
+            "with adjoint.Stack.from_pretrained, or evaluate a run"
+        )
 
 
 def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Module:
