@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TypeVar, TypeVarTuple
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 import torch.nn.functional as F
@@ -201,46 +201,55 @@ def _head_stubbed(model: PreTrainedModel, head: nn.Module, logits: Tensor) -> It
             modules[name] = head
 
 
+class LogitTerms(NamedTuple):
+    """Terms of every token's logits beside the cross-entropy.
+
+    Attributes:
+        z: coefficient of the squared log-partition function, or None.
+        penalty: share of a token's largest logit that is added to this logit's gradient, or None.
+    """
+
+    z: Tensor | None = None
+    penalty: Tensor | None = None
+
+
 def summed_loss(
     model: PreTrainedModel,
     hidden: Tensor,
     targets: Tensor,
-    z: float | Tensor | None = None,
+    terms: LogitTerms | None = None,
     slices: int | None = None,
     weights: Tensor | None = None,
     scale: Callable[[], float | None] | None = None,
-    penalty: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
     Args:
         hidden: (batch, tokens, hidden_size).
         targets: (batch, tokens), already shifted.
-        z: coefficient of the squared log-partition function of every token, or None.
+        terms: what every token's logits add to the cross-entropy, or None.
         slices: number of slices; None for `tokens_per_slice`'s choice.
         weights: (batch, tokens), how often each target counts; None for once. Not for a user's loss function
-            or with `z`.
-        penalty: what each token's largest logit, times itself, adds to that logit's gradient, or None.
+            or with `terms.z`.
         scale: returns the model's `logit_scale`, for callers that measure it once; None to measure it.
     """
     with fetched(model.get_output_embeddings()):
-        return _summed_loss(model, hidden, targets, z, slices, weights, scale, penalty)
+        return _summed_loss(model, hidden, targets, terms or LogitTerms(), slices, weights, scale)
 
 
 def _summed_loss(
     model: PreTrainedModel,
     hidden: Tensor,
     targets: Tensor,
-    z: float | Tensor | None,
+    terms: LogitTerms,
     slices: int | None,
     weights: Tensor | None,
     measured_scale: Callable[[], float | None] | None,
-    penalty: Tensor | None,
 ) -> Tensor:
     custom_loss, vocab_size = custom_loss_function(model), vocab_size_of(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
     scale = None
-    if z is None and custom_loss is None and penalty is None:
+    if terms.z is None and terms.penalty is None and custom_loss is None:
         scale = logit_scale(model) if measured_scale is None else measured_scale()
     if scale is not None:
         weight = model.get_output_embeddings().weight
@@ -251,7 +260,7 @@ def _summed_loss(
     def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = head_logits(model, hidden[None])
         loss = loss_of(logits, targets, weights)
-        return loss if penalty is None else loss + _zero_with_gradient(logits[0], penalty)
+        return loss if terms.penalty is None else loss + _zero_with_gradient(logits[0], terms.penalty)
 
     def loss_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         if custom_loss is not None:
@@ -263,7 +272,7 @@ def _summed_loss(
         reduction = "sum" if weights is None else "none"
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction=reduction)
         loss = loss if weights is None else (loss * weights).sum()
-        return loss if z is None else loss + z * logits.logsumexp(-1).square().sum()
+        return loss if terms.z is None else loss + terms.z * logits.logsumexp(-1).square().sum()
 
     total = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
     for start in range(0, targets.numel(), tokens):

@@ -15,7 +15,7 @@ COEFFICIENT = 1e-4  # fla calls its function with the default
 
 
 class LogitPenalty(NamedTuple):
-    """What a call's tokens add to the gradient of their logits.
+    """Gradient that a call's tokens add to that of their logits.
 
     Attributes:
         factor: the gradient of a token's largest logit is that logit times `factor`.

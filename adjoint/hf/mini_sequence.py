@@ -19,7 +19,7 @@ from adjoint.engine.verification import alike
 from adjoint.hf import check
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.checkpointing import WithoutCheckpointing
-from adjoint.hf.head import run_checkpointed, summed_loss
+from adjoint.hf.head import LogitTerms, run_checkpointed, summed_loss
 from adjoint.hf.logit_penalty import LogitPenalty
 from adjoint.hf.loss_trial import refuse_unsummable_loss
 from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
@@ -54,8 +54,8 @@ def total_loss(call: Call, pieces: Pieces, mlps: Sequence[str]) -> Tensor:
     inputs = {k: v for k, v in call.arguments.items() if v is not None and k not in HEAD_ARGUMENTS}
     with splitting(backbone_of(model), mlps, pieces.mlps):
         hidden = backbone_of(model)(**inputs, use_cache=False)[0]
-    factor = None if penalty is None else penalty.of_sum(call.divisor)
-    return summed_loss(model, hidden, targets.to(hidden.device), slices=pieces.head, penalty=factor)
+    terms = None if penalty is None else LogitTerms(penalty=penalty.of_sum(call.divisor))
+    return summed_loss(model, hidden, targets.to(hidden.device), terms, slices=pieces.head)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from adjoint.hf.cache import CarriedState, ChunkCache, RowLengths, Slot, make_ch
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
 from adjoint.hf.embedding_noise import EmbeddingNoise
-from adjoint.hf.head import logit_scale, logprobs, summed_loss
+from adjoint.hf.head import LogitTerms, logit_scale, logprobs, summed_loss
 from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
 from adjoint.hf.language_inputs import (
     EMBEDS,
@@ -373,19 +373,13 @@ class CausalLM(Backbone):
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
         # The whole loss, z-loss included, is divided by the divisor later.
-        z_loss_factor = (
-            None
-            if self.z_loss_factor is None
-            else self.z_loss_factor * torch.as_tensor(chunk.divisor, dtype=torch.float64)
+        divisor = torch.as_tensor(chunk.divisor, dtype=torch.float64)
+        terms = LogitTerms(
+            z=None if self.z_loss_factor is None else self.z_loss_factor * divisor,
+            penalty=None if self.penalty is None else self.penalty.of_sum(divisor),
         )
         loss = summed_loss(
-            self.model,
-            output[0],
-            chunk.targets,
-            z_loss_factor,
-            weights=chunk.weights,
-            scale=self.logit_scale,
-            penalty=None if self.penalty is None else self.penalty.of_sum(chunk.divisor),
+            self.model, output[0], chunk.targets, terms, weights=chunk.weights, scale=self.logit_scale
         )
         if self.hidden_states is not None:
             self.hidden_states.add(output[0], chunk.start)

@@ -21,7 +21,7 @@ Parameters that are not obvious:
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import triton
@@ -354,7 +354,7 @@ class DeltaRuleCall:
         self.values = min(self.VALUES[size], max(16, triton.next_power_of_2(self.d_v)))
         self.state_values = min(self.STATE_VALUES[size], self.values)
         products = {2: "tf32", 4: "tf32x3", 8: "ieee"}[size]
-        self.state_constants: dict[str, Any] = {
+        self.state_constants: dict[str, object] = {
             "HAS_RESET": reset is not None,
             "Q": CHUNK,
             "K": columns,
