@@ -127,6 +127,9 @@ class ParameterAccess:
     def begin_plain_call(self) -> None:
         """Prepare for a forward and a backward of the model itself."""
 
+    def abandon_call(self) -> None:
+        """Prepare for the next call of the model after one whose forward has raised an error."""
+
     def plain_weights(self) -> dict[Tensor, Tensor]:
         """Return what stands in the place of parameters while a plain call runs."""
         return {}

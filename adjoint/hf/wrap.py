@@ -270,7 +270,7 @@ def _new_instance(cls: type[nn.Module], forward_function: EntryForward) -> nn.Mo
 def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the causal LM: with labels its loss by the method, otherwise transformers' forward."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
-    with wrap_state.during_call():
+    with wrap_state.during_call(lambda: access_to(self).abandon_call()):
         if wrap_state.uses_original_forward or not call.has_labels:
             return call.run_original()
         method, has_pieces = wrap_state.method, wrap_state.method.pieces is not None
@@ -352,7 +352,7 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
     gradients alone: generation and evaluation are transformers' own. A long forward of an evaluation without
     gradients is by chunks to save memory, unless it asks for a cache or is one that chunks refuse."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
-    with wrap_state.during_call():
+    with wrap_state.during_call(lambda: access_to(self).abandon_call()):
         is_required = self.training or torch.is_grad_enabled()
         has_pieces = wrap_state.method.pieces is not None
         if wrap_state.uses_original_forward or wrap_state.method.is_plain or call.is_chunk:

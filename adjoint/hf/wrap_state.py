@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -52,14 +52,22 @@ class WrapState:
         self.access_kinds: dict[nn.Module, type[ParameterAccess]] | None = None
 
     @contextlib.contextmanager
-    def during_call(self) -> Iterator[None]:
-        """Hold the model for a call of the user's, in which it is looked once how its weights are held."""
+    def during_call(self, abandon: Callable[[], None]) -> Iterator[None]:
+        """Hold the model for a call of the user's, in which it is looked once how its weights are held.
+
+        Args:
+            abandon: called if the call ends with an error.
+        """
         with self.lock:
             is_outermost = self.access_kinds is None
             if is_outermost:
                 self.access_kinds = {}
             try:
                 yield
+            except Exception:
+                if is_outermost:
+                    abandon()
+                raise
             finally:
                 if is_outermost:
                     self.access_kinds = None

@@ -399,6 +399,11 @@ class ZeROAccess(GatheredAccess):
     def shape(self, parameter: Tensor) -> torch.Size:
         return getattr(parameter, "ds_shape", parameter.shape)
 
+    def abandon_call(self) -> None:
+        offload = offload_of(self.root)
+        if offload is not None and not offload.param_coordinator.is_invalid_trace():
+            offload.param_coordinator._invalidate_trace()  # a record of modules of which some have not run
+
     def run(self, call: Callable[[], T]) -> T:
         return runner_of(self.root).forward(call)
 
