@@ -485,9 +485,16 @@ def refused() -> None:
     grouped = adjoint.wrap(make(LLAMA, torch.float32), METHOD, sequence_group=dist.group.WORLD)
     with pytest.raises(UserError, match="ZeRO-3 gathers each layer in all processes"):
         initialized(grouped)(input_ids=rows()[:1], labels=rows()[:1])
+
+
+@case
+def refused_heads() -> None:
+    """A head by itself has a part of its weight in each process."""
+    joined()
+    engine = initialized(adjoint.wrap(make(LLAMA, torch.float32), METHOD))
     stack = initialized(adjoint.Stack(adjoint.StackConfig(VOCAB, 24, 2, "mamba", d_state=4)))
     for head in (engine, initialized(make(LLAMA, torch.float32)), stack, stack.module, stack.module.lm_head):
-        with pytest.raises(UserError, match="multi_token_loss: under ZeRO-3 the head's weight is whole"):
+        with pytest.raises(UserError, match="under DeepSpeed ZeRO-3 the head's weight is whole"):
             adjoint.multi_token_loss(head, [torch.zeros(1, 53, 24)], rows()[:1])
 
 

@@ -22,6 +22,7 @@ from adjoint.hf.randomness import ChunkRandomness
 
 LINE = "chunks computed:"
 LOSS = "loss of the step:"
+_until_exit = contextlib.ExitStack()
 
 
 class ChunkCounter:
@@ -62,7 +63,7 @@ class PrintLosses(TrainerCallback):
 def report_until_exit() -> None:
     """Print losses from now on, and the number of chunks when the process ends."""
     trainer.DEFAULT_CALLBACKS.append(PrintLosses)
-    counter = contextlib.ExitStack().enter_context(count_chunks())
+    counter = _until_exit.enter_context(count_chunks())
     atexit.register(lambda: print(LINE, counter.chunks, flush=True))
 
 
