@@ -22,6 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 
 from adjoint.kernels.cpu import build as cpu_build
+from adjoint.memory import print_sizes_as
 from adjoint.tools.measure import process
 
 # Garbage of the parent is never collected in a forked process: an earlier test's process group, at its end,
@@ -45,6 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[name] += 1
         if "ray_on_loopback" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ray"))
+
+
+@pytest.fixture(autouse=True)
+def own_size_unit() -> Iterator[None]:
+    """Forgets the unit of sizes that a test's command was given, as the end of a process does."""
+    yield
+    print_sizes_as(None)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -75,8 +75,9 @@ class _Chunked(torch.autograd.Function):
         ctx.executor = getattr(steps, "executor", None)  # None if the backward is done already
         setattr(ctx, STEP, steps)
         # saved so that autograd refuses a backward after a change in place, which does not reach a copy
-        copied = set(map(id, steps.copied_inputs))
-        ctx.save_for_backward(*(t for t in inputs if id(t) not in copied), *steps.batch.tensors)
+        copied = {id(t) for t in steps.copied_inputs}
+        kept_inputs = [t for t in inputs if id(t) not in copied] if copied else inputs
+        ctx.save_for_backward(*kept_inputs, *steps.batch.tensors)
         steps.copied_inputs = []
         ctx.set_materialize_grads(False)
         outputs = tuple(results)

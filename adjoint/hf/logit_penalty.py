@@ -27,17 +27,15 @@ class LogitPenalty(NamedTuple):
     is_of_mean: bool
 
     @staticmethod
-    def from_call(call: Call, padded: bool) -> LogitPenalty | None:
-        """Return the penalty that the model's configuration asks for, or None.
+    def from_call(call: Call, padded: bool) -> LogitPenalty:
+        """Return the penalty of a call of a model that has one (`check.has_logit_penalty`).
 
         Args:
             padded: whether there is padding.
 
         Raises:
-            Refused: there is a penalty, and it would count padding.
+            Refused: it would count padding.
         """
-        if not check.has_logit_penalty(call.model):
-            return None
         if padded:
             check.refuse(
                 call.model,

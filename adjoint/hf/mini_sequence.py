@@ -50,7 +50,7 @@ def total_loss(call: Call, pieces: Pieces, mlps: Sequence[str]) -> Tensor:
     """
     model, targets = call.model, call.targets
     refuse_unsummable_loss(call, padded=False)
-    penalty = LogitPenalty.from_call(call, padded=False)
+    penalty = LogitPenalty.from_call(call, padded=False) if check.has_logit_penalty(model) else None
     inputs = {k: v for k, v in call.arguments.items() if v is not None and k not in HEAD_ARGUMENTS}
     with splitting(backbone_of(model), mlps, pieces.mlps):
         hidden = backbone_of(model)(**inputs, use_cache=False)[0]

@@ -37,7 +37,7 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
     """
     wrap_state = verification.wrap_state
     method, model = wrap_state.method, call.model
-    if not method.share_prefixes or method.memory is not None or len(_spans(call) or ()) < 2:
+    if not method.share_prefixes or method.memory is not None or sum(map(len, call.starts)) < 2:
         return None
     if (
         wrap_state.group is not None

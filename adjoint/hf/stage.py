@@ -366,7 +366,7 @@ class CausalLM(Backbone):
             context=context or CallContext.from_call(call),
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
-            penalty=LogitPenalty.from_call(call, padded),
+            penalty=LogitPenalty.from_call(call, padded) if check.has_logit_penalty(model) else None,
             hidden_states=hidden_states,
         )
 
