@@ -83,7 +83,7 @@ def read_weights(config_json: Values, config: StackConfig, weights: Weights) -> 
     if config.complement_map is not None:
         # The model computes with these; keys of config.json are texts, whose order some files have changed.
         for name in _COMPLEMENTS:
-            if name in renamed and renamed[name].tolist() != _padded(config):
+            if name in renamed and renamed[name].tolist() != config.complements:
                 raise ValueError(f"{name}: differs from complement_map of config.json; use the model's own")
             renamed.pop(name, None)
         if _exchanges_halves(config_json):
@@ -127,7 +127,7 @@ def convert(config: StackConfig, weights: Weights) -> tuple[Values, Weights]:
         "bidirectional_strategy": config.bidirectional_strategy,
         "bidirectional_weight_tie": config.bidirectional == "tied",
         "rcps": has_strands,
-        "complement_map": {str(i): c for i, c in enumerate(_padded(config))} if has_strands else None,
+        "complement_map": {str(i): c for i, c in enumerate(config.complements)} if has_strands else None,
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": str(weights[EMBEDDING].dtype).removeprefix("torch."),
     }
@@ -139,7 +139,7 @@ def convert(config: StackConfig, weights: Weights) -> tuple[Values, Weights]:
     if config.bidirectional == "tied":  # under both names, as a file of Caduceus has them
         weights |= {_other_direction(name): tensor for name, tensor in weights.items() if _is_shared(name)}
     if has_strands:
-        weights |= {name: torch.tensor(_padded(config)) for name in _COMPLEMENTS}
+        weights |= {name: torch.tensor(config.complements) for name in _COMPLEMENTS}
     return config_json, {
         _caduceus_name(name, has_strands, is_fused): tensor for name, tensor in weights.items()
     }
@@ -214,9 +214,3 @@ def _complements(complement_map: dict[str, int] | list[int]) -> list[int]:
         return list(complement_map)
     by_id = {int(i): complement for i, complement in complement_map.items()}
     return [by_id.get(i, i) for i in range(max(by_id, default=-1) + 1)]
-
-
-def _padded(config: StackConfig) -> list[int]:
-    """Return the complements of all token ids: those beyond the map's end are their own."""
-    complements: list[int] = list(config.complement_map or [])
-    return complements + list(range(len(complements), config.vocab_size))

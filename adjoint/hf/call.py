@@ -185,7 +185,7 @@ class Call:
         """The cache that the call begins with, or None."""
         return next((self.arguments[name] for name in CACHE_NAMES if self.has(name)), None)
 
-    @property
+    @functools.cached_property  # asked several times per call, and on a GPU each answer waits for it
     def has_padding(self) -> bool:
         """Whether a mask of the usual shape hides any token."""
         mask = self.arguments.get("attention_mask")

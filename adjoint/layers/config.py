@@ -162,7 +162,7 @@ class StackConfig:
                 f"complement_map must have ids below vocab_size, {self.vocab_size}, and at most one for "
                 f"each; got {complements}"
             )
-        full = complements + list(range(len(complements), self.vocab_size))
+        full = self.complements
         for i, complement in enumerate(full):
             if full[complement] != i:
                 raise ValueError(
@@ -174,6 +174,12 @@ class StackConfig:
     def mixers(self) -> tuple[str, ...]:
         """Kinds of the layers' mixers, one per layer."""
         return (self.mixer,) * self.n_layer if isinstance(self.mixer, str) else tuple(self.mixer)
+
+    @property
+    def complements(self) -> list[int]:
+        """The complement of every token id: ids beyond the end of `complement_map` are their own."""
+        complements = list(self.complement_map or [])
+        return complements + list(range(len(complements), self.vocab_size))
 
     @property
     def strands(self) -> int:

@@ -17,14 +17,8 @@ from adjoint.layers.config import StackConfig
 
 
 def complement_of(config: StackConfig, device: torch.device) -> Tensor | None:
-    """Return each token id's complement (vocab_size,) int64; None if the model reads one strand.
-
-    Ids beyond the end of `complement_map` are their own complements."""
-    if config.complement_map is None:
-        return None
-    ids = torch.arange(config.vocab_size)
-    ids[: len(config.complement_map)] = torch.tensor(config.complement_map)
-    return ids.to(device)
+    """Return each token id's complement (vocab_size,) int64; None if the model reads one strand."""
+    return None if config.complement_map is None else torch.tensor(config.complements, device=device)
 
 
 def both_strands(ids: Tensor, complement: Tensor) -> Tensor:
