@@ -19,13 +19,13 @@ from tests.fuzz.runner import Outcome, draw, judge, module_of, shrink
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 COUNTS = {
-    "stacks": 48,
-    "distributions": 20,
-    "recurrences": 40,
+    "stacks": 24,
+    "distributions": 12,
+    "recurrences": 20,
     "losses": 4,
     "ranks": 4,
-    "chats": 40,
-    "damage": 8,
+    "chats": 20,
+    "damage": 4,
 }
 PARTS = 4  # for several processes
 LINES = (Path(__file__).parent / "fuzz" / "cases.jsonl").read_text().splitlines()

@@ -168,7 +168,7 @@ def over(**numbers: Any) -> dict[str, Any]:
     return {f"cluster__{key}": number for key, number in {"shards": 1, **numbers}.items()}
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(
     ("flags", "announced"),
     [

@@ -34,7 +34,7 @@ FLAGS: dict[str, Any] = {
 @pytest.mark.parametrize(
     "world, flags",
     [
-        (2, {"cluster__tensor": 2}),
+        pytest.param(2, {"cluster__tensor": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"cluster__tensor": 4}, marks=pytest.mark.slow),
         pytest.param(4, {"cluster__tensor": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"cluster__tensor": 2, "cluster__sequence": 2}, marks=pytest.mark.slow),

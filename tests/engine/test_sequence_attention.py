@@ -181,6 +181,7 @@ def held(group: Any) -> None:
                 model(ids, ids, **given)
 
 
+@pytest.mark.slow
 def test_a_step_is_gone_when_it_is_done(tmp_path: Path) -> None:
     held(None)
     on_ranks(2, tmp_path, lambda: held(world()))

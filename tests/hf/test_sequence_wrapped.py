@@ -153,7 +153,9 @@ def check_sharded_layers(name: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BambaForCausalLM"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("LlamaForCausalLM", marks=pytest.mark.slow), "BambaForCausalLM"]
+)
 def test_layers_under_fully_shard(name: str, tmp_path: Path) -> None:
     on_ranks(4, tmp_path, check_sharded_layers, name)
 

@@ -201,7 +201,10 @@ def test_sweep_of_a_trained_model_without_its_configuration(tmp_path: Path) -> N
     assert results(tmp_path)["rows"] == result["rows"]
 
 
-@pytest.mark.parametrize("layout, flag", [("transformers", "model.from_pretrained"), ("mamba-ssm", "model")])
+@pytest.mark.parametrize(
+    "layout, flag",
+    [("transformers", "model.from_pretrained"), pytest.param("mamba-ssm", "model", marks=pytest.mark.slow)],
+)
 def test_sweep_of_a_pretrained_folder(
     layout: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
