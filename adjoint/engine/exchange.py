@@ -78,7 +78,7 @@ class Exchange(abc.ABC):
                 continue
             for s, dim in zip(values.batch.states[k], stage.grows, strict=True):
                 if dim is not None:
-                    checks.shape("initial_state", s, values.batch.rows, *s.shape[1:])
+                    checks.shapes(initial_state=(s, values.batch.rows, *s.shape[1:]))
                     values.slabs.setdefault(k, []).append(self.slab(values, s, dim, k))
 
     @abc.abstractmethod

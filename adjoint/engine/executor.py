@@ -21,7 +21,7 @@ from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import ChunkLosses
-from adjoint.engine.threads import sleep_while_waiting
+from adjoint.engine.threads import sleep_while_waiting, subnormals_are_zero
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.engine.tile_values import TileValues
 from adjoint.layers import State
@@ -266,11 +266,15 @@ class Executor(TileValues):
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
-        """Enter the autocast of the forward's caller, also for the backward.
+        """Enter the autocast of the forward's caller, also for the backward. On a CPU, subnormals are zero.
 
-        Its weight cache is off: casts made without gradients must not be reused with them."""
+        The autocast's weight cache is off: casts made without gradients must not be reused with them."""
         enabled, dtype = self.autocast
-        with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+        on_cpu = self.device.type == "cpu"
+        with (
+            torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False),
+            subnormals_are_zero() if on_cpu else contextlib.nullcontext(),
+        ):
             yield
 
     # ---------------------------------------------------------------------------------------------- tiles

@@ -96,8 +96,9 @@ class Generators:
         if not before:
             return current
         with _disable_current_modes():
-            shared = [a if _same(a, b) else b for a, b in zip(before, current, strict=True)]
-        return before if all(a is b for a, b in zip(before, shared, strict=True)) else shared
+            drawn = [not _same(a, b) for a, b in zip(before, current, strict=True)]
+        pairs = zip(before, current, drawn, strict=True)
+        return [b if has_drawn else a for a, b, has_drawn in pairs] if any(drawn) else before
 
     def have_drawn(self, since: list[Any]) -> bool:
         """Whether the generators' states differ from `since`, that is whether one has drawn."""
@@ -151,10 +152,19 @@ def _access(generator: object) -> tuple[Any, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, (Tensor, np.ndarray)):
-        return bool((a == b).all())
-    if isinstance(a, dict):
-        return all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list) or (isinstance(a, tuple) and a and not isinstance(a[0], int)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a == b
+    """Whether two states of a generator are equal."""
+    pairs = [(a, b)]
+    for a, b in pairs:  # the list grows while the loop runs
+        if isinstance(a, (Tensor, np.ndarray)):
+            is_equal = bool((a == b).all())
+        elif isinstance(a, dict):
+            is_equal = a.keys() == b.keys()
+            pairs += zip(a.values(), map(b.get, a), strict=True)
+        elif isinstance(a, list) or (isinstance(a, tuple) and a and not isinstance(a[0], int)):
+            is_equal = len(a) == len(b)
+            pairs += zip(a, b, strict=False)
+        else:
+            is_equal = a == b
+        if not is_equal:
+            return False
+    return True

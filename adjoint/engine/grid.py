@@ -187,11 +187,11 @@ class Grid:
     exchanges_within_tiles: bool = False
     checkpoints: int | None = None
 
-    @property
+    @functools.cached_property
     def stages(self) -> int:
         return len(self.stateful)
 
-    @property
+    @functools.cached_property
     def chunks(self) -> int:
         return len(self.cuts) - 1
 

@@ -439,7 +439,10 @@ def cut_before_backward(program: Collection[Action]) -> tuple[Collection[Action]
     """Return the forward's actions of a program without windows, and the backward's."""
     if isinstance(program, ColumnProgram):
         return program.halves()
-    return [a for a in program if _in_forward(a)], [a for a in program if not _in_forward(a)]
+    halves: tuple[list[Action], list[Action]] = ([], [])
+    for action in program:
+        halves[0 if _in_forward(action) else 1].append(action)
+    return halves
 
 
 def _in_forward(action: Action) -> bool:

@@ -54,7 +54,7 @@ class Packing:
         # autograd refuse the backward of every tape that has saved a view of another row.
         flat = flat.data
         pairs = zip(self.starts, self.shapes, strict=True)
-        return tuple(flat[a : a + shape.numel()].view(shape) for a, shape in pairs)
+        return tuple([flat[a : a + shape.numel()].view(shape) for a, shape in pairs])
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool = False) -> Tensor:
@@ -528,7 +528,7 @@ def clone_views_of(memory: Tensor, state: State) -> State:
 
     Call it before overwriting `memory`: a layer may return the state that it was given, or a view of it."""
     storage = memory.untyped_storage()._cdata
-    return tuple(s.clone() if s.untyped_storage()._cdata == storage else s for s in state)
+    return tuple([s.clone() if s.untyped_storage()._cdata == storage else s for s in state])
 
 
 # A state's tensors by kind. `grows` is `Stage.grows`: per tensor, the dimension along which it grows, None if
@@ -537,18 +537,18 @@ def clone_views_of(memory: Tensor, state: State) -> State:
 
 def recurrent_part(state: Sequence, grows: Sequence[int | None]) -> tuple:
     """Return the recurrent tensors of a state."""
-    return tuple(s for s, dim in zip(state, grows, strict=True) if dim is None)
+    return tuple([s for s, dim in zip(state, grows, strict=True) if dim is None])
 
 
 def append_only_part(state: Sequence, grows: Sequence[int | None]) -> tuple:
     """Return the append-only tensors of a state."""
-    return tuple(s for s, dim in zip(state, grows, strict=True) if dim is not None)
+    return tuple([s for s, dim in zip(state, grows, strict=True) if dim is not None])
 
 
 def merge_parts(recurrent: Iterable, append_only: Iterable, grows: Sequence[int | None]) -> tuple:
     """Return a state made of its recurrent and its append-only tensors, in the state's order."""
     next_recurrent, next_append_only = iter(recurrent), iter(append_only)
-    return tuple(next(next_recurrent if dim is None else next_append_only) for dim in grows)
+    return tuple([next(next_recurrent if dim is None else next_append_only) for dim in grows])
 
 
 def stores_on_host(spec: EngineSpec, device: torch.device) -> bool:

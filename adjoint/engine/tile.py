@@ -251,7 +251,7 @@ def linearize(
         The pullback may be called once; the tape that it holds is then freed.
     """
     x = alias(x, x.is_floating_point())
-    state = tuple(alias(s, s.is_floating_point()) if isinstance(s, Tensor) else s for s in state)
+    state = tuple([alias(s, s.is_floating_point()) if isinstance(s, Tensor) else s for s in state])
     differentiable = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
     anchors = (getattr(s, "anchor", None) for s in state)
     differentiable += [anchor for anchor in anchors if anchor is not None]
@@ -263,11 +263,8 @@ def linearize(
     outputs: list[Tensor] = [y, *after]
     trained = [(p, leaf) for p, leaf in zip(parameters, leaves, strict=True) if leaf.requires_grad]
     trained += stand_ins.leaves.items() if stand_ins else ()
-    unlisted = gradients.unlisted_leaves.collect(
-        outputs, {*differentiable, *(leaf for _, leaf in trained)}, begin
-    )
-
-    inputs = [*differentiable, *(leaf for _, leaf in trained)]
+    inputs = [*differentiable, *[leaf for _, leaf in trained]]
+    unlisted = gradients.unlisted_leaves.collect(outputs, set(inputs), begin)
     for leaf in differentiable:
         leaf.register_hook(hooks.check)
     for parameter, leaf in trained:

@@ -170,7 +170,7 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
             refuse(model, f"rope_type {kind!r} depends on the length so far, which a chunk does not know")
     if why_not_recurrent := why_no_recurrence(config):
         refuse(model, why_not_recurrent)
-    adapters = (getattr(module, "peft_config", None) or {} for module in root_of(model).modules())
+    adapters = [getattr(module, "peft_config", None) or {} for module in root_of(model).modules()]
     if any(getattr(adapter, "peft_type", "") == "CPT" for each in adapters for adapter in each.values()):
         refuse(model, "PEFT's CPT computes its loss from the logits, which a call with labels does not make")
     if nn.utils.parametrize._cache_enabled and any(

@@ -23,7 +23,7 @@ class ChunkRandomness(ChunkGenerators):
         modules = list(model.modules())
         super().__init__(generators_in(modules))
         rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
-        own_configs = (getattr(m, "config", None) for m in modules)
+        own_configs = [getattr(m, "config", None) for m in modules]
         configs = [vars(config) for config in own_configs if isinstance(config, PreTrainedConfig)][:1]
         rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
         self.has_dropout = (model.training and any(rates)) or has_embedding_noise(model)

@@ -2,7 +2,7 @@
 derivatives; the dtype of sums."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,11 @@ def differentiable_once(operation: str) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def shape(name: str, x: Tensor | None, *expected: int) -> None:
-    if x is not None and tuple(x.shape) != expected:
-        raise ValueError(f"{name} must have shape {expected}, got {tuple(x.shape)}")
+def shapes(**arguments: Sequence[object]) -> None:
+    """Refuse a tensor that has not its shape: each argument is (tensor or None, *its sizes)."""
+    for name, (x, *expected) in arguments.items():
+        if isinstance(x, Tensor) and x.shape != tuple(expected):
+            raise ValueError(f"{name} must have shape {tuple(expected)}, got {tuple(x.shape)}")
 
 
 def window_and_halo(window: int | None, halo: int, seqlen: int) -> None:
@@ -64,7 +66,7 @@ def reset_of(seq_idx: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
     document."""
     if seq_idx is None:
         return None
-    shape("seq_idx", seq_idx, batch, seqlen)
+    shapes(seq_idx=(seq_idx, batch, seqlen))
     reset = torch.zeros_like(seq_idx, dtype=torch.bool)
     reset[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return reset

@@ -186,7 +186,7 @@ def fitting(
 
     Raises ValueError, with the reason, if a library is asked for that has not what the call needs.
     """
-    if backend is None and is_as_on_cuda() and _without_triton() is None:
+    if backend is None and _as_on_cuda and _without_triton() is None:
         return "triton"
     if backend not in (None, *LIBRARIES) or (backend is None and tensor.device.type == "cpu"):
         return backend
@@ -297,6 +297,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def sequence_dtype(operation: str, backend: str | None, tensor: Tensor) -> torch.dtype:
     """The dtype that an operation reads and writes per token: Triton's kernels and libraries take half
     precision as it is and widen it in registers, half the traffic; for the others it is widened before."""
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor.dtype
     wide = accumulate_dtype(tensor.dtype)
     if tensor.dtype == wide or not _takes_half(operation, backend, tensor.device, tensor.dtype):
         return wide

@@ -68,13 +68,8 @@ def register(
     def forward_kernel(*args: Any) -> Any:
         with torch._C._DisableAutocast():  # it would round the products of sums that are to be float32
             results = forward(*args)
-        if single:
-            return _contiguous(results[0])
-        # The intermediate may stay a view: its backend may have aligned it in a larger buffer. An operator
-        # cannot return None, hence the empty tensors.
-        return *map(_contiguous, results[:outputs]), *(
-            args[0].new_empty(0) if x is None else x for x in results[outputs:]
-        )
+        returned = _owned(results, outputs, args[0])
+        return returned[0] if single else returned
 
     def forward_fake(*args: Any) -> Any:
         results = fake(*args)
@@ -86,7 +81,7 @@ def register(
         if backward_fake is None:  # drop gradients that a backend computes for tensors that are None
             inputs = args[outputs : outputs + n_gradients]
             results = tuple(None if x is None else g for x, g in zip(inputs, results, strict=True))
-        return [args[outputs].new_empty(0) if g is None else _contiguous(g) for g in results]
+        return _owned(results, len(results), args[outputs])
 
     def backward_fake_kernel(*args: Any) -> list[Tensor]:
         if backward_fake is None:
@@ -167,10 +162,17 @@ def _define(
     return getattr(torch.ops.adjoint, name).default
 
 
-def _contiguous(x: Tensor | None) -> Tensor:
-    """Return x, or a contiguous copy if x does not begin its storage or does not fill it in order.
+def _owned(results: Sequence[Tensor | None], outputs: int, like: Tensor) -> list[Tensor]:
+    """Return results as an operator may return them, with an empty tensor in place of None.
 
-    Outputs of an operator must not alias each other, and a view would keep its whole storage alive."""
-    assert x is not None
-    fills_memory = x.is_contiguous() and x.storage_offset() == 0
-    return x if fills_memory else x.clone(memory_format=torch.contiguous_format)
+    Each of the first `outputs` that does not begin its storage or does not fill it in order is copied: they
+    must not alias each other, and a view would keep its whole storage alive. What follows them is for the
+    backward alone and may stay a view: its backend may have aligned it in a larger buffer."""
+    tensors = []
+    for i, x in enumerate(results):
+        if x is None:
+            x = like.new_empty(0)
+        elif i < outputs and not (x.is_contiguous() and x.storage_offset() == 0):
+            x = x.clone(memory_format=torch.contiguous_format)
+        tensors.append(x)
+    return tensors

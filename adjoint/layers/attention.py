@@ -145,7 +145,7 @@ class AttentionMixer(Mixer):
         q, k = rotate(q, *turns), rotate(k, *turns)
         if isinstance(before, Tensor):
             for t in state:
-                checks.shape("initial_state", t, x.shape[0], kv_heads, past_tokens, dim)
+                checks.shapes(initial_state=(t, x.shape[0], kv_heads, past_tokens, dim))
             keys, values = (torch.cat([s, t.to(s.dtype)], dim=2) for s, t in zip(state, (k, v), strict=True))
             after = keys, values
         else:

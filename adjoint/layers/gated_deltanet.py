@@ -136,7 +136,7 @@ class GatedDeltaNetMixer(Mixer):
         beta = torch.sigmoid(b.to(dtype))
         v = v.unflatten(-1, (c.nheads, -1))
         S = arrived(before)
-        checks.shape("initial_state", S, x.shape[0], c.nheads, self.d_state, c.headdim)
+        checks.shapes(initial_state=(S, x.shape[0], c.nheads, self.d_state, c.headdim))
         y, S = gated_delta_rule(q * self.d_state**-0.5, k, v, g, beta, S, seq_idx)
         S = handed_on(before, S)
         y = self.norm(y.to(z.dtype)) * self.gate(z).unflatten(-1, (c.nheads, -1))

@@ -135,7 +135,7 @@ class Mamba3Mixer(Mixer):
 
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         c, (angle, h, k_before, v_before) = self.config, state
-        checks.shape("initial_state", h, x.shape[0], c.nheads, c.headdim, self.d_state)
+        checks.shapes(initial_state=(h, x.shape[0], c.nheads, c.headdim, self.d_state))
         z, v, B, C, dt, a, trap, turns = self.in_proj(x).split(self.sizes, dim=-1)
         dtype = accumulate_dtype(x.dtype)
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))

@@ -155,7 +155,7 @@ class RWKV7Mixer(Mixer):
         removed = F.normalize(k * self.k_k.to(dtype), dim=-1)
         k = k * (1 + (rate - 1) * self.k_a.to(dtype))
         S = arrived(before)
-        checks.shape("initial_state", S, x.shape[0], c.nheads, self.d_state, c.headdim)
+        checks.shapes(initial_state=(S, x.shape[0], c.nheads, self.d_state, c.headdim))
         y, S = dplr_delta_rule(r, k, v, removed, -(removed * rate), decay, S, seq_idx)
         S = handed_on(before, S)
         y = F.layer_norm(y, y.shape[-1:], eps=c.headdim * c.norm_eps)
@@ -170,7 +170,7 @@ class RWKV7Mixer(Mixer):
         """Return each token's difference to the token before, which is zero before a document, and the last
         token."""
         before = arrived(last)
-        checks.shape("initial_state", before, x.shape[0], x.shape[2])
+        checks.shapes(initial_state=(before, x.shape[0], x.shape[2]))
         after = handed_on(last, x[:, -1].to(before.dtype, copy=True))
         earlier = torch.cat([before.to(x.dtype)[:, None], x[:, :-1]], dim=1)
         earlier = zero_where(earlier, checks.reset_of(seq_idx, *x.shape[:2]))

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol, TypeVar
 
@@ -100,7 +101,7 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 def uses_zero(model: nn.Module) -> bool:
     """Whether ZeRO-3 holds any of a model's parameters."""
-    return any(map(is_partitioned, model.parameters()))
+    return "deepspeed" in sys.modules and any(map(is_partitioned, model.parameters()))
 
 
 def optimizer_of(model: nn.Module) -> ZeROOptimizer | None:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint.kernels.cpu import build as cpu_build
 
 STEP = """
 import os, threading, torch, adjoint
@@ -38,3 +44,49 @@ def test_a_team_waits_once_where_nobody_says_how_threads_wait(given: dict[str, s
         [sys.executable, "-c", STEP], capture_output=True, text=True, check=True, env=rest | given
     )
     assert done.stdout.split() == [str(teams)], done.stderr
+
+
+def subnormals() -> int:
+    """Return how many products below float32's normal numbers are not zero; all threads share them."""
+    return int((torch.full((1 << 18,), 1e-30) * 1e-10).count_nonzero())
+
+
+class Noted(torch.autograd.Function):
+    """The identity, which notes the number of `subnormals` in forward and backward."""
+
+    seen: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        Noted.seen.append(subnormals())
+        return x.clone()
+
+    @staticmethod
+    def backward(_: object, gradient: Tensor) -> Tensor:
+        Noted.seen.append(subnormals())
+        return gradient
+
+
+def noted(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return Noted.apply(x) + state, state
+
+
+@pytest.mark.skipif(cpu_build.load()[0] is None, reason="the compiled kernels switch it")
+@pytest.mark.parametrize("flushes_before", [False, True])
+def test_chunks_are_computed_without_subnormal_numbers(flushes_before: bool) -> None:
+    """A cotangent that decays stays subnormal for thousands of tokens, and each of them costs much more."""
+    threads = torch.get_num_threads()
+    x = torch.ones(1, 8, 1, requires_grad=True)
+    torch.set_num_threads(2)
+    torch.set_flush_denormal(flushes_before)
+    try:
+        for _ in range(2):  # the first call is compared with the function's own
+            Noted.seen.clear()
+            y, _ = adjoint.checkpoint_sequence(noted, x, torch.zeros(1), chunk_size=2)
+            y.sum().backward()
+        assert len(Noted.seen) > 8
+        assert set(Noted.seen) == {0}
+        assert (subnormals() == 0) == flushes_before
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)

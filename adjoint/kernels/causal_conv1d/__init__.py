@@ -73,15 +73,17 @@ def causal_conv1d(
         raise ValueError(f"x must have shape (batch, seqlen >= 1, channels), got {tuple(x.shape)}")
     batch, seqlen, channels = x.shape
     width = weight.shape[-1]
-    checks.shape("weight", weight, channels, width)
     if not 1 <= width <= 16:
         raise ValueError(f"d_conv must be from 1 to 16, got {width}")
-    checks.shape("bias", bias, channels)
-    checks.shape("initial_state", initial_state, batch, channels, width - 1)
+    checks.shapes(
+        weight=(weight, channels, width),
+        bias=(bias, channels),
+        initial_state=(initial_state, batch, channels, width - 1),
+    )
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend = dispatch.fitting("causal_conv1d", backend, x, reset=reset, d_conv=width, channels=channels)
     wide, narrow = accumulate_dtype(x.dtype), dispatch.sequence_dtype("causal_conv1d", backend, x)
-    bias, initial = (None if t is None else t.to(wide) for t in (bias, initial_state))
+    bias, initial = [None if t is None else t.to(wide) for t in (bias, initial_state)]
     y, tail = _causal_conv1d(x.to(narrow), weight.to(wide), bias, initial, reset, silu, backend)
     return y.to(x.dtype), tail.to(x.dtype)
 

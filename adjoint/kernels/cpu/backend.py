@@ -4,6 +4,7 @@ saves."""
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -97,10 +98,12 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _call(name: str, dtype: torch.dtype, args: ctypes.Structure, *flags: int) -> None:
+@functools.cache  # asked for in every forward and backward
+def _function(name: str, dtype: torch.dtype) -> Callable[..., object]:
     suffix = {torch.float32: "f32", torch.float64: "f64"}[dtype]
     function = getattr(_library(), f"adjoint_{name}_{suffix}")
-    function(ctypes.byref(args), *(ctypes.c_int(flag) for flag in flags))
+    function.restype = None
+    return function
 
 
 @functools.cache
@@ -153,9 +156,9 @@ class _Fields:
                 self.alive.append(x)
                 setattr(self.struct, name, x.data_ptr())
 
-    def numbers(self, **values: int) -> None:
-        for name, value in values.items():
-            setattr(self.struct, name, value)
+    def call(self, name: str, dtype: torch.dtype, *flags: int) -> None:
+        """Call the compiled function of that name."""
+        _function(name, dtype)(ctypes.byref(self.struct), *flags)
 
 
 def _scan_interval(d_state: int) -> int:
@@ -165,18 +168,8 @@ def _scan_interval(d_state: int) -> int:
 
 
 def _scan_fields(u: Tensor, headdim: int, nheads: int, ngroups: int, d_state: int, threads: int) -> _Fields:
-    fields = _Fields(_ScanArgs())
-    fields.numbers(
-        batch=u.shape[0],
-        seqlen=u.shape[1],
-        nheads=nheads,
-        headdim=headdim,
-        ngroups=ngroups,
-        d_state=d_state,
-        interval=_scan_interval(d_state),
-        threads=threads,
-    )
-    return fields
+    numbers = u.shape[0], u.shape[1], nheads, headdim, ngroups, d_state, _scan_interval(d_state), threads
+    return _Fields(_ScanArgs(*numbers))
 
 
 def _blocks(nheads: int, headdim: int, dtype: torch.dtype) -> int:
@@ -209,11 +202,11 @@ def selective_scan_forward(
     y = u.new_empty(batch, seqlen, d_inner)
     final_state = u.new_empty(batch, d_inner, d_state)
     checkpoints = _aligned(selective_scan_saved_shape(u, A), u.dtype) if save else None
-    f.numbers(softplus=delta_softplus)
+    f.struct.softplus = delta_softplus
     f.rows(u=u, delta=delta, B=B, C=C, z=z, y=y)
     f.pointers(A=A, D=D, delta_bias=delta_bias, initial_state=initial_state, reset=reset)
     f.pointers(final_state=final_state, checkpoints=checkpoints)
-    _call("scan", u.dtype, f.struct, 0, 0)
+    f.call("scan", u.dtype, 0, 0)
     return y, final_state, checkpoints
 
 
@@ -246,13 +239,13 @@ def selective_scan_backward(
     dD = None if D is None else u.new_empty(batch, d_inner)
     dbias = None if delta_bias is None else u.new_empty(batch, d_inner)
     dinitial = u.new_empty(batch, d_inner, d_state)
-    f.numbers(softplus=delta_softplus, window=_effective(window, seqlen), halo=halo)
+    f.struct.softplus, f.struct.window, f.struct.halo = delta_softplus, _effective(window, seqlen), halo
     f.rows(u=u, delta=delta, B=B, C=C, z=z, dy=dy, du=du, ddelta=ddelta, dz=dz)
     f.pointers(
         A=A, D=D, delta_bias=delta_bias, reset=reset, checkpoints=checkpoints, dfinal_state=dfinal_state
     )
     f.pointers(dB=dB, dC=dC, dA=dA, dD=dD, ddelta_bias=dbias, dinitial_state=dinitial)
-    _call("scan", u.dtype, f.struct, 0, 1)
+    f.call("scan", u.dtype, 0, 1)
     dD = None if dD is None else dD.sum(0)
     dbias = None if dbias is None else dbias.sum(0)
     dB, dC = (_total(g).squeeze(2) for g in (dB, dC))
@@ -264,7 +257,7 @@ def _partials(f: _Fields, like: Tensor, batch: int, seqlen: int, ngroups: int, d
     has groups of its own."""
     separate = batch * ngroups % f.struct.threads == 0
     shape = 1 if separate else f.struct.threads, batch, seqlen, ngroups, d_state
-    f.numbers(partials=shape[0])
+    f.struct.partials = shape[0]
     return [like.new_empty(shape) if separate else like.new_zeros(shape) for _ in range(2)]
 
 
@@ -299,14 +292,14 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
     f.rows(u=x, delta=d, B=B, C=C, y=y)
-    f.pointers(D=_per_channel(D, headdim), initial_state=initial_state, final_state=final_state)
-    f.pointers(checkpoints=checkpoints)
+    D = _per_channel(D, headdim)
+    f.pointers(A=A, D=D, initial_state=initial_state, reset=reset)
+    f.pointers(final_state=final_state, checkpoints=checkpoints)
     if by_blocks:
-        f.pointers(A=A, reset=reset)
-        _call("ssd", x.dtype, f.struct, 0)
+        f.call("ssd", x.dtype, 0)
     else:
         f.rows(decay=zero_where(torch.exp(d * A), reset))
-        _call("scan", x.dtype, f.struct, 1, 0)
+        f.call("scan", x.dtype, 1, 0)
     return y, final_state, checkpoints
 
 
@@ -344,17 +337,16 @@ def ssd_scan_backward(
     dB, dC = _partials(f, x, batch, seqlen, ngroups, d_state)
     dD = None if D is None else x.new_empty(batch, nheads * headdim)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
-    f.numbers(window=window, halo=halo)
+    f.struct.window, f.struct.halo = window, halo
     f.rows(u=x, delta=d, B=B, C=C, dy=dy, du=dx, ddelta=dd, ddecay=dexponent)
-    f.pointers(D=_per_channel(D, headdim), checkpoints=checkpoints, dfinal_state=dfinal_state)
-    f.pointers(dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
+    f.pointers(A=A, D=_per_channel(D, headdim), reset=reset, checkpoints=checkpoints)
+    f.pointers(dfinal_state=dfinal_state, dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
     if by_blocks:
-        f.pointers(A=A, reset=reset)
-        _call("ssd", x.dtype, f.struct, 1)
+        f.call("ssd", x.dtype, 1)
     else:
         decay = zero_where(torch.exp(d * A), reset)
         f.rows(decay=decay)
-        _call("scan", x.dtype, f.struct, 1, 1)
+        f.call("scan", x.dtype, 1, 1)
         dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
         dexponent *= decay
     ddt, dA = ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus)
@@ -378,20 +370,14 @@ def _linear_forward(
     h = b.new_empty(batch, seqlen, d_state)
     f = _linear_fields(a, b, batch if dense else batch * _linear_blocks(d_state, b.dtype))
     f.pointers(b=b, initial_state=initial_state, h=h, reset=reset)
-    _call("dense" if dense else "linear", b.dtype, f.struct, 0)
+    f.call("dense" if dense else "linear", b.dtype, 0)
     return h
 
 
 def _linear_fields(a: Tensor, b: Tensor, units: int) -> _Fields:
     batch, seqlen, d_state = b.shape
-    f = _Fields(_LinearArgs())
-    f.numbers(
-        batch=batch,
-        seqlen=seqlen,
-        d_state=d_state,
-        a_width=a.shape[2:].numel(),
-        threads=_threads(units, a.numel()),
-    )
+    threads = _threads(units, a.numel())
+    f = _Fields(_LinearArgs(batch, seqlen, d_state, a.shape[2:].numel(), threads))
     f.pointers(a=a)
     return f
 
@@ -416,9 +402,9 @@ def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
     da = h.new_empty(batch, seqlen, *per_token)
     db = h.new_empty(batch, seqlen, d_state)
     dinitial = h.new_empty(batch, d_state)
-    f.numbers(window=_effective(window, seqlen), halo=halo)
+    f.struct.window, f.struct.halo = _effective(window, seqlen), halo
     f.pointers(h=h, initial_state=initial_state, dh=dh, da=da, db=db, dinitial_state=dinitial, reset=reset)
-    _call("dense" if dense else "linear", h.dtype, f.struct, 1)
+    f.call("dense" if dense else "linear", h.dtype, 1)
     if a.shape[2:] == (1,):
         da = da.sum(-1, keepdim=True)
     return zero_where(da, reset), db, dinitial
@@ -427,19 +413,10 @@ def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
 def _conv_fields(x: Tensor, weight: Tensor, silu: bool) -> _Fields:
     batch, seqlen, channels = x.shape
     x = _rows(x)
-    f = _Fields(_ConvArgs())
-    f.numbers(
-        batch=batch,
-        seqlen=seqlen,
-        channels=channels,
-        width=weight.shape[1],
-        silu=silu,
-        threads=_threads(batch * -(-seqlen // 64), x.numel() * weight.shape[1]),
-        x_batch_stride=x.stride(0),
-        x_time_stride=x.stride(1),
-    )
+    threads = _threads(batch * -(-seqlen // 64), x.numel() * weight.shape[1])
+    numbers = batch, seqlen, channels, weight.shape[1], threads, silu
+    f = _Fields(_ConvArgs(*numbers, x.data_ptr(), *x.stride()[:2]))
     f.alive.append(x)
-    f.struct.x = x.data_ptr()
     return f
 
 
@@ -447,7 +424,7 @@ def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
     y = x.new_empty(x.shape)
     f = _conv_fields(x, weight, silu)
     f.pointers(weight=weight, bias=bias, initial_state=initial_state, y=y, reset=reset)
-    _call("conv1d", x.dtype, f.struct, 0)
+    f.call("conv1d", x.dtype, 0)
     return y
 
 
@@ -460,19 +437,18 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
     dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
     dy = _rows(dy)
     f.alive.append(dy)
-    f.numbers(dy=dy.data_ptr(), dy_batch_stride=dy.stride(0), dy_time_stride=dy.stride(1))
+    f.struct.dy, (f.struct.dy_batch_stride, f.struct.dy_time_stride) = dy.data_ptr(), dy.stride()[:2]
     f.pointers(weight=weight, bias=bias, initial_state=initial_state, reset=reset)
     f.pointers(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
-    _call("conv1d", x.dtype, f.struct, 1)
+    f.call("conv1d", x.dtype, 1)
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0), dinitial
 
 
 def _delta_fields(q, k, v, g, beta, initial_state, reset) -> _Fields:
     batch, seqlen, nheads, d_k = k.shape
-    f = _Fields(_DeltaArgs())
-    threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * v.shape[-1])
-    f.numbers(batch=batch, seqlen=seqlen, nheads=nheads, d_k=d_k, d_v=v.shape[-1], threads=threads)
-    f.numbers(wide=g.dim() == 4)
+    d_v = v.shape[-1]
+    threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * d_v)
+    f = _Fields(_DeltaArgs(batch, seqlen, nheads, d_k, d_v, g.dim() == 4, threads))
     f.rows(q=q, k=k, v=v)
     f.pointers(g=g, beta=beta, initial_state=initial_state, reset=reset)
     return f
@@ -484,7 +460,7 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
     checkpoints = v.new_empty(gated_delta_rule_saved_shape(k, v)) if save else None
     f.pointers(o=o, final_state=final_state, checkpoints=checkpoints)
-    _call("delta", k.dtype, f.struct, 0)
+    f.call("delta", k.dtype, 0)
     return o, final_state, checkpoints
 
 
@@ -494,15 +470,15 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     f.pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
     gradients = [x.new_empty(x.shape) for x in (q, k, v, g, beta, checkpoints[:, :, 0])]
     f.pointers(**dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dinitial_state"), gradients, strict=True)))
-    _call("delta", k.dtype, f.struct, 1)
+    f.call("delta", k.dtype, 1)
     return tuple(gradients)
 
 
 def _dplr_fields(q, k, v, a, b, g, initial_state, reset) -> _Fields:
     batch, seqlen, nheads, d_k = k.shape
-    f = _Fields(_DplrArgs())
-    threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * v.shape[-1])
-    f.numbers(batch=batch, seqlen=seqlen, nheads=nheads, d_k=d_k, d_v=v.shape[-1], threads=threads)
+    d_v = v.shape[-1]
+    threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * d_v)
+    f = _Fields(_DplrArgs(batch, seqlen, nheads, d_k, d_v, threads))
     f.rows(q=q, k=k, v=v, a=a, b=b, g=g)
     f.pointers(initial_state=initial_state, reset=reset)
     return f
@@ -514,7 +490,7 @@ def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
     o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
     checkpoints = v.new_empty(dplr_delta_rule_saved_shape(k, v)) if save else None
     f.pointers(o=o, final_state=final_state, checkpoints=checkpoints)
-    _call("dplr", k.dtype, f.struct, 0)
+    f.call("dplr", k.dtype, 0)
     return o, final_state, checkpoints
 
 
@@ -525,46 +501,39 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
     gradients = [x.new_empty(x.shape) for x in (q, k, v, a, b, g, checkpoints[:, :, 0])]
     names = "dq", "dk", "dv", "da", "db", "dg", "dinitial_state"
     f.pointers(**dict(zip(names, gradients, strict=True)))
-    _call("dplr", k.dtype, f.struct, 1)
+    f.call("dplr", k.dtype, 1)
     return tuple(gradients)
 
 
-def _norm_fields(x: Tensor, weight: Tensor, gate: Tensor | None, rstd: Tensor, group_size: int) -> _Fields:
+def _norm_fields(group_size: int, x: Tensor, **tensors: Tensor | None) -> _Fields:
+    """The fields of x and other (…, width) tensors as rows, in place where the strides allow it."""
     width = x.shape[-1]
-    f = _Fields(_NormArgs())
-    rows = x.numel() // width
-    f.numbers(rows=rows, width=width, group=group_size, threads=_threads(rows, 4 * x.numel()))
-    _norm_rows(f, x=x, gate=gate)
-    f.pointers(weight=weight, rstd=rstd)
-    return f
-
-
-def _norm_rows(f: _Fields, **tensors: Tensor | None) -> None:
-    """(…, width) tensors as rows, in place where the strides allow it."""
-    for name, x in tensors.items():
-        if x is not None:
-            rows = x.reshape(-1, x.shape[-1])
+    count = x.numel() // width
+    f = _Fields(_NormArgs(count, width, group_size, _threads(count, 4 * x.numel())))
+    for name, tensor in {"x": x, **tensors}.items():
+        if tensor is not None:
+            rows = tensor.reshape(-1, width)
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
             f.alive.append(rows)
-            f.numbers(**{name: rows.data_ptr(), f"{name}_stride": rows.stride(0)})
+            setattr(f.struct, name, rows.data_ptr())
+            setattr(f.struct, f"{name}_stride", rows.stride(0))
+    return f
 
 
 def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype):
     y, rstd = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], x.shape[-1] // group_size)
     s = None if residual is None else x.new_empty(x.shape)
-    f = _norm_fields(x, weight, gate, rstd, group_size)
+    f = _norm_fields(group_size, x, gate=gate, residual=residual)
     f.struct.eps = eps
-    _norm_rows(f, residual=residual)
-    f.pointers(y=y, s=s)
-    _call("norm", x.dtype, f.struct, 0)
+    f.pointers(weight=weight, rstd=rstd, y=y, s=s)
+    f.call("norm", x.dtype, 0)
     return y.to(dtype), s, rstd
 
 
 def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype):
-    f = _norm_fields(s, weight, gate, rstd, group_size)
+    f = _norm_fields(group_size, s, gate=gate, dy=dy.to(s.dtype), ds=ds)
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
     dweight = s.new_zeros(f.struct.threads, s.shape[-1])
-    _norm_rows(f, dy=dy.to(s.dtype), ds=ds)
-    f.pointers(dx=dx, dgate=dgate, dweight=dweight)
-    _call("norm", s.dtype, f.struct, 1)
+    f.pointers(weight=weight, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
+    f.call("norm", s.dtype, 1)
     return dx, dweight.sum(0), dgate, None

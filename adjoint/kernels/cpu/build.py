@@ -24,7 +24,10 @@ from typing import Any
 from adjoint.errors import LOGGER, is_heard
 from adjoint.files import cache_folder, flush
 
-SOURCES = ("scan.cpp", "ssd.cpp", "conv.cpp", "delta.cpp", "dplr.cpp", "linear.cpp", "dense.cpp", "norm.cpp")
+SOURCES = (
+    *("scan.cpp", "ssd.cpp", "conv.cpp", "delta.cpp", "dplr.cpp", "linear.cpp", "dense.cpp", "norm.cpp"),
+    "subnormals.cpp",
+)
 HEADERS = ("delta_rules.h", "lanes.h", "linear.h", "products.h", "scan.h")
 # No -ffast-math: a library linked with it switches the whole process to flush-to-zero.
 FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-Wno-psabi")

@@ -79,10 +79,14 @@ def dplr_delta_rule(
     if k.dim() != 4 or k.shape[1] == 0:
         raise ValueError(f"k must have shape (batch, seqlen >= 1, nheads, d_k), got {tuple(k.shape)}")
     batch, seqlen, nheads, d_k = k.shape
-    for name, tensor in (("q", q), ("a", a), ("b", b), ("g", g)):
-        checks.shape(name, tensor, *k.shape)
-    checks.shape("v", v, batch, seqlen, nheads, v.shape[-1])
-    checks.shape("initial_state", initial_state, batch, nheads, d_k, v.shape[-1])
+    checks.shapes(
+        q=(q, *k.shape),
+        a=(a, *k.shape),
+        b=(b, *k.shape),
+        g=(g, *k.shape),
+        v=(v, batch, seqlen, nheads, v.shape[-1]),
+        initial_state=(initial_state, batch, nheads, d_k, v.shape[-1]),
+    )
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend = dispatch.fitting(NAME, backend, v, reset=reset, d_k=d_k)
     wide, narrow = accumulate_dtype(q.dtype), dispatch.sequence_dtype(NAME, backend, v)

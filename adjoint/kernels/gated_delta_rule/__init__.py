@@ -85,11 +85,13 @@ def gated_delta_rule(
     if k.dim() != 4 or k.shape[1] == 0:
         raise ValueError(f"k must have shape (batch, seqlen >= 1, nheads, d_k), got {tuple(k.shape)}")
     batch, seqlen, nheads, d_k = k.shape
-    checks.shape("q", q, *k.shape)
-    checks.shape("v", v, batch, seqlen, nheads, v.shape[-1])
-    checks.shape("g", g, batch, seqlen, nheads, *([d_k] if g.dim() == 4 else []))
-    checks.shape("beta", beta, batch, seqlen, nheads)
-    checks.shape("initial_state", initial_state, batch, nheads, d_k, v.shape[-1])
+    checks.shapes(
+        q=(q, *k.shape),
+        v=(v, batch, seqlen, nheads, v.shape[-1]),
+        g=(g, batch, seqlen, nheads, *([d_k] if g.dim() == 4 else [])),
+        beta=(beta, batch, seqlen, nheads),
+        initial_state=(initial_state, batch, nheads, d_k, v.shape[-1]),
+    )
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend = dispatch.fitting(_operation(g), backend, v, reset=reset, d_k=d_k)
     wide, narrow = accumulate_dtype(q.dtype), dispatch.sequence_dtype(_operation(g), backend, v)

@@ -79,7 +79,7 @@ def linear_scan(
         raise ValueError(
             f"a must be scalar, diagonal or dense for states {tuple(b.shape)}, got {tuple(a.shape)}"
         )
-    checks.shape("initial_state", initial_state, batch, d_state)
+    checks.shapes(initial_state=(initial_state, batch, d_state))
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     dtype = accumulate_dtype(b.dtype)

@@ -122,9 +122,7 @@ def rms_norm(
         ValueError: a shape does not fit, group_size does not divide d, or the backend is not usable here.
     """
     d = x.shape[-1]
-    checks.shape("weight", weight, d)
-    checks.shape("gate", gate, *x.shape)
-    checks.shape("residual", residual, *x.shape)
+    checks.shapes(weight=(weight, d), gate=(gate, *x.shape), residual=(residual, *x.shape))
     group_size = d if group_size is None else group_size
     if group_size < 1 or d % group_size:
         raise ValueError(f"group_size must divide the {d} channels, got {group_size}")

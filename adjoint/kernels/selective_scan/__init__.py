@@ -109,17 +109,19 @@ def selective_scan(
     if A.dim() != 2:
         raise ValueError(f"A must have shape (d_inner, d_state), got {tuple(A.shape)}")
     d_state = A.shape[1]
-    checks.shape("A", A, d_inner, d_state)
-    for name, x in (("delta", delta), ("z", z)):
-        checks.shape(name, x, batch, seqlen, d_inner)
     groups = tuple(B.shape[2:3]) if B.dim() == 4 else ()
     if groups and (groups[0] < 1 or d_inner % groups[0]):
         raise ValueError(f"B's ngroups must divide d_inner = {d_inner}, got {groups[0]}")
-    for name, x in (("B", B), ("C", C)):
-        checks.shape(name, x, batch, seqlen, *groups, d_state)
-    for name, x in (("D", D), ("delta_bias", delta_bias)):
-        checks.shape(name, x, d_inner)
-    checks.shape("initial_state", initial_state, batch, d_inner, d_state)
+    checks.shapes(
+        A=(A, d_inner, d_state),
+        delta=(delta, batch, seqlen, d_inner),
+        z=(z, batch, seqlen, d_inner),
+        B=(B, batch, seqlen, *groups, d_state),
+        C=(C, batch, seqlen, *groups, d_state),
+        D=(D, d_inner),
+        delta_bias=(delta_bias, d_inner),
+        initial_state=(initial_state, batch, d_inner, d_state),
+    )
     checks.window_and_halo(window, halo, seqlen)
     if groups:
         rest = window, seq_idx, backend, halo

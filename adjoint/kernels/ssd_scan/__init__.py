@@ -86,13 +86,16 @@ def ssd_scan(
             f"B must have shape (batch, seqlen, ngroups, d_state), ngroups dividing {nheads} heads; "
             f"got {tuple(B.shape)}"
         )
-    for name, value in (("B", B), ("C", C)):
-        checks.shape(name, value, batch, seqlen, *B.shape[2:])
-    checks.shape("dt", dt, batch, seqlen, nheads)
-    for name, vector in (("A", A), ("D", D), ("dt_bias", dt_bias)):
-        checks.shape(name, vector, nheads)
-    checks.shape("z", z, batch, seqlen, nheads, headdim)
-    checks.shape("initial_state", initial_state, batch, nheads, headdim, B.shape[-1])
+    checks.shapes(
+        B=(B, batch, seqlen, *B.shape[2:]),
+        C=(C, batch, seqlen, *B.shape[2:]),
+        dt=(dt, batch, seqlen, nheads),
+        A=(A, nheads),
+        D=(D, nheads),
+        dt_bias=(dt_bias, nheads),
+        z=(z, batch, seqlen, nheads, headdim),
+        initial_state=(initial_state, batch, nheads, headdim, B.shape[-1]),
+    )
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     products = batch * seqlen * B.shape[2] * MambaSSM.CHUNK  # of C and B, which mamba-ssm stores
