@@ -190,13 +190,21 @@ def spans_of(starts: Sequence[Sequence[int]], seqlen: int) -> list[range]:
     ]
 
 
-def take_from(tensor: Tensor, spans: Sequence[range]) -> Take:
-    """Return the function that reads a tensor (batch, seqlen) by documents, which are its rows then."""
+def take_from(tensor: Tensor, spans: Sequence[range], filler: int = 0) -> Take:
+    """Return the function that reads a tensor (batch, seqlen) by documents, which are its rows then.
+
+    Args:
+        filler: stands behind the end of a document that is shorter than the others.
+    """
     flat = tensor.flatten()
 
     def take(rows: Sequence[int], start: int, stop: int) -> Tensor:
-        firsts = [spans[row].start for row in rows]
-        return torch.stack([flat[first + start : first + stop] for first in firsts])
+        taken = [
+            flat[spans[row].start + start : min(spans[row].start + stop, spans[row].stop)] for row in rows
+        ]
+        if all(len(tokens) == stop - start for tokens in taken):
+            return torch.stack(taken)
+        return torch.nn.utils.rnn.pad_sequence(taken, batch_first=True, padding_value=filler)
 
     return take
 
@@ -304,7 +312,7 @@ def tokens_in_batch_order(
     for segment, piece in zip(segments, pieces, strict=True):
         for values, members in zip(piece, segment.members, strict=True):
             for row in members:
-                pieces_by_row[row].append(values)
+                pieces_by_row[row].append(values[: lengths[row] - segment.start])
     all_pieces = list[Tensor]()  # joined at once: a second copy of all tokens would take as much memory
     for row, length in enumerate(lengths):
         padding = length - sum(len(values) for values in pieces_by_row[row])

@@ -1,8 +1,8 @@
-"""Rows or packed documents of a wrapped model's call that begin with the same tokens: as calls of the tokens
-that are computed.
+"""Rows or packed documents of a wrapped model's call as calls of other rows: where they begin with the same
+tokens, of the tokens that are computed; where documents are short, of several side by side.
 
-`engine.shared_prefix` says which tokens these are. Here are the conditions under which a model's results are
-those of full rows, and the call of each segment."""
+`engine.shared_prefix` and `engine.short_documents` say which tokens these are. Here are the conditions under
+which a model's results are those of full rows, and the call of each segment."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adjoint.batch import Batch
-from adjoint.engine import shared_prefix
+from adjoint.batch import IGNORE_INDEX, Batch
+from adjoint.engine import shared_prefix, short_documents
+from adjoint.engine.chunk_size import chunk_size_on
+from adjoint.engine.grid import BackwardSpec
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.hf import check
@@ -30,14 +32,15 @@ LEAST_TOKENS = 2  # of a call that goes on: transformers takes a single token fo
 
 
 def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
-    """Return the segments of a call whose rows begin alike; None if each row is computed in full.
+    """Return the segments of a call whose rows begin alike, or whose documents are short; None if it is
+    computed as it is.
 
     Args:
         verification: of the call's model, all that the call needs having been tried.
     """
     wrap_state = verification.wrap_state
     method, model = wrap_state.method, call.model
-    if not method.share_prefixes or method.memory is not None or sum(map(len, call.starts)) < 2:
+    if method.memory is not None or sum(map(len, call.starts)) < 2:
         return None
     if (
         wrap_state.group is not None
@@ -55,14 +58,38 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
     has_other_loss = has_other_loss or check.has_logit_penalty(model)
     if call.has_labels and has_other_loss:
         return None
-    segments = _plan(call)
+    segments = _plan(call) if method.share_prefixes else None
+    if segments is not None and verification.compute_once(
+        "draws random numbers", _draws_random_numbers, verification
+    ):
+        segments = None
+    is_shared = segments is not None
+    segments = segments or _short_documents(call, verification)
     # Models that pick keys by `topk` see how long the row is.
     if segments is None or key_pickers(backbone_of(model)):
         return None
-    if verification.compute_once("draws random numbers", _draws_random_numbers, verification):
-        return None
-    shared_prefix.announce(model, segments, _tokens(call))
+    if is_shared:
+        shared_prefix.announce(model, segments, _tokens(call))
     return segments
+
+
+def _short_documents(call: Call, verification: Verification) -> list[Segment] | None:
+    """Return the segments of a call's packed documents side by side; None if that saves less than half of the
+    chunks, or gradients are truncated at places that follow from the row."""
+    if call.mask is not None or len(call.starts[0]) < 2:
+        return None
+    rows, seqlen = call.ids.shape
+    are_joined = len(set(call.starts)) > 1
+    rows, seqlen = (1, rows * seqlen) if are_joined else (rows, seqlen)
+    method = verification.wrap_state.method
+    default = chunk_size_on(call.ids.device, verification.sizes, rows, seqlen, method.checkpoints)
+    spec = method.model_spec(seqlen, default)
+    if spec.backward != BackwardSpec():
+        return None
+    lengths = [len(span) for span in shared_prefix.spans_of(call.starts, call.ids.shape[1])]
+    chunks = sum(-(-length // spec.chunk_size) for length in lengths) / rows
+    segments = short_documents.side_by_side(lengths, spec.chunk_size * rows)
+    return segments if 2 * sum(-(-s.tokens // (spec.chunk_size * rows)) for s in segments) <= chunks else None
 
 
 def halves_tokens(call: Call) -> bool:
@@ -119,7 +146,7 @@ def _spans(call: Call) -> list[range] | None:
 
 
 def _targets_in(call: Call, spans: Sequence[range]) -> shared_prefix.Take | None:
-    return shared_prefix.take_from(call.targets, spans) if call.has_labels else None
+    return shared_prefix.take_from(call.targets, spans, IGNORE_INDEX) if call.has_labels else None
 
 
 @torch.no_grad()

@@ -623,7 +623,7 @@ def _loss_by_chunks(
 
 
 def _loss_by_segments(call: Call, verification: Verification, segments: Sequence[Segment]) -> LossOutput:
-    """Compute the loss of a call whose rows begin alike: each shared beginning once."""
+    """Compute the loss of a call as that of its segments (`shared_rows`)."""
     method, losses = verification.wrap_state.method, list[Tensor]()
 
     def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
@@ -699,7 +699,7 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
 
 
 def _hidden_by_segments(call: Call, verification: Verification, segments: Sequence[Segment]) -> Tensor:
-    """Compute the hidden states of a call whose rows begin alike: each shared beginning once."""
+    """Compute the hidden states of a call as those of its segments (`shared_rows`)."""
     pieces = list[Tensor]()
 
     def run(number: int, segment: Segment, beginning: Beginning | None) -> End:

@@ -45,7 +45,9 @@ def main() -> None:
             by_way.append(losses(accelerator, adjoint.wrap(copied, adjoint.Exact(16)) if wraps else copied))
             accelerator.free_memory()
         difference = max(abs(a - b) for a, b in zip(*by_way, strict=True))
-        print(name, len(by_way[1]), f"{by_way[0][0]:.3f} {by_way[0][-1]:.3f} {difference:.1e}", flush=True)
+        line = f"{name} {len(by_way[1])} {by_way[0][0]:.3f} {by_way[0][-1]:.3f} {difference:.1e}\n"
+        sys.stdout.write(line)  # at once, so that no other rank's stands between it and its end
+        sys.stdout.flush()
         assert len(by_way[1]) == 2 * STEPS and difference < 1e-4, by_way
 
 
