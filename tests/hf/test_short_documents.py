@@ -19,7 +19,8 @@ from tests.hf.test_shared_rows import computed as computed  # a fixture
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("double")]
-LENGTHS = [[3, 1, 3, 4, 4, 30, 5, 5, 4, 2, 2, 1], [4, 4, 2, 3, 4, 5, 21, 5, 5, 4, 4, 3]]  # of two rows' documents
+# of the documents of two rows
+LENGTHS = [[3, 1, 3, 4, 4, 30, 5, 5, 4, 2, 2, 1], [4, 4, 2, 3, 4, 5, 21, 5, 5, 4, 4, 3]]
 Results = tuple[Tensor, dict[str, Tensor]]
 
 
