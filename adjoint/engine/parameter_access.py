@@ -199,8 +199,7 @@ class ParameterAccess:
         Args:
             is_alone: as in `Distribution`.
         """
-        unlisted = UnlistedLeaves(parameters, open=has_backward and is_alone)
-        return Gradients(unlisted, parameters if has_backward else ())
+        return Gradients(UnlistedLeaves(parameters, open=has_backward and is_alone))
 
     def check(self, executor: Executor, has_backward: bool) -> None:
         """Raise a UserError if an executor's precision does not go with these weights."""

@@ -251,15 +251,20 @@ class Beginning(NamedTuple):
 
 
 def run_segments(
-    segments: Sequence[Segment], run: Callable[[int, Segment, Beginning | None], End]
+    segments: Sequence[Segment],
+    run: Callable[[int, Segment, Beginning | None], End],
+    return_states: bool = True,
 ) -> dict[int, list[State]]:
     """Run all segments, each from the branched states of its parent.
 
     Args:
         run: computes a segment by its number. None stands for the beginning of a sequence.
+        return_states: false frees the states after a segment without branches at once: short documents have
+            as many as rows.
 
     Returns:
-        The states after each segment without branches, by the segment's number.
+        The states after each segment without branches, by the segment's number; none of them without
+        `return_states`.
     """
     ends: dict[int, End] = {}
     last_child = {segment.parent: number for number, segment in enumerate(segments)}
@@ -271,7 +276,10 @@ def run_segments(
             beginning = Beginning(branched, Prefix(ends[parent].slabs, rows))
             if last_child[parent] == number:
                 del ends[parent]
-        ends[number] = run(number, segment, beginning)
+        end = run(number, segment, beginning)
+        if return_states or number in last_child:
+            ends[number] = end
+        del end
     return {number: end.states for number, end in ends.items()}
 
 

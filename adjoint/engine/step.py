@@ -237,15 +237,12 @@ class ChunkedStep:
         connections = self.distribution.connections(grid)
         if self.prefix is not None:
             connections = dataclasses.replace(connections, exchange=BetweenTiles(self.prefix))
-        return Executor(
-            self.stages,
-            grid,
-            dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached),
-            self.spec,
-            self.width,
-            self.access.gradients(self.parameters, self.has_backward, self.distribution.is_alone),
-            connections,
-        )
+        gradients = self.access.gradients(self.parameters, self.has_backward, self.distribution.is_alone)
+        # without tapes the backwards of other steps come first: each would hold sums until then
+        if self.has_backward and self.spec.storage.tapes and not self.access.runs_backward_in_forward:
+            gradients.reserve(self.parameters)
+        batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
+        return Executor(self.stages, grid, batch, self.spec, self.width, gradients, connections)
 
     def _measure_first_chunk(self) -> budget.ChunkMemory:
         """Return the first chunk's memory, measured by running it alone, once per model and kind of batch.

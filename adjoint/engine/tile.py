@@ -47,16 +47,19 @@ class Gradients:
 
     Args:
         unlisted_leaves: tensors that tiles may reach without listing them, by default none.
-        parameters: those whose sums get their memory now. On a CPU what stays is allocated before what comes
-            and goes: sums between a chunk's tensors would leave holes in the heap.
     """
 
-    def __init__(
-        self, unlisted_leaves: UnlistedLeaves | None = None, parameters: Iterable[Tensor] = ()
-    ) -> None:
+    def __init__(self, unlisted_leaves: UnlistedLeaves | None = None) -> None:
         self.sums: dict[Tensor, Tensor] = {}
         self.arriving: collections.deque[tuple[Tensor, ArrivingGradient]] = collections.deque()
         self.unlisted_leaves = unlisted_leaves or UnlistedLeaves()
+        self.room: dict[Tensor, Tensor] = {}
+
+    def reserve(self, parameters: Iterable[Tensor]) -> None:
+        """Allocate the sums of parameters on a CPU now.
+
+        What stays is allocated before what comes and goes there: sums between a chunk's tensors would leave
+        holes in the heap."""
         self.room = {
             p: torch.empty_like(p, dtype=accumulate_dtype(p.dtype))
             for p in parameters

@@ -637,7 +637,7 @@ def _loss_by_segments(call: Call, verification: Verification, segments: Sequence
         losses.append(result.loss)
         return End(result.states, result.slabs)
 
-    run_segments(segments, run)
+    run_segments(segments, run, return_states=False)
     return LossOutput(loss=torch.stack(losses).sum())
 
 
@@ -709,7 +709,7 @@ def _hidden_by_segments(call: Call, verification: Verification, segments: Sequen
         pieces.append(hidden)
         return end
 
-    run_segments(segments, run)
+    run_segments(segments, run, return_states=False)
     return hidden_of_rows(call, segments, pieces)
 
 

@@ -229,7 +229,8 @@ def test_gradients_of_a_tile_do_not_pile_up(beforehand: bool) -> None:
     """A stage may be a whole model: once there is memory for sums, gradients are added as they come."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
     named, x = dict(model.named_parameters()), torch.randn(1, 4, 256)
-    gradients = Gradients(parameters=named.values() if beforehand else ())
+    gradients = Gradients()
+    gradients.reserve(named.values() if beforehand else ())
     room = dict(gradients.room)
 
     def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -13,6 +13,7 @@ from torch import Tensor
 import adjoint
 from adjoint import Exact, Truncated
 from adjoint.engine.short_documents import side_by_side
+from adjoint.engine.step import ChunkedStep
 from tests.hf.hf_models import VOCAB, assert_exact, make
 from tests.hf.test_shared_rows import NAMES
 from tests.hf.test_shared_rows import computed as computed  # a fixture
@@ -139,3 +140,24 @@ def test_each_document_stands_in_one_segment(chunk_tokens: int) -> None:
         assert segment.stop == max(2, longest)
         assert len(segment.rows) == 1 or len(segment.rows) * longest <= chunk_tokens
         assert all(4 * lengths[row] >= 3 * longest for row in segment.rows)
+
+
+def test_documents_leave_nothing_but_their_ids_until_the_backward() -> None:
+    """Neither states of their rows nor sums of gradients, which would be as many as there are calls."""
+    model = adjoint.wrap(make("MambaForCausalLM"), Exact(chunk_size=16))
+    inputs, labels = packed(1)
+    model(**inputs, labels=labels)
+    steps, loss_of = list[ChunkedStep](), ChunkedStep.loss
+
+    def noting(self: ChunkedStep, *args: Any, **options: Any) -> Any:
+        steps.append(self)
+        return loss_of(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkedStep, "loss", noting)
+        loss = model(**inputs, labels=labels).loss
+    assert len(steps) > 3 and loss.requires_grad
+    for step in steps:
+        assert not step.executor.final, "states after the documents"
+        assert all(state.untyped_storage().nbytes() == state.element_size() for state in step.initial)
+    assert all(not step.executor.gradients.room for step in steps[:-1])
