@@ -31,6 +31,7 @@ from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
 from adjoint.hf.embedding_noise import EmbeddingNoise
 from adjoint.hf.head import LogitTerms, logit_scale, logprobs, summed_loss
+from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
 from adjoint.hf.language_inputs import (
     EMBEDS,
@@ -223,8 +224,10 @@ class Backbone(Stage):
             for layer in layers
         }
         replaced = replaced_forwards(recomputed) if recomputed else contextlib.nullcontext()
-        noise = self.embedding_noise
-        with replaced, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
+        noise, masks, limit = self.embedding_noise, contextlib.nullcontext(), replacements.MASKED_PAIRS
+        if x.shape[1] * (past_length + x.shape[1]) > limit:
+            masks = check.LargeMasks(self.model, limit).refused()
+        with replaced, masks, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
             output = self.call_backbone(x, cache, chunk)
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph

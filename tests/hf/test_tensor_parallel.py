@@ -377,6 +377,10 @@ def with_split_tokens(folder: str) -> None:
         with pytest.raises(ValueError, match=f"{name}: it splits tokens over ranks") as raised:
             adjoint.wrap(model, METHOD)(**batch(32))
         assert "\n" not in str(raised.value)
+    plan = {"model.norm": "sequence_parallel"}
+    model = load(folder, DistributedConfig(tp_size=2, tp_plan=plan))
+    with pytest.raises(ValueError, match=r"model\.norm: it splits tokens over ranks"):
+        adjoint.wrap(model, METHOD)(**batch(32))
 
 
 @pytest.mark.slow
