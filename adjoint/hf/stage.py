@@ -437,10 +437,8 @@ def make_step(
             check.refuse(model, f"sequence_group: {why}")
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
-    step = ChunkedStep(stages, batch, spec, width, sums, distribution_of(group), access)
-    if stages[0].carried is not None:
-        step.prefix = stages[0].carried.prefix
-    return step
+    prefix = None if stages[0].carried is None else stages[0].carried.prefix
+    return ChunkedStep(stages, batch, spec, width, sums, distribution_of(group, prefix), access)
 
 
 @torch.no_grad()
