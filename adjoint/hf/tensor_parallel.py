@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from adjoint.errors import UserError
 from adjoint.hf.model_parts import MODEL_ERRORS, Forward
 from adjoint.hf.transformers_api import tensor_parallel_style
 from adjoint.kernels.collectives import copy_to_ranks
@@ -33,33 +34,40 @@ def sum_partial_gradients(model: nn.Module) -> None:
 
     transformers sums a parameter's `.grad` over ranks once a backward has added to it. That would sum the
     gradient of an earlier batch again, and it finds the parameter by its identity, but chunks read leaves in
-    its place."""
-    for module in model.modules():
-        if _remove_style(module):
-            # all heads are split alike: over the ranks of the first split weights, which come before experts
-            _install(module, tensor_parallel_groups(model)[0])
+    its place.
 
-
-def _remove_style(module: nn.Module) -> bool:
-    """Undo transformers' style on a module; return whether it was of this style."""
-    if _is_of_style(vars(module).get("forward")):  # registers a hook of the parameter when it is called
-        del module.__dict__["forward"]
+    Raises:
+        UserError: no DTensor says which ranks these are.
+    """
+    modules = [module for module in model.modules() if _has_style(module)]
+    if modules and not (groups := tensor_parallel_groups(model)):
+        raise UserError(
+            f"{type(model).__name__} under tensor parallelism: its weights are no DTensors: install "
+            "transformers 5.21 or later"
+        )
+    for module in modules:
+        if _is_of_style(vars(module).get("forward")):  # it registers hooks of parameters when it is called
+            del module.__dict__["forward"]
         for parameter in module.parameters(recurse=False):
             _remove_hooks(parameter._post_accumulate_grad_hooks)
-        return True
-    return _remove_hooks(module._backward_hooks)  # before transformers 5.22
+        _remove_hooks(module._backward_hooks)  # before transformers 5.22
+        # all heads are split over the ranks of the first split weights, which come before experts
+        _install(module, groups[0])
+
+
+def _has_style(module: nn.Module) -> bool:
+    """Whether transformers has given a module its style for weights that see this rank's heads alone."""
+    return any(map(_is_of_style, (vars(module).get("forward"), *module._backward_hooks.values())))
 
 
 def _is_of_style(function: object) -> bool:
     return getattr(function, "__qualname__", "").startswith(_PARTIAL_GRADIENTS)
 
 
-def _remove_hooks(hooks: MutableMapping[int, T] | None) -> bool:
-    """Remove the hooks of transformers' style; return whether there was one."""
-    keys = [key for key, hook in (hooks or {}).items() if _is_of_style(hook)]
-    for key in keys:
+def _remove_hooks(hooks: MutableMapping[int, T] | None) -> None:
+    """Remove the hooks of transformers' style."""
+    for key in [key for key, hook in (hooks or {}).items() if _is_of_style(hook)]:
         del (hooks or {})[key]
-    return bool(keys)
 
 
 def _install(module: nn.Module, group: dist.ProcessGroup) -> None:

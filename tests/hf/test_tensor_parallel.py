@@ -153,6 +153,21 @@ def test_gradients_of_norms_on_each_ranks_heads(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, every_call, str(tmp_path / "model"))
 
 
+def test_weights_that_are_no_dtensors_are_refused() -> None:
+    """Before 5.16 transformers split weights into plain tensors, which say nothing of ranks."""
+    model = make("Qwen3ForCausalLM")
+
+    def hook(*_: object) -> None:
+        """Stand for transformers' own."""
+
+    hook.__qualname__ = "ReplicatedWithGradAllReduce.prepare_module_tp.<locals>._backward_hook"
+    model.model.layers[0].self_attn.q_norm.register_full_backward_hook(hook)
+    with pytest.raises(
+        adjoint.errors.UserError, match=r"its weights are no DTensors: install transformers 5\.21"
+    ):
+        adjoint.wrap(model, METHOD)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
