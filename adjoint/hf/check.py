@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,6 @@ SPLITS_TOKENS = (
 )
 ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # settings that add a loss
 LOGIT_PENALTY = "use_l2warp"  # fla's setting
-SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask")  # of PyTorch's attention
 ONE_PROCESS = "train it in one process: --cluster.shards 0"  # for models that cannot be cut into layers
 
 
@@ -161,18 +160,30 @@ class LargeMasks(TorchFunctionMode):
         self,
         func: Callable[..., T],
         types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> T:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            query, key, _, mask, *_ = (*args, *map(kwargs.get, SDPA_ARGUMENTS[len(args) :]))
-            if mask is not None and (pairs := query.shape[-2] * key.shape[-2]) > self.limit:
-                mask_size = f"a mask of {pairs:,} pairs of a query and a key"
-                why = "gives to a kernel of PyTorch that is silently wrong on CUDA beyond 2**32"
-                name = self.names[self.running[-1]]
-                refuse(self.model, f"{name} has {mask_size}, which its own code {why}: shorten chunk_size")
+            check: Callable[..., None] = self._check_mask
+            check(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _check_mask(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *_: object,
+        **__: object,
+    ) -> None:
+        pairs = query.shape[-2] * key.shape[-2]
+        if attn_mask is not None and pairs > self.limit:
+            mask_size = f"a mask of {pairs:,} pairs of a query and a key"
+            why = "gives to a kernel of PyTorch that is silently wrong on CUDA beyond 2**32"
+            name = self.names[self.running[-1]]
+            refuse(self.model, f"{name} has {mask_size}, which its own code {why}: shorten chunk_size")
 
 
 def refuse_windows_in_padding(model: PreTrainedModel, mask: Tensor) -> None:

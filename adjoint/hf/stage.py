@@ -224,7 +224,8 @@ class Backbone(Stage):
             for layer in layers
         }
         replaced = replaced_forwards(recomputed) if recomputed else contextlib.nullcontext()
-        noise, masks, limit = self.embedding_noise, contextlib.nullcontext(), replacements.MASKED_PAIRS
+        noise, limit = self.embedding_noise, replacements.MASKED_PAIRS
+        masks: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if x.shape[1] * (past_length + x.shape[1]) > limit:
             masks = check.LargeMasks(self.model, limit).refused()
         with replaced, masks, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
