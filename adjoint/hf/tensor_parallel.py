@@ -178,9 +178,9 @@ def use_copies(model: nn.Module, memo: Mapping[int, object]) -> None:
     """
     for module in model.modules():
         forward, copied = vars(module).get("forward"), memo.get(id(module))
-        if not isinstance(forward, types.FunctionType) or not isinstance(copied, nn.Module):
+        if forward is None or not isinstance(copied, nn.Module):
             continue
-        if vars(copied).get("forward") is forward:
+        if isinstance(forward, types.FunctionType) and vars(copied).get("forward") is forward:
             copied.__dict__["forward"] = _forward_as(copied, module, forward)
 
 

@@ -208,8 +208,9 @@ def after_a_plain_call(folder: str, sizes: dict[str, Any]) -> None:
     with float64_throughout():
         plain, model, inputs = load(folder), load(folder, DistributedConfig(**sizes)), batch(19)
         expected = loss_and_gradients(plain, inputs)
-        for each in (model, adjoint.wrap(model, METHOD), model):
-            assert_same(loss_and_gradients(each, inputs), expected, 1e-10)
+        for prepare in (lambda m: m, lambda m: adjoint.wrap(m, METHOD), lambda m: m, adjoint.unwrap):
+            prepared: Any = prepare(model)
+            assert_same(loss_and_gradients(prepared, inputs), expected, 1e-10)
 
 
 @pytest.mark.slow
