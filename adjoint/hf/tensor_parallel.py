@@ -178,10 +178,10 @@ def use_copies(model: nn.Module, memo: Mapping[int, object]) -> None:
     """
     for module in model.modules():
         forward, copied = vars(module).get("forward"), memo.get(id(module))
-        if forward is None or not isinstance(copied, nn.Module):
-            continue
-        if isinstance(forward, types.FunctionType) and vars(copied).get("forward") is forward:
-            copied.__dict__["forward"] = _forward_as(copied, module, forward)
+        if isinstance(forward, types.FunctionType) and isinstance(copied, nn.Module):
+            is_shared = vars(copied).get("forward") is forward  # not where a copy leaves the module out
+            if is_shared:
+                copied.__dict__["forward"] = _forward_as(copied, module, forward)
 
 
 def _forward_as(copied: nn.Module, module: nn.Module, original_forward: Forward) -> Forward:
