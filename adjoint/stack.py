@@ -556,7 +556,7 @@ class Stack(nn.Module):
             batch: ids and documents.
             returns_states: whether keys and values are among the final states.
             keeps_tapes: false if the backwards of other sequences come first.
-            prefix: as in `ChunkedStep`.
+            prefix: as in `distribution_of`.
         """
         batch = dataclasses.replace(batch, states=self.stage_states(states), is_shifted=False)
         default = self.default_chunk_size(batch.ids, method)
@@ -564,8 +564,8 @@ class Stack(nn.Module):
         spec = spec if keeps_tapes else spec.without_tapes()
         stages = [*self.stages(spec.storage.recompute, reads_windows(spec))[:-1], collect]
         access = access_of(self, None, ModuleTensors(self).restored)
-        step = ChunkedStep(stages, batch, spec, self.config.d_model, access=access)
-        step.prefix = prefix
+        distribution = distribution_of(None, prefix)
+        step = ChunkedStep(stages, batch, spec, self.config.d_model, distribution=distribution, access=access)
         access.verify(step)
         hidden, final = hidden_by_chunks(step, collect, returns_states)
         return hidden, End(grouped(batch.states, final)[1:-1], step.slabs)
@@ -649,17 +649,17 @@ class Stack(nn.Module):
         Args:
             batch: a batch whose states are the result of `stage_states`.
             group: the process group whose ranks share the batch.
-            prefix: as in `ChunkedStep`.
+            prefix: as in `distribution_of`.
         """
         stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
         check_windows(self.config, spec)
         group = None if group is None or ranks_of(group) == 1 else group
-        access, distribution = access_of(self, None, ModuleTensors(self).restored), distribution_of(group)
+        access = access_of(self, None, ModuleTensors(self).restored)
+        distribution = distribution_of(group, prefix)
         if group is not None and (why := access.why_not_shared(group)):
             raise UserError(f"sequence_group: {why}")
         access.rest()
         step = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
-        step.prefix = prefix
         access.verify(step)
         return step
 

@@ -351,6 +351,19 @@ def test_one_file_imports_inner_modules_of_transformers() -> None:
     assert not others, "\n".join(others)
 
 
+def test_insides_of_functions_are_read_in_two_places() -> None:
+    """Bytecode, closures, source text and frames of other code change without notice. Ranks compare users'
+    hooks by their code (`agreement`), and only a frame tells that the Trainer evaluates (`call`)."""
+    insides = r"\b(__code__|__closure__|co_\w+|cell_contents|f_locals|f_back|_getframe|currentframe)\b"
+    insides += r"|\b(getsource|getclosurevars|get_referrers)\b"
+    readers = {
+        path.relative_to(ROOT / "adjoint").as_posix()
+        for path in python_files("adjoint")
+        if re.search(insides, path.read_text())
+    }
+    assert readers == {"hf/call.py", "parallel/agreement.py"}
+
+
 def test_wheel_holds_all_sources_and_configurations_and_no_short_names(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"

@@ -385,10 +385,10 @@ class _SequenceCall:
 
         step.initial = [*step.initial, *self.inputs]
         outputs += final
+        moved = list[Tensor]()
         if on_host is not None and stores_on_host(spec, self.device):
-            step.copied_inputs = stage.move_inputs(on_host, chunk_size)
-        moved = bool(step.copied_inputs)
-        results = step.differentiable(outputs, backward)  # which empties the list: the graph keeps no y
+            moved = stage.move_inputs(on_host, chunk_size)
+        results = step.differentiable(outputs, backward, moved)  # empties `outputs`: the graph keeps no y
         if moved:
             step.initial = [torch.empty_like(t, device="meta") for t in step.initial]  # sizes alone are read
         after = [_decoded(s, like) for s, like in zip(results[count:], self.state, strict=True)]

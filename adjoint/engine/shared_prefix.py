@@ -29,6 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX
+from adjoint.engine.distribution import Distribution
+from adjoint.engine.exchange import BetweenTiles
+from adjoint.engine.executor import Connections
+from adjoint.engine.grid import Grid
 from adjoint.engine.storage import Prefix, Slab, take_rows
 from adjoint.errors import LOGGER, is_heard
 from adjoint.layers import State
@@ -248,6 +252,20 @@ class Beginning(NamedTuple):
 
     states: list[State]
     prefix: Prefix
+
+
+class AfterPrefix(Distribution):
+    """A single process whose sequences go on from tokens that an earlier step has stored.
+
+    Args:
+        prefix: these tokens, which are not in the states with which the batch begins.
+    """
+
+    def __init__(self, prefix: Prefix) -> None:
+        self.prefix = prefix
+
+    def connections(self, grid: Grid) -> Connections:
+        return Connections(exchange=BetweenTiles(self.prefix))
 
 
 def run_segments(

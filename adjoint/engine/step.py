@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +15,6 @@ from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.continuation import STEP, frees_graph
 from adjoint.engine.distribution import Distribution
-from adjoint.engine.exchange import BetweenTiles
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
 from adjoint.engine.module_tensors import UntrainedTensors
@@ -23,7 +22,7 @@ from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.schedule import Action, Schedule, cut_before_backward, keys_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
-from adjoint.engine.storage import Prefix, Slab
+from adjoint.engine.storage import Slab
 from adjoint.engine.tile import Gradients, Tape
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
@@ -70,15 +69,20 @@ class _Chunked(torch.autograd.Function):
     """The autograd node between the results of a `ChunkedStep`, computed before, and its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, steps: ChunkedStep, back: Backward, results: list[Tensor], *inputs: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        steps: ChunkedStep,
+        back: Backward,
+        results: list[Tensor],
+        copied: Set[int],
+        *inputs: Tensor,
+    ) -> Any:
         ctx.back, ctx.grad_inputs = back, steps.grad_inputs
         ctx.executor = getattr(steps, "executor", None)  # None if the backward is done already
         setattr(ctx, STEP, steps)
         # saved so that autograd refuses a backward after a change in place, which does not reach a copy
-        copied = {id(t) for t in steps.copied_inputs}
         kept_inputs = [t for t in inputs if id(t) not in copied] if copied else inputs
         ctx.save_for_backward(*kept_inputs, *steps.batch.tensors)
-        steps.copied_inputs = []
         ctx.set_materialize_grads(False)
         outputs = tuple(results)
         results.clear()  # a function that held its own results would hold itself
@@ -96,7 +100,7 @@ class _Chunked(torch.autograd.Function):
         if frees_graph():  # with the step: of many that hang together, each is freed as its backward ends
             ctx.back = ctx.executor = ctx.grad_inputs = None
             setattr(ctx, STEP, None)
-        return None, None, None, *input_gradients(grad_inputs, gradients), *d_initial
+        return None, None, None, None, *input_gradients(grad_inputs, gradients), *d_initial
 
 
 def input_gradients(inputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
@@ -139,16 +143,12 @@ class ChunkedStep:
         access: how stages get their weights; by default they are plain tensors.
 
     Attributes:
-        copied_inputs: tensors of `initial` whose values the backward reads from copies; set it, empty
-            otherwise, before `differentiable`.
         parameters: the parameters of this process's stages, each once.
         grad_inputs: the tensors whose gradients a backward returns: `parameters` and, after the forward, the
             unlisted ones that its last chunk has reached (`leaves.UnlistedLeaves`).
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
         has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
         windows: each layer's window, once they are picked.
-        prefix: the tokens before the batch's rows where an earlier step has stored them, to be set before the
-            forward; None if they are in the batch's states.
         executor, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's
             grid as far as it is known; set by `_begin`.
         backward_actions: the backward's part of the program; set by the forward.
@@ -159,7 +159,6 @@ class ChunkedStep:
     grid: Grid
     tapes: int
     backward_actions: Collection[Action] = ()
-    prefix: Prefix | None = None
 
     def __init__(
         self,
@@ -178,7 +177,6 @@ class ChunkedStep:
         self.spec, self.width, self.sums = spec, width, sums
         self.local_stages = [stage for stage in self.stages if stage is not None]
         self.parameters = list(dict.fromkeys(p for stage in self.local_stages for p in stage.parameters()))
-        self.copied_inputs: Sequence[Tensor] = []
         self.initial = [s for state in batch.states for s in state]
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
         self.grad_inputs, self.has_backward = self.parameters, torch.is_grad_enabled()
@@ -234,14 +232,12 @@ class ChunkedStep:
             else ()
             for stage, state in zip(self.stages, self.batch.states, strict=True)
         ]
-        connections = self.distribution.connections(grid)
-        if self.prefix is not None:
-            connections = dataclasses.replace(connections, exchange=BetweenTiles(self.prefix))
         gradients = self.access.gradients(self.parameters, self.has_backward, self.distribution.is_alone)
         # without tapes the backwards of other steps come first: each would hold sums until then
         if self.has_backward and self.spec.storage.tapes and not self.access.runs_backward_in_forward:
             gradients.reserve(self.parameters)
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
+        connections = self.distribution.connections(grid)
         return Executor(self.stages, grid, batch, self.spec, self.width, gradients, connections)
 
     def _measure_first_chunk(self) -> budget.ChunkMemory:
@@ -291,9 +287,16 @@ class ChunkedStep:
         executor = getattr(self, "executor", None)
         return {} if executor is None else executor.slabs
 
-    def differentiable(self, results: list[Tensor], back: Backward) -> tuple[Tensor, ...]:
-        """Return the results of `forward`, differentiable by `back`; empty the list."""
-        return _Chunked.apply(self, back, results, *self.grad_inputs, *self.initial)
+    def differentiable(
+        self, results: list[Tensor], back: Backward, copied_inputs: Iterable[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
+        """Return the results of `forward`, differentiable by `back`; empty the list.
+
+        Args:
+            copied_inputs: tensors of `initial` whose values the backward reads from copies.
+        """
+        copied = {id(t) for t in copied_inputs}
+        return _Chunked.apply(self, back, results, copied, *self.grad_inputs, *self.initial)
 
     def drop_tapes(self) -> None:
         """Free the tapes that the forward has kept; the backward recomputes them."""

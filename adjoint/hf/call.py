@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import sys
 from typing import Any, NamedTuple
 
@@ -336,7 +335,7 @@ class Call:
         They are asked for by `logits_to_keep` or, for its compute_metrics, by the Trainer; never with
         gradients. The Trainer says so in none of a call's arguments and in no attribute of the model, and
         reads all fields of the output even if it then drops the logits: that `prediction_step` is the
-        caller is the only sign."""
+        caller is the only sign, and a frame of its own the only place where it shows."""
         if torch.is_grad_enabled() or not self.has_labels:
             return None
         logits_to_keep = self.arguments.get("logits_to_keep")
@@ -464,13 +463,6 @@ class Call:
             # The first of four components counts a document's tokens; three say nothing of documents.
             arguments = {**arguments, POSITIONS: positions[0] if len(positions) == 4 else None}
         return document_starts(arguments, self.ids, self.mask)
-
-    @functools.cached_property
-    def longest_document(self) -> int:
-        """Number of tokens of the longest document."""
-        seqlen = self.ids.shape[1]
-        lengths = [end - start for row in self.starts for start, end in itertools.pairwise((*row, seqlen))]
-        return max(lengths) + self.past_tokens
 
     @functools.cached_property  # asked several times per call, and on a GPU each answer waits for it
     def is_padded_right(self) -> bool:

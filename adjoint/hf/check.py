@@ -5,20 +5,23 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from adjoint.engine import verification
 from adjoint.hf.cache import why_no_recurrence
 from adjoint.hf.kernels import fla
 from adjoint.hf.model_parts import original_class, root_of
-from adjoint.hf.tensor_parallel import splits_tokens
+from adjoint.hf.tensor_parallel import modules_that_split_tokens
 from adjoint.parallel.access import REPLICA, is_replica, why_not
 
+T = TypeVar("T")
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
 STATE = "the cache that it is given"  # what a chunk continues from
 # PEFT's hooks for calls that pick an adapter for each row or token of the batch.
@@ -26,6 +29,10 @@ POSITIONAL_HOOKS = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forwa
 DRAWS_RANDOM_NUMBERS = (
     "sequence_group: it draws random numbers (dropout, NEFTune), of which each rank would have its own: "
     "set dropout to 0 and neftune_noise_alpha to None"
+)
+SPLITS_TOKENS = (
+    "it splits tokens over ranks (SequenceParallel, Shard(1)), and not all chunks can be; leave that style "
+    "out"
 )
 ROUTER_LOGITS, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # settings that add a loss
 LOGIT_PENALTY = "use_l2warp"  # fla's setting
@@ -111,30 +118,72 @@ def refuse_unreadable_weights(model: PreTrainedModel) -> None:
             )
 
 
-def refuse_large_masks(model: PreTrainedModel, pairs: int, limit: int) -> None:
-    """Refuse chunks so long that attention in the model's own code has a mask that PyTorch's kernel misreads.
+class LargeMasks(TorchFunctionMode):
+    """Context in which a model's own code is refused a mask that PyTorch's attention misreads on CUDA.
+
+    Our attention in transformers' registry cuts queries so that masks are small. Models whose code calls
+    PyTorch's kernel itself do not use it, and their calls of the kernel are watched.
 
     Args:
-        pairs: of a query of a chunk and a key.
-        limit: the most pairs.
-
-    Raises:
-        Refused: there are more, and a module calls the kernel itself, so that its queries cannot be cut.
+        limit: the most pairs of a query and a key that a mask may have.
     """
-    if pairs <= limit:
-        return
-    for name, module in model.named_modules():
-        forward = inspect.unwrap(type(module).forward)
-        names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
-        takes_mask = "attention_mask" in inspect.signature(forward).parameters
-        if takes_mask and "scaled_dot_product_attention" in names:
-            reason = (
-                "which its own code gives to a kernel of PyTorch that is silently wrong on CUDA beyond 2**32"
-            )
-            refuse(
-                model,
-                f"{name} has a mask of {pairs:,} pairs of a query and a key, {reason}: shorten chunk_size",
-            )
+
+    def __init__(self, model: PreTrainedModel, limit: int) -> None:
+        super().__init__()
+        self.model, self.limit = model, limit
+        self.names = {module: name for name, module in model.named_modules()}
+        self.running: list[nn.Module] = []  # modules of the model, from the outermost to the innermost
+
+    @contextlib.contextmanager
+    def refused(self) -> Iterator[None]:
+        """Enter the context, and note which module runs."""
+        handles = (
+            nn.modules.module.register_module_forward_pre_hook(self._begin),
+            nn.modules.module.register_module_forward_hook(self._end, always_call=True),
+        )
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, module: nn.Module, _: object) -> None:
+        if module in self.names:
+            self.running.append(module)
+
+    def _end(self, module: nn.Module, *_: object) -> None:
+        if module in self.names:
+            self.running.pop()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., T],
+        types: Iterable[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> T:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            check: Callable[..., None] = self._check_mask
+            check(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _check_mask(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *_: object,
+        **__: object,
+    ) -> None:
+        pairs = query.shape[-2] * key.shape[-2]
+        if attn_mask is not None and pairs > self.limit:
+            mask_size = f"a mask of {pairs:,} pairs of a query and a key"
+            why = "gives to a kernel of PyTorch that is silently wrong on CUDA beyond 2**32"
+            name = self.names[self.running[-1]]
+            refuse(self.model, f"{name} has {mask_size}, which its own code {why}: shorten chunk_size")
 
 
 def refuse_windows_in_padding(model: PreTrainedModel, mask: Tensor) -> None:
@@ -189,8 +238,9 @@ def refuse_unsupported_modules(model: PreTrainedModel) -> None:
     Raises:
         Refused: there is one.
     """
+    splitting = modules_that_split_tokens(model)
     for name, module in model.named_modules():
-        if reason := _reason_against(module):
+        if reason := SPLITS_TOKENS if module in splitting else _reason_against(module):
             refuse(model, f"{name}: {reason}")
 
 
@@ -198,11 +248,6 @@ def _reason_against(module: nn.Module) -> str | None:
     """Return the reason why a module is known not to work by chunks, or None."""
     if fla.is_of_fla(module) and (reason := fla.why_not(module)):
         return reason
-    if splits_tokens(module):
-        return (
-            "it splits tokens over ranks (SequenceParallel, Shard(1)), and not all chunks can be; leave that "
-            "style out"
-        )
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
         return "BatchNorm in training takes statistics over the whole sequence; use its eval mode"
     if isinstance(module, nn.Embedding):

@@ -31,6 +31,7 @@ from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
 from adjoint.hf.embedding_noise import EmbeddingNoise
 from adjoint.hf.head import LogitTerms, logit_scale, logprobs, summed_loss
+from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
 from adjoint.hf.language_inputs import (
     EMBEDS,
@@ -223,8 +224,11 @@ class Backbone(Stage):
             for layer in layers
         }
         replaced = replaced_forwards(recomputed) if recomputed else contextlib.nullcontext()
-        noise = self.embedding_noise
-        with replaced, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
+        noise, limit = self.embedding_noise, replacements.MASKED_PAIRS
+        masks: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if x.shape[1] * (past_length + x.shape[1]) > limit:
+            masks = check.LargeMasks(self.model, limit).refused()
+        with replaced, masks, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
             output = self.call_backbone(x, cache, chunk)
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
@@ -434,10 +438,8 @@ def make_step(
             check.refuse(model, f"sequence_group: {why}")
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
-    step = ChunkedStep(stages, batch, spec, width, sums, distribution_of(group), access)
-    if stages[0].carried is not None:
-        step.prefix = stages[0].carried.prefix
-    return step
+    prefix = None if stages[0].carried is None else stages[0].carried.prefix
+    return ChunkedStep(stages, batch, spec, width, sums, distribution_of(group, prefix), access)
 
 
 @torch.no_grad()

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
+import itertools
+import re
 import types
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
 
-from adjoint.hf.transformers_api import TENSOR_PARALLEL_STYLES
+from adjoint.errors import UserError
+from adjoint.hf.model_parts import MODEL_ERRORS, Forward
+from adjoint.hf.transformers_api import tensor_parallel_style
 from adjoint.kernels.collectives import copy_to_ranks
+from adjoint.parallel.access import tensor_parallel_groups
+from adjoint.parallel.split_tensors import dtensors
 
 T = TypeVar("T")
 # transformers' style of norms that see this rank's heads alone, such as Qwen3's q_norm
 _PARTIAL_GRADIENTS = "ReplicatedWithGradAllReduce."
+_MAX_TENSORS = 8  # that a hook of a style is tried with
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
@@ -26,34 +34,40 @@ def sum_partial_gradients(model: nn.Module) -> None:
 
     transformers sums a parameter's `.grad` over ranks once a backward has added to it. That would sum the
     gradient of an earlier batch again, and it finds the parameter by its identity, but chunks read leaves in
-    its place."""
-    for module in model.modules():
-        if (group := _remove_hooks(module)) is not None:
-            _install(module, group)
+    its place.
+
+    Raises:
+        UserError: no DTensor says which ranks these are.
+    """
+    modules = [module for module in model.modules() if _has_style(module)]
+    if modules and not (groups := tensor_parallel_groups(model)):
+        raise UserError(
+            f"{type(model).__name__} under tensor parallelism: its weights are no DTensors: install "
+            "transformers 5.21 or later"
+        )
+    for module in modules:
+        if _is_of_style(vars(module).get("forward")):  # it registers hooks of parameters when it is called
+            del module.__dict__["forward"]
+        for parameter in module.parameters(recurse=False):
+            _remove_hooks(parameter._post_accumulate_grad_hooks)
+        _remove_hooks(module._backward_hooks)  # before transformers 5.22
+        # all heads are split over the ranks of the first split weights, which come before experts
+        _install(module, groups[0])
 
 
-def _remove_hooks(module: nn.Module) -> dist.ProcessGroup | None:
-    """Undo transformers' style on a module; return the ranks to sum over, None if it is not of this style."""
-    forward = vars(module).get("forward")
-    if forward is not None and _is_of_style(forward):  # its first call registers a hook of the parameter
-        variables = inspect.getclosurevars(forward).nonlocals
-        module.__dict__["forward"] = variables["original_forward"]
-        # FSDP's gathered parameters are not the module's, but the dictionary has them
-        for parameter in (*module.parameters(recurse=False), *variables["is_already_hooked"].values()):
-            _take_hooks(parameter._post_accumulate_grad_hooks or {})
-        hooks = [variables["_all_reduce_grad"]]
-    else:
-        hooks = _take_hooks(module._backward_hooks)  # before transformers 5.22
-    return inspect.getclosurevars(hooks[0]).nonlocals["mesh"].get_group() if hooks else None
+def _has_style(module: nn.Module) -> bool:
+    """Whether transformers has given a module its style for weights that see this rank's heads alone."""
+    return any(map(_is_of_style, (vars(module).get("forward"), *module._backward_hooks.values())))
 
 
 def _is_of_style(function: object) -> bool:
     return getattr(function, "__qualname__", "").startswith(_PARTIAL_GRADIENTS)
 
 
-def _take_hooks(hooks: MutableMapping[int, T]) -> list[T]:
-    """Remove the hooks of transformers' style, and return them."""
-    return [hooks.pop(key) for key in [key for key, hook in hooks.items() if _is_of_style(hook)]]
+def _remove_hooks(hooks: MutableMapping[int, T] | None) -> None:
+    """Remove the hooks of transformers' style."""
+    for key in [key for key, hook in (hooks or {}).items() if _is_of_style(hook)]:
+        del (hooks or {})[key]
 
 
 def _install(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -64,6 +78,8 @@ def _install(module: nn.Module, group: dist.ProcessGroup) -> None:
         if torch.is_grad_enabled():
             for name, parameter in parameters.items():
                 if parameter is not None:
+                    # FSDP's gathered parameter, of which a call before `wrap` has registered the hook
+                    _remove_hooks(parameter._post_accumulate_grad_hooks)
                     module._parameters[name] = copy_to_ranks(parameter, group)  # type: ignore[assignment]
         try:
             return original_forward(*args, **kwargs)
@@ -73,83 +89,112 @@ def _install(module: nn.Module, group: dist.ProcessGroup) -> None:
     module.__dict__["forward"] = forward
 
 
-def splits_tokens(module: nn.Module) -> bool:
-    """Whether a parallel style of torch or transformers splits a module's input or output by tokens.
-
-    A style is in the closure of a hook or of the module's own forward."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    values: list[object] = [*hooks, vars(module).get("forward")]
-    visited = {id(value) for value in values}
-    for value in values:  # breadth first: the list grows while the loop runs
-        if _shards_tokens(value):
-            return True
-        for inner in _contents(value):
-            if id(inner) not in visited:
-                visited.add(id(inner))
-                values.append(inner)
-    return False
+# ------------------------------------------------------------------------------------------- split by tokens
 
 
-def _shards_tokens(value: object) -> bool:
-    """Whether a value is a placement, or a style, that splits tensors (batch, tokens, channels) by tokens."""
-    if type(value).__name__ == "Shard":
-        return getattr(value, "dim", None) == 1
-    return type(value).__module__ in TENSOR_PARALLEL_STYLES and getattr(value, "sequence_dim", None) == 1
+def modules_that_split_tokens(model: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules whose input or output a parallel style of torch or transformers splits by tokens."""
+    if not dist.is_available() or not dist.is_initialized():
+        return set()
+    styles = {
+        module: tensor_parallel_style(style_name)
+        for name, module in model.named_modules()
+        if "forward" in vars(module)  # which a style replaces
+        and (style_name := (model.tp_plan or {}).get(re.sub(r"\d+", "*", name))) is not None
+    }
+    return {m for m in model.modules() if _splits_tokens(styles.get(m)) or _hooks_split_tokens(m)}
 
 
-def _contents(value: object) -> Iterable[object]:
-    """Return what a function closes over, what a style holds, and the items of collections of these."""
-    if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, types.MethodType):
-        return value.__self__, value.__func__
-    if isinstance(value, types.FunctionType):
-        return _closed_over(value).values()
-    if isinstance(value, list | tuple):
-        return value
-    if isinstance(value, dict):
-        return value.values()
-    return vars(value).values() if type(value).__module__ in TENSOR_PARALLEL_STYLES else ()
+def _splits_tokens(style: object) -> bool:
+    """Whether a style of transformers splits tensors (batch, tokens, channels) by tokens."""
+    layouts = pytree.tree_leaves([getattr(style, name, ()) for name in ("input_layouts", "output_layouts")])
+    return getattr(style, "sequence_dim", None) == 1 or any(map(_is_by_tokens, layouts))
 
 
-def _closed_over(function: types.FunctionType) -> dict[int, object]:
-    """Return the contents of a function's cells by their position; a cell may be empty."""
-    contents = {}
-    for i, cell in enumerate(function.__closure__ or ()):
-        with contextlib.suppress(ValueError):
-            contents[i] = cell.cell_contents
-    return contents
+def _is_by_tokens(placement: object) -> bool:
+    return type(placement).__name__ == "Shard" and getattr(placement, "dim", None) == 1
 
 
-def use_copies(copied: nn.Module, memo: dict[int, object]) -> None:
-    """Let the forwards that modules of a copy hold themselves call the copy's modules.
+@torch.no_grad()
+def _hooks_split_tokens(module: nn.Module) -> bool:
+    """Whether hooks that torch's styles register change the number of tokens, or place them on ranks.
+
+    The styles are known to nobody but these hooks, so each is called as the module's call would: with
+    tensors without values, of which nothing is sent to other ranks."""
+    pre_hooks = {key: hook for key, hook in module._forward_pre_hooks.items() if _is_of_torch(hook)}
+    hooks = [hook for hook in module._forward_hooks.values() if _is_of_torch(hook)]
+    if not pre_hooks and not hooks:
+        return False
+    tokens = 2 * dist.get_world_size()
+    x = torch.empty(1, tokens, tokens, device="meta")
+    names = inspect.signature(module.forward).parameters
+    results = []
+    for key, pre_hook in pre_hooks.items():
+        keywords = [dict.fromkeys(names, x)] if key in module._forward_pre_hooks_with_kwargs else []
+        results.append(_first_result(pre_hook, [(module, args, *keywords) for args in _tuples(x)]))
+    for hook, output in itertools.product(hooks, [x, *_partial_sums(module, x)]):
+        outputs = [output, *_tuples(output)]
+        results.append(_first_result(hook, [(module, (x,), candidate) for candidate in outputs]))
+    tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
+    placements = pytree.tree_leaves([getattr(t, "placements", ()) for t in tensors])
+    return any(t.shape[1] != tokens for t in tensors) or any(map(_is_by_tokens, placements))
+
+
+def _is_of_torch(hook: object) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch.distributed.tensor.")
+
+
+def _tuples(x: Tensor) -> list[tuple[Tensor, ...]]:
+    return [(x,) * n for n in range(1, _MAX_TENSORS + 1)]
+
+
+def _partial_sums(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+    """Yield a module's output before its hook, if the module computes a term of it: one for each mesh."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    for mesh in dict.fromkeys(p.device_mesh for p in dtensors(module)):
+        for submesh in [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names or ()]:
+            yield DTensor.from_local(x, submesh, [Partial()], run_check=False)
+
+
+def _first_result(hook: Callable[..., object], calls: Iterable[tuple[object, ...]]) -> object:
+    """Return a hook's result for the first arguments of which it takes the number; None if it takes none."""
+    for arguments in calls:
+        with contextlib.suppress(*MODEL_ERRORS, AssertionError):
+            return hook(*arguments)
+    return None
+
+
+# -------------------------------------------------------------------------------------------------- copies
+
+
+def use_copies(model: nn.Module, memo: Mapping[int, object]) -> None:
+    """Let the forwards that modules hold themselves, in the model's copy, run the copy's modules.
 
     `copy.deepcopy` shares functions, and those of transformers' parallel styles close over the module.
 
     Args:
         memo: of the deepcopy.
     """
-    for module in copied.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, types.FunctionType):
-            module.__dict__["forward"] = _on_copies(forward, memo)
+    for module in model.modules():
+        forward, copied = vars(module).get("forward"), memo.get(id(module))
+        if isinstance(forward, types.FunctionType) and isinstance(copied, nn.Module):
+            is_shared = vars(copied).get("forward") is forward  # not where a copy leaves the module out
+            if is_shared:
+                copied.__dict__["forward"] = _forward_as(copied, module, forward)
 
 
-def _on_copies(value: object, memo: dict[int, object]) -> object:
-    """Return the copy of a module, of its method, or of a function that closes over these; else the value."""
-    if isinstance(value, nn.Module):
-        return memo.get(id(value), value)
-    if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, _on_copies(value.__self__, memo))
-    if not isinstance(value, types.FunctionType) or value.__closure__ is None:
-        return value
-    if id(value) not in memo:
-        cells = tuple(types.CellType() for _ in value.__closure__)
-        function = types.FunctionType(
-            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
-        )
-        function.__kwdefaults__, function.__qualname__ = value.__kwdefaults__, value.__qualname__
-        memo[id(value)] = function
-        for i, content in _closed_over(value).items():
-            cells[i].cell_contents = _on_copies(content, memo)
-    return memo[id(value)]
+def _forward_as(copied: nn.Module, module: nn.Module, original_forward: Forward) -> Forward:
+    """Return a forward of a copy, computed by a function that closes over the module copied.
+
+    For the time of the call that module has the copy's attributes, hence its parameters and submodules."""
+
+    def forward(*args: object, **kwargs: object) -> object:
+        attributes = module.__dict__
+        object.__setattr__(module, "__dict__", copied.__dict__)
+        try:
+            return original_forward(*args, **kwargs)
+        finally:
+            object.__setattr__(module, "__dict__", attributes)
+
+    return forward

@@ -147,11 +147,13 @@ BEGINS_WITH_STATES = RELEASE >= (5, 14)
 _HUB_KERNELS = "integrations.hub_kernels"
 # The logger that says where transformers runs PyTorch code because a kernel is missing.
 FALLBACK_LOGGER = f"transformers.{_HUB_KERNELS}"
-# Modules whose objects are styles by which layers are split over ranks.
-TENSOR_PARALLEL_STYLES = (
-    "torch.distributed.tensor.parallel.style",
-    "transformers.distributed.tensor_parallel",
-)
+
+
+def tensor_parallel_style(name: str) -> object:
+    """Return the style by which transformers splits a module over ranks, by its name in a model's plan, or
+    None."""
+    styles = optional("distributed.tensor_parallel", "ALL_PARALLEL_STYLES")  # since 5.16
+    return styles.get(name) if isinstance(styles, Mapping) else None
 
 
 def is_hub_function(function: object) -> bool:

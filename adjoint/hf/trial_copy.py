@@ -69,7 +69,7 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
         copied = copy.deepcopy(model, memo)
     except (*MODEL_ERRORS, copy.Error, RecursionError):
         return None
-    use_copies(copied, memo)
+    use_copies(model, memo)
     set_compute_dtype(copied, torch.float32)
     for holder in settings_holders(copied).values():
         for name, value in vars(holder).items():

@@ -46,7 +46,6 @@ from adjoint.hf.carried_state import (
 from adjoint.hf.chunking import move_edges_out_of_blocks, refuse_unknown_blocks
 from adjoint.hf.documents import join_rows
 from adjoint.hf.head import Output, logits_by_slices
-from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
 from adjoint.hf.mini_sequence import find_token_wise_mlps
@@ -469,7 +468,6 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
             "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in one "
             "process",
         )
-    check.refuse_large_masks(model, spec.chunk_size * call.longest_document, replacements.MASKED_PAIRS)
     description = f"{type(method).__name__} in chunks of {spec.chunk_size:,} tokens"
     _announce(verification, lambda: f"{description}; {_describe_kernels(model)}")
     return batch, spec

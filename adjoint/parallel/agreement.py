@@ -140,7 +140,10 @@ def _describe_attributes(
 
 
 def describe(value: object, depth: int = 0) -> Hashable:
-    """Return a description that is the same in every process; functions are described by code and closure."""
+    """Return a description that is the same in every process; functions are described by code and closure.
+
+    Hooks and functions in attributes are mostly the user's: two lambdas that differ in a constant have the
+    same name. Only whether code is the same is asked of it, never what it does."""
     if type(value) in PLAIN_TYPES:
         return value
     if depth > MAX_DEPTH:

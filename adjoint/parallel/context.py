@@ -30,8 +30,9 @@ from adjoint.engine.grid import EngineSpec, Grid, Tile
 from adjoint.engine.layer_run import named_modules
 from adjoint.engine.schedule import Action, Owners, Schedule
 from adjoint.engine.sequence_sums import Sum
+from adjoint.engine.shared_prefix import AfterPrefix
 from adjoint.engine.stage import Stage, costs_of
-from adjoint.engine.storage import Slab, append_only_part, compact, merge_parts, recurrent_part
+from adjoint.engine.storage import Prefix, Slab, append_only_part, compact, merge_parts, recurrent_part
 from adjoint.engine.tile import Cotangents
 from adjoint.engine.tile_values import Documents, TileValues
 from adjoint.errors import UserError
@@ -365,8 +366,18 @@ def _meet_within_tiles(stages: Sequence[Stage | None]) -> bool:
     )
 
 
-def distribution_of(group: dist.ProcessGroup | SingleRank | None) -> Distribution:
-    """Return how a batch is distributed; group: whose ranks share its sequences, `SINGLE_RANK`, or None."""
+def distribution_of(
+    group: dist.ProcessGroup | SingleRank | None, prefix: Prefix | None = None
+) -> Distribution:
+    """Return how a batch is distributed.
+
+    Args:
+        group: whose ranks share its sequences, `SINGLE_RANK`, or None.
+        prefix: tokens before the batch's that an earlier step has stored, without a group; or None.
+    """
+    if prefix is not None:
+        assert group is None
+        return AfterPrefix(prefix)
     return Distribution() if group is None else SequenceGroup(group)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol, TypeVar
@@ -47,6 +46,7 @@ BOOKKEEPING = frozenset(
         "pre_bwd_fn",
     }
 )
+FORWARD_HOOK = "_pre_forward_module_hook"  # DeepSpeed's, which gathers a module's parameters
 # Of a loss in float16 in evaluation mode, as in the trial on first use: the optimizer's first factors are so
 # large that gradients overflow, which it is there to notice.
 MAX_TRIAL_LOSS_SCALE = 2.0**10
@@ -149,17 +149,25 @@ def why_not(model: nn.Module) -> str | None:
 def offload_of(model: nn.Module) -> Offload | None:
     """Return DeepSpeed's object that gathers a model's parameters (`DeepSpeedZeRoOffload`), or None.
 
-    Without an optimizer nothing of the model refers to it but the hooks of its modules."""
+    Without an optimizer nothing of the model refers to it but the hooks of its modules: one is called, and
+    notes whose method it calls in place of gathering."""
     optimizer = optimizer_of(model)
     if optimizer is not None:
         return optimizer.parameter_offload
-    for hook in model._forward_pre_hooks.values():
-        function = inspect.unwrap(hook)
-        if inspect.isfunction(function):
-            owner = inspect.getclosurevars(function).nonlocals.get("self")
-            if hasattr(owner, "pre_sub_module_forward_function"):
-                return owner
-    return None
+    hooks = [h for h in model._forward_pre_hooks.values() if getattr(h, "__name__", "") == FORWARD_HOOK]
+    if not hooks:
+        return None
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    owners: list[Offload] = []
+    gather = DeepSpeedZeRoOffload.pre_sub_module_forward_function
+    DeepSpeedZeRoOffload.pre_sub_module_forward_function = lambda offload, _: owners.append(offload)
+    try:
+        for hook in hooks:
+            hook(model)
+    finally:
+        DeepSpeedZeRoOffload.pre_sub_module_forward_function = gather
+    return next(iter(owners), None)
 
 
 class _Step(nn.Module):

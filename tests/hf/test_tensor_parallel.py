@@ -153,6 +153,21 @@ def test_gradients_of_norms_on_each_ranks_heads(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, every_call, str(tmp_path / "model"))
 
 
+def test_weights_that_are_no_dtensors_are_refused() -> None:
+    """Before 5.16 transformers split weights into plain tensors, which say nothing of ranks."""
+    model = make("Qwen3ForCausalLM")
+
+    def hook(*_: object) -> None:
+        """Stand for transformers' own."""
+
+    hook.__qualname__ = "ReplicatedWithGradAllReduce.prepare_module_tp.<locals>._backward_hook"
+    model.model.layers[0].self_attn.q_norm.register_full_backward_hook(hook)
+    with pytest.raises(
+        adjoint.errors.UserError, match=r"its weights are no DTensors: install transformers 5\.21"
+    ):
+        adjoint.wrap(model, METHOD)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
@@ -193,8 +208,9 @@ def after_a_plain_call(folder: str, sizes: dict[str, Any]) -> None:
     with float64_throughout():
         plain, model, inputs = load(folder), load(folder, DistributedConfig(**sizes)), batch(19)
         expected = loss_and_gradients(plain, inputs)
-        for each in (model, adjoint.wrap(model, METHOD), model):
-            assert_same(loss_and_gradients(each, inputs), expected, 1e-10)
+        for prepare in (lambda m: m, lambda m: adjoint.wrap(m, METHOD), lambda m: m, adjoint.unwrap):
+            prepared: Any = prepare(model)
+            assert_same(loss_and_gradients(prepared, inputs), expected, 1e-10)
 
 
 @pytest.mark.slow
@@ -377,6 +393,10 @@ def with_split_tokens(folder: str) -> None:
         with pytest.raises(ValueError, match=f"{name}: it splits tokens over ranks") as raised:
             adjoint.wrap(model, METHOD)(**batch(32))
         assert "\n" not in str(raised.value)
+    plan = {"model.norm": "sequence_parallel"}
+    model = load(folder, DistributedConfig(tp_size=2, tp_plan=plan))
+    with pytest.raises(ValueError, match=r"model\.norm: it splits tokens over ranks"):
+        adjoint.wrap(model, METHOD)(**batch(32))
 
 
 @pytest.mark.slow

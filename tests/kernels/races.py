@@ -138,17 +138,17 @@ def in_pieces(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def kernels_of(launch_module: str) -> set[str]:
-    """Names of the kernels beside the functions that launch them, as `RaceChecker.launches` has them."""
+    """Names of the kernels beside the functions that launch them, as `RaceChecker.launches` has them.
+
+    Among them are those that these modules import."""
     package = importlib.import_module(launch_module.removesuffix(".launch"))
     submodules = pkgutil.iter_modules(getattr(package, "__path__", []), f"{package.__name__}.")
     modules = [package, *(importlib.import_module(module.name) for module in submodules)]
     return {
-        f"{module.__name__.rpartition('.')[2]}.{name}"
+        f"{value.fn.__module__.rpartition('.')[2]}.{name}"
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, InterpretedFunction)
-        and name.endswith("_kernel")
-        and value.fn.__module__ == module.__name__
+        if isinstance(value, InterpretedFunction) and name.endswith("_kernel")
     }
 
 

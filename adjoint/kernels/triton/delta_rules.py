@@ -1,4 +1,4 @@
-"""Device functions that the Triton kernels of the delta rules share, and the sizes and constants of a launch.
+"""Device functions, a kernel, and the sizes and constants of launches that Triton delta rules share.
 
 A sequence is cut into chunks of Q tokens. If a chunk holds several documents, a kernel does its work for each
 of them, with tokens of others read as 0 and their rows not written, so that no document gets a NaN or an
@@ -30,6 +30,7 @@ import triton.language as tl
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.chunks import CHUNK
 from adjoint.kernels.triton import common
+from adjoint.kernels.triton.common import LENGTHS, rows_of
 
 TL_TYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -312,6 +313,98 @@ def inverse(lower, Q: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexp
         joined = tl.dot(joined, solved, input_precision=PRECISION, out_dtype=ACC)
         solved -= tl.dot(solved, joined, input_precision=PRECISION, out_dtype=ACC)
     return solved
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def cotangent_kernel(
+    q,
+    keys,
+    g,
+    do,
+    segment,
+    W,
+    d_term,
+    d_final,
+    d_states,
+    d_initial,
+    seqlen,
+    chunks,
+    nheads,
+    d_k,
+    d_v,
+    q_strides,
+    keys_strides,
+    do_strides,
+    g_strides,
+    HAS_FINAL: tl.constexpr,
+    ADDS: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The cotangents of the states after each chunk, (batch, nheads, chunks, d_k, d_v), and of the initial
+    one: V columns of one head, from the last chunk to the first.
+
+    A token writes its row of `keys` times a term, which is its row of U + W S with ADDS, else of U - W S, S
+    the state before the chunk. `d_term` is the term's cotangent, to which is added what the state after the
+    chunk asks; with it dS = exp(c_end) dS_next + (exp(c) q)' do +- W' d_term.
+    """
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    m = tl.program_id(0) * V + tl.arange(0, V)
+    n = tl.arange(0, K)
+    line = batch * nheads + head
+    q = rows_of(q, q_strides, batch, head)
+    keys = rows_of(keys, keys_strides, batch, head)
+    do = rows_of(do, do_strides, batch, head)
+    g = rows_of(g, g_strides, batch, head)
+    state = state_blocks(d_final, line, m, d_k, d_v, HAS_FINAL, K, V, NK, ACC)
+    for back in range(0, chunks):
+        chunk = chunks - 1 - back
+        at = line * chunks + chunk
+        first = tl.full((), Q, tl.int64) * chunk
+        documents = segment_of(segment, batch * chunks + chunk, HAS_RESET, Q)
+        place = first, seqlen, d_k, documents
+        end = documents_of(documents, HAS_RESET, Q)[1]
+        all_tokens = tl.full((Q,), 1, tl.int1)
+        goes_on = tokens_of(documents, 0, HAS_RESET, Q)
+        members = tokens_of(documents, end, HAS_RESET, Q)
+        requested = tl.zeros((Q, V), ACC)
+        for block in tl.static_range(NK):
+            j = block * K + n
+            store_state(d_states, at, state[block], j, m, d_k, d_v)
+            until = until_end(g, place, j, members, WIDE, HAS_RESET, Q, ACC)
+            keys_ = matrix(keys, first, j, seqlen, d_k, members, Q, ACC) * until
+            requested = tl.dot(
+                keys_.to(DOT), state[block].to(DOT), requested, input_precision=PRECISION, out_dtype=ACC
+            )
+        d_ = of_chunk(d_term, at, m, d_v, all_tokens, Q, ACC) + tl.where(members[:, None], requested, 0.0)
+        store_chunk(d_term, at, d_, m, d_v, all_tokens, Q)
+        d_ = tl.where(goes_on[:, None], d_, 0.0).to(DOT)
+        do_ = matrix(do, first, m, seqlen, d_v, goes_on, Q, DOT)
+        before = ()
+        for block in tl.static_range(NK):
+            j = block * K + n
+            decay = chunk_decay(g, place, j, goes_on, WIDE, HAS_RESET, Q, ACC)
+            carried = tl.where(end == 0, state[block] * (decay[:, None] if WIDE else decay), 0.0)
+            since = since_before(g, place, j, goes_on, WIDE, HAS_RESET, Q, ACC)
+            q_ = matrix(q, first, j, seqlen, d_k, goes_on, Q, ACC) * since
+            term = tl.dot(tl.trans(q_).to(DOT), do_, carried, input_precision=PRECISION, out_dtype=ACC)
+            w = of_chunk(W, at, j, d_k, goes_on, Q, DOT)
+            if ADDS:
+                term = tl.dot(tl.trans(w), d_, term, input_precision=PRECISION, out_dtype=ACC)
+            else:
+                term -= tl.dot(tl.trans(w), d_, input_precision=PRECISION, out_dtype=ACC)
+            before = before + (term,)  # noqa: RUF005
+        state = before
+    for block in tl.static_range(NK):
+        store_state(d_initial, line, state[block], block * K + n, m, d_k, d_v)
 
 
 class DeltaRuleCall:

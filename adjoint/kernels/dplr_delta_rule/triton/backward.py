@@ -7,10 +7,11 @@ In the terms of `forward`, with d of a name its cotangent:
     d_right = T' dread,   dv = q_keys' do + exp(c_end - c) k dS_next + a_keys' d_right
 
 Pairs, T, U, W and what is read are recomputed from the inputs and the states before the chunks. The
-cotangent of the states then goes through the chunks from the last to the first (`cotangent_kernel`).
-Everything else is done for all chunks at once: the backward of pairs with queries (`pair_grad_kernel`), of
-the triangular system (`system_grad_kernel`), and of q, k, a, b and g (`key_grad_kernel`). A decay's gradient
-is the sum of c's cotangents from its token on; what token i's a contributes to them belongs to c_{i-1}.
+cotangent of the states then goes through the chunks from the last to the first
+(`delta_rules.cotangent_kernel`). Everything else is done for all chunks at once: the backward of pairs with
+queries (`pair_grad_kernel`), of the triangular system (`system_grad_kernel`), and of q, k, a, b and g
+(`key_grad_kernel`). A decay's gradient is the sum of c's cotangents from its token on; what token i's a
+contributes to them belongs to c_{i-1}.
 
 Parameters that are not obvious, beside those in `forward`:
 
@@ -40,11 +41,8 @@ from adjoint.kernels.triton.delta_rules import (
     of_chunk,
     of_state,
     place_of,
-    segment_of,
     since_before,
-    state_blocks,
     store_chunk,
-    store_state,
     to_middle,
     tokens_of,
     until_end,
@@ -97,86 +95,6 @@ def read_kernel(
         do_ = matrix(do, first, m, seqlen, d_v, members, Q, DOT)
         term = tl.dot(tl.trans(weights), do_, input_precision=PRECISION, out_dtype=ACC)
         store_chunk(d_read, at, term, m, d_v, members, Q)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def cotangent_kernel(
-    q,
-    b,
-    g,
-    do,
-    segment,
-    W,
-    d_read,
-    d_final,
-    d_states,
-    d_initial,
-    seqlen,
-    chunks,
-    nheads,
-    d_k,
-    d_v,
-    q_strides,
-    b_strides,
-    g_strides,
-    do_strides,
-    HAS_FINAL: tl.constexpr,
-    HAS_RESET: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    NK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """The cotangents of the states after each chunk, (batch, nheads, chunks, d_k, d_v), and of the initial
-    one; to `d_read` is added what the state after the chunk asks: V columns of one head."""
-    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    m = tl.program_id(0) * V + tl.arange(0, V)
-    n = tl.arange(0, K)
-    line = batch * nheads + head
-    q = rows_of(q, q_strides, batch, head)
-    b = rows_of(b, b_strides, batch, head)
-    g = rows_of(g, g_strides, batch, head)
-    do = rows_of(do, do_strides, batch, head)
-    state = state_blocks(d_final, line, m, d_k, d_v, HAS_FINAL, K, V, NK, ACC)
-    for back in range(0, chunks):
-        chunk = chunks - 1 - back
-        at = line * chunks + chunk
-        first = tl.full((), Q, tl.int64) * chunk
-        documents = segment_of(segment, batch * chunks + chunk, HAS_RESET, Q)
-        place = first, seqlen, d_k, documents
-        end = documents_of(documents, HAS_RESET, Q)[1]
-        all_tokens = tl.full((Q,), 1, tl.int1)
-        goes_on = tokens_of(documents, 0, HAS_RESET, Q)
-        members = tokens_of(documents, end, HAS_RESET, Q)
-        requested = tl.zeros((Q, V), ACC)
-        for block in tl.static_range(NK):
-            j = block * K + n
-            store_state(d_states, at, state[block], j, m, d_k, d_v)
-            until = until_end(g, place, j, members, True, HAS_RESET, Q, ACC)
-            b_ = (matrix(b, first, j, seqlen, d_k, members, Q, ACC) * until).to(DOT)
-            requested = tl.dot(b_, state[block].to(DOT), requested, input_precision=PRECISION, out_dtype=ACC)
-        dr = of_chunk(d_read, at, m, d_v, all_tokens, Q, ACC) + tl.where(members[:, None], requested, 0.0)
-        store_chunk(d_read, at, dr, m, d_v, all_tokens, Q)
-        dr = tl.where(goes_on[:, None], dr, 0.0).to(DOT)
-        do_ = matrix(do, first, m, seqlen, d_v, goes_on, Q, DOT)
-        before = ()
-        for block in tl.static_range(NK):
-            j = block * K + n
-            decay = chunk_decay(g, place, j, goes_on, True, HAS_RESET, Q, ACC)
-            term = tl.where(end == 0, state[block] * decay[:, None], 0.0)
-            since = since_before(g, place, j, goes_on, True, HAS_RESET, Q, ACC)
-            q_ = (matrix(q, first, j, seqlen, d_k, goes_on, Q, ACC) * since).to(DOT)
-            term = tl.dot(tl.trans(q_), do_, term, input_precision=PRECISION, out_dtype=ACC)
-            w = of_chunk(W, at, j, d_k, goes_on, Q, DOT)
-            term = tl.dot(tl.trans(w), dr, term, input_precision=PRECISION, out_dtype=ACC)
-            before = before + (term,)  # noqa: RUF005
-        state = before
-    for block in tl.static_range(NK):
-        store_state(d_initial, line, state[block], block * K + n, m, d_k, d_v)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

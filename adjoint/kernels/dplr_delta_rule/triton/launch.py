@@ -19,7 +19,7 @@ from adjoint.kernels.dplr_delta_rule.reference import dplr_delta_rule_saved_shap
 from adjoint.kernels.dplr_delta_rule.triton import backward, forward
 from adjoint.kernels.operation import registered
 from adjoint.kernels.triton import common
-from adjoint.kernels.triton.delta_rules import DeltaRuleCall
+from adjoint.kernels.triton.delta_rules import DeltaRuleCall, cotangent_kernel
 
 MAX_D_K = registered("dplr_delta_rule").limits("triton")["d_k"]
 
@@ -110,10 +110,12 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
         )
         d_final = None if dfinal_state is None else dfinal_state.to(call.acc).contiguous()
         d_states, d_initial = torch.empty_like(states), torch.empty_like(states[:, :, 0])
-        backward.cotangent_kernel[call.columns()](
+        cotangent_kernel[call.columns()](
             *(q, b, g, do, call.segment, W, d_read, d_final, d_states, d_initial, *call.walk),
-            *strides_of(q, b, g, do),
+            *strides_of(q, b, do, g),
             HAS_FINAL=d_final is not None,
+            ADDS=True,
+            WIDE=True,
             **call.state_constants,
         )
         d_right, d_qb = U, q_writes  # which nothing reads any more

@@ -7,10 +7,10 @@ In the terms of `forward`, with d of a name its cotangent:
     d_right = T' dwritten,   dv = beta d_right
 
 T, U, W and what is written are recomputed from the inputs and the states before the chunks. The cotangent
-of the states then goes through the chunks from the last to the first (`cotangent_kernel`). Everything else is
-done for all chunks at once: the backward of the triangular system (`system_grad_kernel`), of keys, queries
-and states (`key_grad_kernel`), and of the decays, whose running sums become sums from the end
-(`decay_grad_kernel`).
+of the states then goes through the chunks from the last to the first (`delta_rules.cotangent_kernel`).
+Everything else is done for all chunks at once: the backward of the triangular system
+(`system_grad_kernel`), of keys, queries and states (`key_grad_kernel`), and of the decays, whose running
+sums become sums from the end (`decay_grad_kernel`).
 
 Parameters that are not obvious, beside those in `forward` and `delta_rules`:
 
@@ -40,11 +40,8 @@ from adjoint.kernels.triton.delta_rules import (
     pair_decays,
     place_of,
     scalars,
-    segment_of,
     since_before,
-    state_blocks,
     store_chunk,
-    store_state,
     to_middle,
     tokens_of,
     until_end,
@@ -109,89 +106,6 @@ def written_kernel(
         do_ = matrix(do, first, m, seqlen, d_v, members, Q, DOT)
         term = tl.dot(weights, do_, input_precision=PRECISION, out_dtype=ACC)
         store_chunk(d_written, at, term, m, d_v, members, Q)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def cotangent_kernel(
-    q,
-    k,
-    g,
-    do,
-    segment,
-    W,
-    d_written,
-    d_final,
-    d_states,
-    d_initial,
-    seqlen,
-    chunks,
-    nheads,
-    d_k,
-    d_v,
-    q_strides,
-    k_strides,
-    do_strides,
-    g_strides,
-    HAS_FINAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    HAS_RESET: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    NK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """The cotangents of the states after each chunk, (batch, nheads, chunks, d_k, d_v), and of the initial
-    one; to `d_written` is added what the state after the chunk asks: V columns of one head."""
-    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    m = tl.program_id(0) * V + tl.arange(0, V)
-    n = tl.arange(0, K)
-    line = batch * nheads + head
-    q = rows_of(q, q_strides, batch, head)
-    k = rows_of(k, k_strides, batch, head)
-    do = rows_of(do, do_strides, batch, head)
-    g = rows_of(g, g_strides, batch, head)
-    state = state_blocks(d_final, line, m, d_k, d_v, HAS_FINAL, K, V, NK, ACC)
-    for back in range(0, chunks):
-        chunk = chunks - 1 - back
-        at = line * chunks + chunk
-        first = tl.full((), Q, tl.int64) * chunk
-        documents = segment_of(segment, batch * chunks + chunk, HAS_RESET, Q)
-        place = first, seqlen, d_k, documents
-        end = documents_of(documents, HAS_RESET, Q)[1]
-        all_tokens = tl.full((Q,), 1, tl.int1)
-        goes_on = tokens_of(documents, 0, HAS_RESET, Q)
-        members = tokens_of(documents, end, HAS_RESET, Q)
-        requested = tl.zeros((Q, V), ACC)
-        for block in tl.static_range(NK):
-            j = block * K + n
-            store_state(d_states, at, state[block], j, m, d_k, d_v)
-            until = until_end(g, place, j, members, WIDE, HAS_RESET, Q, ACC)
-            k_ = matrix(k, first, j, seqlen, d_k, members, Q, ACC) * until
-            requested = tl.dot(
-                k_.to(DOT), state[block].to(DOT), requested, input_precision=PRECISION, out_dtype=ACC
-            )
-        dw = of_chunk(d_written, at, m, d_v, all_tokens, Q, ACC) + tl.where(members[:, None], requested, 0.0)
-        store_chunk(d_written, at, dw, m, d_v, all_tokens, Q)
-        dw = tl.where(goes_on[:, None], dw, 0.0).to(DOT)
-        do_ = matrix(do, first, m, seqlen, d_v, goes_on, Q, DOT)
-        before = ()
-        for block in tl.static_range(NK):
-            j = block * K + n
-            decay = chunk_decay(g, place, j, goes_on, WIDE, HAS_RESET, Q, ACC)
-            carried = tl.where(end == 0, state[block] * (decay[:, None] if WIDE else decay), 0.0)
-            since = since_before(g, place, j, goes_on, WIDE, HAS_RESET, Q, ACC)
-            q_ = matrix(q, first, j, seqlen, d_k, goes_on, Q, ACC) * since
-            term = tl.dot(tl.trans(q_).to(DOT), do_, carried, input_precision=PRECISION, out_dtype=ACC)
-            w = of_chunk(W, at, j, d_k, goes_on, Q, DOT)
-            term -= tl.dot(tl.trans(w), dw, input_precision=PRECISION, out_dtype=ACC)
-            before = before + (term,)  # noqa: RUF005
-        state = before
-    for block in tl.static_range(NK):
-        store_state(d_initial, line, state[block], block * K + n, m, d_k, d_v)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -18,7 +18,7 @@ from adjoint.kernels.gated_delta_rule.reference import gated_delta_rule_saved_sh
 from adjoint.kernels.gated_delta_rule.triton import backward, forward
 from adjoint.kernels.operation import registered
 from adjoint.kernels.triton import common
-from adjoint.kernels.triton.delta_rules import DeltaRuleCall
+from adjoint.kernels.triton.delta_rules import DeltaRuleCall, cotangent_kernel
 
 MAX_D_K = registered("gated_delta_rule").limits("triton")["d_k"]
 
@@ -93,9 +93,10 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
         )
         d_final = None if dfinal_state is None else dfinal_state.to(call.acc).contiguous()
         d_states, d_initial = torch.empty_like(states), torch.empty_like(states[:, :, 0])
-        backward.cotangent_kernel[call.columns()](
+        cotangent_kernel[call.columns()](
             *(q, k, g, do, call.segment, W, d_written, d_final, d_states, d_initial, *call.walk, *with_do),
             HAS_FINAL=d_final is not None,
+            ADDS=False,
             **call.state_constants,
         )
         d_right = U  # which nothing reads any more
