@@ -259,31 +259,27 @@ def test_the_architecture_names_every_file_of_engine_parallel_and_hf() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     (folders,) = re.findall(r"^## The folders\n(.*?)^## ", page, re.S | re.M)
     names = {name.strip("/") for name in re.findall(r"`([\w/]+)`", folders)}
-    files = [
-        path for folder in ("engine", "parallel", "hf") for path in (ROOT / "adjoint" / folder).glob("*.py")
-    ]
+    files = [path for name in ("engine", "parallel", "hf") for path in (ROOT / "adjoint" / name).glob("*.py")]
     missing = [f"{path.parent.name}/{path.name}" for path in files if path.stem not in {*names, "__init__"}]
     assert len(files) > 60 and not missing, missing
 
 
 def test_pages_that_the_code_names_exist() -> None:
-    """Comments, docstrings, messages and set-up name files of docs/; links of the pages have a test of their own."""
-    texts = [
+    """Files of docs/ in comments, docstrings, messages and set-up; links of the pages have their own test."""
+    files = [
         path
         for folder in ("adjoint", "benchmarks", "scripts", "tests", "examples", ".ci")
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix in (".py", ".cpp", ".h", ".yaml", ".yml", ".sh", ".ipynb", "")
     ]
-    texts += [
-        ROOT / name for name in ("Makefile", "CONTRIBUTING.md", "pyproject.toml", "mkdocs.yml", "train.py")
-    ]
+    files += [ROOT / name for name in ("Makefile", "CONTRIBUTING.md", "pyproject.toml", "train.py")]
     missing = [
         f"{path.relative_to(ROOT)}: {name}"
-        for path in texts
+        for path in files
         for name in re.findall(r"\bdocs/\w+\.(?:md|png|py|css)\b", path.read_text(errors="ignore"))
         if not (ROOT / name).exists() and name not in PAGES_OF_TESTS
     ]
-    assert len(texts) > 500 and not missing, "\n".join(missing)
+    assert len(files) > 500 and not missing, "\n".join(missing)
 
 
 def test_every_promise_has_its_tests() -> None:
