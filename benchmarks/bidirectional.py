@@ -51,7 +51,7 @@ class Bidirectional(steps.StepBenchmark):
     lengths: ClassVar = [8192, 32768, 131072]
     limiting_options = ("lengths", "ways", "allocators")
     ratios = (FIELDS, {"way": BASE}, ("allocator", "length"))
-    document = "docs/method_costs.md"
+    document = "docs/which_method.md"
     title = "peak memory above a short pass · time per token"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

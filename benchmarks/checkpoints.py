@@ -48,7 +48,7 @@ class Checkpoints(steps.StepBenchmark):
     compared = (20_000, None)  # more chunks than some ways store states
     limiting_options = ("model", "lengths", "ways", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": ALL}, ("allocator", "length"))
-    document = "docs/method_costs.md"
+    document = "docs/which_method.md"
     caption = "Memory and time of Exact with binomial checkpoints against length"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -557,7 +557,7 @@ class Claims(Benchmark):
     module = "benchmarks.claims"
     uses = ("sources", "scaling", "gpt_layer")
     limiting_options = ("groups",)
-    document = "docs/paper_claims.md"
+    document = "docs/paper.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--groups", GROUPS)

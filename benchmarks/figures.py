@@ -149,17 +149,17 @@ STACK = (*ENGINE, *SCANS, "engine/chunk_size.py")
 BINOMIAL = (*STACK, "engine/binomial.py", "engine/schedule.py")
 PROGRAMS = ("engine/grid.py", "engine/schedule.py", "plan/simulate.py")
 FIGURES = [
-    Figure("README.md, docs/models_classes.md", Wrapped(), "",
+    Figure("README.md, docs/results.md", Wrapped(), "",
            "--lengths 1K 2K --repeats 1 --repeat-s 0", WRAPPED),
-    Figure("README.md, docs/models_classes.md", WrappedLength(), "", "--lengths 1K 2K --repeat-s 0", WRAPPED),
-    Figure("docs/models_classes.md", Fsdp(), "", "--lengths 256 --models Mamba-2",
+    Figure("README.md, docs/results.md", WrappedLength(), "", "--lengths 1K 2K --repeat-s 0", WRAPPED),
+    Figure("docs/which_layout.md", Fsdp(), "", "--lengths 256 --models Mamba-2",
            (*WRAPPED, "parallel/fsdp.py")),
-    Figure("docs/zero.md", Zero(), "", None, (*WRAPPED, "parallel/fsdp.py", "parallel/zero.py")),
+    Figure("docs/which_layout.md", Zero(), "", None, (*WRAPPED, "parallel/fsdp.py", "parallel/zero.py")),
     Figure("docs/results.md", Memory(), "",
            "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocators default", STACK),
     Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocators default "
            "--out benchmarks/results/exact-growth", None, STACK),
-    Figure("docs/million_tokens.md", Memory(), "--methods exact --lengths 16777216 --allocators jemalloc "
+    Figure("docs/results.md", Memory(), "--methods exact --lengths 16777216 --allocators jemalloc "
            "--repeats 1 --repeat-s 0 --out benchmarks/results/sixteen-million", None, STACK),
     Figure("docs/results.md", Kernels(), "", "--size small --op selective_scan --repeats 1",
            SCANS),
@@ -171,16 +171,16 @@ FIGURES = [
            "--out benchmarks/results/avx512", None, WRAPPED),
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
            SCANS),
-    Figure("docs/method_costs.md", Checkpoints(), "", "--lengths 1K 2K",
+    Figure("docs/which_method.md", Checkpoints(), "", "--lengths 1K 2K",
            BINOMIAL),
-    Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways 32 --lengths 16777216 67108864 "
+    Figure("docs/results.md", Checkpoints(), "--model mamba --ways 32 --lengths 16777216 67108864 "
            "--out benchmarks/results/sixty-four-million", None, BINOMIAL),
-    Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways 32 --lengths 67108864 "
+    Figure("docs/results.md", Checkpoints(), "--model mamba --ways 32 --lengths 67108864 "
            "--allocators jemalloc --out benchmarks/results/sixty-four-million-jemalloc", None, BINOMIAL),
-    Figure("docs/million_tokens.md", Checkpoints(), "--model mamba --ways all --lengths 16777216 "
+    Figure("docs/results.md", Checkpoints(), "--model mamba --ways all --lengths 16777216 "
            "--out benchmarks/results/sixteen-million-all", None, BINOMIAL),
-    Figure("docs/method_costs.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
-    Figure("docs/method_costs.md", LayerWork(), "", "", ("layers/*.py",)),
+    Figure("docs/which_method.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
+    Figure("docs/which_method.md", LayerWork(), "", "", ("layers/*.py",)),
     Figure("docs/convergence.md", Convergence(), "",
            "--methods backprop exact --tasks text --seeds 1 --steps 5 --seqlen 128"),
     Figure("docs/convergence.md", Depth(), "", "--layers 1 2 --seeds 1 --steps 5 --seqlen 128"),
@@ -189,19 +189,19 @@ FIGURES = [
     Figure("docs/convergence.md", Recall(), "", "--mixers mamba gated_deltanet --steps 20"),
     Figure("docs/plan.md", Shards(), "",
            "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
-    Figure("docs/cluster.md, docs/paper.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
+    Figure("docs/cluster.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
     Figure("docs/which_layout.md", Sequence(), "", "--lengths 4K --workers 1 2 --repeats 1",
            ("parallel/context.py", "parallel/kv.py", "parallel/handoff.py", "plan/rounds.py")),
     Figure("docs/which_layout.md", SequenceMemory(), "", "--length 4K --workers 1 2",
            ("parallel/context.py", "parallel/kv.py", "engine/storage.py")),
     Figure("docs/paper.md", LayerLocalCosine(), "", ""),
-    Figure("docs/paper.md, docs/paper.md, docs/paper_claims.md", Sources(), "",
+    Figure("docs/paper.md", Sources(), "",
            "--tables table-1 layer",
            ("plan/stage_memory.py", "plan/memory.py", "loss.py", "layers/*.py")),
-    Figure("docs/paper_claims.md", Claims(), "", "--groups korthikanti-layer",
+    Figure("docs/paper.md", Claims(), "", "--groups korthikanti-layer",
            ("plan/stage_memory.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", "kernels/collectives.py",
             *PROGRAMS)),
-    Figure("docs/paper_claims.md", TensorParallel(), "", "--ranks 1 2 --tokens 64 --width 32",
+    Figure("docs/paper.md", TensorParallel(), "", "--ranks 1 2 --tokens 64 --width 32",
            ("kernels/collectives.py",)),
     Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b",
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
@@ -211,8 +211,8 @@ FIGURES = [
     Figure("docs/recipes.md", SharedPrefixes(), "", "--models Stack --answers 2 --ratios 1 --passes 1",
            (*WRAPPED, "engine/shared_prefix.py", "kernels/attention/*.py")),
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
-    Figure("docs/method_costs.md", Bidirectional(), "", "--lengths 2K --repeats 1 --repeat-s 0",
+    Figure("docs/which_method.md", Bidirectional(), "", "--lengths 2K --repeats 1 --repeat-s 0",
            (*STACK, "engine/bidirectional.py", "engine/recurrence.py")),
-    Figure("docs/method_costs.md", MiniSequence(), "",
+    Figure("docs/which_method.md", MiniSequence(), "",
            "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

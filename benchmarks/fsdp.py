@@ -76,7 +76,7 @@ class Fsdp(Benchmark):
     uses = ("wrapped",)
     limiting_options = ("lengths", "models")
     ratios = (("memory_bytes",), {"way": "checkpointing"}, ("model", "length"))
-    document = "docs/models_classes.md"
+    document = "docs/which_layout.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(parser, lengths=([2048, 8192], "tokens"))

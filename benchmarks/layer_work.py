@@ -138,7 +138,7 @@ class LayerWork(Benchmark):
     name = "layer_work"
     module = "benchmarks.layer_work"
     limiting_options = ("mixers",)
-    document, mark = "docs/method_costs.md", "layer work"
+    document, mark = "docs/which_method.md", "layer work"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--mixers", MIXERS)

@@ -88,7 +88,7 @@ class Mixers(Benchmark):
     name = "mixers"
     module = "benchmarks.mixers"
     limiting_options = ("mixers",)
-    document = "docs/method_costs.md"
+    document = "docs/which_method.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--mixers", MIXERS)

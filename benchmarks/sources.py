@@ -265,7 +265,7 @@ class Sources(Benchmark):
     name = "sources"
     module = "benchmarks.sources"
     limiting_options = ("tables", "lengths")
-    document, layers_document = "docs/paper.md", "docs/paper_claims.md"
+    document = "docs/paper.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--tables", TABLES)
@@ -294,8 +294,7 @@ class Sources(Benchmark):
         for mark, make_table in SHOWN.items():
             rows = [row for row in result["rows"] if row["table"] == mark]
             if rows:
-                document = self.layers_document if mark == "layer" else self.document
-                yield document, mark, make_table(rows)
+                yield self.document, mark, make_table(rows)
 
     def markdown(self, result: Row) -> str:
         return "\n".join(f"{mark}:\n\n{table}" for _, mark, table in self.tables(result))

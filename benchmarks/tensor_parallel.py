@@ -170,7 +170,7 @@ class TensorParallel(Benchmark):
     uses = ("gpt_layer",)
     limiting_options = ("ranks", "tokens", "width")
     packages = ("torch",)
-    document = "docs/paper_claims.md"
+    document = "docs/paper.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(

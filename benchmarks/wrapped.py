@@ -73,7 +73,7 @@ class Wrapped(steps.StepBenchmark):
     checked: Sequence[tuple[Row, float]] = (({"model": "Mamba-2", "way": "checkpointing"}, 2e9),)
     limiting_options: tuple[str, ...] = ("models", "ways", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": "transformers"}, ("model", "allocator", "length"))
-    document, caption = "docs/models_classes.md", "Memory and time of wrapped models"
+    document, caption = "docs/results.md", "Memory and time of wrapped models"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--models", self.models)

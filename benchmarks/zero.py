@@ -104,7 +104,7 @@ class Zero(Benchmark):
     uses = ("wrapped",)
     limiting_options = ("lengths", "models")
     ratios = (("memory_bytes",), {"way": "checkpointing"}, ("model", "length"))
-    document = "docs/zero.md"
+    document = "docs/which_layout.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(parser, lengths=([2048, 8192, 32768], "tokens"))

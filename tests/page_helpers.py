@@ -31,7 +31,7 @@ RUNS: dict[str, tuple[dict[str, str], str]] = {
     "README.md#Train from scratch": (SHORT | TINY, "resuming after step 2"),
     "docs/finetune.md": (SHORT | {"DATA__SEQLEN": "512", "GPUS": "2"}, "adapters: rank 16"),
     "docs/finetune.md#Fine-tune a hybrid at 128K": (TUTORIAL, "def main("),
-    "docs/million_tokens.md": (TUTORIAL, "peak_memory_bytes"),
+    "docs/results.md#A million tokens on a laptop": (TUTORIAL, "peak_memory_bytes"),
 }
 
 

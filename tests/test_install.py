@@ -1,5 +1,5 @@
-"""The README's ways to install: what stands below them runs in an environment made by just these lines. Also
-what set-up does on machines with and without a GPU."""
+"""The ways to install of docs/install.md: the README's commands run in an environment made by just these
+lines. Also what set-up does on machines with and without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from tests.page_helpers import ROOT, RUNS, carry_out, make_hybrid, script, texts
 
 README = (ROOT / "README.md").read_text()
-PART = README.split("\n## Install\n")[1].partition("\n## ")[0]
+INSTALL = (ROOT / "docs" / "install.md").read_text()
 MODEL = "state-spaces/mamba-130m-hf"  # that the pages' Python names
 # A model and a tokenizer of that kind, small, as a folder; run in the environment that is tried.
 TINY_MODEL = """
@@ -36,9 +36,9 @@ MambaForCausalLM(config).save_pretrained(sys.argv[1])
 FEW = {"TRAINING__STEPS": "2", "DATA__SEQLEN": "512"}
 
 
-def readme_ways() -> dict[str, str]:
+def ways_to_install() -> dict[str, str]:
     """The ways to install the extra hf: the line above each, and its commands."""
-    lines = [line.removeprefix("    ") for line in PART.splitlines() if line.startswith("    ")]
+    lines = [line.removeprefix("    ") for line in INSTALL.splitlines() if line.startswith("    ")]
     ways: dict[str, list[str]] = {}
     for line in lines:
         if line.startswith("# "):
@@ -51,8 +51,8 @@ def readme_ways() -> dict[str, str]:
 def readme_extras() -> dict[str, list[str]]:
     """The headings whose commands run with these extras, from the table; those of the rows above run too."""
     found: dict[str, list[str]] = {}
-    for extras, text in re.findall(r"^\| (none|`[\w,]+`) \| (.*) \|$", PART, re.M):
-        found[extras.strip("`").replace("none", "")] = re.findall(r"\[([^]]+)\]\(#", text)
+    for extras, text in re.findall(r"^\| (none|`[\w,]+`) \| (.*) \|$", INSTALL, re.M):
+        found[extras.strip("`").replace("none", "")] = re.findall(r"\[([^]]+)\]\(\.\./README\.md#", text)
     return found
 
 
@@ -65,7 +65,7 @@ def wanted_of_pages() -> dict[str, str]:
 
 # Each way to install, and the parts of pages that then run.
 HEADINGS = readme_extras()
-WAYS = {title: (commands, HEADINGS[""] + HEADINGS["hf"]) for title, commands in readme_ways().items()}
+WAYS = {title: (commands, HEADINGS[""] + HEADINGS["hf"]) for title, commands in ways_to_install().items()}
 WAYS |= {
     f"extras: {extras or 'none'}": (f'pip install -e ".{f"[{extras}]" if extras else ""}"', headings)
     for extras, headings in HEADINGS.items()
@@ -81,8 +81,15 @@ def test_every_part_of_the_readme_with_commands_says_what_it_needs() -> None:
         head for head, text in zip(parts[1::2], parts[2::2], strict=True) if commands.search(text)
     }
     linked = {heading for headings in HEADINGS.values() for heading in headings}
-    linked |= {"Several GPUs and machines"} if "(#several-gpus-and-machines)" in PART else set()
+    linked |= {"Several GPUs and machines"} if "README.md#several-gpus-and-machines)" in INSTALL else set()
     assert with_commands - linked == set()
+
+
+def test_the_readmes_line_is_one_of_the_ways() -> None:
+    (line,) = re.findall(r"^    (pip install \S+ \S+)", README, re.M)
+    assert line in ways_to_install().values()
+    option = re.search(r"without a GPU add (--.*)$", README, re.M)
+    assert option is not None and f"{line} {option[1]}" == next(iter(ways_to_install().values()))
 
 
 def test_extras_on_the_pages_are_those_of_the_package() -> None:
@@ -217,7 +224,7 @@ def test_what_the_readme_shows_runs_as_it_was_installed(way: str, clean: Clean, 
 @pytest.mark.slow
 def test_the_readmes_line_installs_what_its_snippet_needs(clean: Clean) -> None:
     """Run the line for machines without a GPU as it is printed, and the snippet on a small model's folder."""
-    clean.install(next(iter(readme_ways().values())))
+    clean.install(next(iter(ways_to_install().values())))
     wraps_as_printed(clean)
     assert re.search(r"transformers +[\d.]+, tested", clean.run("adjoint doctor"))
 

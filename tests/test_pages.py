@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from adjoint.cli import main
 from adjoint.train.config import known_keys
+from benchmarks.report import with_table
 from tests.page_helpers import ROOT, RUNS, carry_out, is_command, make_hybrid, script, texts
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,6 +42,35 @@ def test_pages_are_listed_by_their_titles() -> None:
     guides = [page for page in PAGES if page.name != "CHANGELOG.md"]
     listed = re.findall(r"^ +- (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(["index.md", *(page.name for page in guides[1:])])
+
+
+def test_there_are_few_pages_and_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 133
+    assert len(PAGES) - 2 <= 26
+
+
+def test_tables_of_tried_models_have_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both scripts that try models run, here with one class for all, and pages have their marks."""
+    pytest.importorskip("transformers")
+    from scripts import model_classes, model_releases
+
+    tables: dict[str, str] = {}
+
+    def put_table(page: Path, mark: str, table: str) -> None:
+        with_table(page.read_text(), mark, table)
+        tables[mark] = table
+
+    monkeypatch.setattr(model_classes, "put_table", put_table)
+    monkeypatch.setattr(model_classes, "FAMILIES", {"Mamba": ["MambaForCausalLM"]})
+    monkeypatch.setattr(model_classes, "REFUSED", {})
+    monkeypatch.setattr(model_classes, "MULTIMODAL", {})
+    monkeypatch.setattr(model_classes, "try_other_classes", lambda: {"exact": ["X"], "off": []})
+    monkeypatch.setattr(sys, "argv", ["model_classes"])
+    model_classes.main()
+    assert tables.keys() == {"classes table", "others table", "multimodal table"}
+    row = re.escape("| Mamba | `MambaForCausalLM` | recurrent | ") + r"\de-1\d \|"
+    assert re.search(row, tables["classes table"])
+    put_table(model_releases.PAGE, "releases table", model_releases.table({"5.24.0": {}}))
 
 
 def commands() -> list[list[str]]:

@@ -52,6 +52,7 @@ FLOORS = [
     "__init__",
     "__main__",
 ]
+PAGES_OF_TESTS = ("docs/squares.md",)  # made by a test
 HIGHEST = 11  # levels: the longest chain of entries that import each other
 
 
@@ -252,6 +253,33 @@ def test_imports_are_not_hidden_from_the_interpreter() -> None:
         if "adjoint" in ast.unparse(statement)
     ]
     assert not hidden, "\n".join(hidden)
+
+
+def test_the_architecture_names_every_file_of_engine_parallel_and_hf() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (folders,) = re.findall(r"^## The folders\n(.*?)^## ", page, re.S | re.M)
+    names = {name.strip("/") for name in re.findall(r"`([\w/]+)`", folders)}
+    files = [path for name in ("engine", "parallel", "hf") for path in (ROOT / "adjoint" / name).glob("*.py")]
+    missing = [f"{path.parent.name}/{path.name}" for path in files if path.stem not in {*names, "__init__"}]
+    assert len(files) > 60 and not missing, missing
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """Files of docs/ in comments, docstrings, messages and set-up; links of the pages have their own test."""
+    files = [
+        path
+        for folder in ("adjoint", "benchmarks", "scripts", "tests", "examples", ".ci")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix in (".py", ".cpp", ".h", ".yaml", ".yml", ".sh", ".ipynb", "")
+    ]
+    files += [ROOT / name for name in ("Makefile", "CONTRIBUTING.md", "pyproject.toml", "train.py")]
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in re.findall(r"\bdocs/\w+\.(?:md|png|py|css)\b", path.read_text(errors="ignore"))
+        if not (ROOT / name).exists() and name not in PAGES_OF_TESTS
+    ]
+    assert len(files) > 500 and not missing, "\n".join(missing)
 
 
 def test_every_promise_has_its_tests() -> None:

@@ -1,7 +1,7 @@
-"""Draws docs/grid.png: the tiles of four stages on five chunks and the arrows between them, as the engine has
+"""Draw docs/grid.png: the tiles of five stages on five chunks and the arrows between them, as the engine has
 them.
 
-python docs/draw_grid.py
+python -m scripts.grid_picture
 """
 
 from __future__ import annotations
@@ -43,15 +43,19 @@ PANELS = [
 ]
 
 
-def backward(grid: Grid, kinds: tuple[str, ...]) -> set[tuple[str, Tile, Tile]]:
-    """(what, from, to) of all arrows between tiles of these kinds."""
+PICTURE = Path(__file__).parents[1] / "docs" / "grid.png"
+
+
+def arrows(grid: Grid, kinds: tuple[str, ...]) -> set[tuple[str, Tile, Tile]]:
+    """Return all arrows between tiles of these kinds: the value's name, its writer, its reader."""
     tiles = [t for t in (*grid.forward_tiles(), *grid.backward_tiles()) if t.kind in kinds]
     writer = {key: t for t in tiles for key in grid.writes(t)}
     return {(key[0], writer[key], t) for t in tiles for key in grid.reads(t) if key in writer}
 
 
 def draw(axes: Axes, title: str, grid: Grid, kinds: tuple[str, ...]) -> None:
-    """Of a method whose arrows go past layers, those to one chunk are drawn in full, the others faintly."""
+    """Draw the tiles and arrows of one panel. Where arrows go past layers, those to one chunk are drawn in
+    full, the others faintly."""
     boxes = {}
     for k, name in enumerate(NAMES):
         axes.text(-0.75, k, name, ha="right", va="center", fontsize=8)
@@ -60,13 +64,13 @@ def draw(axes: Axes, title: str, grid: Grid, kinds: tuple[str, ...]) -> None:
                 (c - 0.24, k - 0.14), 0.48, 0.28, "round,pad=0.02", fc="0.93", ec="0.5", lw=0.8, zorder=3
             )
             axes.add_patch(boxes[k, c])
-    found = sorted(backward(grid, kinds), key=str)
-    far = any(abs(a.stage - b.stage) > 1 for _, a, b in found)
-    for what, a, b in found:
+    drawn = sorted(arrows(grid, kinds), key=str)
+    far = any(abs(a.stage - b.stage) > 1 for _, a, b in drawn)
+    for value, a, b in drawn:
         x, y = (a.chunk, a.stage), (b.chunk, b.stage)
         steps = abs(a.stage - b.stage)
-        # those that go past a box bend around it; of two between the same boxes one passes on each side
-        bend = {"spill": -0.25}.get(what, 0.0) if steps <= 1 else 0.3 if a.chunk == b.chunk else 0.12
+        # an arrow that goes past a box bends around it; two between the same boxes pass on either side
+        bend = {"spill": -0.25}.get(value, 0.0) if steps <= 1 else 0.3 if a.chunk == b.chunk else 0.12
         faint = far and b.chunk != grid.chunks // 2
         axes.add_patch(
             FancyArrowPatch(
@@ -74,7 +78,7 @@ def draw(axes: Axes, title: str, grid: Grid, kinds: tuple[str, ...]) -> None:
                 y,
                 arrowstyle="-|>",
                 mutation_scale=9,
-                color=COLOURS[what],
+                color=COLOURS[value],
                 alpha=0.2 if faint else 1.0,
                 lw=1.0,
                 patchA=boxes[a.stage, a.chunk],
@@ -82,7 +86,7 @@ def draw(axes: Axes, title: str, grid: Grid, kinds: tuple[str, ...]) -> None:
                 shrinkA=1,
                 shrinkB=1,
                 connectionstyle=f"arc3,rad={bend}",
-                zorder=2,  # behind the boxes that it goes past
+                zorder=2,  # behind the boxes that it passes
             )
         )
     axes.set_xlim(-1.9, grid.chunks - 0.4)
@@ -98,9 +102,9 @@ def main() -> None:
     FigureCanvasAgg(figure)
     for axes, (title, method, kinds) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         draw(axes, title, make_grid(method.engine_spec(SEQLEN, CHUNK), SEQLEN, STATEFUL, reach=1), kinds)
-    handles = [figure.axes[0].plot([], [], color=COLOURS[what], label=WORDS[what])[0] for what in COLOURS]
+    handles = [figure.axes[0].plot([], [], color=COLOURS[value], label=WORDS[value])[0] for value in COLOURS]
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=9)
-    figure.savefig(Path(__file__).with_name("grid.png"))
+    figure.savefig(PICTURE)
 
 
 if __name__ == "__main__":

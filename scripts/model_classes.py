@@ -1,8 +1,8 @@
-"""Write the tables of docs/models_classes.md again: try every class of tests/hf/hf_models.py and
+"""Write the tables of docs/models_classes.md: try every class of tests/hf/hf_models.py and
 multimodal_models.py, and all other causal LMs that transformers has. Takes some minutes; less with
 `--multimodal`, which writes the table of multimodal classes alone.
 
-python -m docs.draw_models
+python -m scripts.model_classes
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 import signal
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import adjoint
-from benchmarks.report import with_table
+from benchmarks.report import ROOT, put_table
 from tests.hf.hf_models import (
     FAMILIES,
     MODELS,
@@ -36,12 +35,12 @@ from tests.hf.hf_models import (
 )
 from tests.hf.multimodal_models import MULTIMODAL, make_multimodal, make_multimodal_batch
 
-TABLE = Path(__file__).with_name("models_classes.md")
+PAGE = ROOT / "docs" / "models_classes.md"
 HEAD = ["family", "class", "its cache holds", "gradient by chunks"]
 LIMIT = 1e-10
 UNTRIED = "not tried, because no small configuration of them was found or they do not run in float64"
-SECONDS = 60  # for one of the others
-# What makes a configuration small, whichever of these options it has.
+SECONDS = 60  # for each class that is in no table of the tests
+# Options that make a configuration small; each class gets those of them that it has.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner"), 40),
@@ -59,12 +58,12 @@ SMALL: dict[str, Any] = {
 }
 
 
-# Of those for which a guess is not enough: all options.
+# All options of the classes for which a guess is not enough.
 TINY: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TINY |= {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4}
 TEXT: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
-SEEN: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-SEEN |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+VISION |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
 PER_LAYER: dict[str, Any] = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCAB}
 GEMMA4 = {
     **TEXT,
@@ -95,7 +94,11 @@ BY_HAND: dict[str, dict[str, Any]] = {
         "hidden_size": 32,
         "vocab_size": VOCAB,
     },
-    "Gemma3ForConditionalGeneration": {"text_config": TEXT, "vision_config": SEEN, "mm_tokens_per_image": 4},
+    "Gemma3ForConditionalGeneration": {
+        "text_config": TEXT,
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+    },
     "Gemma3nForCausalLM": {
         **TEXT,
         **PER_LAYER,
@@ -105,7 +108,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
         "activation_sparsity_pattern": [0.0] * 4,
     },
-    "Gemma4ForConditionalGeneration": {"text_config": GEMMA4, "vision_config": SEEN, "audio_config": None},
+    "Gemma4ForConditionalGeneration": {"text_config": GEMMA4, "vision_config": VISION, "audio_config": None},
     "Gemma4UnifiedForCausalLM": GEMMA4,
     "GotOcr2ForConditionalGeneration": {
         "text_config": {**TEXT, "model_type": "qwen2"},
@@ -149,22 +152,23 @@ BY_HAND: dict[str, dict[str, Any]] = {
 }
 
 
-def tried(model: Any, inputs: dict[str, Any] | None = None) -> tuple[str, str]:
-    """What the cache holds, and the largest relative error of a parameter's gradient or why it is refused."""
-    wrapped = copy.deepcopy(model)  # before the first run: some keep tensors of it
+def try_model(model: Any, inputs: dict[str, Any] | None = None) -> tuple[str, str]:
+    """Return what the cache holds, and the largest relative error of a parameter's gradient, or the reason of
+    the refusal."""
+    wrapped = copy.deepcopy(model)  # before the first run: some classes keep tensors of it
     inputs = inputs or make_batch(29)
     with float64_throughout():
         expected = loss_and_gradients(model, **inputs)
         try:
             adjoint.wrap(wrapped, adjoint.Exact(chunk_size=8))
-            found = errors(loss_and_gradients(wrapped, **inputs), expected)
+            worst = errors(loss_and_gradients(wrapped, **inputs), expected).worst
         except ValueError as error:
             return "", f"refused: {refusal_reason(error)}".replace("<", "&lt;")
-    return cache_contents(wrapped), f"{found.worst:.0e}"
+    return cache_contents(wrapped), f"{worst:.0e}"
 
 
-def small(cls: Any) -> Any:
-    """A model of a class that nothing is known of, without the noise of training."""
+def make_small(cls: Any) -> Any:
+    """Return a small model of a class, by `BY_HAND` or by guessed options, in evaluation mode."""
     if cls.__name__ in BY_HAND:
         return perturb_weights(cls(cls.config_class(**BY_HAND[cls.__name__]))).to(torch.float64).eval()
     config = cls.config_class().get_text_config()
@@ -183,58 +187,57 @@ def small(cls: Any) -> Any:
     return model.to(torch.float64).eval()
 
 
-def others() -> dict[str, list[str]]:
-    """Names of classes by what came of them."""
-    found: dict[str, list[str]] = {"exact": [], "off": [], "refused": [], UNTRIED: []}
+def try_other_classes() -> dict[str, list[str]]:
+    """Return the names of all classes that the tests do not have, by outcome."""
+    outcomes: dict[str, list[str]] = {"exact": [], "off": [], "refused": [], UNTRIED: []}
     for name in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         if name in MODELS or name in REFUSED or not hasattr(transformers, name):
             continue
         print(name, flush=True)
         signal.alarm(SECONDS)
         try:
-            _, error = tried(small(getattr(transformers, name)))
+            _, error = try_model(make_small(getattr(transformers, name)))
         except Exception:
-            found[UNTRIED].append(name)
+            outcomes[UNTRIED].append(name)
         else:
             refused = error.startswith("refused: ")
-            found["refused" if refused else "exact" if float(error) <= LIMIT else "off"].append(name)
+            outcomes["refused" if refused else "exact" if float(error) <= LIMIT else "off"].append(name)
         finally:
             signal.alarm(0)
-    return found
+    return outcomes
 
 
-def _too_long(*_: Any) -> None:
+def _raise_timeout(*_: Any) -> None:
     raise TimeoutError
 
 
 def multimodal_table() -> str:
-    """The table of classes with images or sound."""
+    """Return the table of classes with images, video or sound."""
     rows = [["class", "inputs beside ids", "its cache holds", "gradient by chunks"], ["---"] * 4]
     for name in MULTIMODAL:
         print(name, flush=True)
         inputs = make_multimodal_batch(name)
-        others = [n for n in inputs if n not in ("input_ids", "labels", "attention_mask")]
-        named = ", ".join(f"`{n}`" for n in others)
-        rows.append([f"`{name}`", named, *tried(make_multimodal(name), inputs)])
+        extra_inputs = [n for n in inputs if n not in ("input_ids", "labels", "attention_mask")]
+        names = ", ".join(f"`{n}`" for n in extra_inputs)
+        rows.append([f"`{name}`", names, *try_model(make_multimodal(name), inputs)])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, _too_long)
-    text = with_table(TABLE.read_text(), "multimodal", multimodal_table())
-    TABLE.write_text(text)
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    put_table(PAGE, "multimodal table", multimodal_table())
     if "--multimodal" in sys.argv:
         return
-    classes = [(family, name) for family, of in FAMILIES.items() for name in of]
+    classes = [(family, name) for family, names in FAMILIES.items() for name in names]
     rows = [HEAD, ["---"] * len(HEAD)]
     for family, name in [*classes, *(("refused", name) for name in REFUSED)]:
         print(name, flush=True)
-        rows.append([family, f"`{name}`", *tried(make(name))])
+        rows.append([family, f"`{name}`", *try_model(make(name))])
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    rest = "".join(f"- {what} ({len(n)}): {', '.join(n)}\n" for what, n in others().items() if n)
-    text = with_table(TABLE.read_text(), "classes", table)
-    TABLE.write_text(with_table(text, "others", rest))
+    lines = (f"- {o} ({len(n)}): {', '.join(n)}\n" for o, n in try_other_classes().items() if n)
+    put_table(PAGE, "classes table", table)
+    put_table(PAGE, "others table", "".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write the table of classes and releases of docs/models.md: try each class of tests/hf/hf_models.py under
 each release of transformers that `scripts/versions.py` has a row for. Takes some minutes per release.
 
-python -m docs.draw_releases [transformers-5.15 …]
+python -m scripts.model_releases [transformers-5.15 …]
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 from benchmarks.report import ROOT, put_table
-from docs.draw_models import LIMIT, tried
+from scripts.model_classes import LIMIT, try_model
 from tests.hf.hf_models import MODELS, make
 
-PAGE = Path(__file__).with_name("models.md")
+sys.path.append(str(ROOT / "scripts"))  # where versions.py looks for its neighbours
+import versions
+
+PAGE = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "benchmarks" / "results" / "releases.json"
 EXACT, ABSENT = "✓", "–"
-TRIED_HERE = "--here"
+IN_THIS_PROCESS = "--here"
 
 
 def try_classes() -> dict[str, str]:
-    """Return what came of each class under the release that is installed: `EXACT`, `ABSENT` or a reason."""
+    """Return the outcome of each class under the release that is installed: `EXACT`, `ABSENT` or a reason."""
     import transformers
 
     warnings.simplefilter("ignore")
@@ -34,7 +36,7 @@ def try_classes() -> dict[str, str]:
             outcome[name] = ABSENT
             continue
         try:
-            _, error = tried(make(name, skips=False))
+            _, error = try_model(make(name, skips=False))
         except Exception as failure:  # of transformers' own code, without us
             error = f"refused: does not run unwrapped ({type(failure).__name__})"
         is_exact = not error.startswith("refused") and float(error) <= LIMIT
@@ -45,15 +47,12 @@ def try_classes() -> dict[str, str]:
 
 def try_release(row: str) -> dict[str, str]:
     """Return `try_classes` of a row of scripts/versions.py."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import versions
-
     placed = versions.place(row)
     if placed is None:
-        sys.exit(f"{row} cannot be installed here")
+        sys.exit(f"{row} cannot be installed on this machine")
     python, environment = placed
     environment = os.environ | environment | {"ADJOINT_VERBOSITY": "error", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [python, "-m", "docs.draw_releases", TRIED_HERE]
+    command = [python, "-m", "scripts.model_releases", IN_THIS_PROCESS]
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     outcome: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return outcome
@@ -84,12 +83,9 @@ def table(outcomes: dict[str, dict[str, str]]) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:] == [TRIED_HERE]:
+    if sys.argv[1:] == [IN_THIS_PROCESS]:
         print(json.dumps(try_classes()))
         return
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import versions
-
     rows = sys.argv[1:] or [
         name for name, row in versions.ROWS.items() if name.startswith("transformers-") and not row.python
     ]
