@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,9 @@ def read_tensors(file: Path, device: str = "cpu") -> Weights:
     try:
         if file.suffix == ".safetensors":  # parts of a mapped file: copied, to be the model's own
             return {name: tensor.clone() for name, tensor in load_file(str(file), device).items()}
-        return torch.load(file, map_location=device, weights_only=True)
+        # On the meta device nothing is read: tensors of a mapped file have shapes alone.
+        is_mapped = device == "meta" and zipfile.is_zipfile(file)
+        return torch.load(file, map_location=device, weights_only=True, mmap=is_mapped)
     except (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{file}: cannot be read ({reason}); download it again") from None

@@ -1,12 +1,12 @@
 """RWKV-7's files as RWKV-LM (BlinkDL on GitHub) reads and writes them: as flash-linear-attention's
 RWKV7ForCausalLM, and back.
 
-A `Stack` cannot be this model: RWKV-7's later layers mix in values of the first one, and a stack's layer reads
-its own input and state alone. fla's class has the same computation, and `adjoint.wrap` runs it by chunks. Names
-and shapes are those of RWKV-LM's `RWKV-v7/train_temp/src/model.py` and `RWKV-v7/rwkv_v7_demo.py`.
+A `Stack` cannot be this model: RWKV-7's later layers mix in values of the first one, and a stack's layer
+reads its own input and state alone. fla's class has the same computation; `adjoint.wrap` runs it by chunks.
+Names and shapes are those of RWKV-LM's `RWKV-v7/train_temp/src/model.py` and `RWKV-v7/rwkv_v7_demo.py`.
 
-Letters of shapes: V tokens of the vocabulary, C channels in H heads of N, F channels of the channel mix; D, A,
-M and G, the ranks of the maps that give decays, learning rates, value mixes and gates.
+Letters of shapes: V tokens of the vocabulary, C channels in H heads of N, F channels of the channel mix; D,
+A, M and G, the ranks of the maps that give decays, learning rates, value mixes and gates.
 """
 
 from __future__ import annotations
@@ -123,13 +123,9 @@ def load(source: str | Path | Mapping[str, Tensor], dtype: torch.dtype | None = 
     model.load_state_dict(weights, assign=True)
     for layer in model.model.layers:
         layer.attn.g_norm.eps = GROUP_NORM_EPS
-    if values["head_dim"] != _HEAD_DIM:
-        warnings.warn(
-            f"{called}: heads of {values['head_dim']} channels; with these fla's configuration cannot say that "
-            f"the group norm's eps is {GROUP_NORM_EPS}: write the model with adjoint.formats.rwkv7.save, not "
-            "save_pretrained",
-            stacklevel=2,
-        )
+    if reason := why_no_folder(config):
+        warnings.warn(f"{called}: {reason}; do not write it with save_pretrained", stacklevel=2)
+    file.unused = {name: t.clone() for name, t in file.unused.items()}
     setattr(model, _RECORD, file)
     return model.eval()
 
@@ -137,8 +133,8 @@ def load(source: str | Path | Mapping[str, Tensor], dtype: torch.dtype | None = 
 def save(model: PreTrainedModel, file: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write fla's `RWKV7ForCausalLM` to a file that RWKV-LM loads, in one piece.
 
-    A model from `load` is written with the names, order and unused tensors of its file: bit for bit as it was,
-    if it was not trained. Others are written as published files are, without the first block's `att.v0`,
+    A model from `load` is written with the names, order and unused tensors of its file: bit for bit as it
+    was, if it was not trained. Others are written as published files are, without the first block's `att.v0`,
     `att.v1` and `att.v2`, which nothing reads; RWKV-LM's trainer makes them with `--load_partial 1`.
 
     Args:
@@ -160,6 +156,16 @@ def save(model: PreTrainedModel, file: str | Path, dtype: torch.dtype | None = N
 def is_file(place: str | Path) -> bool:
     """Whether a place is a file with the ending of RWKV-LM's."""
     return Path(place).suffix == ".pth" and Path(place).is_file()
+
+
+def why_no_folder(config: PreTrainedConfig) -> str | None:
+    """Return why a folder of transformers cannot be this model; None if it can."""
+    if config.head_dim == _HEAD_DIM:
+        return None
+    return (
+        f"with heads of {config.head_dim} channels fla's config.json cannot say that the group norm's eps is "
+        f"{GROUP_NORM_EPS:g}, as a .pth file's is"
+    )
 
 
 def configuration(file: str | Path) -> PreTrainedConfig:
@@ -299,7 +305,8 @@ def _check_names(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> None
             raise ValueError(f"is {model}: it has {name}; name a file of RWKV-7 (x070)")
     if missing := [name for name in expected if name not in tensors]:
         raise ValueError(
-            f"has no {missing[0]} ({len(missing)} tensors of RWKV-7 are missing); name a file that RWKV-LM wrote"
+            f"has no {missing[0]} ({len(missing)} tensors of RWKV-7 are missing); name a file that RWKV-LM "
+            "wrote"
         )
     if others := [name for name in tensors if name not in set(expected)]:
         raise ValueError(
@@ -340,7 +347,9 @@ def _check_norms(model: PreTrainedModel) -> None:
             continue
         eps = GROUP_NORM_EPS if name.endswith(".g_norm") else LAYER_NORM_EPS
         if not math.isclose(module.eps, eps):
-            raise ValueError(f"{name} has eps {module.eps:g}; RWKV-LM's code has {eps:g}, and no setting for it")
+            raise ValueError(
+                f"{name} has eps {module.eps:g}; RWKV-LM's code has {eps:g}, and no setting for it"
+            )
 
 
 def _is_transposed(fla_name: str) -> bool:
@@ -365,7 +374,7 @@ def _as_file_has_it(fla_name: str, tensor: Tensor, shape: str) -> Tensor:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor in memory of its own: torch.save writes all of the memory that a tensor is a part of."""
+    """Return the tensor in memory of its own: torch.save writes all memory that a tensor is a part of."""
     is_compact = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if is_compact else tensor.clone(memory_format=torch.contiguous_format)
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Exact
+from adjoint.cli import main
 from adjoint.errors import UserError
 from adjoint.formats import rwkv7
 from tests.formats.rwkv_lm import logits, random_tensors
 from tests.model_helpers import make_ids, relative
+from tests.training_helpers import train_tiny
 
 pytest.importorskip("fla.models", reason="fla is not installed (make test-external)")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -36,7 +38,7 @@ def gradients_by_file_names(model: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_file_s_model_is_rwkv_lm_s(seed: int, tmp_path: Path) -> None:
-    """Logits, losses and the gradients of every tensor, in chunks of 2, 7 and all; heads of 64 in one case."""
+    """Logits, losses and the gradients of every tensor, in chunks of 2, 7 and all; one has heads of 64."""
     sizes = {"C": 128, "N": 64, "layers": 2} if seed == 0 else {"layers": 2 + seed % 2}
     tensors, ids = random_tensors(seed, **sizes), make_ids(2, TOKENS, vocab_size=19)
     torch.save(tensors, tmp_path / "file.pth")
@@ -97,7 +99,7 @@ def test_what_is_not_trained_is_written_back_bit_for_bit(
 
 
 def test_models_that_no_file_made(tmp_path: Path) -> None:
-    """fla's own are written as published files are; with parts or settings of fla's alone they are refused."""
+    """fla's own are written as published files are; with parts or settings of fla alone they are refused."""
     from fla.models import RWKV7Config, RWKV7ForCausalLM
 
     ranks = {f"{name}_low_rank_dim": 4 for name in ("decay", "gate", "a", "v")}
@@ -116,9 +118,40 @@ def test_models_that_no_file_made(tmp_path: Path) -> None:
         model = RWKV7ForCausalLM(RWKV7Config(**{**config.to_dict(), **changes}))
         with pytest.raises(UserError, match=said):
             rwkv7.save(model, tmp_path / "file.pth")
+    model = RWKV7ForCausalLM(config)
+    model.extra = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(UserError, match="no tensor for extra; merge adapters first"):
-        model = RWKV7ForCausalLM(config)
-        model.extra = torch.nn.Parameter(torch.ones(1))
         rwkv7.save(model, tmp_path / "file.pth")
     with pytest.raises(UserError, match="is for RWKV7ForCausalLM of flash-linear-attention, not Linear"):
         rwkv7.save(torch.nn.Linear(1, 1), tmp_path / "file.pth")
+
+
+def test_the_command_line_trains_a_file_and_writes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run begins with a file, is exported to one in its dtype, read by the next run, and to a folder."""
+    tensors = random_tensors(dtype=torch.bfloat16, unused=True, V=260, C=128, N=64, layers=2)
+    file, run = tmp_path / "file.pth", str(tmp_path / "run")
+    torch.save(tensors, file)
+    sizes = {"model__d_model": 128, "model__from_pretrained": file, "training__steps": 2}
+    assert train_tiny(tmp_path, **sizes) == 0
+    assert "no sample: generate failed" in capsys.readouterr().out  # by fla's kernels, which need a GPU
+    for arguments, said in (
+        (["--to", str(tmp_path / "out.pth")], "RWKV-7 in RWKV-LM's names"),
+        (["--to", str(tmp_path / "out")], "RWKV7ForCausalLM of transformers"),
+    ):
+        assert main(["export", run, *arguments]) == 0
+        assert said in capsys.readouterr().out
+    trained = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert list(trained) == list(tensors) and {t.dtype for t in trained.values()} == {torch.bfloat16}
+    changed = [name for name, t in tensors.items() if not torch.equal(trained[name], t)]
+    assert "blocks.1.att.w2" in changed and "blocks.0.att.v1" not in changed
+    text = ["--path", str(tmp_path / "text.txt"), "--tokens", "64", "--lengths", "64"]
+    assert main(["eval", str(tmp_path / "out.pth"), *text, "--out", str(tmp_path / "eval")]) == 0
+
+    capsys.readouterr()
+    assert main(["export", run, "--to", str(tmp_path / "out.pth")]) == 2
+    assert "out.pth: is there already; name a new file" in capsys.readouterr().err
+    torch.save(random_tensors(dtype=torch.bfloat16, V=260, C=128, N=64, layers=2, F=48), file)
+    assert main(["export", run, "--to", str(tmp_path / "more.pth")]) == 2
+    assert f"the shapes of the tensors in {file} changed since the run began" in capsys.readouterr().err

@@ -32,9 +32,15 @@ def without(fragment: str) -> Callable[[Tensors], Tensors]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
-    "RWKV-6": (renamed("att.x_r", "att.time_maa_r"), r"is RWKV-6: it has blocks.0.att.time_maa_r; name a file"),
+    "RWKV-6": (
+        renamed("att.x_r", "att.time_maa_r"),
+        r"is RWKV-6: it has blocks.0.att.time_maa_r; name a file",
+    ),
     "RWKV-5": (renamed("att.x_r", "att.time_mix_r"), "is RWKV-4 or RWKV-5: it has blocks.0.att.time_mix_r"),
-    "RWKV-7a": (replaced("blocks.0.ffn.s_emb.weight", torch.ones(1)), "is RWKV-7a .*: it has blocks.0.ffn.s_emb"),
+    "RWKV-7a": (
+        replaced("blocks.0.ffn.s_emb.weight", torch.ones(1)),
+        "is RWKV-7a .*: it has blocks.0.ffn.s_emb",
+    ),
     "an adapter": (lambda _: {"blocks.0.att.key.lora_A": torch.ones(1)}, "is an adapter, without its base"),
     "a state": (lambda _: {"blocks.0.att.time_state": torch.ones(1)}, "is a state that begins a sequence"),
     "missing": (without("ffn.value"), "has no blocks.0.ffn.value.weight .3 tensors of RWKV-7 are missing"),
