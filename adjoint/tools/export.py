@@ -170,7 +170,8 @@ def _write_pretrained(work: Path, checkpoint: Path, source: str, dtype: str | No
         model.to(getattr(torch, dtype))
     model.save_pretrained(work)
     dtypes = _named_dtypes(model.state_dict())
-    summary = f"{type(model).__name__} of transformers, {model.num_parameters():,} parameters, {dtypes}"
+    library = "flash-linear-attention (import fla.models first)" if is_rwkv7_file else "transformers"
+    summary = f"{type(model).__name__} of {library}, {model.num_parameters():,} parameters, {dtypes}"
     if not is_rwkv7_file and (copied := copy_unloaded(Path(source), work, model)):
         groups = ", ".join(sorted({".".join(name.split(".")[:2]) for name in copied})[:5])
         summary += f", and {len(copied)} tensors of {source} that it does not load, as they are ({groups})"

@@ -138,7 +138,7 @@ def test_the_command_line_trains_a_file_and_writes_one(
     assert "no sample: generate failed" in capsys.readouterr().out  # by fla's kernels, which need a GPU
     for arguments, said in (
         (["--to", str(tmp_path / "out.pth")], "RWKV-7 in RWKV-LM's names"),
-        (["--to", str(tmp_path / "out")], "RWKV7ForCausalLM of transformers"),
+        (["--to", str(tmp_path / "out")], "RWKV7ForCausalLM of flash-linear-attention (import fla.models first)"),
     ):
         assert main(["export", run, *arguments]) == 0
         assert said in capsys.readouterr().out
