@@ -80,7 +80,7 @@ _RECORD = "rwkv_file"  # the attribute of a model that `load` returns
 
 @dataclasses.dataclass
 class _File:
-    """What a model cannot hold of its file: the order of its tensors, and those that no computation reads."""
+    """Order of a file's tensors, and those that no computation reads: neither is in the model itself."""
 
     names: list[str]
     unused: Weights

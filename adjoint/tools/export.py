@@ -89,7 +89,8 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     if source is not None and layout != "transformers":
         raise UserError(f"--format {layout}: the run trains the transformers model in {source}; leave it out")
     if folder.suffix == ".pth":
-        return _write_rwkv7(folder, checkpoint, trained.get("model", {}), dtype)
+        trusted = trained["model"].get("trust_remote_code", False) if source else False
+        return _write_rwkv7(folder, checkpoint, source, trusted, dtype)
     config = checkpoint_config(checkpoint) if source is None else None
     reason = None if config is None else FORMATS[layout].why_not(config)
     if config is not None and reason is not None:
@@ -114,13 +115,12 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     return summary
 
 
-def _write_rwkv7(file: Path, checkpoint: Path, settings: Mapping[str, Any], dtype: str | None) -> str:
+def _write_rwkv7(file: Path, checkpoint: Path, source: str | None, trusted: bool, dtype: str | None) -> str:
     """Write a checkpoint's model to an RWKV-7 file; return what was written, in words.
 
     Raises:
         UserError: the run trains another model.
     """
-    source, trusted = settings.get("from_pretrained"), settings.get("trust_remote_code", False)
     if source is None:
         raise UserError(
             f"--to {file}: is for a run that began with an RWKV-7 model (model.from_pretrained), and this "

@@ -50,8 +50,8 @@ def test_a_file_s_model_is_rwkv_lm_s(seed: int, tmp_path: Path) -> None:
     model = adjoint.wrap(rwkv7.load(tmp_path / "file.pth"), Exact())
     model.config.use_l2warp = False
     with torch.no_grad():
-        kept = model(input_ids=ids, labels=ids, logits_to_keep=TOKENS).logits
-    assert relative(kept, expected_logits.detach()) <= 1e-10
+        chunked_logits = model(input_ids=ids, labels=ids, logits_to_keep=TOKENS).logits
+    assert relative(chunked_logits, expected_logits.detach()) <= 1e-10
     for chunk_size in (2, 7, TOKENS):  # one token is what transformers takes for decoding
         adjoint.wrap(model, Exact(chunk_size))
         model.zero_grad()
@@ -63,7 +63,7 @@ def test_a_file_s_model_is_rwkv_lm_s(seed: int, tmp_path: Path) -> None:
 
 
 def test_the_penalty_of_the_largest_logits_is_rwkv_lm_s(tmp_path: Path) -> None:
-    """Its trainer adds 1e-4 z / (batch seqlen) to the gradient of each token's largest logit z."""
+    """RWKV-LM's trainer adds 1e-4 z / (batch seqlen) to the gradient of each token's largest logit z."""
     tensors, ids = random_tensors(), make_ids(2, TOKENS, vocab_size=19)
     leaves = {name: (30 if name == "head.weight" else 1) * t for name, t in tensors.items()}
     model = adjoint.wrap(rwkv7.load(leaves), Exact(7))
@@ -138,7 +138,10 @@ def test_the_command_line_trains_a_file_and_writes_one(
     assert "no sample: generate failed" in capsys.readouterr().out  # by fla's kernels, which need a GPU
     for arguments, said in (
         (["--to", str(tmp_path / "out.pth")], "RWKV-7 in RWKV-LM's names"),
-        (["--to", str(tmp_path / "out")], "RWKV7ForCausalLM of flash-linear-attention (import fla.models first)"),
+        (
+            ["--to", str(tmp_path / "out")],
+            "RWKV7ForCausalLM of flash-linear-attention (import fla.models first)",
+        ),
     ):
         assert main(["export", run, *arguments]) == 0
         assert said in capsys.readouterr().out
