@@ -18,6 +18,7 @@ from adjoint import Exact
 from adjoint.cli import main
 from adjoint.errors import UserError
 from adjoint.formats import rwkv7
+from adjoint.train.pretrained import unwrapped
 from tests.formats.rwkv_lm import logits, random_tensors
 from tests.model_helpers import make_ids, relative
 from tests.training_helpers import train_tiny
@@ -126,6 +127,12 @@ def test_models_that_no_file_made(tmp_path: Path) -> None:
         rwkv7.save(torch.nn.Linear(1, 1), tmp_path / "file.pth")
 
 
+def test_a_file_is_not_quantized(tmp_path: Path) -> None:
+    torch.save(random_tensors(), tmp_path / "file.pth")
+    with pytest.raises(UserError, match="model.quantization: .*file.pth is an RWKV-7 file, loaded as it is"):
+        unwrapped(str(tmp_path / "file.pth"), torch.float32, quantization="4bit")
+
+
 def test_the_command_line_trains_a_file_and_writes_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +142,11 @@ def test_the_command_line_trains_a_file_and_writes_one(
     torch.save(tensors, file)
     sizes = {"model__d_model": 128, "model__from_pretrained": file, "training__steps": 2}
     assert train_tiny(tmp_path, **sizes) == 0
-    assert "no sample: generate failed" in capsys.readouterr().out  # by fla's kernels, which need a GPU
+    shards = {"cluster__shards": 1, "run__dir": tmp_path / "shards"}
+    assert train_tiny(tmp_path, **sizes, **shards) == 2
+    said = capsys.readouterr()
+    assert "shards do not compute RWKV-7's penalty" in said.err
+    assert "no sample: generate failed" in said.out  # by fla's kernels, which need a GPU
     for arguments, said in (
         (["--to", str(tmp_path / "out.pth")], "RWKV-7 in RWKV-LM's names"),
         (
