@@ -129,7 +129,9 @@ def test_models_that_no_file_made(tmp_path: Path) -> None:
 
 def test_a_file_is_not_quantized(tmp_path: Path) -> None:
     torch.save(random_tensors(), tmp_path / "file.pth")
-    with pytest.raises(UserError, match="model.quantization: .*file.pth is an RWKV-7 file, loaded as it is"):
+    with pytest.raises(
+        UserError, match=r"model\.quantization: .*file\.pth is an RWKV-7 file, loaded as it is"
+    ):
         unwrapped(str(tmp_path / "file.pth"), torch.float32, quantization="4bit")
 
 
