@@ -72,7 +72,9 @@ def shared_files(
 
 
 def digest(folder: Path) -> str | None:
-    """A digest of the names and sizes of all files of a folder; None where there is no such folder."""
+    """A digest of the names and sizes of a folder's files, or of a file's size; None where there is none."""
+    if folder.is_file():
+        return hashlib.sha256(str(folder.stat().st_size).encode()).hexdigest()
     if not folder.is_dir():
         return None
     current = hashlib.sha256()

@@ -335,8 +335,8 @@ BYTES = range(256, 513)  # sizes of vocabularies that may be bytes, with special
 
 
 def tokenizer_in(directory: str) -> str | None:
-    """Return a Hugging Face folder as a value of `data.tokenizer`; None if it has no tokenizer."""
-    return directory if tokenizer_files(directory) else None
+    """Return a Hugging Face folder as a value of `data.tokenizer`; None for a file or without a tokenizer."""
+    return directory if Path(directory).is_dir() and tokenizer_files(directory) else None
 
 
 def tokenizer_files(path: str) -> list[Path]:
@@ -353,9 +353,10 @@ def tokenizer_files(path: str) -> list[Path]:
 def check_bytes(directory: str, vocab_size: int) -> None:
     """Raise UserError if a folder has no tokenizer and its model cannot be byte-level."""
     if vocab_size not in BYTES:
+        put = "put the model's tokenizer into it, or " if Path(directory).is_dir() else ""
         raise UserError(
             f"data.tokenizer: {directory} has no tokenizer, and a vocabulary of {vocab_size} is not bytes; "
-            'put the model\'s tokenizer into it, or name one with --data.tokenizer ("byte" for bytes anyway)'
+            f'{put}name one with --data.tokenizer ("byte" for bytes anyway)'
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,16 @@ def _read_weights(folder: Path) -> Weights:
             files = [folder / shard for shard in sorted(set(_read_json(index)["weight_map"].values()))]
         elif not files[0].is_file():
             continue
-        return {key: tensor for file in files for key, tensor in _read_tensors(file).items()}
+        return {key: tensor for file in files for key, tensor in read_tensors(file).items()}
     raise UserError(f"{folder}: has neither model.safetensors nor pytorch_model.bin; download all its files")
 
 
-def _read_tensors(file: Path) -> Weights:
+def read_tensors(file: Path, device: str = "cpu") -> Weights:
+    """Return the tensors of a file, safetensors by its ending or else PyTorch's, on a device.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -132,8 +138,10 @@ def _read_tensors(file: Path) -> Weights:
         raise UserError(f"{file}: no such file, but the index beside it lists it; download all files")
     try:
         if file.suffix == ".safetensors":  # parts of a mapped file: copied, to be the model's own
-            return {name: tensor.clone() for name, tensor in load_file(str(file)).items()}
-        return torch.load(file, map_location="cpu", weights_only=True)
+            return {name: tensor.clone() for name, tensor in load_file(str(file), device).items()}
+        # On the meta device nothing is read: tensors of a mapped file have shapes alone.
+        is_mapped = device == "meta" and zipfile.is_zipfile(file)
+        return torch.load(file, map_location=device, weights_only=True, mmap=is_mapped)
     except (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{file}: cannot be read ({reason}); download it again") from None

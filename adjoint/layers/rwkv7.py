@@ -43,7 +43,8 @@ class RWKV7Mixer(Mixer):
     The paper's sizes are expand = 1 and d_state = headdim = 64. Three parts of its model are not built: the
     first layer's values, which later layers mix into theirs (a mixer sees no other layer); the channel mix, a
     squared ReLU with a token shift (`d_intermediate` adds the stack's gated MLP instead); and LayerNorm
-    before each layer (a stack has RMSNorm). So RWKV-7's published weights do not fit.
+    before each layer (a stack has RMSNorm). So RWKV-7's published weights do not fit; `adjoint.formats.rwkv7`
+    reads them into flash-linear-attention's model.
     """
 
     default_d_state = 64

@@ -1,4 +1,5 @@
-"""`adjoint export`: a run's model as a folder that transformers, mamba-ssm or Caduceus' code loads."""
+"""`adjoint export`: a run's model as a folder that transformers, mamba-ssm or Caduceus' code loads, or as a
+file that RWKV-LM loads."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from adjoint.data.tokenizer import (
 )
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush, unfinished_path
-from adjoint.formats import FORMATS
+from adjoint.formats import FORMATS, rwkv7
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
 from adjoint.train.checkpoint import merged_model, write_file
@@ -41,13 +42,14 @@ def main(argv: list[str]) -> int:
     """`adjoint export`: exit code 0."""
     parser = Flags(
         prog="adjoint export",
-        usage="%(prog)s RUN --to DIR [--format mamba-ssm] [--dtype bfloat16]",
+        usage="%(prog)s RUN --to DIR|FILE.pth [--format mamba-ssm] [--dtype bfloat16]",
         description="Write a run's model to a folder that AutoModelForCausalLM.from_pretrained of "
         "transformers, MambaLMHeadModel.from_pretrained of mamba-ssm, or for layers that read in both "
-        "directions CaduceusForMaskedLM.from_pretrained can load, with the run's tokenizer.",
+        "directions CaduceusForMaskedLM.from_pretrained can load, with the run's tokenizer. A run that began "
+        "with an RWKV-7 file (.pth) can be written to such a file.",
     )
     parser.add("run", "a run's folder (its newest checkpoint) or a checkpoint", metavar="RUN")
-    parser.add("--to", "folder to write, new or empty", new_folder, required=True)
+    parser.add("--to", "folder to write, new or empty; or a new RWKV-7 file", _destination, required=True)
     layout = f"layout of the folder: {' or '.join(FORMATS)}"
     parser.add("--format", layout, reads(Literal[tuple(FORMATS)]), default="transformers")
     dtype = f"dtype of the weights: {', '.join(get_args(Dtype))}; default: that of model.from_pretrained, or"
@@ -60,10 +62,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _destination(text: str) -> Path:
+    """Return the file or folder to write to that a flag names."""
+    if not text.endswith(".pth"):
+        return new_folder(text)
+    if Path(text).exists():
+        raise ValueError(f"{text}: is there already; name a new file")
+    return Path(text)
+
+
 def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None) -> str:
     """Write a verified checkpoint's model to a folder in one piece; return what was written, in words.
 
     Args:
+        folder: to write; or a file that ends in .pth, for a model of RWKV-7.
         dtype: of the weights; None for that of the Hugging Face model that the run began with, or else of
             the run.
 
@@ -76,6 +88,9 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     source = trained.get("model", {}).get("from_pretrained")
     if source is not None and layout != "transformers":
         raise UserError(f"--format {layout}: the run trains the transformers model in {source}; leave it out")
+    if folder.suffix == ".pth":
+        trusted = trained["model"].get("trust_remote_code", False) if source else False
+        return _write_rwkv7(folder, checkpoint, source, trusted, dtype)
     config = checkpoint_config(checkpoint) if source is None else None
     reason = None if config is None else FORMATS[layout].why_not(config)
     if config is not None and reason is not None:
@@ -98,6 +113,22 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
         shutil.rmtree(work, ignore_errors=True)
         raise
     return summary
+
+
+def _write_rwkv7(file: Path, checkpoint: Path, source: str | None, trusted: bool, dtype: str | None) -> str:
+    """Write a checkpoint's model to an RWKV-7 file; return what was written, in words.
+
+    Raises:
+        UserError: the run trains another model.
+    """
+    if source is None:
+        raise UserError(
+            f"--to {file}: is for a run that began with an RWKV-7 model (model.from_pretrained), and this "
+            "run trains a Stack; name a folder"
+        )
+    model, dtype = merged_model(checkpoint), dtype or _dtype_of(source, trusted)
+    rwkv7.save(model, file, None if dtype is None else getattr(torch, dtype))
+    return f"RWKV-7 in RWKV-LM's names, {model.num_parameters():,} parameters, {dtype or 'as in the run'}"
 
 
 def _write_all(work: Path, checkpoint: Path, layout: str, dtype: str | None) -> str:
@@ -132,12 +163,16 @@ def _write_pretrained(work: Path, checkpoint: Path, source: str, dtype: str | No
 
     Tensors of the source folder that its class does not load are copied."""
     model = merged_model(checkpoint)
+    is_rwkv7_file = rwkv7.is_file(source)
+    if is_rwkv7_file and (reason := rwkv7.why_no_folder(model.config)):
+        raise UserError(f"--to: {reason}; write one, --to NAME.pth")
     if dtype is not None:
         model.to(getattr(torch, dtype))
     model.save_pretrained(work)
     dtypes = _named_dtypes(model.state_dict())
-    summary = f"{type(model).__name__} of transformers, {model.num_parameters():,} parameters, {dtypes}"
-    if copied := copy_unloaded(Path(source), work, model):
+    library = "flash-linear-attention (import fla.models first)" if is_rwkv7_file else "transformers"
+    summary = f"{type(model).__name__} of {library}, {model.num_parameters():,} parameters, {dtypes}"
+    if not is_rwkv7_file and (copied := copy_unloaded(Path(source), work, model)):
         groups = ", ".join(sorted({".".join(name.split(".")[:2]) for name in copied})[:5])
         summary += f", and {len(copied)} tensors of {source} that it does not load, as they are ({groups})"
     return summary

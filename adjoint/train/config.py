@@ -301,8 +301,8 @@ class ModelConfig(StackConfig):
 
     from_pretrained: str | None = option(
         None,
-        "folder, or name on the Hugging Face hub, of a causal LM to fine-tune; it sets the sizes, and the "
-        "method must be exact, truncated or backprop.",
+        "folder, or name on the Hugging Face hub, of a causal LM to fine-tune, or an RWKV-7 file (.pth); it "
+        "sets the sizes, and the method must be exact, truncated or backprop.",
     )
     trust_remote_code: bool = option(
         False, "whether Python code that comes with model.from_pretrained may run: read it first."

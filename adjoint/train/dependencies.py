@@ -17,6 +17,7 @@ from typing import Any, Final
 from adjoint.checkpoint import read_trainer
 from adjoint.data.tokenizer import has_no_files, tokenizer_files
 from adjoint.errors import UserError
+from adjoint.formats import rwkv7
 
 Section = Mapping[str, Any]  # of a configuration, as plain values by key
 ConfigDict = Mapping[str, Section]  # a configuration by section
@@ -27,6 +28,7 @@ _SAMPLE_BYTES = 4096
 _SAMPLES_PER_TENSOR = 4
 _SAMPLES_PER_FILE = 2048
 _MODEL_FILES = {
+    "sizes": ("the shapes of the tensors", "the checkpoint is of the model as it was"),
     "config": ("the config.json", "the checkpoint is of the model as it was"),
     "generation": ("the generation_config.json", "samples and exports would be made by other settings"),
     "code": ("the Python code", "the checkpoint is of the model as it was"),
@@ -80,7 +82,7 @@ def check_tokenizer(checkpoint: Path) -> None:
 
 def records_model(checkpoint: Path) -> bool:
     """Whether a checkpoint can tell its pretrained model's folder by content, wherever that is now."""
-    return "config" in _recorded(checkpoint)
+    return not {"config", "sizes"}.isdisjoint(_recorded(checkpoint))
 
 
 def _recorded(checkpoint: Path) -> dict[str, str]:
@@ -91,6 +93,10 @@ def _model_digests(model: Section) -> dict[str, str]:
     if model.get("from_pretrained") is None:
         return {}
     folder = Path(model["from_pretrained"])
+    if rwkv7.is_file(folder):
+        sizes = json.dumps(rwkv7.sizes_of_file(folder), sort_keys=True)
+        weights = {"weights": _digest([_file_samples(folder)])} if model.get("lora") else {}
+        return {"sizes": _digest([sizes.encode()]), **weights}
     files = {"config": "config.json", "generation": "generation_config.json"}
     digests = {kind: _config_digest(folder / name) for kind, name in files.items()}
     if model.get("trust_remote_code"):
@@ -122,7 +128,7 @@ def weights_digest(folder: Path) -> str:
         entries |= _tensor_samples(file)
     if not entries:
         for file in sorted(folder.glob("*.bin")):
-            entries[file.name] = _sampled(file, 0, file.stat().st_size, _SAMPLES_PER_FILE)
+            entries[file.name] = _file_samples(file)
     return _digest(chunk for name in sorted(entries) for chunk in (name.encode(), entries[name]))
 
 
@@ -143,6 +149,10 @@ def _tensor_samples(file: Path) -> dict[str, bytes]:
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
         return {file.name: b"damaged"}
     return entries
+
+
+def _file_samples(file: Path) -> bytes:
+    return _sampled(file, 0, file.stat().st_size, _SAMPLES_PER_FILE)
 
 
 def _sampled(file: Path, first: int, length: int, samples: int) -> bytes:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from adjoint.errors import UserError
 from adjoint.files import flush
+from adjoint.formats import rwkv7
 from adjoint.formats.folders import refuse_adapter
 from adjoint.hf.quantized import keep_trainable, set_compute_dtype
 from adjoint.hf.split import Pretrained, examine
@@ -71,7 +72,7 @@ def folder_of(name: str, weights: bool = True, key: str = KEY) -> str:
 
 
 def configuration(place: str, trust_remote_code: bool = False, key: str = KEY) -> PreTrainedConfig:
-    """Read the config.json of a folder, or a file like it.
+    """Read the config.json of a folder, or a file like it; or return that of an RWKV-7 file's model.
 
     Args:
         trust_remote_code: whether Python files of the folder may run (`model.trust_remote_code`).
@@ -83,6 +84,8 @@ def configuration(place: str, trust_remote_code: bool = False, key: str = KEY) -
     from transformers import AutoConfig
 
     path = Path(place)
+    if rwkv7.is_file(path):
+        return rwkv7.configuration(path)
     if not path.is_file() and not (path / "config.json").is_file():
         refuse_adapter(path, key)
         raise UserError(
@@ -152,8 +155,8 @@ def unwrapped(
     device: torch.device | str | None = None,
     tensor: int = 1,
 ) -> PreTrainedModel:
-    """Return the model of a folder as transformers makes it; where weights are quantized, linear layers
-    multiply in `dtype`.
+    """Return the model of a folder as transformers makes it, or of an RWKV-7 file; where weights are
+    quantized, linear layers multiply in `dtype`.
 
     Args:
         trust_remote_code: whether Python files of the folder may run.
@@ -167,6 +170,12 @@ def unwrapped(
     """
     from transformers import AutoModelForCausalLM
 
+    if rwkv7.is_file(directory):
+        if quantization is not None:
+            raise UserError(
+                f"model.quantization: {directory} is an RWKV-7 file, loaded as it is; leave it out"
+            )
+        return rwkv7.load(directory, dtype)
     stored = quantized.described(configuration(directory, trust_remote_code, key))
     _check_generation_config(Path(directory) / "generation_config.json", key)
     # With mismatched shapes ignored, transformers lists them; else it prints a table and names no tensor.
@@ -391,7 +400,8 @@ def continued(
     drawn.
 
     Raises:
-        UserError: the model's own `generate` fails, as that of a model with code of its own may.
+        UserError: the model's own `generate` fails, as that of a model with code of its own may, or one whose
+            kernels need a GPU.
     """
     model.eval()
     with torch.random.fork_rng(), quiet_transformers():
@@ -405,7 +415,9 @@ def continued(
                 temperature=temperature,
                 top_k=0,
             )
-        except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if out_of_memory(error):
+                raise
             raise UserError(f"generate failed ({' '.join(str(error).split())[:200]})") from error
 
 

@@ -20,6 +20,7 @@ import torch
 from adjoint.engine.verification import COARSE, tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
+from adjoint.formats import rwkv7
 from adjoint.memory import print_sizes_as, size_bytes, size_text, total_memory_bytes
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
@@ -81,7 +82,10 @@ def main(argv: list[str]) -> int:
 def _mark(request: Namespace, settings: dict[str, Any], host: Environment) -> str:
     """Describe the settings, versions, hardware and configuration that all points of a journal share."""
     config = request.folder
-    text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
+    if rwkv7.is_file(config):
+        text = json.dumps(rwkv7.sizes_of_file(config))
+    else:
+        text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
     return json.dumps([settings, host["versions"], host["gpu"] or host["cpu"], text])
 
 
@@ -99,6 +103,7 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
     folder = request.folder
     on_gpu = device.type == "cuda"
     random = folder.is_file() or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    random = random and not rwkv7.is_file(folder)
     dtype = pick_precision(request.dtype, device)
     quantized = _quantized(request, random, dtype)
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_memory_bytes()

@@ -18,6 +18,7 @@ from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
+from adjoint.formats import rwkv7
 from adjoint.formats.folders import refuse_adapter
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
@@ -117,13 +118,14 @@ def main(argv: list[str]) -> int:
 
 
 def load(run: str, device: torch.device, precision: str, trust_remote_code: bool = False) -> Loaded:
-    """Load a run's newest checkpoint, or a folder of transformers, or a model of the Hugging Face hub.
+    """Load a run's newest checkpoint, a folder of transformers, an RWKV-7 file or a model of the hub.
 
     Raises:
         UserError: it is none of these.
     """
     if (folder := _model_folder(run)) is not None:
-        _refuse_caduceus(run, Path(folder) / "config.json")
+        if not rwkv7.is_file(folder):
+            _refuse_caduceus(run, Path(folder) / "config.json")
         from adjoint.train.pretrained import load as load_pretrained
 
         module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval", None, device)
@@ -182,7 +184,7 @@ def _model_folder(run: str) -> str | None:
     names a run."""
     if Path(run).exists() or (RUNS / run).exists():
         refuse_adapter(Path(run), "adjoint eval")
-        return run if (Path(run) / "config.json").is_file() else None
+        return run if (Path(run) / "config.json").is_file() or rwkv7.is_file(run) else None
     if run.count("/") != 1 or Path(run).parent == RUNS:
         return None
     from adjoint.train.pretrained import folder_of
