@@ -203,12 +203,12 @@ def take_from(tensor: Tensor, spans: Sequence[range], filler: int = 0) -> Take:
     flat = tensor.flatten()
 
     def take(rows: Sequence[int], start: int, stop: int) -> Tensor:
-        taken = [
+        pieces = [
             flat[spans[row].start + start : min(spans[row].start + stop, spans[row].stop)] for row in rows
         ]
-        if all(len(tokens) == stop - start for tokens in taken):
-            return torch.stack(taken)
-        return torch.nn.utils.rnn.pad_sequence(taken, batch_first=True, padding_value=filler)
+        if all(len(tokens) == stop - start for tokens in pieces):
+            return torch.stack(pieces)
+        return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=filler)
 
     return take
 

@@ -54,6 +54,7 @@ CHECKED = (
     "methods or chunk sizes",
     "tokens",
     "states of torch's random number generator",
+    "modes: with gradients and without (torch.no_grad)",
 )
 
 
@@ -170,8 +171,8 @@ class TensorParallel:
         dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
-    def check_same(self, batch: Batch, spec: EngineSpec) -> None:
-        """Check that all ranks have the same rows and chunks.
+    def check_same(self, batch: Batch, spec: EngineSpec, has_gradients: bool) -> None:
+        """Check that all ranks have the same rows and chunks, and a backward or none.
 
         Raises:
             UserError: they differ; without the check collectives would not meet, or mix tokens.
@@ -179,7 +180,7 @@ class TensorParallel:
         ids = batch.ids
         drawn = torch.get_rng_state() if spec.backward.drop_probability else None
         tokens = digest([ids, batch.labels, batch.seq_idx])
-        numbers = *ids.shape, zlib.crc32(repr(spec).encode()), tokens, digest([drawn])
+        numbers = *ids.shape, zlib.crc32(repr(spec).encode()), tokens, digest([drawn]), has_gradients
         low = torch.tensor(numbers, device=ids.device)
         high = low.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=self.group)
@@ -488,6 +489,7 @@ class TensorParallelAccess(ParameterAccess):
     ) -> None:
         super().__init__(model, root, backward_context)
         self.split: TensorParallel = vars(self.model)["tensor_parallel"]
+        self.has_gradients = torch.is_grad_enabled()  # of the caller, as the step's forward runs without
         self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
 
     @classmethod
@@ -505,7 +507,7 @@ class TensorParallelAccess(ParameterAccess):
                 differ.
         """
         refuse_budget(spec.storage.memory, "ranks that split a stack")
-        self.split.check_same(batch, spec)
+        self.split.check_same(batch, spec, self.has_gradients)
         modules, device = self.model.named_modules(), batch.ids.device
         refuse_different_models(modules, self.split.group, device, "ranks that split a stack")
         return spec

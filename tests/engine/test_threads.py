@@ -54,16 +54,16 @@ def subnormals() -> int:
 class Noted(torch.autograd.Function):
     """The identity, which notes the number of `subnormals` in forward and backward."""
 
-    seen: ClassVar[list[int]] = []
+    counts: ClassVar[list[int]] = []
 
     @staticmethod
     def forward(_: object, x: Tensor) -> Tensor:
-        Noted.seen.append(subnormals())
+        Noted.counts.append(subnormals())
         return x.clone()
 
     @staticmethod
     def backward(_: object, gradient: Tensor) -> Tensor:
-        Noted.seen.append(subnormals())
+        Noted.counts.append(subnormals())
         return gradient
 
 
@@ -81,11 +81,11 @@ def test_chunks_are_computed_without_subnormal_numbers(flushes_before: bool) -> 
     torch.set_flush_denormal(flushes_before)
     try:
         for _ in range(2):  # the first call is compared with the function's own
-            Noted.seen.clear()
+            Noted.counts.clear()
             y, _ = adjoint.checkpoint_sequence(noted, x, torch.zeros(1), chunk_size=2)
             y.sum().backward()
-        assert len(Noted.seen) > 8
-        assert set(Noted.seen) == {0}
+        assert len(Noted.counts) > 8
+        assert set(Noted.counts) == {0}
         assert (subnormals() == 0) == flushes_before
     finally:
         torch.set_flush_denormal(False)

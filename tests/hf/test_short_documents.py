@@ -104,7 +104,7 @@ def test_adapters_with_dropout_too(computed: list[int]) -> None:
 
 
 def test_a_document_may_predict_the_first_token_of_the_next() -> None:
-    """As transformers' loss counts it, where its label counts."""
+    """Its label counts where transformers' own loss counts it."""
     model, (inputs, _) = make("LlamaForCausalLM"), packed(1)
     got, expected = (
         with_gradients(wrapped, wrapped(**inputs, labels=inputs["input_ids"]).loss)
