@@ -103,8 +103,8 @@ def test_adapters_with_dropout_too(computed: list[int]) -> None:
     assert len(computed) <= 7 and loss.isfinite() and all(g.isfinite().all() for g in gradients.values())
 
 
-    """The label of a next document counts where transformers' own loss counts it."""
-    """Its label counts where transformers' own loss counts it."""
+def test_a_document_may_predict_the_first_token_of_the_next() -> None:
+    """The label of that token counts where transformers' own loss counts it."""
     model, (inputs, _) = make("LlamaForCausalLM"), packed(1)
     got, expected = (
         with_gradients(wrapped, wrapped(**inputs, labels=inputs["input_ids"]).loss)
