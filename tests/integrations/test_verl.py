@@ -21,6 +21,7 @@ from tests.integrations.chunk_counter import count_chunks
 from tests.ranks import on_ranks
 
 pytest.importorskip("verl")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "integrations"
 LENGTHS, PROMPT = ([53, 21], [30, 17]), 5  # of each rank's rows
 
 
@@ -121,3 +122,19 @@ def compared(name: str) -> None:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM"])  # verl pins a transformers without recurrent ones
 def test_the_engine_computes_by_chunks_what_it_computes_without(name: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, compared, name, timeout=200)
+
+
+def test_verl_reads_the_example() -> None:
+    """verl's own checks pass, and what its engines get is what our module asks for."""
+    import hydra
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    with hydra.initialize_config_dir(str(EXAMPLES), version_base=None):
+        config = hydra.compose("verl", overrides=["hydra.searchpath=[pkg://verl.trainer.config]"])
+    validate_config(config, use_reference_policy=True, use_critic=False)
+    parts = config.actor_rollout_ref
+    assert parts.model.external_lib == "adjoint.integrations.verl"
+    actor = omega_conf_to_dataclass(parts.actor)
+    assert actor.engine.strategy == parts.ref.strategy == "fsdp2"
+    assert not actor.calculate_entropy and actor.entropy_coeff == 0
+    assert not parts.model.use_remove_padding and not parts.model.use_fused_kernels
