@@ -17,11 +17,16 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="this process interprets ker
 
 FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("operations", "norm", "trial")]
 PARTS = ["selective_scan", "ssd_scan", "not selective_scan and not ssd_scan"]
+LONG = "dplr_delta_rule"  # takes as long as all others
 
 
 @pytest.mark.parametrize(
     ("marks", "part"),
-    [("not slow", ""), *(pytest.param("slow", f"and ({part})", marks=pytest.mark.slow) for part in PARTS)],
+    [
+        ("not slow", f"and not {LONG}"),
+        pytest.param("not slow", f"and {LONG}", marks=pytest.mark.slow),
+        *(pytest.param("slow", f"and ({part})", marks=pytest.mark.slow) for part in PARTS),
+    ],
 )
 def test_under_the_interpreter(marks: str, part: str) -> None:
     how = "-q", "-x", "-p", "no:cacheprovider", "-m", marks, "-k", f"triton {part}"
