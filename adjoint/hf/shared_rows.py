@@ -20,6 +20,7 @@ from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, make_chunk_cache
 from adjoint.hf.call import Call
+from adjoint.hf.embedding_noise import has_embedding_noise
 from adjoint.hf.head import custom_loss_function
 from adjoint.hf.kernels.topk import key_pickers
 from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forwards
@@ -27,8 +28,6 @@ from adjoint.hf.stage import Backbone
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.verification import Verification
 from adjoint.parallel.access import tensor_parallel_groups
-
-LEAST_TOKENS = 2  # of a call that goes on: transformers takes a single token for decoding
 
 
 def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
@@ -74,9 +73,12 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
 
 
 def _short_documents(call: Call, verification: Verification) -> list[Segment] | None:
-    """Return the segments of a call's packed documents side by side; None if that saves less than half of the
-    chunks, or gradients are truncated at places that follow from the row."""
-    if call.mask is not None or len(call.starts[0]) < 2:
+    """Return the segments of a call's packed documents side by side.
+
+    None if that saves less than half of the chunks, or where results depend on the row: gradients are
+    truncated at its places, noise on embeddings is smaller in a longer one."""
+    has_documents = any(len(starts) > 1 for starts in call.starts)
+    if call.mask is not None or not has_documents or has_embedding_noise(call.model):
         return None
     rows, seqlen = call.ids.shape
     are_joined = len(set(call.starts)) > 1
@@ -105,7 +107,7 @@ def halves_tokens(call: Call) -> bool:
 
 def _plan(call: Call) -> list[Segment] | None:
     """Return the segments of a call by its tokens alone."""
-    if call.ids.shape[1] < shared_prefix.MIN_SHARED_TOKENS + LEAST_TOKENS:
+    if call.ids.shape[1] < shared_prefix.MIN_SHARED_TOKENS + short_documents.MIN_TOKENS:
         return None
     if (spans := _spans(call)) is None or len(spans) < 2:
         return None
@@ -116,7 +118,7 @@ def _plan(call: Call) -> list[Segment] | None:
         stops = (seqlen - (call.mask.flip(1).cumsum(1) == 0).sum(1)).tolist()
     ids = shared_prefix.take_from(call.ids, spans)
     return shared_prefix.plan(
-        Rows(ids, _targets_in(call, spans), _padding_at_left(call), stops, ends, LEAST_TOKENS)
+        Rows(ids, _targets_in(call, spans), _padding_at_left(call), stops, ends, short_documents.MIN_TOKENS)
     )
 
 

@@ -127,6 +127,10 @@ def test_documents_run_one_after_another_where_results_would_differ(computed: li
     assert steps(adjoint.wrap(copy.deepcopy(model), Truncated(window=8, chunk_size=8))) == 1
     assert steps(adjoint.wrap(copy.deepcopy(model), Exact(chunk_size=16)), use_cache=True) == 1
     assert steps(adjoint.wrap(copy.deepcopy(model), Exact(chunk_size=2))) == 1
+    noisy = adjoint.wrap(copy.deepcopy(model), Exact(chunk_size=16))
+    assert steps(noisy) > 1
+    noisy.get_input_embeddings().neftune_noise_alpha = 5.0
+    assert steps(noisy.train()) == 1
     assert steps(adjoint.wrap(make("MixtralForCausalLM", output_router_logits=True), Exact(16))) == 1
 
 
