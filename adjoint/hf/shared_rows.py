@@ -13,13 +13,13 @@ from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.engine import shared_prefix, short_documents
-from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.engine.grid import BackwardSpec
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, make_chunk_cache
 from adjoint.hf.call import Call
+from adjoint.hf.documents import join_rows
 from adjoint.hf.embedding_noise import has_embedding_noise
 from adjoint.hf.head import custom_loss_function
 from adjoint.hf.kernels.topk import key_pickers
@@ -80,18 +80,15 @@ def _short_documents(call: Call, verification: Verification) -> list[Segment] | 
     has_documents = any(len(starts) > 1 for starts in call.starts)
     if call.mask is not None or not has_documents or has_embedding_noise(call.model):
         return None
-    rows, seqlen = call.ids.shape
-    are_joined = len(set(call.starts)) > 1
-    rows, seqlen = (1, rows * seqlen) if are_joined else (rows, seqlen)
-    method = verification.wrap_state.method
-    default = chunk_size_on(call.ids.device, verification.sizes, rows, seqlen, method.checkpoints)
-    spec = method.model_spec(seqlen, default)
+    tensors, starts = join_rows({"ids": call.ids}, call.starts)
+    rows, seqlen = tensors["ids"].shape
+    spec = verification.chunk_spec(tensors["ids"], starts)
     if spec.backward != BackwardSpec():
         return None
     lengths = [len(span) for span in shared_prefix.spans_of(call.starts, call.ids.shape[1])]
-    chunks = sum(-(-length // spec.chunk_size) for length in lengths) / rows
-    segments = short_documents.side_by_side(lengths, spec.chunk_size * rows)
-    return segments if 2 * sum(-(-s.tokens // (spec.chunk_size * rows)) for s in segments) <= chunks else None
+    chunk_tokens, chunks = spec.chunk_size * rows, len(spec.cuts(seqlen)) - 1
+    segments = short_documents.side_by_side(lengths, chunk_tokens)
+    return segments if 2 * sum(-(-s.tokens // chunk_tokens) for s in segments) <= chunks else None
 
 
 def halves_tokens(call: Call) -> bool:

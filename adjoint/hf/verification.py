@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.engine import verification as harness
-from adjoint.engine.chunk_size import Sizes
+from adjoint.engine.chunk_size import Sizes, at_most, chunk_size_on
+from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.module_tensors import UntrainedTensors
@@ -78,6 +80,7 @@ from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.precision import full_float32
 from adjoint.parallel.access import tensor_parallel_groups
 from adjoint.parallel.agreement import describe, digest, refuse_different_models
+from adjoint.parallel.context import ranks_of
 from adjoint.parallel.split_tensors import local
 
 T = TypeVar("T")
@@ -196,6 +199,19 @@ class Verification:
         features = self.compute_once("features", kept_features, self.model)
         width = getattr(backbone_of(self.model).config.get_text_config(), "hidden_size", Sizes.width)
         return sizes_of(features, self.slots, element, width, self.access_kind.copies_from_host)
+
+    def chunk_spec(self, ids: Tensor, starts: tuple[int, ...]) -> EngineSpec:
+        """Return the spec of a batch's chunks, for `Exact` or `Truncated`.
+
+        Args:
+            ids: (batch, seqlen), or embeddings (batch, seqlen, hidden_size).
+            starts: first tokens of the documents, at which chunks are cut.
+        """
+        method, group, (rows, seqlen) = self.wrap_state.method, self.wrap_state.group, ids.shape[:2]
+        size = chunk_size_on(ids.device, self.sizes, rows, seqlen, method.checkpoints)
+        if group is not None:
+            size = at_most(size, seqlen, ranks_of(group))
+        return method.model_spec(seqlen, size, starts)
 
 
 def verification_of(model: PreTrainedModel) -> Verification:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from adjoint.batch import Batch
-from adjoint.engine.chunk_size import at_most, chunk_size_on
 from adjoint.engine.continuation import goes_on_from
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates, hidden_by_chunks
@@ -456,10 +455,7 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     """
     batch, starts = call.batch()
     model, method, group = call.model, verification.wrap_state.method, verification.wrap_state.group
-    size = chunk_size_on(batch.ids.device, verification.sizes, batch.rows, batch.seqlen, method.checkpoints)
-    if group is not None:
-        size = at_most(size, batch.seqlen, ranks_of(group))
-    regular = method.model_spec(batch.seqlen, size, starts)
+    regular = verification.chunk_spec(batch.ids, starts)
     spec = move_edges_out_of_blocks(model, regular, batch)
     drops = regular.backward.drop_every is not None
     if spec is not regular and (drops or verification.access_kind.is_collective or group is not None):
