@@ -161,14 +161,21 @@ class _Fields:
         _function(name, dtype)(ctypes.byref(self.struct), *flags)
 
 
-def _scan_interval(d_state: int) -> int:
-    """Tokens between saved states: a segment's states fit the second-level cache; longer for a larger state,
-    to save fewer."""
+def _selective_interval(d_state: int) -> int:
+    """Tokens between the saved states of a selective scan: what is kept of a segment fits the first-level
+    cache; longer for a larger state, to save fewer."""
+    return max(32, d_state)
+
+
+def _ssd_interval(d_state: int) -> int:
+    """Tokens between the saved states of an SSD scan: some blocks of the matrix products; longer for a larger
+    state, to save fewer."""
     return max(64, d_state)
 
 
-def _scan_fields(u: Tensor, headdim: int, nheads: int, ngroups: int, d_state: int, threads: int) -> _Fields:
-    numbers = u.shape[0], u.shape[1], nheads, headdim, ngroups, d_state, _scan_interval(d_state), threads
+def _scan_fields(u: Tensor, heads: tuple[int, int, int], d_state: int, interval: int, threads: int) -> _Fields:
+    """Fields for u of (batch, seqlen, …), whose heads are their number, size and groups."""
+    numbers = u.shape[0], u.shape[1], *heads, d_state, interval, threads
     return _Fields(_ScanArgs(*numbers))
 
 
@@ -181,15 +188,15 @@ def _threads(units: int, work: int) -> int:
     return max(1, min(torch.get_num_threads(), units, work // ELEMENTS_A_THREAD))
 
 
-def _saved_shape(x: Tensor, nheads: int, headdim: int, d_state: int) -> tuple[int, ...]:
+def _saved_shape(x: Tensor, nheads: int, headdim: int, d_state: int, interval: int) -> tuple[int, ...]:
     """States of a scan before each segment, channels in vectors: (batch, segments, blocks, d_state,
     lanes)."""
-    segments = -(-x.shape[1] // _scan_interval(d_state))
+    segments = -(-x.shape[1] // interval)
     return x.shape[0], segments, _blocks(nheads, headdim, x.dtype), d_state, _lanes(x.dtype)
 
 
 def selective_scan_saved_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
-    return _saved_shape(u, 1, A.shape[0], A.shape[1])
+    return _saved_shape(u, 1, *A.shape, _selective_interval(A.shape[1]))
 
 
 def selective_scan_forward(
@@ -198,7 +205,8 @@ def selective_scan_forward(
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     blocks = _blocks(1, d_inner, u.dtype)
-    f = _scan_fields(u, d_inner, 1, 1, d_state, _threads(batch * blocks, u.numel() * d_state))
+    threads = _threads(batch * blocks, u.numel() * d_state)
+    f = _scan_fields(u, (1, d_inner, 1), d_state, _selective_interval(d_state), threads)
     y = u.new_empty(batch, seqlen, d_inner)
     final_state = u.new_empty(batch, d_inner, d_state)
     checkpoints = _aligned(selective_scan_saved_shape(u, A), u.dtype) if save else None
@@ -231,7 +239,7 @@ def selective_scan_backward(
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     threads = _threads(batch * _blocks(1, d_inner, u.dtype), u.numel() * d_state)
-    f = _scan_fields(u, d_inner, 1, 1, d_state, threads)
+    f = _scan_fields(u, (1, d_inner, 1), d_state, _selective_interval(d_state), threads)
     du, ddelta = (u.new_empty(batch, seqlen, d_inner) for _ in range(2))
     dz = None if z is None else u.new_empty(batch, seqlen, d_inner)
     dB, dC = _partials(f, u, batch, seqlen, 1, d_state)
@@ -271,7 +279,7 @@ def _effective(window: int | None, seqlen: int) -> int:
 
 
 def ssd_scan_saved_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
-    return _saved_shape(x, x.shape[2], x.shape[3], B.shape[-1])
+    return _saved_shape(x, x.shape[2], x.shape[3], B.shape[-1], _ssd_interval(B.shape[-1]))
 
 
 def _runs_by_blocks(x: Tensor, d_state: int) -> bool:
@@ -287,7 +295,8 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     by_blocks = _runs_by_blocks(x, d_state)
     d = step_size(dt, dt_bias, dt_softplus)
     units = batch * (nheads if by_blocks else _blocks(nheads, headdim, x.dtype))
-    f = _scan_fields(x, headdim, nheads, ngroups, d_state, _threads(units, x.numel() * d_state))
+    threads = _threads(units, x.numel() * d_state)
+    f = _scan_fields(x, (nheads, headdim, ngroups), d_state, _ssd_interval(d_state), threads)
     y = x.new_empty(batch, seqlen, nheads, headdim)
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
@@ -331,7 +340,7 @@ def ssd_scan_backward(
     d = step_size(dt, dt_bias, dt_softplus)
     blocks = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
     threads = _threads(batch * blocks, x.numel() * d_state)
-    f = _scan_fields(x, headdim, nheads, ngroups, d_state, threads)
+    f = _scan_fields(x, (nheads, headdim, ngroups), d_state, _ssd_interval(d_state), threads)
     dx = x.new_empty(batch, seqlen, nheads, headdim)
     dd, dexponent = (x.new_empty(batch, seqlen, blocks) for _ in range(2))
     dB, dC = _partials(f, x, batch, seqlen, ngroups, d_state)

@@ -15,6 +15,8 @@
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
+#define ALWAYS_INLINE_LAMBDA __attribute__((always_inline))
+#define NEVER_INLINE __attribute__((noinline))  // for a loop that needs all registers
 
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64, REGISTERS = 32;
@@ -42,10 +44,14 @@ template <class T> ALWAYS_INLINE V<T> splat(T x) { return x - V<T>{}; }
 
 // Channels past `width` (the tail of d_inner) read as zero and are never written.
 template <class T> ALWAYS_INLINE V<T> load(const T* p, int width) {
-  V<T> v{};
-  if (width == Vec<T>::L) std::memcpy(&v, p, VECTOR_BYTES);
-  else std::memcpy(&v, p, width * sizeof(T));
-  return v;
+  V<T> v;
+  if (width == Vec<T>::L) {
+    std::memcpy(&v, p, VECTOR_BYTES);
+    return v;
+  }
+  V<T> tail{};
+  std::memcpy(&tail, p, width * sizeof(T));
+  return tail;
 }
 template <class T> ALWAYS_INLINE void store(T* p, V<T> v, int width) {
   if (width == Vec<T>::L) std::memcpy(p, &v, VECTOR_BYTES);
@@ -150,24 +156,38 @@ template <class W> ALWAYS_INLINE W exp2_lanes(W x) {
 template <class T> ALWAYS_INLINE V<T> exp2v(V<T> x) { return exp2_lanes(x); }
 constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 
+// a / b for b from 1 to 3. With AVX-512 a division takes as long as 30 products: there from the estimated reciprocal, by
+// a Newton step and the remainder, which rounds as division does but for a few last digits.
+template <class T> ALWAYS_INLINE V<T> quotient(V<T> a, V<T> b) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(T) == 4) {
+    V<T> r = (V<T>)_mm512_rcp14_ps((__m512)b);
+    r += r * (1 - b * r);
+    const V<T> q = a * r;
+    return q + r * (a - q * b);
+  }
+#endif
+  return a / b;
+}
 // log1p on [0, 1] as 2 artanh(y / (2 + y)): a series in s^2 <= 1/9, accurate down to tiny y.
 template <class T> ALWAYS_INLINE V<T> log1p01(V<T> y) {
-  V<T> s = y / (2 + y), q = s * s;
+  V<T> s = quotient<T>(y, 2 + y), q = s * s;
   constexpr int terms = sizeof(T) == 4 ? 8 : 17;
   V<T> p = splat<T>(T(1) / (2 * terms + 1));
+#pragma GCC unroll 20  // or the coefficients would be divisions
   for (int k = terms - 1; k >= 0; k--) p = p * q + T(1) / (2 * k + 1);
   return 2 * s * p;
 }
 template <class T> ALWAYS_INLINE V<T> sigmoidv(V<T> x) {
   V<T> e = exp2v<T>((x < 0 ? x : -x) * T(LOG2E));
-  return (x < 0 ? e : splat<T>(1)) / (1 + e);
+  return quotient<T>(x < 0 ? e : splat<T>(1), 1 + e);
 }
 // softplus and its derivative, with torch's rule that it is the identity above 20.
 template <class T> ALWAYS_INLINE void softplusv(V<T> x, V<T>& value, V<T>& slope) {
   V<T> e = exp2v<T>((x < 0 ? x : -x) * T(LOG2E));
   V<T> soft = (x < 0 ? splat<T>(0) : x) + log1p01<T>(e);
   value = x > 20 ? x : soft;
-  slope = x > 20 ? splat<T>(1) : (x < 0 ? e : splat<T>(1)) / (1 + e);
+  slope = x > 20 ? splat<T>(1) : quotient<T>(x < 0 ? e : splat<T>(1), 1 + e);
 }
 
 // With OpenMP the loaded library shares torch's thread pool (same soname, so one runtime), whose workers would

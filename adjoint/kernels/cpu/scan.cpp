@@ -7,6 +7,11 @@
 // summed across lanes in the inner loop. Time is cut into segments of `interval` tokens: forward saves
 // the state before each segment, backward recomputes a segment's states into cache and sweeps it in reverse.
 //
+// A segment is computed for BATCH vectors of channels: first what is the same for all states (step sizes, gates),
+// token by token, so that memory is read by rows; then, for STATES of the d_state states at a time, the recurrence
+// over the whole segment, with states in registers; then what is left for each token. Outputs and the sums over states
+// are added up between the passes over the states.
+//
 // Adjoint (mu is the accumulated adjoint state, g_t = dy_t C_t):   mu_t = g_t + a_{t+1} mu_{t+1}.
 // With a window W, mu_t sums only g_t .. g_{t+W-1}: blocks of W tokens, a suffix scan (R, S) inside the block
 // and a prefix scan (P) in the next one, joined as mu_t = R_t + S_t P_{t+W-1}. No subtraction, no division.
@@ -14,32 +19,39 @@
 
 namespace {
 
+constexpr int64_t BATCH = 8;  // their rows fit the second-level cache
+constexpr int STATES = 4;     // their decays, states and sums over a segment fit the first-level cache
+
 struct Block { int64_t index, channel, head, group; int width; };  // up to L channels of one head
 
-template <class T, int NS, bool SSD> struct Scan {
+template <class T, bool SSD> struct Scan {
   typedef V<T> Vt;
   static constexpr int L = Vec<T>::L;
   const ScanArgs& s;
-  const int64_t segments, blocks_per_head, blocks;
+  const int64_t N, K, segments;
+  std::vector<Block> block;
+  const int64_t blocks;
 
+  static std::vector<Block> blocks_of(const ScanArgs& s) {
+    std::vector<Block> all;
+    for (int64_t head = 0; head < s.nheads; head++)
+      for (int64_t first = 0; first < s.headdim; first += L)
+        all.push_back({int64_t(all.size()), head * s.headdim + first, head, head / (s.nheads / s.ngroups),
+                       int(s.headdim - first < L ? s.headdim - first : L)});
+    return all;
+  }
   explicit Scan(const ScanArgs& args)
-      : s(args), segments((args.seqlen + args.interval - 1) / args.interval),
-        blocks_per_head((args.headdim + L - 1) / L), blocks(blocks_per_head * args.nheads) {}
+      : s(args), N(args.d_state), K(args.interval), segments((args.seqlen + args.interval - 1) / args.interval),
+        block(blocks_of(args)), blocks(block.size()) {}
 
-  // a function, so that the compiler sees a constant and keeps states in registers
-  ALWAYS_INLINE int64_t states() const { return NS ? NS : s.d_state; }
-  Block block(int64_t i) const {
-    int64_t head = i / blocks_per_head, first = (i % blocks_per_head) * L;
-    int64_t left = s.headdim - first;
-    return {i, head * s.headdim + first, head, head / (s.nheads / s.ngroups), int(left < L ? left : L)};
+  int64_t segment_end(int64_t segment) const {
+    return (segment + 1) * K < s.seqlen ? (segment + 1) * K : s.seqlen;
   }
   Vt* checkpoint(int64_t b, int64_t segment, int64_t i) const {
-    const int64_t N = states();
     return (Vt*)s.checkpoints + ((b * segments + segment) * blocks + i) * N;
   }
   // (channels, d_state) rows <-> one vector of channels for each state
   void gather(const void* rows, Vt* out, int64_t b, const Block& k, T factor) const {
-    const int64_t N = states();
     const T* p = (const T*)rows + (b * s.nheads * s.headdim + k.channel) * N;
     for (int64_t n = 0; n < N; n++) {
       out[n] = Vt{};
@@ -47,7 +59,6 @@ template <class T, int NS, bool SSD> struct Scan {
     }
   }
   void scatter(void* rows, const Vt* in, int64_t b, const Block& k) const {
-    const int64_t N = states();
     T* p = (T*)rows + (b * s.nheads * s.headdim + k.channel) * N;
     for (int64_t n = 0; n < N; n++)
       for (int l = 0; l < k.width; l++) p[l * N + n] = in[n][l];
@@ -55,83 +66,146 @@ template <class T, int NS, bool SSD> struct Scan {
   ALWAYS_INLINE Vt channels(const void* p, int64_t b, const Block& k) const {
     return p ? load<T>((const T*)p + b * s.nheads * s.headdim + k.channel, k.width) : Vt{};
   }
+  ALWAYS_INLINE Vt channels(const Rows& rows, int64_t b, int64_t t, const Block& k) const {
+    return load<T>(row<T>(rows, b, t) + k.channel, k.width);
+  }
+  ALWAYS_INLINE const T* states(const Rows& rows, int64_t b, int64_t t, const Block& k) const {  // of B or C
+    return row<T>(rows, b, t) + k.group * N;
+  }
   // Whether nothing is carried to token t: there a NaN before it must not be multiplied by 0, but left out. Mamba-2's
   // caller says it by a decay of 0.
   ALWAYS_INLINE bool dropped(int64_t b, int64_t t, T head_decay) const {
     return SSD ? head_decay == 0 : s.reset && s.reset[b * s.seqlen + t];
   }
-
   ALWAYS_INLINE void step_size(int64_t b, int64_t t, const Block& k, Vt bias, Vt& delta, Vt& slope) const {
+    slope = splat<T>(1);
     if (SSD) {
       delta = splat<T>(row<T>(s.delta, b, t)[k.head]);
-      slope = splat<T>(1);
       return;
     }
-    Vt raw = load<T>(row<T>(s.delta, b, t) + k.channel, k.width) + bias;
-    if (s.softplus) softplusv<T>(raw, delta, slope);
-    else { delta = raw; slope = splat<T>(1); }
-  }
-  // a_t of state n: A2 holds A log2(e)
-  ALWAYS_INLINE Vt decay(const Vt* A2, int64_t n, Vt delta, T head_decay) const {
-    return SSD ? splat<T>(head_decay) : exp2v<T>(delta * A2[n]);
+    delta = channels(s.delta, b, t, k) + bias;
+    if (s.softplus) softplusv<T>(delta, delta, slope);
   }
   ALWAYS_INLINE T head_decay(int64_t b, int64_t t, const Block& k) const {
     return SSD ? row<T>(s.decay, b, t)[k.head] : T(0);
   }
+  // body(batch, its channels' blocks) for the blocks [first, last), each batch of one group of B and C
+  template <class F> void each_batch(int64_t first, int64_t last, F body) const {
+    for (int64_t i = first, stop; i < last; i = stop) {
+      const int64_t group = block[i].group;
+      for (stop = i; stop < last && stop < i + BATCH && block[stop].group == group;) stop++;
+      body(i, stop);
+    }
+  }
+  // body(b, first, last) for the part of each row of the batch that is this thread's: its blocks [first, last)
+  template <class F> void each_row(int64_t thread, F body) const {
+    const int64_t units = s.batch * blocks;
+    const int64_t lo = units * thread / s.threads, hi = units * (thread + 1) / s.threads;
+    for (int64_t b = lo / blocks; b < s.batch && b * blocks < hi; b++)
+      body(b, b * blocks < lo ? lo - b * blocks : 0, hi - b * blocks < blocks ? hi - b * blocks : blocks);
+  }
+  // body(first state, std::integral_constant of their number)
+  template <class F> ALWAYS_INLINE void each_states(F body) const {
+    int64_t n = 0;
+    for (; n + STATES <= N; n += STATES) body(n, std::integral_constant<int, STATES>());
+    for (; n < N; n++) body(n, std::integral_constant<int, 1>());
+  }
+
+  // What a token of one block of channels has in common for all states; from `slope` on only in the backward.
+  struct Token {
+    Vt delta, du, y, slope, dy, gate, from_B, from_a;
+    T decay;  // Mamba-2's
+    bool dropped;
+  };
+  // Asks for the rows that the next batch of channels reads, and for those that this one will write: the processor cannot
+  // foresee them, as a batch reads a short part of each row.
+  template <class... R> ALWAYS_INLINE void prefetch_next(int64_t b, int64_t t, const Block& k, const R&... read) const {
+    if (!SSD) ((read.data ? __builtin_prefetch(row<T>(read, b, t) + k.channel + BATCH * L, 0, 2) : void()), ...);
+  }
+  template <class... R>
+  ALWAYS_INLINE void prefetch_written(int64_t b, int64_t t, const Block& k, const R&... written) const {
+    if (!SSD) ((written.data ? __builtin_prefetch(row<T>(written, b, t) + k.channel, 1, 2) : void()), ...);
+  }
+  // What the states' recurrence needs of token t; leaves y = D u.
+  ALWAYS_INLINE void prepare(int64_t b, int64_t t, const Block& k, Token& x) const {
+    const Vt bias = channels(s.delta_bias, 0, k), D = channels(s.D, 0, k), u = channels(s.u, b, t, k);
+    step_size(b, t, k, bias, x.delta, x.slope);
+    x.du = x.delta * u, x.y = D * u;
+    x.decay = head_decay(b, t, k), x.dropped = dropped(b, t, x.decay);
+  }
+  // Runs NS states through a segment and adds C h to y. KEEPS: leaves in `kept` the states before the segment, then each
+  // token's decays and states.
+  template <int NS, bool KEEPS, bool ADDS_Y>
+  NEVER_INLINE void run_states(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, const Vt* A2,
+                               Vt* state, Vt* kept) const {
+    const int64_t begin = segment * K, end = segment_end(segment);
+    const T *B = states(s.B, b, begin, k) + n0, *C = states(s.C, b, begin, k) + n0;
+    Vt now[NS], rate[NS];
+    for (int n = 0; n < NS; n++) now[n] = state[n], rate[n] = SSD ? Vt{} : A2[n];
+    if (KEEPS) for (int n = 0; n < NS; n++) kept[n] = now[n];
+    for (int64_t t = begin; t < end; t++, x++, B += s.B.time_stride, C += s.C.time_stride) {
+      if (x->dropped) for (int n = 0; n < NS; n++) now[n] = Vt{};
+      const Vt delta = x->delta, du = x->du;
+      Vt y = ADDS_Y ? x->y : Vt{};
+#pragma GCC unroll 8
+      for (int n = 0; n < NS; n++) {
+        const Vt decay = SSD ? splat<T>(x->decay) : exp2v<T>(delta * rate[n]);
+        now[n] = decay * now[n] + du * B[n];
+        if (ADDS_Y) y += now[n] * C[n];
+        if (KEEPS && !SSD) kept[NS + n] = decay;
+        if (KEEPS) kept[2 * NS + n] = now[n];
+      }
+      if (ADDS_Y) x->y = y;
+      if (KEEPS) kept += 2 * NS;
+    }
+    if (!KEEPS) for (int n = 0; n < NS; n++) state[n] = now[n];
+  }
 
   // ------------------------------------------------------------------------------------------- forward
   void forward(int64_t thread) const {
-    const int64_t N = states();
     std::vector<Vt> state(blocks * N), A2(blocks * N);
-    const int64_t units = s.batch * blocks;
-    const int64_t lo = units * thread / s.threads, hi = units * (thread + 1) / s.threads;
-    for (int64_t b = lo / blocks; b < s.batch && b * blocks < hi; b++) {
-      const int64_t first = b * blocks < lo ? lo - b * blocks : 0;
-      const int64_t last = hi - b * blocks < blocks ? hi - b * blocks : blocks;
+    std::vector<Token> tokens(BATCH * K);
+    each_row(thread, [&](int64_t b, int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) {
-        Block k = block(i);
+        const Block& k = block[i];
         if (!SSD) gather(s.A, &A2[i * N], 0, k, T(LOG2E));
         if (s.initial_state) gather(s.initial_state, &state[i * N], b, k, T(1));
         else for (int64_t n = 0; n < N; n++) state[i * N + n] = Vt{};
       }
       for (int64_t segment = 0; segment < segments; segment++)
-        for (int64_t i = first; i < last; i++) {
-          if (s.checkpoints) std::memcpy((void*)checkpoint(b, segment, i), (void*)&state[i * N], N * sizeof(Vt));
-          forward_segment(b, segment, block(i), &A2[i * N], &state[i * N]);
-        }
+        each_batch(first, last, [&](int64_t i0, int64_t stop) {
+          for (int64_t i = i0; s.checkpoints && i < stop; i++)
+            std::memcpy((void*)checkpoint(b, segment, i), (void*)&state[i * N], N * sizeof(Vt));
+          forward_segment(b, segment, i0, stop, A2.data(), state.data(), tokens.data());
+        });
       if (s.final_state)
-        for (int64_t i = first; i < last; i++) scatter(s.final_state, &state[i * N], b, block(i));
-    }
+        for (int64_t i = first; i < last; i++) scatter(s.final_state, &state[i * N], b, block[i]);
+    });
   }
-  void forward_segment(int64_t b, int64_t segment, Block k, const Vt* A2, Vt* state) const {
-    const int64_t N = states();
-    Vt h[NS ? NS : 1];
-    Vt* hp = NS ? h : state;
-    if (NS) for (int n = 0; n < NS; n++) h[n] = state[n];
-    const Vt bias = channels(s.delta_bias, 0, k), D = channels(s.D, 0, k);
-    const int64_t begin = segment * s.interval;
-    const int64_t end = begin + s.interval < s.seqlen ? begin + s.interval : s.seqlen;
-    for (int64_t t = begin; t < end; t++) {
-      Vt delta, slope;
-      step_size(b, t, k, bias, delta, slope);
-      const Vt u = load<T>(row<T>(s.u, b, t) + k.channel, k.width), du = delta * u;
-      const T *B = row<T>(s.B, b, t) + k.group * N, *C = row<T>(s.C, b, t) + k.group * N;
-      const T ha = head_decay(b, t, k);
-      if (dropped(b, t, ha)) for (int64_t n = 0; n < N; n++) hp[n] = Vt{};
-      Vt y = D * u, y2{};
-#pragma GCC unroll 4
-      for (int64_t n = 0; n < N; n++) {
-        hp[n] = decay(A2, n, delta, ha) * hp[n] + du * B[n];
-        if (n & 1) y2 += hp[n] * C[n]; else y += hp[n] * C[n];
+  void forward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, const Vt* A2, Vt* state,
+                       Token* tokens) const {
+    const int64_t begin = segment * K, end = segment_end(segment);
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t i = first; i < last; i++) {
+        prepare(b, t, block[i], tokens[(i - first) * K + t - begin]);
+        prefetch_next(b, t, block[i], s.u, s.delta, s.z);
+        prefetch_written(b, t, block[i], s.y);
       }
-      y += y2;
-      if (s.z.data) {
-        const Vt z = load<T>(row<T>(s.z, b, t) + k.channel, k.width);
-        y *= z * sigmoidv<T>(z);
+    for (int64_t i = first; i < last; i++)
+      each_states([&](int64_t n, auto count) {
+        run_states<count.value, false, true>(b, segment, block[i], n, tokens + (i - first) * K, A2 + i * N + n,
+                                             state + i * N + n, nullptr);
+      });
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t i = first; i < last; i++) {
+        const Block& k = block[i];
+        Vt y = tokens[(i - first) * K + t - begin].y;
+        if (s.z.data) {
+          const Vt z = channels(s.z, b, t, k);
+          y *= z * sigmoidv<T>(z);
+        }
+        store<T>(row<T>(s.y, b, t) + k.channel, y, k.width);
       }
-      store<T>(row<T>(s.y, b, t) + k.channel, y, k.width);
-    }
-    if (NS) for (int n = 0; n < NS; n++) state[n] = h[n];
   }
 
   // ------------------------------------------------------------------------------------------ backward
@@ -140,270 +214,267 @@ template <class T, int NS, bool SSD> struct Scan {
   // correction). And whether a document has begun, which ends the block's sums.
   struct Since { Vt total, low; bool cut; };
   struct Work {  // one thread's scratch
-    std::vector<Vt> h, a, dB, dC, P;           // (interval + 1 | interval, d_state)
-    std::vector<Vt> u, delta, slope, dy;       // (interval)
-    std::vector<Vt> A2, R, S, dA;              // (blocks, d_state); R and S carry over from segment to segment
-    std::vector<Vt> dD, dbias;                 // (blocks)
-    std::vector<Vt> prefix;                    // (segments, blocks, d_state): P before the segment's first need
-    std::vector<Since> since;                  // (segments, blocks)
-    std::vector<Vt> sums;                      // (d_state): the running P where it is too large for registers
-    std::vector<Vt> none;                      // (d_state): zeros, the state before a document
+    std::vector<Vt> kept;          // (STATES), then (interval, decays and states, STATES)
+    std::vector<Vt> P;             // (interval, STATES)
+    std::vector<Vt> dB_dC;         // (d_state / STATES, interval, dB and dC, STATES): sums over the channels
+    std::vector<Vt> A2, R, S, dA;  // (blocks, d_state); R and S carry over from segment to segment
+    std::vector<Vt> dfinal;        // (blocks, d_state), with a window
+    std::vector<Vt> dD, dbias;     // (blocks)
+    std::vector<Vt> prefix;        // (segments, blocks, d_state): P before the segment's first need
+    std::vector<Since> since;      // (segments, blocks)
+    std::vector<Token> tokens;     // (BATCH, interval)
+    struct Ahead { Vt since, dy; bool joins; };  // of the token W - 1 later; joins: P sums it
+    std::vector<Ahead> ahead;      // (BATCH, interval)
   };
 
-  ALWAYS_INLINE Vt output_cotangent(int64_t b, int64_t t, const Block& k) const {  // dL/dy_t before the gate
-    Vt dy = load<T>(row<T>(s.dy, b, t) + k.channel, k.width);
-    if (s.z.data) {
-      const Vt z = load<T>(row<T>(s.z, b, t) + k.channel, k.width);
-      dy *= z * sigmoidv<T>(z);
-    }
-    return dy;
+  // dL/dy_t before the gate; gate: of dz, what is to be multiplied by y
+  ALWAYS_INLINE Vt output_cotangent(int64_t b, int64_t t, const Block& k, Vt& gate) const {
+    const Vt dy = channels(s.dy, b, t, k);
+    if (!s.z.data) return dy;
+    const Vt z = channels(s.z, b, t, k), sig = sigmoidv<T>(z);
+    gate = dy * sig * (1 + z * (1 - sig));
+    return dy * (z * sig);
   }
-  // P_j from P_{j-1}.
-  ALWAYS_INLINE void prefix_step(int64_t b, int64_t j, const Block& k, const Vt* A2, Vt bias, const Vt* dfinal,
-                                 Vt* P, Since& since) const {
-    const int64_t N = states();
-    const bool first = j % s.window == 0, last = j == s.seqlen - 1;
-    if (first) {
+  // Takes token j into `since`; false where P does not sum it, behind a document's begin.
+  ALWAYS_INLINE bool advance(int64_t b, int64_t j, const Block& k, Vt bias, Since& since) const {
+    if (j % s.window == 0) {
       since = {splat<T>(SSD ? 1 : 0), Vt{}, false};
-      for (int64_t n = 0; n < N; n++) P[n] = Vt{};
-    } else if (SSD) {
-      const T ha = head_decay(b, j, k);
-      since.cut |= dropped(b, j, ha);
-      if (since.cut) return;
-      since.total *= ha;
+      return true;
+    }
+    const T decay = head_decay(b, j, k);
+    since.cut |= dropped(b, j, decay);
+    if (since.cut) return false;
+    if (SSD) {
+      since.total *= decay;
     } else {
-      since.cut |= dropped(b, j, 0);
-      if (since.cut) return;
       Vt delta, slope;
       step_size(b, j, k, bias, delta, slope);
       const Vt term = delta - since.low, total = since.total + term;
       since.low = (total - since.total) - term;
       since.total = total;
     }
-    const Vt dy = output_cotangent(b, j, k);
-    const T* C = row<T>(s.C, b, j) + k.group * N;
-    if (SSD) {
-      const Vt scaled = since.total * dy;
-      for (int64_t n = 0; n < N; n++) P[n] += scaled * C[n];
-      if (last) for (int64_t n = 0; n < N; n++) P[n] += since.total * dfinal[n];
-    } else {
-      for (int64_t n = 0; n < N; n++) P[n] += exp2v<T>(since.total * A2[n]) * (dy * C[n]);
-      if (last) for (int64_t n = 0; n < N; n++) P[n] += exp2v<T>(since.total * A2[n]) * dfinal[n];
+    return true;
+  }
+  // P_j of `count` states from P_{j-1}
+  ALWAYS_INLINE void add_to_prefix(int64_t j, Vt total, Vt dy, const T* C, const Vt* A2, const Vt* dfinal, Vt* P,
+                                   int64_t count) const {
+    for (int64_t n = 0; n < count; n++) {
+      const Vt through = SSD ? total : exp2v<T>(total * A2[n]);
+      P[n] += through * (dy * C[n]);
+      if (j == s.seqlen - 1) P[n] += through * dfinal[n];
+    }
+  }
+  // The prefix sums that segment [s, e) starts from: after token s + W - 2 (or after the last token).
+  void save_prefixes(int64_t b, const Block& k, Work& w) const {
+    const int64_t W = s.window;
+    const Vt *A2 = &w.A2[k.index * N], *dfinal = &w.dfinal[k.index * N], bias = channels(s.delta_bias, 0, k);
+    std::vector<Vt> P(N);
+    Since since{};
+    int64_t j = 0;
+    for (int64_t segment = 0; segment < segments; segment++) {
+      const int64_t end = segment * K + W - 1 < s.seqlen ? segment * K + W - 1 : s.seqlen;
+      const int64_t start = (end - 1) / W * W;  // P begins again with each block of W tokens
+      for (j = start > j ? start : j; j < end; j++) {
+        if (j % W == 0) std::fill(P.begin(), P.end(), Vt{});
+        Vt gate;
+        if (advance(b, j, k, bias, since))
+          add_to_prefix(j, since.total, output_cotangent(b, j, k, gate), states(s.C, b, j, k), A2, dfinal, P.data(), N);
+      }
+      std::memcpy((void*)&w.prefix[(segment * blocks + k.index) * N], (void*)P.data(), N * sizeof(Vt));
+      w.since[segment * blocks + k.index] = since;
     }
   }
 
   void backward(int64_t thread) const {
-    const int64_t N = states();
-    const int64_t K = s.interval;
-    const bool windowed = s.window > 0;
+    const bool windowed = s.window > 0, joined = s.window > 1;
     Work w;
-    for (auto* x : {&w.a, &w.dB, &w.dC, &w.P}) x->resize(K * N);
-    w.h.resize((K + 1) * N);
-    w.sums.resize(N);
-    w.none.resize(N);
-    for (auto* x : {&w.u, &w.delta, &w.slope, &w.dy}) x->resize(K);
-    for (auto* x : {&w.A2, &w.R, &w.S, &w.dA}) x->resize(blocks * N);
+    w.kept.resize((2 * K + 1) * STATES);
+    w.dB_dC.resize(2 * K * N);
+    w.tokens.resize(BATCH * K);
+    for (auto* x : {&w.A2, &w.R, &w.S, &w.dA, &w.dfinal}) x->resize(blocks * N);
     for (auto* x : {&w.dD, &w.dbias}) x->resize(blocks);
-    std::vector<Vt> dfinal(blocks * N);
-    if (windowed) w.prefix.resize(segments * blocks * N), w.since.resize(segments * blocks);
-    const int64_t units = s.batch * blocks;
-    const int64_t lo = units * thread / s.threads, hi = units * (thread + 1) / s.threads;
-    for (int64_t b = lo / blocks; b < s.batch && b * blocks < hi; b++) {
-      const int64_t first = b * blocks < lo ? lo - b * blocks : 0;
-      const int64_t last = hi - b * blocks < blocks ? hi - b * blocks : blocks;
+    if (joined) {
+      w.P.resize(K * STATES), w.ahead.resize(BATCH * K);
+      w.prefix.resize(segments * blocks * N), w.since.resize(segments * blocks);
+    }
+    each_row(thread, [&](int64_t b, int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) {
-        Block k = block(i);
+        const Block& k = block[i];
         if (!SSD) gather(s.A, &w.A2[i * N], 0, k, T(LOG2E));
-        for (int64_t n = 0; n < N; n++) w.dA[i * N + n] = w.R[i * N + n] = w.S[i * N + n] = dfinal[i * N + n] = Vt{};
-        if (s.dfinal_state) gather(s.dfinal_state, windowed ? &dfinal[i * N] : &w.R[i * N], b, k, T(1));
+        for (auto* x : {&w.dA, &w.R, &w.S, &w.dfinal}) std::fill_n(&(*x)[i * N], N, Vt{});
+        if (s.dfinal_state) gather(s.dfinal_state, windowed ? &w.dfinal[i * N] : &w.R[i * N], b, k, T(1));
         w.dD[i] = w.dbias[i] = Vt{};
-        if (s.window > 1) save_prefixes(b, k, &w.A2[i * N], &dfinal[i * N], w);
+        if (joined) save_prefixes(b, k, w);
       }
-      for (int64_t segment = segments - 1; segment >= 0; segment--) {
-        std::fill(w.dB.begin(), w.dB.end(), Vt{});
-        std::fill(w.dC.begin(), w.dC.end(), Vt{});
-        for (int64_t i = first; i < last; i++) {
-          Block k = block(i);
-          if (windowed) backward_segment<true>(b, segment, k, &dfinal[i * N], w);
-          else backward_segment<false>(b, segment, k, nullptr, w);
-          if (i + 1 == last || block(i + 1).group != k.group) flush(thread, b, segment, k.group, w);
-        }
-      }
+      for (int64_t segment = segments - 1; segment >= 0; segment--)
+        each_batch(first, last, [&](int64_t i0, int64_t stop) {
+          if (windowed) backward_segment<true>(b, segment, i0, stop, w);
+          else backward_segment<false>(b, segment, i0, stop, w);
+          const int64_t group = block[i0].group;
+          if (stop == last || block[stop].group != group) flush(thread, b, segment, group, w);
+        });
       for (int64_t i = first; i < last; i++) {
-        Block k = block(i);
+        const Block& k = block[i];
         if (!SSD) scatter(s.dA, &w.dA[i * N], b, k);
         const int64_t at = b * s.nheads * s.headdim + k.channel;
         if (s.dD) store<T>((T*)s.dD + at, w.dD[i], k.width);
         if (s.ddelta_bias) store<T>((T*)s.ddelta_bias + at, w.dbias[i], k.width);
         if (s.dinitial_state) {
-          Vt* out = &w.R[i * N];  // R = a_1 mu_1; with a window a_1 P_{W-2} (the virtual token 0)
-          if (windowed && s.window > 1) {
-            const Vt *P = &w.prefix[i * N], *S = &w.S[i * N];  // the first segment's P; S is a_1
-            for (int64_t n = 0; n < N; n++) out[n] = S[SSD ? 0 : n] * P[n];
-          } else if (windowed) {
-            for (int64_t n = 0; n < N; n++) out[n] = Vt{};
-          }
+          Vt* out = &w.R[i * N];  // R = a_1 mu_1; with a window a_1 P_{W-2} (the virtual token 0), where S is a_1
+          for (int64_t n = 0; windowed && n < N; n++) out[n] = joined ? times(w.S[i * N + n], w.prefix[i * N + n]) : Vt{};
           scatter(s.dinitial_state, out, b, k);
         }
       }
-    }
+    });
   }
-  // The prefix sums that segment [s, e) starts from: after token s + W - 2 (or after the last token).
-  void save_prefixes(int64_t b, const Block& k, const Vt* A2, const Vt* dfinal, Work& w) const {
-    const int64_t N = states(), W = s.window;
-    Vt sums[NS ? NS : 1];
-    Vt* P = NS ? sums : w.sums.data();
-    Since since;
-    const Vt bias = channels(s.delta_bias, 0, k);
-    int64_t j = 0;
-    for (int64_t segment = 0; segment < segments; segment++) {
-      const int64_t end = segment * s.interval + W - 1 < s.seqlen ? segment * s.interval + W - 1 : s.seqlen;
-      const int64_t start = (end - 1) / W * W;  // P begins again with each block of W tokens
-      for (j = start > j ? start : j; j < end; j++) prefix_step(b, j, k, A2, bias, dfinal, P, since);
-      std::memcpy((void*)&w.prefix[(segment * blocks + k.index) * N], (void*)P, N * sizeof(Vt));
-      w.since[segment * blocks + k.index] = since;
-    }
-  }
+  static ALWAYS_INLINE Vt times(Vt S, Vt P) { return S == 0 ? Vt{} : S * P; }  // P may be no number behind a cut
 
   template <bool WINDOWED>
-  void backward_segment(int64_t b, int64_t segment, Block k, const Vt* dfinal, Work& w) const {
-    const int64_t N = states();
-    const int64_t K = s.interval, begin = segment * K, W = s.window;
-    const int64_t end = begin + K < s.seqlen ? begin + K : s.seqlen, owned = s.seqlen - s.halo;
-    const Vt bias = channels(s.delta_bias, 0, k), D = channels(s.D, 0, k);
-    const Vt* A2 = &w.A2[k.index * N];
-    Vt *S = &w.S[k.index * N], *dA = &w.dA[k.index * N];
-
-    // 1. states of this segment again, and the gate's gradient
-    std::memcpy((void*)w.h.data(), (void*)checkpoint(b, segment, k.index), N * sizeof(Vt));
-    for (int64_t t = begin; t < end; t++) {
-      const int64_t q = t - begin;
-      Vt delta, slope;
-      step_size(b, t, k, bias, delta, slope);
-      const Vt u = load<T>(row<T>(s.u, b, t) + k.channel, k.width), du = delta * u;
-      const T *B = row<T>(s.B, b, t) + k.group * N, *C = row<T>(s.C, b, t) + k.group * N;
-      const T ha = head_decay(b, t, k);
-      const bool drop = dropped(b, t, ha);
-      const Vt* h0 = drop ? w.none.data() : &w.h[q * N];
-      Vt *h = &w.h[(q + 1) * N], *a = &w.a[q * N];
-      const bool gated = !SSD && s.z.data;  // only the gate's gradient needs y again
-      Vt y = D * u;
-      for (int64_t n = 0; n < N; n++) {
-        const Vt an = !SSD && drop ? Vt{} : decay(A2, n, delta, ha);
-        if (!SSD) a[n] = an;
-        const Vt hn = an * h0[n] + du * B[n];
-        h[n] = hn;
-        if (gated) y += hn * C[n];
+  void backward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Work& w) const {
+    const int64_t begin = segment * K, end = segment_end(segment), ahead = s.window - 1;
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t i = first; i < last; i++) {
+        const Block& k = block[i];
+        const int64_t q = (i - first) * K + t - begin;
+        Token& x = w.tokens[q];
+        prepare(b, t, k, x);
+        prefetch_next(b, t, k, s.u, s.delta, s.z, s.dy);
+        prefetch_written(b, t, k, s.du, s.ddelta, s.dz);
+        x.from_B = x.from_a = Vt{};
+        x.dy = output_cotangent(b, t, k, x.gate);
+        if (!WINDOWED || !ahead || t + ahead >= s.seqlen) continue;
+        Vt gate;
+        Since& since = w.since[segment * blocks + i];  // used in this segment only
+        const bool joins = advance(b, t + ahead, k, channels(s.delta_bias, 0, k), since);
+        w.ahead[q] = {since.total, output_cotangent(b, t + ahead, k, gate), joins};
       }
-      Vt dy = load<T>(row<T>(s.dy, b, t) + k.channel, k.width);
-      if (gated) {
-        const Vt z = load<T>(row<T>(s.z, b, t) + k.channel, k.width), sig = sigmoidv<T>(z);
-        Vt dz = dy * y * sig * (1 + z * (1 - sig));
-        if (t >= owned) dz = Vt{};
-        store<T>(row<T>(s.dz, b, t) + k.channel, dz, k.width);
-        dy *= z * sig;
+    each_states([&](int64_t n, auto count) {
+      constexpr int NS = count.value;
+      for (int64_t i = first; i < last; i++) {
+        const Block& k = block[i];
+        Token* x = &w.tokens[(i - first) * K];
+        const Vt* A2 = &w.A2[i * N + n];
+        Vt *state = checkpoint(b, segment, i) + n, *kept = w.kept.data();
+        // only the gate's gradient needs y again
+        if (s.z.data) run_states<NS, true, true>(b, segment, k, n, x, A2, state, kept);
+        else run_states<NS, true, false>(b, segment, k, n, x, A2, state, kept);
+        if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
+        sweep<NS, WINDOWED>(b, segment, k, n, x, w);
       }
-      w.u[q] = u; w.delta[q] = delta; w.slope[q] = slope; w.dy[q] = dy;
+    });
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t i = first; i < last; i++) finish(b, t, block[i], w.tokens[(i - first) * K + t - begin], w);
+  }
+  // The prefix sums P_{t+W-1} of NS states that the windows of this segment end in
+  template <int NS>
+  void run_prefixes(int64_t b, int64_t segment, const Block& k, int64_t n0, const typename Work::Ahead* x, Work& w) const {
+    const int64_t begin = segment * K, end = segment_end(segment);
+    const Vt *A2 = &w.A2[k.index * N + n0], *dfinal = &w.dfinal[k.index * N + n0];
+    Vt P[NS];
+    for (int n = 0; n < NS; n++) P[n] = w.prefix[(segment * blocks + k.index) * N + n0 + n];
+    for (int64_t t = begin; t < end; t++, x++) {
+      const int64_t j = t + s.window - 1;
+      if (j < s.seqlen && j % s.window == 0) for (int n = 0; n < NS; n++) P[n] = Vt{};
+      if (j < s.seqlen && x->joins) add_to_prefix(j, x->since, x->dy, states(s.C, b, j, k) + n0, A2, dfinal, P, NS);
+      for (int n = 0; n < NS; n++) w.P[(t - begin) * NS + n] = P[n];
     }
-    // 2. the prefix sums P_{t+W-1} that the windows of this segment end in
-    if (WINDOWED && W > 1) {
-      Vt sums[NS ? NS : 1];
-      Vt* P = NS ? sums : w.sums.data();
-      const Vt* saved = &w.prefix[(segment * blocks + k.index) * N];
-      for (int64_t n = 0; n < N; n++) P[n] = saved[n];
-      Since since = w.since[segment * blocks + k.index];
-      for (int64_t t = begin; t < end; t++) {
-        if (t + W - 1 < s.seqlen) prefix_step(b, t + W - 1, k, A2, bias, dfinal, P, since);
-        for (int64_t n = 0; n < N; n++) w.P[(t - begin) * N + n] = P[n];
-      }
-    }
-    // 3. the reverse sweep; the carry lives in registers where the state's size is known
-    Vt carry[NS ? NS : 1];
-    Vt* R = NS ? carry : &w.R[k.index * N];
-    if (NS) for (int n = 0; n < NS; n++) carry[n] = w.R[k.index * N + n];
-    for (int64_t t = end - 1; t >= begin; t--) {
-      const int64_t q = t - begin;
-      const Vt u = w.u[q], delta = w.delta[q], dy = w.dy[q], du = delta * u;
-      const T *B = row<T>(s.B, b, t) + k.group * N, *C = row<T>(s.C, b, t) + k.group * N;
-      const T ha = head_decay(b, t, k);
-      const bool drop = dropped(b, t, ha);
-      const Vt *h0 = drop ? w.none.data() : &w.h[q * N], *h = &w.h[(q + 1) * N], *a = &w.a[q * N];
-      Vt *dB = &w.dB[q * N], *dC = &w.dC[q * N];
+  }
+  // The adjoint of NS states through a segment, in reverse
+  template <int NS, bool WINDOWED>
+  NEVER_INLINE void sweep(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, Work& w) const {
+    const int64_t begin = segment * K, end = segment_end(segment), W = s.window, owned = s.seqlen - s.halo;
+    const int64_t at = k.index * N + n0, B_stride = s.B.time_stride, C_stride = s.C.time_stride;
+    const T *B = states(s.B, b, end - 1, k) + n0, *C = states(s.C, b, end - 1, k) + n0;
+    const Vt *kept = &w.kept[2 * (end - begin) * NS], *P = w.P.data() + (end - begin) * NS, *dfinal = &w.dfinal[at];
+    Vt* dB_dC = &w.dB_dC[2 * (n0 * K + (end - begin) * NS)];
+    Vt R[NS], S[NS], rate[NS], dA[NS];
+    for (int n = 0; n < NS; n++) R[n] = w.R[at + n], S[n] = w.S[at + n], rate[n] = w.A2[at + n], dA[n] = w.dA[at + n];
+    x += end - begin;
+    const auto token = [&](int64_t t, auto owns, auto drops) ALWAYS_INLINE_LAMBDA {
+      const Vt delta = x->delta, dy = x->dy, du = x->du;
+      const Vt *h = kept, *decays = kept - NS, *h0 = kept - 2 * NS;
+      const bool closes = WINDOWED && (t % W == W - 1 || t == s.seqlen - 1);  // last token of its block
+      const bool opens = WINDOWED && t % W == 0;                              // first token of its block
+      const bool joined = WINDOWED && !opens && (t / W + 1) * W < s.seqlen;   // the window reaches the next block
       Vt from_B{}, from_a{};
-      const bool own = t < owned;
-      const bool closes = WINDOWED && (t % W == W - 1 || t == s.seqlen - 1);        // last token of its block
-      const bool opens = WINDOWED && t % W == 0;                                     // first token of its block
-      const bool joined = WINDOWED && !opens && (t / W + 1) * W < s.seqlen;          // the window reaches the next block
-      const Vt* P = &w.P[q * N];
-      for (int64_t n = 0; n < N; n++) {
-        const Vt an = SSD ? splat<T>(ha) : a[n];
-        Vt g = dy * C[n];
-        if (WINDOWED && t == s.seqlen - 1) g += dfinal[n];
-        Vt mu = WINDOWED && closes ? g : R[n] + g;
-        R[n] = an * mu;
+#pragma GCC unroll 8
+      for (int n = 0; n < NS; n++) {
+        const Vt decay = SSD ? splat<T>(x->decay) : drops ? Vt{} : decays[n];
+        Vt mu = dy * C[n];
+        if (WINDOWED && t == s.seqlen - 1) mu += dfinal[n];
+        if (!(WINDOWED && closes)) mu += R[n];
+        R[n] = decay * mu;
+        Vt pulled = R[n];
         if (WINDOWED) {
-          if (joined) mu += S[SSD ? 0 : n] == 0 ? Vt{} : S[SSD ? 0 : n] * P[n];  // P may be no number behind a cut
-          if (!SSD) S[n] = opens ? an : an * S[n];
+          if (joined) mu += times(S[n], P[n]), pulled = decay * mu;
+          S[n] = opens ? decay : decay * S[n];
         }
-        if (!own) continue;
-        dC[n] += dy * h[n];
-        dB[n] += mu * du;
-        from_B += mu * B[n];
-        if (SSD) from_a += mu * h0[n];
-        else {
-          const Vt through_a = mu * an * h0[n];
-          dA[n] += through_a * delta;
-          from_a += through_a * A2[n];
+        if (drops) R[n] = S[n] = Vt{};
+        if (owns) {
+          dB_dC[n] += mu * du;
+          dB_dC[NS + n] += dy * h[n];
+          from_B += mu * B[n];
+        }
+        if (owns && !drops) {
+          const Vt through_a = (SSD ? mu : pulled) * h0[n];
+          from_a += SSD ? through_a : through_a * rate[n];
+          if (!SSD) dA[n] += through_a * delta;
         }
       }
-      if (WINDOWED && SSD) S[0] = opens ? splat<T>(ha) : ha * S[0];
-      if (drop) {
-        for (int64_t n = 0; n < N; n++) R[n] = Vt{};
-        if (WINDOWED) for (int64_t n = 0; n < (SSD ? 1 : N); n++) S[n] = Vt{};
-      }
-      Vt grad_u{}, grad_delta{};
-      if (own) {
-        grad_u = delta * from_B + D * dy;
-        w.dD[k.index] += dy * u;
-        grad_delta = SSD ? u * from_B : (u * from_B + from_a * T(LN2)) * w.slope[q];
-        w.dbias[k.index] += grad_delta;
-      }
-      store<T>(row<T>(s.du, b, t) + k.channel, grad_u, k.width);
-      if (SSD) {
-        row<T>(s.ddelta, b, t)[k.index] = lane_sum(grad_delta);
-        row<T>(s.ddecay, b, t)[k.index] = lane_sum(from_a);
-      } else {
-        store<T>(row<T>(s.ddelta, b, t) + k.channel, grad_delta, k.width);
-      }
+      if (owns) x->from_B += from_B, x->from_a += from_a;
+    };
+    typedef std::true_type Yes;
+    typedef std::false_type No;
+    for (int64_t t = end - 1; t >= begin; t--, kept -= 2 * NS, B -= B_stride, C -= C_stride) {
+      x--, P -= NS, dB_dC -= 2 * NS;
+      if (t >= owned) x->dropped ? token(t, No(), Yes()) : token(t, No(), No());
+      else x->dropped ? token(t, Yes(), Yes()) : token(t, Yes(), No());
     }
-    if (NS) for (int n = 0; n < NS; n++) w.R[k.index * N + n] = carry[n];
+    for (int n = 0; n < NS; n++) w.R[at + n] = R[n], w.S[at + n] = S[n], w.dA[at + n] = dA[n];
+  }
+  // Token t's gradients, from the sums over its states
+  ALWAYS_INLINE void finish(int64_t b, int64_t t, const Block& k, const Token& x, Work& w) const {
+    const Vt u = channels(s.u, b, t, k), dy = x.dy;
+    Vt grad_u{}, grad_delta{}, dz{};
+    if (t < s.seqlen - s.halo) {
+      dz = x.gate * x.y;
+      grad_u = x.delta * x.from_B + channels(s.D, 0, k) * dy;
+      w.dD[k.index] += dy * u;
+      grad_delta = SSD ? u * x.from_B : (u * x.from_B + x.from_a * T(LN2)) * x.slope;
+      w.dbias[k.index] += grad_delta;
+    }
+    if (!SSD && s.z.data) store<T>(row<T>(s.dz, b, t) + k.channel, dz, k.width);
+    store<T>(row<T>(s.du, b, t) + k.channel, grad_u, k.width);
+    if (SSD) {
+      row<T>(s.ddelta, b, t)[k.index] = lane_sum(grad_delta);
+      row<T>(s.ddecay, b, t)[k.index] = lane_sum(x.from_a);
+    } else {
+      store<T>(row<T>(s.ddelta, b, t) + k.channel, grad_delta, k.width);
+    }
   }
   // dB and dC are sums over channels: across lanes here, across threads by the caller, if there are several
   // partials; else no two threads have the same group. A thread comes to a group's tokens once.
   void flush(int64_t thread, int64_t b, int64_t segment, int64_t group, Work& w) const {
-    const int64_t N = states();
-    const int64_t begin = segment * s.interval;
-    const int64_t end = begin + s.interval < s.seqlen ? begin + s.interval : s.seqlen;
+    const int64_t begin = segment * K, end = segment_end(segment);
     const int64_t part = s.partials > 1 ? thread : 0;
-    for (int64_t t = begin; t < end; t++) {
-      const int64_t at = (((part * s.batch + b) * s.seqlen + t) * s.ngroups + group) * N, q = (t - begin) * N;
-      for (int64_t n = 0; n < N; n++) {
-        ((T*)s.dB)[at + n] = lane_sum(w.dB[q + n]);
-        ((T*)s.dC)[at + n] = lane_sum(w.dC[q + n]);
-        w.dB[q + n] = w.dC[q + n] = Vt{};
+    each_states([&](int64_t n0, auto count) {
+      Vt* sums = &w.dB_dC[2 * n0 * K];
+      for (int64_t t = begin; t < end; t++) {
+        const int64_t at = (((part * s.batch + b) * s.seqlen + t) * s.ngroups + group) * N + n0;
+        for (T* out : {(T*)s.dB, (T*)s.dC})
+          for (int n = 0; n < count.value; n++, sums++) out[at + n] = lane_sum(*sums), *sums = Vt{};
       }
-    }
+    });
   }
 };
 
-template <class T, int NS, bool SSD> void run(const ScanArgs& s, bool backward) {
-  Scan<T, NS, SSD> scan(s);
+template <class T, bool SSD> void run(const ScanArgs& s, bool backward) {
+  Scan<T, SSD> scan(s);
   parallel(s.threads, [&](int64_t i) { backward ? scan.backward(i) : scan.forward(i); });
 }
 template <class T> void dispatch(const ScanArgs& s, bool ssd, bool backward) {
-  if (ssd) run<T, 0, true>(s, backward);
-  else if (s.d_state == 16) run<T, 16, false>(s, backward);
-  else run<T, 0, false>(s, backward);
+  if (ssd) run<T, true>(s, backward);
+  else run<T, false>(s, backward);
 }
 
 }  // namespace
