@@ -379,6 +379,18 @@ def test_one_file_imports_inner_modules_of_transformers() -> None:
     assert not others, "\n".join(others)
 
 
+ENGINE_OBJECTS = {"step", "steps", "executor", "grid", "values", "edges", "slab", "gradients", "generators"}
+
+
+def test_nobody_changes_attributes_of_the_engine_s_objects_from_outside() -> None:
+    """They are told at their construction, or by a method."""
+    for path in python_files("adjoint"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+                is_engine_object = isinstance(node.value, ast.Name) and node.value.id in ENGINE_OBJECTS
+                assert not is_engine_object, f"{path}:{node.lineno}: {ast.unparse(node)}"
+
+
 def test_insides_of_functions_are_read_in_two_places() -> None:
     """Bytecode, closures, source text and frames of other code change without notice. Ranks compare users'
     hooks by their code (`agreement`), and only a frame tells that the Trainer evaluates (`call`)."""
