@@ -239,7 +239,7 @@ class PretrainedLM(LanguageModel):
                 "data.documents: packed documents of a pretrained model work in one process only; set "
                 'cluster.shards to 0, or data.documents to "stream"'
             )
-        if packed and config.method.name not in ("exact", "truncated"):
+        if packed and not config.method.has_chunks:
             raise UserError(
                 "data.documents: packed documents need a method with chunks; use --method.name exact"
             )
