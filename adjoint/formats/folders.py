@@ -10,7 +10,7 @@ import torch
 
 from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
-from adjoint.formats import FORMATS
+from adjoint.formats import FORMATS, format_of
 from adjoint.formats.names import Values, Weights, with_tied_table
 from adjoint.layers import StackConfig
 
@@ -41,8 +41,7 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         )
     config_json = _read_json(folder / "config.json")
     format_name, model_type = format_of(config_json), config_json.get("model_type")
-    if format_name != "mamba-ssm":
-        _check_layout(folder, f"a model of transformers, of type {model_type!r}", format_name, layout)
+    _check_layout(folder, f"a model of transformers, of type {model_type!r}", format_name, layout)
     try:
         config = FORMATS[format_name].read_config(config_json)
     except KeyError as error:
@@ -54,13 +53,6 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         return FORMATS[format_name].read_weights(config_json, config, weights)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from None
-
-
-def format_of(config_json: Values) -> str:
-    """Return the name in `FORMATS` of the layout that a folder with this config.json has."""
-    if "model_type" not in config_json:
-        return "mamba-ssm"
-    return "caduceus" if config_json["model_type"] == "caduceus" else "transformers"
 
 
 def refuse_adapter(folder: Path, called: str) -> None:

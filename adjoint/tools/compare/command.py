@@ -20,7 +20,7 @@ import torch
 from adjoint.engine.verification import COARSE, tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
-from adjoint.formats import rwkv7
+from adjoint.formats import file_format_of, file_kinds
 from adjoint.memory import print_sizes_as, size_bytes, size_text, total_memory_bytes
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
@@ -82,8 +82,8 @@ def main(argv: list[str]) -> int:
 def _mark(request: Namespace, settings: dict[str, Any], host: Environment) -> str:
     """Describe the settings, versions, hardware and configuration that all points of a journal share."""
     config = request.folder
-    if rwkv7.is_file(config):
-        text = json.dumps(rwkv7.sizes_of_file(config))
+    if (file_format := file_format_of(config)) is not None:
+        text = json.dumps(file_format.sizes_of_file(config))
     else:
         text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
     return json.dumps([settings, host["versions"], host["gpu"] or host["cpu"], text])
@@ -102,16 +102,16 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
     request.device = str(device)
     folder = request.folder
     on_gpu = device.type == "cuda"
-    random = folder.is_file() or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    random = random and not rwkv7.is_file(folder)
+    files = *folder.glob("*.safetensors"), *folder.glob("*.bin")
+    has_weights = bool(files) or file_format_of(folder) is not None
     dtype = pick_precision(request.dtype, device)
-    quantized = _quantized(request, random, dtype)
+    quantized = _quantized(request, not has_weights, dtype)
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_memory_bytes()
     return {
         "model": str(folder.resolve()),
         "trust_remote_code": request.trust_remote_code,
         "name": Path(request.model).name,
-        "random": random,
+        "random": not has_weights,
         "quantization": request.quantization,
         "quantized": quantized,
         "lora_rank": request.lora_rank or (None if quantized is None else LoraConfig().rank),
@@ -329,9 +329,10 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     )
     add, least = parser.add, reads(Positive)
     model_help = (
-        "a folder with a transformers model, or a config.json; without weights they are random; or a name "
+        "a folder with a transformers model, or a config.json; without weights they are random; "
+        f"{file_kinds()}; or a name on the Hugging Face hub"
     )
-    add("model", model_help + "on the Hugging Face hub", metavar="MODEL")
+    add("model", model_help, metavar="MODEL")
     add("--lengths", "sequence lengths in tokens", comma_list(reads(SeqLen)), default="4K,16K,64K")
     memory = "memory limit of a step, such as 8GB; default: three quarters of the device's"
     add("--memory", memory, size_bytes)

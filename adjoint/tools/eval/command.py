@@ -18,7 +18,7 @@ from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
-from adjoint.formats import rwkv7
+from adjoint.formats import FORMATS, file_format_of, file_kinds, format_of
 from adjoint.formats.folders import refuse_adapter
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
         "grows by a few hidden states per token.",
     )
     add = parser.add
-    runs = "a run's folder, a checkpoint, a folder of transformers, or a name on the Hugging Face hub"
+    runs = f"a run's folder, a checkpoint, a folder of transformers, {file_kinds()}, "
+    runs += "or a name on the Hugging Face hub"
     add("runs", runs, metavar="RUN", nargs="+")
     add("--needles", "hide pass keys in the text and ask for them at its end", action="store_true")
     add("--lengths", "window lengths in tokens", comma_list(reads(SeqLen)), default="4K,64K")
@@ -118,14 +119,14 @@ def main(argv: list[str]) -> int:
 
 
 def load(run: str, device: torch.device, precision: str, trust_remote_code: bool = False) -> Loaded:
-    """Load a run's newest checkpoint, a folder of transformers, an RWKV-7 file or a model of the hub.
+    """Load a run's newest checkpoint, a folder of transformers, a model's file or a model of the hub.
 
     Raises:
         UserError: it is none of these.
     """
     if (folder := _model_folder(run)) is not None:
-        if not rwkv7.is_file(folder):
-            _refuse_caduceus(run, Path(folder) / "config.json")
+        if file_format_of(folder) is None:
+            _refuse_stack_format(run, Path(folder) / "config.json")
         from adjoint.train.pretrained import load as load_pretrained
 
         module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval", None, device)
@@ -150,16 +151,16 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
     return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted, masking)
 
 
-def _refuse_caduceus(run: str, config_json: Path) -> None:
-    """Raise a UserError for a Caduceus model, whose text only its own tokenizer's code can read."""
+def _refuse_stack_format(run: str, config_json: Path) -> None:
+    """Raise a UserError for a folder of a format that only a `Stack` can read."""
     try:
         content = json.loads(config_json.read_text(encoding="utf-8"))
     except ValueError:  # refused where it is read
         return
-    if isinstance(content, dict) and content.get("model_type") == "caduceus":
+    why_not = FORMATS[format_of(content)].WHY_NOT_EVALUATED if isinstance(content, dict) else None
+    if why_not is not None:
         raise UserError(
-            f"adjoint eval: {run} is a Caduceus model, whose tokenizer is Python code of its own; read it "
-            "with adjoint.Stack.from_pretrained, or evaluate a run"
+            f"adjoint eval: {run} is {why_not}; read it with adjoint.Stack.from_pretrained, or evaluate a run"
         )
 
 
@@ -184,7 +185,7 @@ def _model_folder(run: str) -> str | None:
     names a run."""
     if Path(run).exists() or (RUNS / run).exists():
         refuse_adapter(Path(run), "adjoint eval")
-        return run if (Path(run) / "config.json").is_file() or rwkv7.is_file(run) else None
+        return run if (Path(run) / "config.json").is_file() or file_format_of(run) is not None else None
     if run.count("/") != 1 or Path(run).parent == RUNS:
         return None
     from adjoint.train.pretrained import folder_of
