@@ -1,4 +1,4 @@
-"""Readers of a model's folder, whatever its format, into a stack's sizes and weights."""
+"""Readers of a model's place, whatever its format: folders as stacks, and what commands ask of a place."""
 
 import json
 import pickle
@@ -10,7 +10,7 @@ import torch
 
 from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
-from adjoint.formats import FORMATS, format_of
+from adjoint.formats import FORMATS, file_format_of, format_of
 from adjoint.formats.names import Values, Weights, with_tied_table
 from adjoint.layers import StackConfig
 
@@ -53,6 +53,36 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         return FORMATS[format_name].read_weights(config_json, config, weights)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from None
+
+
+def holds_model(place: Path) -> bool:
+    """Whether a place is a folder with a config.json or a file of `FILE_FORMATS`; a run is neither."""
+    return (place / "config.json").is_file() or file_format_of(place) is not None
+
+
+def has_weights(place: Path) -> bool:
+    """Whether a model's place has its weights, and not its config.json alone."""
+    if place.is_file():
+        return file_format_of(place) is not None
+    return bool([*place.glob("*.safetensors"), *place.glob("*.bin")])
+
+
+def described_sizes(place: Path) -> str:
+    """Return text that differs between models of different sizes: a config.json, or a file's sizes."""
+    if (file_format := file_format_of(place)) is not None:
+        return json.dumps(file_format.sizes_of_file(place))
+    return (place / "config.json" if place.is_dir() else place).read_text(encoding="utf-8")
+
+
+def why_not_evaluated(place: Path) -> str | None:
+    """Say what a model's place is, if it is of a format that `adjoint eval` cannot read; None if it can."""
+    if file_format_of(place) is not None:
+        return None
+    try:
+        config_json = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    except ValueError:  # refused where it is read
+        return None
+    return FORMATS[format_of(config_json)].WHY_NOT_EVALUATED if isinstance(config_json, dict) else None
 
 
 def refuse_adapter(folder: Path, called: str) -> None:

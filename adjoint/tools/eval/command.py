@@ -18,8 +18,8 @@ from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
-from adjoint.formats import FORMATS, file_format_of, file_kinds, format_of
-from adjoint.formats.folders import refuse_adapter
+from adjoint.formats import file_kinds
+from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.eval import needles, positions
@@ -125,8 +125,11 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
         UserError: it is none of these.
     """
     if (folder := _model_folder(run)) is not None:
-        if file_format_of(folder) is None:
-            _refuse_stack_format(run, Path(folder) / "config.json")
+        if (why_not := why_not_evaluated(Path(folder))) is not None:
+            raise UserError(
+                f"adjoint eval: {run} is {why_not}; read it with adjoint.Stack.from_pretrained, or evaluate "
+                "a run"
+            )
         from adjoint.train.pretrained import load as load_pretrained
 
         module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval", None, device)
@@ -151,19 +154,6 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
     return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted, masking)
 
 
-def _refuse_stack_format(run: str, config_json: Path) -> None:
-    """Raise a UserError for a folder of a format that only a `Stack` can read."""
-    try:
-        content = json.loads(config_json.read_text(encoding="utf-8"))
-    except ValueError:  # refused where it is read
-        return
-    why_not = FORMATS[format_of(content)].WHY_NOT_EVALUATED if isinstance(content, dict) else None
-    if why_not is not None:
-        raise UserError(
-            f"adjoint eval: {run} is {why_not}; read it with adjoint.Stack.from_pretrained, or evaluate a run"
-        )
-
-
 def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Module:
     """Return a model on a device, in float64 if that is the precision; quantized weights are there already.
 
@@ -185,7 +175,7 @@ def _model_folder(run: str) -> str | None:
     names a run."""
     if Path(run).exists() or (RUNS / run).exists():
         refuse_adapter(Path(run), "adjoint eval")
-        return run if (Path(run) / "config.json").is_file() or file_format_of(run) is not None else None
+        return run if holds_model(Path(run)) else None
     if run.count("/") != 1 or Path(run).parent == RUNS:
         return None
     from adjoint.train.pretrained import folder_of
