@@ -385,7 +385,7 @@ ENGINE_OBJECTS = {"step", "steps", "executor", "grid", "values", "edges", "slab"
 
 
 def test_nobody_changes_attributes_of_the_engine_s_objects_from_outside() -> None:
-    """They are told at their construction, or by a method."""
+    """Steps, executors and the like are told at their construction, or by a method."""
     for path in python_files("adjoint"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):

@@ -1,17 +1,14 @@
 """Readers of a model's place, whatever its format: folders as stacks, and what commands ask of a place."""
 
 import json
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
 from adjoint.formats import FORMATS, file_format_of, format_of
 from adjoint.formats.names import Values, Weights, with_tied_table
+from adjoint.formats.tensor_files import read_tensors
 from adjoint.layers import StackConfig
 
 
@@ -145,28 +142,6 @@ def _read_weights(folder: Path) -> Weights:
             continue
         return {key: tensor for file in files for key, tensor in read_tensors(file).items()}
     raise UserError(f"{folder}: has neither model.safetensors nor pytorch_model.bin; download all its files")
-
-
-def read_tensors(file: Path, device: str = "cpu") -> Weights:
-    """Return the tensors of a file, safetensors by its ending or else PyTorch's, on a device.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not file.is_file():
-        raise UserError(f"{file}: no such file, but the index beside it lists it; download all files")
-    try:
-        if file.suffix == ".safetensors":  # parts of a mapped file: copied, to be the model's own
-            return {name: tensor.clone() for name, tensor in load_file(str(file), device).items()}
-        # On the meta device nothing is read: tensors of a mapped file have shapes alone.
-        is_mapped = device == "meta" and zipfile.is_zipfile(file)
-        return torch.load(file, map_location=device, weights_only=True, mmap=is_mapped)
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file}: cannot be read ({reason}); download it again") from None
 
 
 def _read_json(file: Path) -> Values:

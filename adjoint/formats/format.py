@@ -1,4 +1,4 @@
-"""What a row of the tables in `adjoint.formats` declares: a module with these names, or any other object."""
+"""Contracts of the rows of the tables in `adjoint.formats`: a module has these names, or any other object."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from adjoint.errors import UserError
 from adjoint.files import atomic_file
 from adjoint.formats.names import Values, Weights
+from adjoint.formats.tensor_files import read_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -388,8 +389,6 @@ def _read(file: Path, device: str = "cpu") -> Weights:
     Raises:
         UserError: the file cannot be read, or holds something else.
     """
-    from adjoint.formats.folders import read_tensors
-
     if not file.is_file():
         raise UserError(f"{file}: no such file; download one, such as of BlinkDL/rwkv7-g1 on Hugging Face")
     if file.suffix == ".safetensors":

@@ -222,10 +222,10 @@ def _write(work: Path, layout: str, config: dict[str, Any], weights: Weights) ->
 
 def _in_memory_of_their_own(weights: Weights) -> Weights:
     """Return the weights with copies of tensors that share memory: safetensors has none under two names."""
-    seen: set[int] = set()
+    storages: set[int] = set()
     separate: Weights = {}
     for name, tensor in weights.items():
         memory = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
+        separate[name] = tensor.clone() if memory in storages else tensor
+        storages.add(memory)
     return separate

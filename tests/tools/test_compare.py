@@ -163,7 +163,7 @@ def test_what_is_refused(model: Path, here: list[Any], monkeypatch: pytest.Monke
     (model / "config.json").write_text(config)
     found = {"difference": 0.5, "parameter": "A_log", "length": 32, "passes": {}}
     monkeypatch.setattr(Process, "measure", lambda self, point: found)
-    for method in ("exact", "mini-sequence"):
+    for method in ("exact", "backprop"):
         said = refused("model", *ASKED, "--method", method)
         assert "the gradient of A_log differs by 5.0e-01" in said
     assert not any(p["way"] != "gradients" for p in here), "before a time counts"
