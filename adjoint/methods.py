@@ -73,6 +73,7 @@ class Method(Protocol):
         checkpoints: states that each layer stores at a time (see `Exact`), or None for those at all edges.
         share_prefixes: whether a common beginning of several rows is computed once (see `Exact`).
         picks_windows: whether windows are picked after the forward, for which it needs the whole sequence.
+        is_exact: whether gradients are backpropagation's, to rounding, whatever its settings.
         has_independent_layers: whether a layer's backward needs no other layer's, so that helpers can share
             it.
         pieces: how many pieces of the sequence MLPs, head and loss exist for at a time, where the engine
@@ -84,6 +85,7 @@ class Method(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     has_chunks: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = False
     has_independent_layers: ClassVar[bool] = False
 
     @property
@@ -184,6 +186,7 @@ class Backprop(Method):
     """
 
     name: ClassVar[str] = "backprop"
+    is_exact: ClassVar[bool] = True
     has_chunks: ClassVar[bool] = False
     checkpoint: bool = option(
         False, "recompute each layer in the backward instead of storing its activations."
@@ -223,6 +226,7 @@ class Exact(Method):
     """
 
     name: ClassVar[str] = "exact"
+    is_exact: ClassVar[bool] = True
     chunk_size: int | None = option(
         None,
         "tokens per chunk; need not divide seqlen. None picks one from the model's widths and the device.",
@@ -487,6 +491,7 @@ class MiniSequence(Method):
     """
 
     name: ClassVar[str] = "mini-sequence"
+    is_exact: ClassVar[bool] = True
     has_chunks: ClassVar[bool] = False
     mlp_chunks: int = option(
         4, "pieces of the sequence for MLPs; 1 runs them whole. It need not divide seqlen."

@@ -1,5 +1,6 @@
 """Each contract held from outside: a stage, an access to weights, a method and a way to distribute, defined
-here with nothing but their base classes, train exactly. Copy one of them to begin your own."""
+here with nothing but their base classes, train exactly; models in formats defined here go in and out. Copy
+one of them to begin your own."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 import adjoint
 from adjoint.batch import Batch, State
+from adjoint.cli import main
 from adjoint.engine import tile
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
@@ -26,11 +29,15 @@ from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Head, Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Gradients, Pullback
+from adjoint.formats import FILE_FORMATS, FORMATS
+from adjoint.formats.format import FileFormat, StackFormat
 from adjoint.methods import Method
 from adjoint.parallel import access
+from tests.formats.test_pretrained import as_run
 from tests.hf.hf_models import float64_throughout, make
-from tests.model_helpers import assert_same, current_gradients, make_ids, make_model
+from tests.model_helpers import assert_same, current_gradients, error, make_ids, make_model
 from tests.ranks import on_ranks
+from tests.training_helpers import train_tiny
 
 
 def train(model: Any, ids: Tensor, method: Any) -> tuple[float, dict[str, Tensor]]:
@@ -243,3 +250,125 @@ def rows_over_ranks() -> None:
 
 def test_a_way_to_distribute(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, rows_over_ranks)
+
+
+# ------------------------------------------------------------------------------------- a format of a file
+
+
+class PackedFile:
+    """A Mamba-2 of transformers in one file: its configuration, then its tensors."""
+
+    KIND, SUFFIX, SUMMARY, LIBRARY = "a packed file", ".packed", "Mamba-2, packed", "transformers"
+    WHY_NOT_SHARDED: str | None = "shards do not read packed files"
+
+    def holds(self, place: Path) -> bool:
+        return place.suffix == self.SUFFIX and place.is_file()
+
+    def sizes_of_file(self, file: Path) -> dict[str, Any]:
+        return torch.load(file)["sizes"]
+
+    def configuration(self, file: Path) -> Any:
+        return transformers.Mamba2Config(**self.sizes_of_file(file))
+
+    def load(self, file: Path, dtype: torch.dtype | None) -> Any:
+        model = transformers.Mamba2ForCausalLM(self.configuration(file))
+        model.load_state_dict(torch.load(file)["weights"])
+        return model.to(dtype)
+
+    def save(self, model: Any, file: Path, dtype: torch.dtype | None) -> None:
+        weights = {name: t.to(dtype or t.dtype) for name, t in model.state_dict().items()}
+        torch.save({"sizes": model.config.to_diff_dict(), "weights": weights}, file)
+
+    def why_no_folder(self, config: Any) -> str | None:
+        return None
+
+
+@pytest.fixture
+def packed_files() -> Iterator[FileFormat]:
+    row: FileFormat = PackedFile()
+    FILE_FORMATS.append(row)
+    yield row
+    FILE_FORMATS.remove(row)
+
+
+@pytest.mark.usefixtures("one_thread", "here")
+def test_a_format_of_a_file_in_every_command(
+    packed_files: FileFormat,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("adjoint.tools.compare.measure._limit", lambda *_: None)  # of the tests' own process
+    model = make("Mamba2ForCausalLM", torch.float32, vocab_size=260)
+    file, out, folder = (tmp_path / name for name in ("in.packed", "out.packed", "folder"))
+    packed_files.save(model, file, None)
+    sizes = {"model__d_model": model.config.hidden_size, "model__n_layer": model.config.num_hidden_layers}
+    start: dict[str, Any] = {**sizes, "model__from_pretrained": file, "training__steps": 1}
+    assert train_tiny(tmp_path, **start, cluster__shards=1) == 2
+    assert "shards do not read packed files; set cluster.shards to 0" in capsys.readouterr().err
+    assert train_tiny(tmp_path, **start) == 0
+    capsys.readouterr()
+    for place, said in ((out, "Mamba-2, packed, "), (folder, "Mamba2ForCausalLM of transformers, ")):
+        assert main(["export", str(tmp_path / "run"), "--to", str(place)]) == 0
+        assert said in capsys.readouterr().out
+    trained = transformers.Mamba2ForCausalLM.from_pretrained(folder).state_dict()
+    assert_same(packed_files.load(out, None).state_dict(), trained, 0)
+    assert error(trained, model.state_dict()) > 0
+    text = ["--path", str(tmp_path / "text.txt"), "--tokens", "64", "--lengths", "64"]
+    assert main(["eval", str(out), *text, "--out", str(tmp_path / "eval")]) == 0
+    point = ["--lengths", "32", "--ways", "wrapped", "--repeat", "1", "--memory", "1GB"]
+    capsys.readouterr()
+    assert main(["compare", str(out), *point, "--device", "cpu", "--out", str(tmp_path / "compare")]) == 0
+    assert "out.packed, its weights" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------- a format of stacks
+
+
+class NumberedFolder:
+    """Folders of a `Stack` whose config.json is its configuration, with tensors named by their places."""
+
+    WEIGHTS_FILE = "pytorch_model.bin"
+    WHY_NOT_EVALUATED: str | None = "a folder of numbered tensors"
+
+    def holds(self, config_json: dict[str, Any]) -> bool:
+        return config_json.get("model_type") == "numbered"
+
+    def read_config(self, config_json: dict[str, Any]) -> adjoint.StackConfig:
+        return adjoint.StackConfig(**config_json["stack"])
+
+    def read_weights(
+        self, config_json: dict[str, Any], config: adjoint.StackConfig, weights: dict[str, Tensor]
+    ) -> tuple[adjoint.StackConfig, dict[str, Tensor]]:
+        return config, {name: weights[str(i)] for i, name in enumerate(config_json["names"])}
+
+    def why_not(self, config: adjoint.StackConfig) -> str | None:
+        return None if set(config.mixers) == {"mamba2"} else "numbered tensors are of mamba2 layers"
+
+    def convert(
+        self, config: adjoint.StackConfig, weights: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        config_json = {"model_type": "numbered", "stack": dataclasses.asdict(config), "names": [*weights]}
+        return config_json, {str(i): tensor for i, tensor in enumerate(weights.values())}
+
+    def class_name(self, config_json: dict[str, Any]) -> str:
+        return "NumberedTensors"
+
+
+def test_a_format_of_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row: StackFormat = NumberedFolder()
+    monkeypatch.setitem(FORMATS, "numbered", row)
+    stack, out = make_model("mamba2"), str(tmp_path / "out")
+    run = as_run(tmp_path / "run", stack)
+    assert main(["export", str(run), "--to", out, "--format", "numbered"]) == 0
+    assert "NumberedTensors of numbered, " in capsys.readouterr().out
+    read = adjoint.Stack.from_pretrained(out)
+    assert read.config == stack.config
+    assert_same(read.state_dict(), stack.state_dict(), 0)
+    assert main(["eval", out]) == 2
+    assert "out is a folder of numbered tensors; read it with" in capsys.readouterr().err
+    other = as_run(tmp_path / "other", make_model("mamba"))
+    assert main(["export", str(other), "--to", str(tmp_path / "no"), "--format", "numbered"]) == 2
+    assert "are of mamba2 layers; give --format transformers" in capsys.readouterr().err

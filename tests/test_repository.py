@@ -20,6 +20,8 @@ import pytest
 
 import adjoint
 from adjoint import releases
+from adjoint.methods import METHODS
+from adjoint.parallel.access import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -377,6 +379,35 @@ def test_one_file_imports_inner_modules_of_transformers() -> None:
         if re.match(r"transformers\.[a-z_]+(\.|$)", name) and path.name != "transformers_api.py"
     ]
     assert not others, "\n".join(others)
+
+
+ENGINE_OBJECTS = {"step", "steps", "executor", "grid", "values", "edges", "slab", "gradients", "generators"}
+
+
+def test_nobody_changes_attributes_of_the_engine_s_objects_from_outside() -> None:
+    """Steps, executors and the like are told at their construction, or by a method."""
+    for path in python_files("adjoint"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+                is_engine_object = isinstance(node.value, ast.Name) and node.value.id in ENGINE_OBJECTS
+                assert not is_engine_object, f"{path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_methods_and_accesses_are_named_where_they_are_defined_or_picked() -> None:
+    """Elsewhere their attributes are asked, not their classes. Commands and their defaults name methods."""
+    methods = {method.__name__ for method in METHODS.values()} | {"Method"}
+    kinds = {kind.__name__ for kind in KINDS} - {"ParameterAccess"}
+    for path in python_files("adjoint"):
+        text = path.read_text()
+        nodes = [*ast.walk(ast.parse(text))]
+        defined = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+        for node in nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                assert path.name == "methods.py" or not names & methods, f"{path}:{node.lineno}"
+            if isinstance(node, ast.Name) and path.name != "access.py":
+                assert node.id not in kinds - defined, f"{path}:{node.lineno}"
+        assert "FSDPModule" not in text or path.parent.name == "parallel", path
 
 
 def test_insides_of_functions_are_read_in_two_places() -> None:

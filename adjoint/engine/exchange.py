@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
-        """Set the number of rows of each stage's `Edges`: the states that this worker's own tiles read."""
+        """Reserve edges for the states that this worker's own tiles read (`TileValues.reserve_edges`)."""
 
     def tile_context(self, values: TileValues, t: Tile) -> contextlib.AbstractContextManager[None]:
         """Return a context for a tile that runs a stage's forward."""
@@ -145,14 +145,14 @@ class BetweenTiles(Exchange):
         )
 
     def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
-        values.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
+        passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
         if values.grid.checkpoints is not None:  # the forward stores as many as the backward, or more
-            return self._set_capacities(values, stored_states(values.grid, actions))
+            return values.reserve_edges(stored_states(values.grid, actions), passed_on)
         rows: collections.Counter[int] = collections.Counter()
         for action in actions:
             if isinstance(action, Run) and action.tile.is_forward:
                 k, c = action.tile.stage, action.tile.chunk
-                rows[k] += values.grid.reads_state(c + 1) and ("S", k, c) not in values.passed_on
+                rows[k] += values.grid.reads_state(c + 1) and ("S", k, c) not in passed_on
             elif isinstance(action, Recv) and action.key[0] == "S":
                 if action.key[1] in values.slabs:
                     raise ValueError(
@@ -160,13 +160,7 @@ class BetweenTiles(Exchange):
                         "deal out layers instead of chunks"
                     )
                 rows[action.key[1]] += 1
-        self._set_capacities(values, rows)
-
-    @staticmethod
-    def _set_capacities(values: TileValues, rows: Mapping[int, int]) -> None:
-        for k, count in rows.items():
-            if values.edges[k].memory is None:
-                values.edges[k].capacity = count
+        values.reserve_edges(rows, passed_on)
 
     def state(self, values: TileValues, k: int, c: int) -> tuple[Any, ...]:
         initial, grows = values.batch.states[k], values.grows[k]

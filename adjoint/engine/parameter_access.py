@@ -38,11 +38,15 @@ class Runs(Protocol):
     spec: EngineSpec
     width: int
     parameters: list[Tensor]
-    grad_inputs: list[Tensor]
     has_backward: bool
     sums: Sequence[Sum]
     distribution: Distribution
     backward_actions: Collection[Action]
+
+    @property
+    def grad_inputs(self) -> Sequence[Tensor]: ...
+
+    def drop_executor(self) -> None: ...
 
     def run_forward(self) -> tuple[Tensor, list[Tensor]]: ...
 
@@ -200,6 +204,15 @@ class ParameterAccess:
             is_alone: as in `Distribution`.
         """
         return Gradients(UnlistedLeaves(parameters, open=has_backward and is_alone))
+
+    def autograd_inputs(self, leaves: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Return the inputs of a step's node in autograd's graph, to which its backward returns gradients.
+
+        Args:
+            leaves: trainable tensors that the stages have read.
+            device: of the step.
+        """
+        return [*leaves]
 
     def check(self, executor: Executor, has_backward: bool) -> None:
         """Raise a UserError if an executor's precision does not go with these weights."""

@@ -383,14 +383,12 @@ class _SequenceCall:
             gradients, d_initial = step.backward(d_outputs[0] if has_loss else None, d_final)
             return gradients, [*d_initial, *stage.d_inputs]
 
-        step.initial = [*step.initial, *self.inputs]
         outputs += final
         moved = list[Tensor]()
         if on_host is not None and stores_on_host(spec, self.device):
             moved = stage.move_inputs(on_host, chunk_size)
-        results = step.differentiable(outputs, backward, moved)  # empties `outputs`: the graph keeps no y
-        if moved:
-            step.initial = [torch.empty_like(t, device="meta") for t in step.initial]  # sizes alone are read
+        # empties `outputs`: the graph keeps no y
+        results = step.differentiable(outputs, backward, self.inputs, copied_inputs=moved)
         after = [_decoded(s, like) for s, like in zip(results[count:], self.state, strict=True)]
         y = results[0] if self.loss is not None else tree_unflatten(list(results[:count]), stage.y_spec)
         return y, tree_unflatten(after, self.state_spec)

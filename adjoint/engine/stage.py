@@ -298,9 +298,9 @@ class Layer(Stage):
 
 
 def _class_of(module: Any) -> type:
-    """Return a module's class; if `fully_shard` has derived a class from it, the class before that."""
-    *derived, cls = type(module).__bases__
-    return cls if any(base.__name__ == "FSDPModule" for base in derived) else type(module)
+    """Return a module's class; if torch has derived one from it to distribute weights, the class before."""
+    cls = type(module)
+    return cls.__bases__[-1] if cls.__module__.startswith("torch.distributed.") else cls
 
 
 class Head(Stage):

@@ -145,7 +145,8 @@ class ChunkedStep:
     Attributes:
         parameters: the parameters of this process's stages, each once.
         grad_inputs: the tensors whose gradients a backward returns: `parameters` and, after the forward, the
-            unlisted ones that its last chunk has reached (`leaves.UnlistedLeaves`).
+            unlisted ones that its last chunk has reached (`leaves.UnlistedLeaves`), as the access gives them
+            to autograd.
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
         has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
         windows: each layer's window, once they are picked.
@@ -288,15 +289,25 @@ class ChunkedStep:
         return {} if executor is None else executor.slabs
 
     def differentiable(
-        self, results: list[Tensor], back: Backward, copied_inputs: Iterable[Tensor] = ()
+        self,
+        results: list[Tensor],
+        back: Backward,
+        more_inputs: Iterable[Tensor] = (),
+        copied_inputs: Iterable[Tensor] = (),
     ) -> tuple[Tensor, ...]:
         """Return the results of `forward`, differentiable by `back`; empty the list.
 
         Args:
-            copied_inputs: tensors of `initial` whose values the backward reads from copies.
+            more_inputs: tensors that the stages read besides `initial`; `back` returns their cotangents last.
+            copied_inputs: those of `more_inputs` whose values the backward reads from copies.
         """
         copied = {id(t) for t in copied_inputs}
-        return _Chunked.apply(self, back, results, copied, *self.grad_inputs, *self.initial)
+        inputs = *self.grad_inputs, *self.initial, *more_inputs
+        return _Chunked.apply(self, back, results, copied, *inputs)
+
+    def drop_executor(self) -> None:
+        """Free the executor, whose stored states grow with the sequence, where the backward is done."""
+        del self.executor
 
     def drop_tapes(self) -> None:
         """Free the tapes that the forward has kept; the backward recomputes them."""
@@ -336,7 +347,8 @@ class ChunkedStep:
         if stays:
             forward_actions = [_without_frees(a, stays) for a in forward_actions]
         self._run(schedule, forward_actions)
-        self.grad_inputs = [*self.parameters, *executor.gradients.unlisted_leaves.close()]
+        leaves = [*self.parameters, *executor.gradients.unlisted_leaves.close()]
+        self.grad_inputs = self.access.autograd_inputs(leaves, executor.device)
         if self.has_backward:
             modules = [named for stage in self.local_stages for named in stage.modules()]
             self.untrained_tensors = UntrainedTensors(modules, self.access.frozen_may_change)
@@ -385,7 +397,7 @@ class ChunkedStep:
         totals = self.distribution.summed(terms, zeros)
         if totals is terms:  # nobody else has these stages
             return gradients, d_initial
-        gradients.sums = {p: total for p, total in zip(listed, totals, strict=False) if total is not None}
+        gradients.replace({p: total for p, total in zip(listed, totals, strict=False) if total is not None})
         return gradients, list(totals[len(listed) :])
 
     def chunk_losses(self) -> list[Tensor]:

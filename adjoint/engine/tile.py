@@ -7,7 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,10 @@ class Gradients:
             self.sums[parameter] = self.room.pop(parameter).copy_(gradient)
         else:  # a copy: autograd may have given the same memory to others
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
+
+    def replace(self, totals: Mapping[Tensor, Tensor]) -> None:
+        """Hold totals over several workers in the place of this one's sums."""
+        self.sums = dict(totals)
 
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Add several (parameter, gradient) pairs, to existing sums by one launch for all of a class."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ class TileValues:
         self.edges = [Edges(packing, self.host) for packing in self.packing]
         self.slabs: dict[int, list[Slab]] = {}
         self.store: dict[Key, Any] = {}
-        self.passed_on: set[Key] = set()
+        self.passed_on: Set[Key] = frozenset()
         self.freed_by_tile: Collection[Key] = ()
         self.final: list[State] = list(initial)
         self.d_final, self.d_initial = list[Cotangents](), list[Cotangents]()
@@ -198,6 +198,18 @@ class TileValues:
             return []
         keys = [key for key in self.grid.reads(t) if key[0] in ("y", "z", "S") and key in self.store]
         return [key for key in keys if self.is_on_host(self.value(key))]
+
+    def reserve_edges(self, rows: Mapping[int, int], passed_on: Set[Key] = frozenset()) -> None:
+        """Set how many states are stored at a time; no change for a stage that has stored one.
+
+        Args:
+            rows: numbers of states, by stage.
+            passed_on: as in the attributes.
+        """
+        self.passed_on = passed_on
+        for k, count in rows.items():
+            if self.edges[k].memory is None:
+                self.edges[k].capacity = count
 
     def clear(self) -> None:
         """Drop all values of the store, states at edges included."""

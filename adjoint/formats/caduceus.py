@@ -31,6 +31,20 @@ _COMPLEMENTS = ("embedding.complement_map", "lm_head.complement_map")  # buffers
 _CHANNELS = {"norm.weight": 0, "in_proj.weight": 1, "out_proj.weight": 0, "out_proj.bias": 0}
 
 
+WEIGHTS_FILE = "model.safetensors"
+WHY_NOT_EVALUATED: str | None = "a Caduceus model, whose tokenizer is Python code of its own"
+
+
+def holds(config_json: Values) -> bool:
+    """Whether a config.json is Caduceus'."""
+    return config_json.get("model_type") == "caduceus"
+
+
+def class_name(config_json: Values) -> str:
+    """Return the name of the class that a config.json names."""
+    return config_json["architectures"][0]
+
+
 def read_config(config_json: Values) -> StackConfig:
     """Return the configuration of a stack with the sizes of a config.json.
 

@@ -1,17 +1,14 @@
-"""Readers of a model's folder, whatever its format, into a stack's sizes and weights."""
+"""Readers of a model's place, whatever its format: folders as stacks, and what commands ask of a place."""
 
 import json
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
-from adjoint.formats import FORMATS
+from adjoint.formats import FORMATS, file_format_of, format_of
 from adjoint.formats.names import Values, Weights, with_tied_table
+from adjoint.formats.tensor_files import read_tensors
 from adjoint.layers import StackConfig
 
 
@@ -41,8 +38,7 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         )
     config_json = _read_json(folder / "config.json")
     format_name, model_type = format_of(config_json), config_json.get("model_type")
-    if format_name != "mamba-ssm":
-        _check_layout(folder, f"a model of transformers, of type {model_type!r}", format_name, layout)
+    _check_layout(folder, f"a model of transformers, of type {model_type!r}", format_name, layout)
     try:
         config = FORMATS[format_name].read_config(config_json)
     except KeyError as error:
@@ -56,11 +52,34 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         raise UserError(f"{folder}: {error}") from None
 
 
-def format_of(config_json: Values) -> str:
-    """Return the name in `FORMATS` of the layout that a folder with this config.json has."""
-    if "model_type" not in config_json:
-        return "mamba-ssm"
-    return "caduceus" if config_json["model_type"] == "caduceus" else "transformers"
+def holds_model(place: Path) -> bool:
+    """Whether a place is a folder with a config.json or a file of `FILE_FORMATS`; a run is neither."""
+    return (place / "config.json").is_file() or file_format_of(place) is not None
+
+
+def has_weights(place: Path) -> bool:
+    """Whether a model's place has its weights, and not its config.json alone."""
+    if place.is_file():
+        return file_format_of(place) is not None
+    return bool([*place.glob("*.safetensors"), *place.glob("*.bin")])
+
+
+def described_sizes(place: Path) -> str:
+    """Return text that differs between models of different sizes: a config.json, or a file's sizes."""
+    if (file_format := file_format_of(place)) is not None:
+        return json.dumps(file_format.sizes_of_file(place))
+    return (place / "config.json" if place.is_dir() else place).read_text(encoding="utf-8")
+
+
+def why_not_evaluated(place: Path) -> str | None:
+    """Say what a model's place is, if it is of a format that `adjoint eval` cannot read; None if it can."""
+    if file_format_of(place) is not None:
+        return None
+    try:
+        config_json = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    except ValueError:  # refused where it is read
+        return None
+    return FORMATS[format_of(config_json)].WHY_NOT_EVALUATED if isinstance(config_json, dict) else None
 
 
 def refuse_adapter(folder: Path, called: str) -> None:
@@ -123,28 +142,6 @@ def _read_weights(folder: Path) -> Weights:
             continue
         return {key: tensor for file in files for key, tensor in read_tensors(file).items()}
     raise UserError(f"{folder}: has neither model.safetensors nor pytorch_model.bin; download all its files")
-
-
-def read_tensors(file: Path, device: str = "cpu") -> Weights:
-    """Return the tensors of a file, safetensors by its ending or else PyTorch's, on a device.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not file.is_file():
-        raise UserError(f"{file}: no such file, but the index beside it lists it; download all files")
-    try:
-        if file.suffix == ".safetensors":  # parts of a mapped file: copied, to be the model's own
-            return {name: tensor.clone() for name, tensor in load_file(str(file), device).items()}
-        # On the meta device nothing is read: tensors of a mapped file have shapes alone.
-        is_mapped = device == "meta" and zipfile.is_zipfile(file)
-        return torch.load(file, map_location=device, weights_only=True, mmap=is_mapped)
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file}: cannot be read ({reason}); download it again") from None
 
 
 def _read_json(file: Path) -> Values:

@@ -54,6 +54,20 @@ _ATTN: dict[str, tuple[Any, str | None]] = {
 _ATTN_FIXED = {"causal": True, "mlp_dim": 0, "softmax_scale": None, "rotary_emb_interleaved": False}
 
 
+WEIGHTS_FILE = "pytorch_model.bin"
+WHY_NOT_EVALUATED: str | None = None
+
+
+def holds(config_json: Values) -> bool:
+    """Whether a config.json is mamba-ssm's, which names no type."""
+    return "model_type" not in config_json
+
+
+def class_name(config_json: Values) -> str:
+    """Return the name of mamba-ssm's only class."""
+    return "MambaLMHeadModel"
+
+
 def read_config(config_json: Values) -> StackConfig:
     """Return the configuration of a stack with the sizes of a config.json.
 

@@ -25,10 +25,14 @@ from torch import Tensor
 from adjoint.errors import UserError
 from adjoint.files import atomic_file
 from adjoint.formats.names import Values, Weights
+from adjoint.formats.tensor_files import read_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+KIND, SUFFIX, SUMMARY = "an RWKV-7 file", ".pth", "RWKV-7 in RWKV-LM's names"
+LIBRARY = "flash-linear-attention (import fla.models first)"
+WHY_NOT_SHARDED: str | None = "shards do not compute RWKV-7's penalty of the largest logit"
 _RANKS = {"w": "D", "a": "A", "v": "M", "g": "G"}
 
 
@@ -153,9 +157,9 @@ def save(model: PreTrainedModel, file: str | Path, dtype: torch.dtype | None = N
         torch.save(tensors, unfinished)
 
 
-def is_file(place: str | Path) -> bool:
+def holds(place: Path) -> bool:
     """Whether a place is a file with the ending of RWKV-LM's."""
-    return Path(place).suffix == ".pth" and Path(place).is_file()
+    return place.suffix == SUFFIX and place.is_file()
 
 
 def why_no_folder(config: PreTrainedConfig) -> str | None:
@@ -385,8 +389,6 @@ def _read(file: Path, device: str = "cpu") -> Weights:
     Raises:
         UserError: the file cannot be read, or holds something else.
     """
-    from adjoint.formats.folders import read_tensors
-
     if not file.is_file():
         raise UserError(f"{file}: no such file; download one, such as of BlinkDL/rwkv7-g1 on Hugging Face")
     if file.suffix == ".safetensors":

@@ -47,6 +47,20 @@ _DEFAULTS: Values = {
 }
 
 
+WEIGHTS_FILE = "model.safetensors"
+WHY_NOT_EVALUATED: str | None = None
+
+
+def holds(config_json: Values) -> bool:
+    """Return True: `read_config` refuses what no format holds."""
+    return True
+
+
+def class_name(config_json: Values) -> str:
+    """Return the name of the class that a config.json names."""
+    return config_json["architectures"][0]
+
+
 def from_model(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
     """Return the configuration and copies of the weights of a MambaForCausalLM or Mamba2ForCausalLM.
 

@@ -153,8 +153,8 @@ class WithinTiles(Exchange):
         )
         own_chunks = [c for c in range(grid.chunks) if self._owner(c) == self.rank]
         self.last = own_chunks[-1] if own_chunks else -1
-        for edges in values.edges:
-            edges.capacity = sum(grid.reads_state(c) for c in own_chunks)
+        stored = sum(grid.reads_state(c) for c in own_chunks)
+        values.reserve_edges(dict.fromkeys(range(len(values.edges)), stored))
 
     def count_edges(self, values: TileValues, actions: Collection[Action]) -> None:
         """Do nothing: edges are known from the beginning."""
@@ -445,7 +445,7 @@ class SequenceGroup(Distribution):
     def running(
         self, schedule: Schedule, make_executor: Callable[[], Executor]
     ) -> contextlib.AbstractContextManager[None]:
-        self.transport.buffers = schedule.buffers
+        self.transport.connect((), schedule.buffers)  # the group's ranks are connected
         return contextlib.nullcontext()
 
     # ------------------------------------------------------------------------------------------ agreement

@@ -501,7 +501,7 @@ class GatheredAccess(ParameterAccess):
         grads = self.gradients_of(trained, run, distribution.has_chunk(step.grid))
         if distribution.shares_sequence:
             self._sum(distribution, trained, grads)
-        del step.executor  # its stored states grow with the sequence
+        step.drop_executor()
         loss, final, others = results[0]
         self.gradients_of_forward = grads | {
             t: d for t in step.grad_inputs if (d := others.get(t)) is not None

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adjoint.engine.executor import Executor
-from adjoint.engine.parameter_access import Runs
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
@@ -447,14 +446,15 @@ class ZeROAccess(GatheredAccess):
         scale = loss_scale(self.optimizer)
         return scale if self.root.training else min(scale, MAX_TRIAL_LOSS_SCALE)
 
-    def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
-        results = super().forward(step)
-        others = [t for t in step.grad_inputs if not is_partitioned(t)]
-        if step.has_backward and len(others) < len(step.grad_inputs):
-            # To autograd one number stands for the partitioned parameters: it would take DeepSpeed's hooks on
-            # them for those of gradients that have come, and their shapes now for those of the gradients.
-            step.grad_inputs = [*others, torch.zeros((), device=results[0].device, requires_grad=True)]
-        return results
+    def autograd_inputs(self, leaves: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Return the inputs of a step's node, with one number in the place of all partitioned parameters.
+
+        Autograd would take DeepSpeed's hooks on these for hooks of gradients that have come, and their shapes
+        now for those of the gradients."""
+        others = [t for t in leaves if not is_partitioned(t)]
+        if len(others) == len(leaves):
+            return others
+        return [*others, torch.zeros((), device=device, requires_grad=True)]
 
     def hand_over(self, gradients: Gradients) -> None:
         """Write the partitions to the optimizer, in a backward that autograd runs; in a trial they stay."""

@@ -1,5 +1,5 @@
 """`adjoint export`: a run's model as a folder that transformers, mamba-ssm or Caduceus' code loads, or as a
-file that RWKV-LM loads."""
+file in one of `FILE_FORMATS`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from adjoint.data.tokenizer import (
 )
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush, unfinished_path
-from adjoint.formats import FORMATS, rwkv7
+from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_to_write, file_kinds
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
 from adjoint.train.checkpoint import merged_model, write_file
@@ -40,16 +40,17 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 def main(argv: list[str]) -> int:
     """`adjoint export`: exit code 0."""
+    files = "".join(f"|FILE{row.SUFFIX}" for row in FILE_FORMATS)
     parser = Flags(
         prog="adjoint export",
-        usage="%(prog)s RUN --to DIR|FILE.pth [--format mamba-ssm] [--dtype bfloat16]",
+        usage=f"%(prog)s RUN --to DIR{files} [--format mamba-ssm] [--dtype bfloat16]",
         description="Write a run's model to a folder that AutoModelForCausalLM.from_pretrained of "
         "transformers, MambaLMHeadModel.from_pretrained of mamba-ssm, or for layers that read in both "
         "directions CaduceusForMaskedLM.from_pretrained can load, with the run's tokenizer. A run that began "
-        "with an RWKV-7 file (.pth) can be written to such a file.",
+        f"with {file_kinds()} can be written to such a file.",
     )
     parser.add("run", "a run's folder (its newest checkpoint) or a checkpoint", metavar="RUN")
-    parser.add("--to", "folder to write, new or empty; or a new RWKV-7 file", _destination, required=True)
+    parser.add("--to", "folder to write, new or empty; or a new file", _destination, required=True)
     layout = f"layout of the folder: {' or '.join(FORMATS)}"
     parser.add("--format", layout, reads(Literal[tuple(FORMATS)]), default="transformers")
     dtype = f"dtype of the weights: {', '.join(get_args(Dtype))}; default: that of model.from_pretrained, or"
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 def _destination(text: str) -> Path:
     """Return the file or folder to write to that a flag names."""
-    if not text.endswith(".pth"):
+    if file_format_to_write(text) is None:
         return new_folder(text)
     if Path(text).exists():
         raise ValueError(f"{text}: is there already; name a new file")
@@ -75,7 +76,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     """Write a verified checkpoint's model to a folder in one piece; return what was written, in words.
 
     Args:
-        folder: to write; or a file that ends in .pth, for a model of RWKV-7.
+        folder: to write; or a file with the ending of one of `FILE_FORMATS`, for a model of its kind.
         dtype: of the weights; None for that of the Hugging Face model that the run began with, or else of
             the run.
 
@@ -88,9 +89,16 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     source = trained.get("model", {}).get("from_pretrained")
     if source is not None and layout != "transformers":
         raise UserError(f"--format {layout}: the run trains the transformers model in {source}; leave it out")
-    if folder.suffix == ".pth":
-        trusted = trained["model"].get("trust_remote_code", False) if source else False
-        return _write_rwkv7(folder, checkpoint, source, trusted, dtype)
+    if (file_format := file_format_to_write(folder)) is not None:
+        if source is None:
+            raise UserError(
+                f"--to {folder}: is for a run that began with {file_format.KIND} (model.from_pretrained), "
+                "and this run trains a Stack; name a folder"
+            )
+        model = merged_model(checkpoint)
+        dtype = dtype or _dtype_of(source, trained["model"].get("trust_remote_code", False))
+        file_format.save(model, folder, None if dtype is None else getattr(torch, dtype))
+        return f"{file_format.SUMMARY}, {model.num_parameters():,} parameters, {dtype or 'as in the run'}"
     config = checkpoint_config(checkpoint) if source is None else None
     reason = None if config is None else FORMATS[layout].why_not(config)
     if config is not None and reason is not None:
@@ -113,22 +121,6 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
         shutil.rmtree(work, ignore_errors=True)
         raise
     return summary
-
-
-def _write_rwkv7(file: Path, checkpoint: Path, source: str | None, trusted: bool, dtype: str | None) -> str:
-    """Write a checkpoint's model to an RWKV-7 file; return what was written, in words.
-
-    Raises:
-        UserError: the run trains another model.
-    """
-    if source is None:
-        raise UserError(
-            f"--to {file}: is for a run that began with an RWKV-7 model (model.from_pretrained), and this "
-            "run trains a Stack; name a folder"
-        )
-    model, dtype = merged_model(checkpoint), dtype or _dtype_of(source, trusted)
-    rwkv7.save(model, file, None if dtype is None else getattr(torch, dtype))
-    return f"RWKV-7 in RWKV-LM's names, {model.num_parameters():,} parameters, {dtype or 'as in the run'}"
 
 
 def _write_all(work: Path, checkpoint: Path, layout: str, dtype: str | None) -> str:
@@ -163,16 +155,16 @@ def _write_pretrained(work: Path, checkpoint: Path, source: str, dtype: str | No
 
     Tensors of the source folder that its class does not load are copied."""
     model = merged_model(checkpoint)
-    is_rwkv7_file = rwkv7.is_file(source)
-    if is_rwkv7_file and (reason := rwkv7.why_no_folder(model.config)):
-        raise UserError(f"--to: {reason}; write one, --to NAME.pth")
+    file_format = file_format_of(source)
+    if file_format is not None and (reason := file_format.why_no_folder(model.config)):
+        raise UserError(f"--to: {reason}; write one, --to NAME{file_format.SUFFIX}")
     if dtype is not None:
         model.to(getattr(torch, dtype))
     model.save_pretrained(work)
     dtypes = _named_dtypes(model.state_dict())
-    library = "flash-linear-attention (import fla.models first)" if is_rwkv7_file else "transformers"
+    library = "transformers" if file_format is None else file_format.LIBRARY
     summary = f"{type(model).__name__} of {library}, {model.num_parameters():,} parameters, {dtypes}"
-    if not is_rwkv7_file and (copied := copy_unloaded(Path(source), work, model)):
+    if file_format is None and (copied := copy_unloaded(Path(source), work, model)):
         groups = ", ".join(sorted({".".join(name.split(".")[:2]) for name in copied})[:5])
         summary += f", and {len(copied)} tensors of {source} that it does not load, as they are ({groups})"
     return summary
@@ -216,13 +208,24 @@ def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
 
 def _write(work: Path, layout: str, config: dict[str, Any], weights: Weights) -> str:
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if layout == "mamba-ssm":
-        torch.save(weights, work / "pytorch_model.bin")
+    stack_format = FORMATS[layout]
+    file = work / stack_format.WEIGHTS_FILE
+    if file.suffix == ".safetensors":  # transformers asks for the word "pt"
+        write_file(file, _in_memory_of_their_own(weights), {"format": "pt"})
     else:
-        # safetensors has no tensor under two names; transformers asks for the word "pt"
-        copies = {name: t.clone() for name, t in weights.items()} if layout == "caduceus" else weights
-        write_file(work / "model.safetensors", copies, {"format": "pt"})
-    name = config["architectures"][0] if "architectures" in config else "MambaLMHeadModel"
+        torch.save(weights, file)
+    name = stack_format.class_name(config)
     weights = {name: t for name, t in weights.items() if t.is_floating_point()}
     size = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
     return f"{name} of {layout}, {size:,} parameters, {_named_dtypes(weights)}"
+
+
+def _in_memory_of_their_own(weights: Weights) -> Weights:
+    """Return the weights with copies of tensors that share memory: safetensors has none under two names."""
+    storages: set[int] = set()
+    separate: Weights = {}
+    for name, tensor in weights.items():
+        memory = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if memory in storages else tensor
+        storages.add(memory)
+    return separate

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args
 from adjoint.data.batches import DataConfig
 from adjoint.data.tokenizer import tokenizer_in
 from adjoint.errors import UserError
+from adjoint.formats import file_kinds
 from adjoint.layers import StackConfig
 from adjoint.methods import METHODS, Method
 from adjoint.settings import (
@@ -301,7 +302,7 @@ class ModelConfig(StackConfig):
 
     from_pretrained: str | None = option(
         None,
-        "folder, or name on the Hugging Face hub, of a causal LM to fine-tune, or an RWKV-7 file (.pth); it "
+        f"folder, or name on the Hugging Face hub, of a causal LM to fine-tune, or {file_kinds()}; it "
         "sets the sizes, and the method must be exact, truncated or backprop.",
     )
     trust_remote_code: bool = option(

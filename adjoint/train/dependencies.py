@@ -17,7 +17,7 @@ from typing import Any, Final
 from adjoint.checkpoint import read_trainer
 from adjoint.data.tokenizer import has_no_files, tokenizer_files
 from adjoint.errors import UserError
-from adjoint.formats import rwkv7
+from adjoint.formats import file_format_of
 
 Section = Mapping[str, Any]  # of a configuration, as plain values by key
 ConfigDict = Mapping[str, Section]  # a configuration by section
@@ -93,8 +93,8 @@ def _model_digests(model: Section) -> dict[str, str]:
     if model.get("from_pretrained") is None:
         return {}
     folder = Path(model["from_pretrained"])
-    if rwkv7.is_file(folder):
-        sizes = json.dumps(rwkv7.sizes_of_file(folder), sort_keys=True)
+    if (file_format := file_format_of(folder)) is not None:
+        sizes = json.dumps(file_format.sizes_of_file(folder), sort_keys=True)
         weights = {"weights": _digest([_file_samples(folder)])} if model.get("lora") else {}
         return {"sizes": _digest([sizes.encode()]), **weights}
     files = {"config": "config.json", "generation": "generation_config.json"}

@@ -19,7 +19,7 @@ from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.stage import check_windows
 from adjoint.engine.threads import share_of_cores
 from adjoint.errors import UserError
-from adjoint.formats import rwkv7
+from adjoint.formats import file_format_of
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Exact, Method, check_bidirectional_method
 from adjoint.stack import Stack, StackOutput
@@ -208,10 +208,10 @@ class PretrainedLM(LanguageModel):
                 "cluster.tensor: Ray's shards do not split a pretrained model's weights; set cluster.shards "
                 "to 0 and start the processes with torchrun"
             )
-        if shards and rwkv7.is_file(directory):
+        file_format = file_format_of(directory) if shards else None
+        if file_format is not None and file_format.WHY_NOT_SHARDED is not None:
             raise UserError(
-                f"model.from_pretrained: {directory}: shards do not compute RWKV-7's penalty of the largest "
-                "logit; set cluster.shards to 0"
+                f"model.from_pretrained: {directory}: {file_format.WHY_NOT_SHARDED}; set cluster.shards to 0"
             )
         packed = config.data.documents == "packed"
         described = configuration(directory, config.model.trust_remote_code)
@@ -239,7 +239,7 @@ class PretrainedLM(LanguageModel):
                 "data.documents: packed documents of a pretrained model work in one process only; set "
                 'cluster.shards to 0, or data.documents to "stream"'
             )
-        if packed and config.method.name not in ("exact", "truncated"):
+        if packed and not config.method.has_chunks:
             raise UserError(
                 "data.documents: packed documents need a method with chunks; use --method.name exact"
             )

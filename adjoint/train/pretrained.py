@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from adjoint.errors import UserError
 from adjoint.files import flush
-from adjoint.formats import rwkv7
+from adjoint.formats import file_format_of
 from adjoint.formats.folders import refuse_adapter
 from adjoint.hf.quantized import keep_trainable, set_compute_dtype
 from adjoint.hf.split import Pretrained, examine
@@ -72,7 +72,7 @@ def folder_of(name: str, weights: bool = True, key: str = KEY) -> str:
 
 
 def configuration(place: str, trust_remote_code: bool = False, key: str = KEY) -> PreTrainedConfig:
-    """Read the config.json of a folder, or a file like it; or return that of an RWKV-7 file's model.
+    """Read the config.json of a folder, or a file like it; or return that of a file's model.
 
     Args:
         trust_remote_code: whether Python files of the folder may run (`model.trust_remote_code`).
@@ -84,8 +84,8 @@ def configuration(place: str, trust_remote_code: bool = False, key: str = KEY) -
     from transformers import AutoConfig
 
     path = Path(place)
-    if rwkv7.is_file(path):
-        return rwkv7.configuration(path)
+    if (file_format := file_format_of(path)) is not None:
+        return file_format.configuration(path)
     if not path.is_file() and not (path / "config.json").is_file():
         refuse_adapter(path, key)
         raise UserError(
@@ -155,8 +155,8 @@ def unwrapped(
     device: torch.device | str | None = None,
     tensor: int = 1,
 ) -> PreTrainedModel:
-    """Return the model of a folder as transformers makes it, or of an RWKV-7 file; where weights are
-    quantized, linear layers multiply in `dtype`.
+    """Return the model of a folder as transformers makes it, or of a file in one of `FILE_FORMATS`; where
+    weights are quantized, linear layers multiply in `dtype`.
 
     Args:
         trust_remote_code: whether Python files of the folder may run.
@@ -170,12 +170,12 @@ def unwrapped(
     """
     from transformers import AutoModelForCausalLM
 
-    if rwkv7.is_file(directory):
+    if (file_format := file_format_of(directory)) is not None:
         if quantization is not None:
             raise UserError(
-                f"model.quantization: {directory} is an RWKV-7 file, loaded as it is; leave it out"
+                f"model.quantization: {directory} is {file_format.KIND}, loaded as it is; leave it out"
             )
-        return rwkv7.load(directory, dtype)
+        return file_format.load(Path(directory), dtype)
     stored = quantized.described(configuration(directory, trust_remote_code, key))
     _check_generation_config(Path(directory) / "generation_config.json", key)
     # With mismatched shapes ignored, transformers lists them; else it prints a table and names no tensor.

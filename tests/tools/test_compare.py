@@ -163,7 +163,9 @@ def test_what_is_refused(model: Path, here: list[Any], monkeypatch: pytest.Monke
     (model / "config.json").write_text(config)
     found = {"difference": 0.5, "parameter": "A_log", "length": 32, "passes": {}}
     monkeypatch.setattr(Process, "measure", lambda self, point: found)
-    assert "the gradient of A_log differs by 5.0e-01" in refused("model", *ASKED)
+    for method in ("exact", "backprop"):
+        said = refused("model", *ASKED, "--method", method)
+        assert "the gradient of A_log differs by 5.0e-01" in said
     assert not any(p["way"] != "gradients" for p in here), "before a time counts"
 
 

@@ -20,9 +20,10 @@ import torch
 from adjoint.engine.verification import COARSE, tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
-from adjoint.formats import rwkv7
+from adjoint.formats import file_kinds
+from adjoint.formats.folders import described_sizes, has_weights
 from adjoint.memory import print_sizes_as, size_bytes, size_text, total_memory_bytes
-from adjoint.methods import Exact
+from adjoint.methods import METHODS, Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.compare import report
 from adjoint.tools.compare.estimate import GRADIENTS, TimeEstimate, duration_text
@@ -81,12 +82,8 @@ def main(argv: list[str]) -> int:
 
 def _mark(request: Namespace, settings: dict[str, Any], host: Environment) -> str:
     """Describe the settings, versions, hardware and configuration that all points of a journal share."""
-    config = request.folder
-    if rwkv7.is_file(config):
-        text = json.dumps(rwkv7.sizes_of_file(config))
-    else:
-        text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
-    return json.dumps([settings, host["versions"], host["gpu"] or host["cpu"], text])
+    sizes = described_sizes(request.folder)
+    return json.dumps([settings, host["versions"], host["gpu"] or host["cpu"], sizes])
 
 
 def _settings(request: Namespace, config: Config) -> dict[str, Any]:
@@ -102,8 +99,7 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
     request.device = str(device)
     folder = request.folder
     on_gpu = device.type == "cuda"
-    random = folder.is_file() or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    random = random and not rwkv7.is_file(folder)
+    random = not has_weights(folder)
     dtype = pick_precision(request.dtype, device)
     quantized = _quantized(request, random, dtype)
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_memory_bytes()
@@ -262,7 +258,7 @@ def _search(
 def _check(point: Point, settings: dict[str, Any]) -> None:
     """Raise a UserError where the gradients of the model wrapped are not its own."""
     limit = COARSE if point.get("rounds_by_chunk") else tolerance([getattr(torch, settings["dtype"])])
-    if settings["method"]["name"] == Exact.name and not point.get("difference", 0.0) <= limit:
+    if METHODS[settings["method"]["name"]].is_exact and not point.get("difference", 0.0) <= limit:
         raise UserError(
             f"the gradient of {point['parameter']} differs by {point['difference']:.1e} when the model is "
             f"wrapped, more than the {limit:g} of rounding in {settings['dtype']}: nothing was timed; in "
@@ -329,9 +325,10 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     )
     add, least = parser.add, reads(Positive)
     model_help = (
-        "a folder with a transformers model, or a config.json; without weights they are random; or a name "
+        "a folder with a transformers model, or a config.json; without weights they are random; "
+        f"{file_kinds()}; or a name on the Hugging Face hub"
     )
-    add("model", model_help + "on the Hugging Face hub", metavar="MODEL")
+    add("model", model_help, metavar="MODEL")
     add("--lengths", "sequence lengths in tokens", comma_list(reads(SeqLen)), default="4K,16K,64K")
     memory = "memory limit of a step, such as 8GB; default: three quarters of the device's"
     add("--memory", memory, size_bytes)

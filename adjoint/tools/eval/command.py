@@ -18,8 +18,8 @@ from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
-from adjoint.formats import rwkv7
-from adjoint.formats.folders import refuse_adapter
+from adjoint.formats import file_kinds
+from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.eval import needles, positions
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
         "grows by a few hidden states per token.",
     )
     add = parser.add
-    runs = "a run's folder, a checkpoint, a folder of transformers, or a name on the Hugging Face hub"
+    runs = f"a run's folder, a checkpoint, a folder of transformers, {file_kinds()}, "
+    runs += "or a name on the Hugging Face hub"
     add("runs", runs, metavar="RUN", nargs="+")
     add("--needles", "hide pass keys in the text and ask for them at its end", action="store_true")
     add("--lengths", "window lengths in tokens", comma_list(reads(SeqLen)), default="4K,64K")
@@ -118,14 +119,17 @@ def main(argv: list[str]) -> int:
 
 
 def load(run: str, device: torch.device, precision: str, trust_remote_code: bool = False) -> Loaded:
-    """Load a run's newest checkpoint, a folder of transformers, an RWKV-7 file or a model of the hub.
+    """Load a run's newest checkpoint, a folder of transformers, a model's file or a model of the hub.
 
     Raises:
         UserError: it is none of these.
     """
     if (folder := _model_folder(run)) is not None:
-        if not rwkv7.is_file(folder):
-            _refuse_caduceus(run, Path(folder) / "config.json")
+        if (why_not := why_not_evaluated(Path(folder))) is not None:
+            raise UserError(
+                f"adjoint eval: {run} is {why_not}; read it with adjoint.Stack.from_pretrained, or evaluate "
+                "a run"
+            )
         from adjoint.train.pretrained import load as load_pretrained
 
         module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval", None, device)
@@ -150,19 +154,6 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
     return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted, masking)
 
 
-def _refuse_caduceus(run: str, config_json: Path) -> None:
-    """Raise a UserError for a Caduceus model, whose text only its own tokenizer's code can read."""
-    try:
-        content = json.loads(config_json.read_text(encoding="utf-8"))
-    except ValueError:  # refused where it is read
-        return
-    if isinstance(content, dict) and content.get("model_type") == "caduceus":
-        raise UserError(
-            f"adjoint eval: {run} is a Caduceus model, whose tokenizer is Python code of its own; read it "
-            "with adjoint.Stack.from_pretrained, or evaluate a run"
-        )
-
-
 def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Module:
     """Return a model on a device, in float64 if that is the precision; quantized weights are there already.
 
@@ -184,7 +175,7 @@ def _model_folder(run: str) -> str | None:
     names a run."""
     if Path(run).exists() or (RUNS / run).exists():
         refuse_adapter(Path(run), "adjoint eval")
-        return run if (Path(run) / "config.json").is_file() or rwkv7.is_file(run) else None
+        return run if holds_model(Path(run)) else None
     if run.count("/") != 1 or Path(run).parent == RUNS:
         return None
     from adjoint.train.pretrained import folder_of
