@@ -28,7 +28,9 @@ SLOW_TRIALS = ("ssd_scan", "gated_delta_rule", "kda", "dplr_delta_rule")  # on a
 PEERS = ("adjoint", "torch", "mamba-ssm", "causal-conv1d", "fla", "liger")
 TIMED = ("selective_scan", "ssd_scan", "causal_conv1d", "rms_norm", "add_rms_norm", "head_loss")
 # Sizes whose values are compared, where float64 fits: as a layer has them, and long ones that kernels split.
-LAYER = {op: {"nheads": 16} if op == "ssd_scan" else {} for op in OPS if op != "linear_scan_dense"}
+# The delta rules' trial has the sizes of models.
+_ELSEWHERE = ("linear_scan_dense", "gated_delta_rule", "kda")
+LAYER = {op: {"nheads": 16} if op == "ssd_scan" else {} for op in OPS if op not in _ELSEWHERE}
 LONG = {"selective_scan": {"d_inner": 512}, "ssd_scan": {"nheads": 4}}
 METHODS = ("exact", "backprop", "backprop-checkpoint")  # of stage g
 # ‖difference‖ / ‖gradient‖ of two orders of rounding; half precision has no limit that would not be a guess.

@@ -2,6 +2,7 @@
 
 - Every point is a fresh process; processes of different contenders alternate, `--repeats` times; published is
   the median over processes of each one's median. Contenders known to be slow (loops, torch.compile) run once.
+- `--before COMMIT` times this package as it was, too, in alternation.
 - Values first: output and every gradient against the operation in float64 (‖error‖ / ‖value‖). Who is off by
   more than the dtype allows is reported as wrong and not timed, ourselves included.
 - Next to the roof: the least time that the operation's memory traffic and arithmetic take at the rates this
@@ -15,9 +16,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +30,13 @@ from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, steps
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender
-from benchmarks.kernels.measure import LIMITS, PASSES
+from benchmarks.kernels.measure import BASE, LIMITS, PASSES
 from benchmarks.kernels.operations import OPS
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
 LIMIT_S = 150  # a process that takes longer is given up
-BASE = "adjoint"  # what the ratios are against
+BEFORE = "before"  # the contender that is this package as of an earlier commit
 COLOURS = {True: report.ORANGE, False: report.BLUE}  # ours and others
 HEADS = ["", *(head for name in PASSES.values() for head in (name, "÷ adjoint", "of the roof")), "error"]
 
@@ -52,6 +56,7 @@ class Kernels(Benchmark):
         runner.add_counts(parser, repeats=(3, "processes a point"))
         add("--peers", nargs="*", metavar="NAME", choices=[*peers, []], default=peers,
             help="which others to compare with; no name for none")  # fmt: skip
+        add("--before", metavar="COMMIT", help="time this package as of a commit, too (Python 3.11 or later)")
         add("--device", type=runner.device, default="cpu", help="cpu or cuda")
         add("--dtype", choices=LIMITS, help="float32 where it is not said, on a GPU bfloat16")
         add("--allocator", type=steps.allocator, choices=steps.ALLOCATORS, default="retain", help="of memory")
@@ -61,7 +66,13 @@ class Kernels(Benchmark):
         options.ops = [name for name in OPS if name in options.ops]
         options.kind = options.device.partition(":")[0]
         options.dtype = options.dtype or ("bfloat16" if options.kind == "cuda" else "float32")
-        options.answers = str((options.out or runner.RUNS / self.name).resolve() / "partial")
+        folder = (options.out or runner.RUNS / self.name).resolve() / "partial"
+        options.answers = str(folder)
+        if options.before:
+            try:
+                options.before, options.package = package_as_of(options.before, folder)
+            except subprocess.CalledProcessError as error:
+                parser.error(f"--before {options.before}: {error.stderr.strip()}")
 
     def environment(self, options: argparse.Namespace) -> Row:
         versions = report.environment("accelerated-scan", "flash-linear-attention", "liger-kernel")
@@ -85,7 +96,7 @@ class Kernels(Benchmark):
                 points += [] if repeat else [{"kind": "answer", **operation}]
                 points += [
                     {"kind": "contender", "contender": name, "repeat": repeat, "repeat_s": options.repeat_s,
-                     **operation}
+                     **operation, **({"package": str(options.package)} if name == BEFORE else {})}
                     for name, contender in chosen(op, options).items()
                     if not (repeat and contender.once) and not contender.missing()
                 ]  # fmt: skip
@@ -95,7 +106,11 @@ class Kernels(Benchmark):
         return f"{point.get('op', '')} {point.get('contender', point['kind'])}"
 
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
-        return steps.ALLOCATORS[options.allocator] | {
+        # PYTHONSAFEPATH: or the working directory's package would come first
+        path = f"{point['package']}:{runner.ROOT}" if "package" in point else ""
+        imported = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"} if path else {}
+        return imported | {
+            **steps.ALLOCATORS[options.allocator],
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers that would outlive a process that is given up
             "TOKENIZERS_PARALLELISM": "false",
         }
@@ -170,12 +185,38 @@ class Kernels(Benchmark):
 
 
 def chosen(op: str, options: argparse.Namespace) -> dict[str, Contender]:
-    """The contenders of an operation that this device and `--peers` leave; our own always are among them."""
+    """The contenders of an operation that this device, `--peers` and `--before` leave; our own are among
+    them."""
+    table = CONTENDERS[op]
+    if options.before:
+        as_it_was = dataclasses.replace(table[BASE], label=f"adjoint, {options.before}")
+        table = {BASE: table[BASE], BEFORE: as_it_was, **table}
     return {
         name: contender
-        for name, contender in CONTENDERS[op].items()
+        for name, contender in table.items()
         if options.kind in contender.devices and (contender.ours or name in options.peers)
     }
+
+
+def package_as_of(commit: str, folder: Path) -> tuple[str, Path]:
+    """Write the package as of a commit below a folder; return the commit's short name and the folder that
+    has it.
+
+    Raises:
+        subprocess.CalledProcessError: there is no such commit.
+    """
+
+    def git(*arguments: str) -> bytes:
+        command = ("git", *arguments)
+        return subprocess.run(command, cwd=runner.ROOT, check=True, capture_output=True).stdout
+
+    name = git("rev-parse", "--short=12", "--verify", f"{commit}^{{commit}}").decode().strip()
+    folder = folder / name
+    if not folder.exists():
+        archive = git("archive", name, "adjoint")
+        folder.mkdir(parents=True)
+        subprocess.run(("tar", "-x", "-C", str(folder)), input=archive, check=True, capture_output=True)
+    return name, folder
 
 
 def best_rates(measurements: Found) -> roof.Rates:

@@ -240,6 +240,32 @@ SSD = ours("ssd_scan") | {
     "fla": Contender("flash-linear-attention", _ssd_fla, "fla.ops.simple_gla:chunk_simple_gla", devices=CUDA),
 }
 
+# ------------------------------------------------------------------------------------------------ delta rules
+
+
+def _delta_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    decay = g.exp() if g.dim() == 4 else g.exp().unsqueeze(-1)
+    state, outputs = v.new_zeros(*k[:, 0].shape, v.shape[-1]), []
+    rows = zip(*(x.unbind(1) for x in (q, k, v, decay, beta.unsqueeze(-1))), strict=True)
+    for q_t, k_t, v_t, decay_t, beta_t in rows:
+        state = decay_t.unsqueeze(-1) * state
+        written = beta_t * (v_t - (k_t.unsqueeze(-2) @ state).squeeze(-2))
+        state = state + k_t.unsqueeze(-1) * written.unsqueeze(-2)
+        outputs.append((q_t.unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(outputs, dim=1)
+
+
+_DELTA_PEERS = {"loop": Contender("PyTorch loop", _delta_loop, devices=CPU, once=True)}
+DELTA = ours("gated_delta_rule") | {
+    **_DELTA_PEERS,
+    "transformers": Contender(
+        "transformers (Qwen3-Next)",
+        lambda rule, q, k, v, g, beta: rule(q * q.shape[-1] ** 0.5, k, v, g=g, beta=beta)[0],
+        "transformers.models.qwen3_next.modeling_qwen3_next:torch_chunk_gated_delta_rule",
+    ),
+}
+KDA = ours("kda") | _DELTA_PEERS
+
 # ----------------------------------------------------------------------------------------------- linear scans
 
 
@@ -402,6 +428,8 @@ ADD_NORM = ours("add_rms_norm") | {
 CONTENDERS: dict[str, dict[str, Contender]] = {
     "selective_scan": SELECTIVE,
     "ssd_scan": SSD,
+    "gated_delta_rule": DELTA,
+    "kda": KDA,
     "linear_scan_diagonal": DIAGONAL,
     "linear_scan_scalar": SCALAR,
     "linear_scan_dense": DENSE,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import torch
+
+import adjoint
 
 from adjoint.memory import PeakMemory
 from adjoint.tools.measure.process import Point
@@ -13,6 +16,7 @@ from benchmarks.kernels.contenders import CONTENDERS, Contender, Function
 from benchmarks.kernels.operations import OPS, Tensors, answer, draw, results
 from benchmarks.timing import Mark, phases
 
+BASE = "adjoint"  # the contender that the others are compared with
 PASSES = {"forward": "forward", "both": "forward + backward"}
 # ‖error‖ / ‖value‖ of an output or gradient. bfloat16 rounds each value by up to 0.4%.
 LIMITS = {"float32": 1e-5, "float64": 1e-11, "bfloat16": 1e-2}
@@ -21,7 +25,14 @@ CHECK_AT_MOST = {"seqlen": 2048, "d_inner": 512, "nheads": 8, "channels": 512, "
 
 
 def measure(point: Point) -> Point:
-    """Run one point in this process: the roof, an answer or a contender."""
+    """Run one point in this process: the roof, an answer or a contender.
+
+    Raises:
+        ValueError: `point["package"]`, the folder that the package was to come from, is not where it is.
+    """
+    folder = str(Path(adjoint.__file__).resolve().parents[1])
+    if point.get("package", folder) != folder:
+        raise ValueError(f"adjoint was imported from {folder}: --before needs Python 3.11")
     dtype = getattr(torch, point["dtype"])
     if point["kind"] == "roof":
         return dict(roof.measure(point["device"], dtype))
@@ -37,7 +48,8 @@ def time_contender(point: Point) -> Point:
 
     point["backend"]: of this package's function, in the place of the contender's own.
     """
-    op, contender = OPS[point["op"]], CONTENDERS[point["op"]][point["contender"]]
+    op, contenders = OPS[point["op"]], CONTENDERS[point["op"]]
+    contender = contenders[BASE if "package" in point else point["contender"]]
     named, device = point.get("backend"), point["device"]
     function = functools.partial(op.ours, backend=named) if named else contender.build()
     dtype, backward = getattr(torch, point["dtype"]), contender.runs_backward(point["size"])

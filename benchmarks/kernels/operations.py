@@ -2,7 +2,8 @@
 
 Layouts are this package's own: (batch, seqlen, …). `work` counts what any implementation has to do: every
 input read once, every output written once (in the backward the inputs and the cotangent are read again and
-the gradients written), and the arithmetic of the recurrence, with the states computed again in the backward.
+the gradients written), and the arithmetic of the recurrence, with the states computed again in the backward:
+of the SSD scan and the delta rules that of their form by blocks, as matrix products.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 import adjoint
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.loss import linear_cross_entropy
 
@@ -27,6 +29,7 @@ Size = dict[str, int]
 Tensors = dict[str, Tensor]
 Normal = Callable[..., Tensor]  # shape -> normally distributed numbers
 EPS = 1e-5  # of the norm
+BLOCK_TOKENS = 32  # of the forms by blocks: longer ones do more arithmetic on pairs of tokens
 
 
 @dataclass(frozen=True)
@@ -167,9 +170,44 @@ def _ssd_scan(*, backend: str | None, **inputs: Any) -> Tensor:
 def _ssd_work(s: Size) -> tuple[Work, Work]:
     tokens = s["batch"] * s["seqlen"]
     rows, narrow = tokens * s["nheads"] * s["headdim"], tokens * s["d_state"]
-    states = rows * s["d_state"]
-    # The recurrence's own arithmetic. The chunked form does more of it, but as matrix products.
-    return Work(2 * rows + 2 * narrow, 5 * states), Work(3 * rows + 4 * narrow, 14 * states)
+    states, of_scores = rows * s["d_state"], BLOCK_TOKENS * narrow
+    # By blocks: C B' of the group and M X, each half a square; C H and X B'.
+    forward = Work(2 * rows + 2 * narrow, matmul_flops=4 * states + BLOCK_TOKENS * rows + of_scores)
+    # C B' and the states anew; M' dy and dy X'; dB and dC from them; B dH', dy H', X dH' and C dy.
+    backward = Work(
+        3 * rows + 4 * narrow, matmul_flops=10 * states + 2 * BLOCK_TOKENS * rows + 3 * of_scores
+    )
+    return forward, backward
+
+
+def _delta_inputs(s: Size, normal: Normal, *, decay_per_channel: bool = False) -> Tensors:
+    """Draw inputs as of a Gated DeltaNet's or a KDA's block: unit keys, slow decays."""
+    heads = s["batch"], s["seqlen"], s["nheads"]
+    return {
+        "q": normal(*heads, s["d_k"]) * s["d_k"] ** -0.5,
+        "k": F.normalize(normal(*heads, s["d_k"]), dim=-1),
+        "v": normal(*heads, s["d_v"]),
+        "g": -torch.exp(normal(*heads, *([s["d_k"]] if decay_per_channel else [])) - 3),
+        "beta": torch.sigmoid(normal(*heads)),
+    }
+
+
+def _delta_rule(*, backend: str | None, **inputs: Tensor) -> Tensor:
+    return gated_delta_rule(**inputs, backend=backend)[0]
+
+
+def _delta_work(s: Size) -> tuple[Work, Work]:
+    heads, d_k, d_v = s["batch"] * s["seqlen"] * s["nheads"], s["d_k"], s["d_v"]
+    states = d_k * d_v
+    # By blocks, each square half: q k' and k k'; the triangular system and P N; S' k, S' q and k N'.
+    forward = 2 * BLOCK_TOKENS * (d_k + d_v) + 6 * states
+    # q k', k k', S' k and the system anew; the gradients of each product's two factors.
+    backward = BLOCK_TOKENS * (6 * d_k + 5 * d_v) + 14 * states
+    moved = 2 * d_k + 2 * d_v
+    return (
+        Work(heads * moved, matmul_flops=heads * forward),
+        Work(heads * 2 * moved, matmul_flops=heads * backward),
+    )
 
 
 def _linear_inputs(s: Size, normal: Normal, *, scalar: bool = False) -> Tensors:
@@ -282,6 +320,9 @@ def _sizes(
 
 _LONG = 65536
 _LINEAR_SIZES = _sizes("batch seqlen d_state", (1, 256, 32), (1, 4096, 2048), (1, _LONG, 4096))
+_DELTA_SIZES = _sizes(
+    "batch seqlen nheads d_k d_v", (1, 256, 2, 16, 16), (1, 2048, 8, 64, 64), (1, _LONG, 16, 128, 128)
+)
 _NORM_SIZES = _sizes("tokens d_model", (256, 64), (16384, 1024), (_LONG, 2048))
 OPS = {
     "selective_scan": Op(
@@ -306,6 +347,18 @@ OPS = {
         _ssd_work,
         like="x",
         float32=("A", "D", "dt_bias"),
+    ),
+    "gated_delta_rule": Op(
+        "gated delta rule", _DELTA_SIZES, _delta_inputs, _delta_rule, _delta_work, like="v", float32=("g",)
+    ),
+    "kda": Op(
+        "gated delta rule, a decay per channel (KDA)",
+        _DELTA_SIZES,
+        functools.partial(_delta_inputs, decay_per_channel=True),
+        _delta_rule,
+        _delta_work,
+        like="v",
+        float32=("g",),
     ),
     "linear_scan_diagonal": Op(
         "linear scan, diagonal",

@@ -89,7 +89,7 @@ template <class T, bool SSD> struct Scan {
   ALWAYS_INLINE T head_decay(int64_t b, int64_t t, const Block& k) const {
     return SSD ? row<T>(s.decay, b, t)[k.head] : T(0);
   }
-  // body(batch, its channels' blocks) for the blocks [first, last), each batch of one group of B and C
+  // body(first block, block behind the last) for batches of the blocks [first, last), each of one group of B and C
   template <class F> void each_batch(int64_t first, int64_t last, F body) const {
     for (int64_t i = first, stop; i < last; i = stop) {
       const int64_t group = block[i].group;
@@ -117,8 +117,8 @@ template <class T, bool SSD> struct Scan {
     T decay;  // Mamba-2's
     bool dropped;
   };
-  // Asks for the rows that the next batch of channels reads, and for those that this one will write: the processor cannot
-  // foresee them, as a batch reads a short part of each row.
+  // Asks for the rows that the next batch of channels reads, and for those that this one will write: the processor
+  // cannot foresee them, as a batch reads a short part of each row.
   template <class... R> ALWAYS_INLINE void prefetch_next(int64_t b, int64_t t, const Block& k, const R&... read) const {
     if (!SSD) ((read.data ? __builtin_prefetch(row<T>(read, b, t) + k.channel + BATCH * L, 0, 2) : void()), ...);
   }
@@ -133,8 +133,8 @@ template <class T, bool SSD> struct Scan {
     x.du = x.delta * u, x.y = D * u;
     x.decay = head_decay(b, t, k), x.dropped = dropped(b, t, x.decay);
   }
-  // Runs NS states through a segment and adds C h to y. KEEPS: leaves in `kept` the states before the segment, then each
-  // token's decays and states.
+  // Runs NS states through a segment and adds C h to y. KEEPS: leaves in `kept` the states before the segment, then
+  // each token's decays and states.
   template <int NS, bool KEEPS, bool ADDS_Y>
   NEVER_INLINE void run_states(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, const Vt* A2,
                                Vt* state, Vt* kept) const {
@@ -321,7 +321,8 @@ template <class T, bool SSD> struct Scan {
         if (s.ddelta_bias) store<T>((T*)s.ddelta_bias + at, w.dbias[i], k.width);
         if (s.dinitial_state) {
           Vt* out = &w.R[i * N];  // R = a_1 mu_1; with a window a_1 P_{W-2} (the virtual token 0), where S is a_1
-          for (int64_t n = 0; windowed && n < N; n++) out[n] = joined ? times(w.S[i * N + n], w.prefix[i * N + n]) : Vt{};
+          const Vt *S = &w.S[i * N], *P = joined ? &w.prefix[i * N] : nullptr;
+          for (int64_t n = 0; windowed && n < N; n++) out[n] = joined ? times(S[n], P[n]) : Vt{};
           scatter(s.dinitial_state, out, b, k);
         }
       }
@@ -367,7 +368,8 @@ template <class T, bool SSD> struct Scan {
   }
   // The prefix sums P_{t+W-1} of NS states that the windows of this segment end in
   template <int NS>
-  void run_prefixes(int64_t b, int64_t segment, const Block& k, int64_t n0, const typename Work::Ahead* x, Work& w) const {
+  void run_prefixes(int64_t b, int64_t segment, const Block& k, int64_t n0, const typename Work::Ahead* x,
+                    Work& w) const {
     const int64_t begin = segment * K, end = segment_end(segment);
     const Vt *A2 = &w.A2[k.index * N + n0], *dfinal = &w.dfinal[k.index * N + n0];
     Vt P[NS];
