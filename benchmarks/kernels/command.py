@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from adjoint.tools.measure.process import Point
+from adjoint.tools.measure.process import ROOT, Point
 from benchmarks import report, runner, steps
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender
@@ -56,7 +56,7 @@ class Kernels(Benchmark):
         runner.add_counts(parser, repeats=(3, "processes a point"))
         add("--peers", nargs="*", metavar="NAME", choices=[*peers, []], default=peers,
             help="which others to compare with; no name for none")  # fmt: skip
-        add("--before", metavar="COMMIT", help="time this package as of a commit, too (Python 3.11 or later)")
+        add("--before", metavar="COMMIT", help="time this package as of a commit, too")
         add("--device", type=runner.device, default="cpu", help="cpu or cuda")
         add("--dtype", choices=LIMITS, help="float32 where it is not said, on a GPU bfloat16")
         add("--allocator", type=steps.allocator, choices=steps.ALLOCATORS, default="retain", help="of memory")
@@ -107,7 +107,7 @@ class Kernels(Benchmark):
 
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
         # PYTHONSAFEPATH: or the working directory's package would come first
-        path = f"{point['package']}:{runner.ROOT}" if "package" in point else ""
+        path = f"{point['package']}:{ROOT}" if "package" in point else ""
         imported = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"} if path else {}
         return imported | {
             **steps.ALLOCATORS[options.allocator],
@@ -208,7 +208,7 @@ def package_as_of(commit: str, folder: Path) -> tuple[str, Path]:
 
     def git(*arguments: str) -> bytes:
         command = ("git", *arguments)
-        return subprocess.run(command, cwd=runner.ROOT, check=True, capture_output=True).stdout
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
 
     name = git("rev-parse", "--short=12", "--verify", f"{commit}^{{commit}}").decode().strip()
     folder = folder / name

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 import adjoint
-
 from adjoint.memory import PeakMemory
 from adjoint.tools.measure.process import Point
 from benchmarks.kernels import roof
@@ -32,7 +31,7 @@ def measure(point: Point) -> Point:
     """
     folder = str(Path(adjoint.__file__).resolve().parents[1])
     if point.get("package", folder) != folder:
-        raise ValueError(f"adjoint was imported from {folder}: --before needs Python 3.11")
+        raise ValueError(f"adjoint was imported from {folder}")
     dtype = getattr(torch, point["dtype"])
     if point["kind"] == "roof":
         return dict(roof.measure(point["device"], dtype))

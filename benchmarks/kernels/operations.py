@@ -174,9 +174,7 @@ def _ssd_work(s: Size) -> tuple[Work, Work]:
     # By blocks: C B' of the group and M X, each half a square; C H and X B'.
     forward = Work(2 * rows + 2 * narrow, matmul_flops=4 * states + BLOCK_TOKENS * rows + of_scores)
     # C B' and the states anew; M' dy and dy X'; dB and dC from them; B dH', dy H', X dH' and C dy.
-    backward = Work(
-        3 * rows + 4 * narrow, matmul_flops=10 * states + 2 * BLOCK_TOKENS * rows + 3 * of_scores
-    )
+    backward = Work(3 * rows + 4 * narrow, matmul_flops=10 * states + 2 * BLOCK_TOKENS * rows + 3 * of_scores)
     return forward, backward
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import adjoint
 from adjoint.kernels.cpu import build as cpu_build
+from adjoint.tools.measure.process import Process
 from benchmarks import report
 from benchmarks.kernels import command, measure, operations, roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender, norm_torch
@@ -93,6 +96,26 @@ def test_the_roof_is_what_bounds_the_operation() -> None:
     if cpu_build.compiler() is not None:  # with the scans' own exponential
         library = roof.build()
         assert library is not None and library.elements_a_round(0) == 2 * library.elements_a_round(1)
+
+
+def test_the_package_as_it_was_alternates_with_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(Path(adjoint.__file__).parent, copy / "adjoint")
+    monkeypatch.setattr(command, "package_as_of", lambda commit, folder: (commit, copy))
+    small = ["--size", "small", "--repeats", "2", "--op", "ssd_scan", "--peers", "--before", "abc"]
+    options = KERNELS.parse([*small, "--out", str(tmp_path)])
+    points = [point for point in KERNELS.points(options) if point["kind"] == "contender"]
+    assert [point["contender"] for point in points if point["repeat"]] == ["adjoint", "before"]
+    point = next(point for point in points if point["contender"] == "before")
+    point |= {"repeat_s": 1e-6, "file": str(answers / "ssd_scan.pt")}
+    with pytest.raises(ValueError, match="adjoint was imported from"):
+        measure.measure(point)
+    process = Process(KERNELS.module, KERNELS.env(point, options))
+    result = process.measure(point)
+    process.close()
+    assert result["both"] and not result["wrong"], result
 
 
 def test_contenders_alternate_and_slow_ones_run_once() -> None:

@@ -173,7 +173,9 @@ def _ssd_interval(d_state: int) -> int:
     return max(64, d_state)
 
 
-def _scan_fields(u: Tensor, heads: tuple[int, int, int], d_state: int, interval: int, threads: int) -> _Fields:
+def _scan_fields(
+    u: Tensor, heads: tuple[int, int, int], d_state: int, interval: int, threads: int
+) -> _Fields:
     """Fields for u of (batch, seqlen, …), whose heads are their number, size and groups."""
     numbers = u.shape[0], u.shape[1], *heads, d_state, interval, threads
     return _Fields(_ScanArgs(*numbers))
