@@ -198,7 +198,8 @@ def _saved_shape(x: Tensor, nheads: int, headdim: int, d_state: int, interval: i
 
 
 def selective_scan_saved_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
-    return _saved_shape(u, 1, *A.shape, _selective_interval(A.shape[1]))
+    d_inner, d_state = A.shape
+    return _saved_shape(u, 1, d_inner, d_state, _selective_interval(d_state))
 
 
 def selective_scan_forward(
