@@ -6,8 +6,9 @@ gradients are added up while the layers below are still waiting."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,13 @@ class LayerRun(Stage):
     def forget(self, start: int) -> None:
         for stage in self.stages:
             stage.forget(start)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(stage.running())
+            yield
 
     def _run(self, stages: Sequence[Stage], x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         rest, after = iter(state), list[Tensor]()

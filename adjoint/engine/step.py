@@ -16,10 +16,10 @@ from adjoint.engine import budget
 from adjoint.engine.continuation import STEP, frees_graph
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
-from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
+from adjoint.engine.grid import EngineSpec, Grid, Storage
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ParameterAccess
-from adjoint.engine.schedule import Action, Schedule, cut_before_backward, keys_of
+from adjoint.engine.schedule import Action, Schedule, forward_and_backward, keep_for
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import Slab
@@ -331,10 +331,6 @@ class ChunkedStep:
         """Run the forward's part of the program; return what `forward` returns."""
         executor = self.executor
         schedule, forward_actions, self.backward_actions = self._cut_program()
-        # A second backward finds its tapes used and recomputes them: what that reads must stay.
-        stays = self._read_by_backward() if self.has_backward else set()
-        if stays:
-            forward_actions = [_without_frees(a, stays) for a in forward_actions]
         self._run(schedule, forward_actions)
         self.grad_inputs = [*self.parameters, *executor.gradients.unlisted_leaves.close()]
         if self.has_backward:
@@ -439,15 +435,19 @@ class ChunkedStep:
     def _cut_program(self) -> tuple[Schedule, Collection[Action], Collection[Action]]:
         """Return the schedule of the forward, its actions, and those of the backward that follows it."""
         grid, worker = self.grid, self.distribution.worker
-        windowed = any(grid.window(k) is not None for k in range(grid.stages))
-        if windowed and not self.distribution.is_alone:
+        again = self._schedule(forward=False, tapes=0) if self.has_backward else None
+        if grid.has_windows and not self.distribution.is_alone:
             # inputs of other ranks' windows travel in the backward alone: there may be none
             schedule = self._schedule(backward=False, tapes=0)
-            later = self._backward_program() if self.has_backward else ()
-            return schedule, schedule.programs[worker], later
+            later = () if again is None else again.programs[worker]
+            return schedule, keep_for(grid, schedule.programs[worker], later), later
         schedule = self._schedule(backward=self.has_backward, tapes=self.tapes)
-        actions = schedule.programs[worker]
-        return schedule, *cut_before_backward(actions)
+        # with checkpoints a backward computes all that it reads, from the state before the sequence
+        reads = again if grid.checkpoints is None else None
+        forward_actions, backward_actions = forward_and_backward(schedule, worker, reads)
+        if self.has_backward and self.spec.backward.window == "auto":  # any of it may be read
+            forward_actions = [dataclasses.replace(a, frees=()) for a in forward_actions]
+        return schedule, forward_actions, backward_actions
 
     def _run(self, schedule: Schedule, actions: Collection[Action] | None = None) -> None:
         """Run this worker's program of a schedule, or those of its actions that are given."""
@@ -469,19 +469,6 @@ class ChunkedStep:
         ]
         self.windows = self.distribution.windows(self.access.windows(widths))
         self.grid = self.distribution.grid(self.spec, seqlen, self.stages, self.windows)
-
-    def _read_by_backward(self) -> set[Key]:
-        grid = self.grid
-        if self.spec.backward.window == "auto":  # windows are not known yet: any of it may be read
-            return {key for t in grid.forward_tiles() for key in grid.writes(t)}
-        if grid.checkpoints is not None:  # it computes all that it reads, from the state before the sequence
-            return set()
-        return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
-
-
-def _without_frees(action: Action, stays: set[Key]) -> Action:
-    """Return the action, freeing no key in `stays`."""
-    return dataclasses.replace(action, frees=tuple(key for key in action.frees if key not in stays))
 
 
 def grouped(states: Sequence[State], flat: Sequence[T]) -> list[tuple[T, ...]]:
