@@ -195,5 +195,5 @@ def as_runs(
         numbers = list(members)
         local_stages = [stage for k in numbers if (stage := stages[k]) is not None]
         merged.append(LayerRun(local_stages) if len(local_stages) > 1 else next(iter(local_stages), None))
-        merged_states.append(tuple(s for k in numbers for s in states[k]))
+        merged_states.append(tuple(itertools.chain.from_iterable([states[k] for k in numbers])))
     return merged, merged_states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
@@ -176,7 +177,8 @@ class ChunkedStep:
         self.batch = batch = dataclasses.replace(batch, states=states)
         self.spec, self.width, self.sums = spec, width, sums
         self.local_stages = [stage for stage in self.stages if stage is not None]
-        self.parameters = list(dict.fromkeys(p for stage in self.local_stages for p in stage.parameters()))
+        parameters = itertools.chain.from_iterable([stage.parameters() for stage in self.local_stages])
+        self.parameters = list(dict.fromkeys(parameters))
         self.initial = [s for state in batch.states for s in state]
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
         self.grad_inputs, self.has_backward = self.parameters, torch.is_grad_enabled()
@@ -225,8 +227,12 @@ class ChunkedStep:
         # Append-only states say whether they are trained: see `Past.anchored`.
         detached = [
             tuple(
-                s.detach() if dim is None else s.detach().requires_grad_(s.requires_grad)
-                for s, dim in zip(state, (None,) * len(state) if stage is None else stage.grows, strict=True)
+                [
+                    s.detach() if dim is None else s.detach().requires_grad_(s.requires_grad)
+                    for s, dim in zip(
+                        state, (None,) * len(state) if stage is None else stage.grows, strict=True
+                    )
+                ]
             )
             if state
             else ()
@@ -474,4 +480,4 @@ class ChunkedStep:
 def grouped(states: Sequence[State], flat: Sequence[T]) -> list[tuple[T, ...]]:
     """Return the flat list as tuples, one per state and of its length."""
     rest = iter(flat)
-    return [tuple(next(rest) for _ in state) for state in states]
+    return [tuple(itertools.islice(rest, len(state))) for state in states]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.arriving_gradients import ArrivingGradient
 from adjoint.engine.decay import Decays
-from adjoint.engine.leaves import TAKE_ARRIVING, UnlistedLeaves, alias, next_node, suspend_hooks
+from adjoint.engine.leaves import TAKE_ARRIVING, UnlistedLeaves, aliases, next_node, suspend_hooks
 from adjoint.errors import UserError
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype
@@ -60,11 +60,13 @@ class Gradients:
 
         What stays is allocated before what comes and goes there: sums between a chunk's tensors would leave
         holes in the heap."""
-        self.room = {
-            p: torch.empty_like(p, dtype=accumulate_dtype(p.dtype))
+        reserved = [
+            p
             for p in parameters
             if p.requires_grad and p.device.type == "cpu" and type(p) in (Tensor, torch.nn.Parameter)
-        }
+        ]
+        dtypes = {dtype: accumulate_dtype(dtype) for dtype in {p.dtype for p in reserved}}
+        self.room = {p: torch.empty_like(p, dtype=dtypes[p.dtype]) for p in reserved}
 
     def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Add a parameter's gradient."""
@@ -253,13 +255,13 @@ def linearize(
         y, the new state, and the pullback (dy, dstate) → (dx, dstate), where None stands for no cotangent.
         The pullback may be called once; the tape that it holds is then freed.
     """
-    x = alias(x, x.is_floating_point())
-    state = tuple([alias(s, s.is_floating_point()) if isinstance(s, Tensor) else s for s in state])
-    differentiable = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
-    anchors = (getattr(s, "anchor", None) for s in state)
-    differentiable += [anchor for anchor in anchors if anchor is not None]
-    pairs = zip(parameters, parameters if used is None else used, strict=True)
-    leaves = [alias(t, parameter.requires_grad) for parameter, t in pairs]
+    tensors = [x, *[s for s in state if isinstance(s, Tensor)]]
+    x, *state_leaves = aliases(tensors, map(Tensor.is_floating_point, tensors))
+    rest = iter(state_leaves)
+    state = tuple([next(rest) if isinstance(s, Tensor) else s for s in state])
+    differentiable = [t for t in (x, *state_leaves) if t.requires_grad]
+    differentiable += [a for s in state if (a := getattr(s, "anchor", None)) is not None]
+    leaves = aliases(parameters if used is None else used, [p.requires_grad for p in parameters])
     begin, stand_ins, hooks = next_node(), gradients.unlisted_leaves.make_stand_ins(), TapeHooks()
     with torch.enable_grad(), stand_ins or contextlib.nullcontext():
         y, after = call(leaves, x, state)
@@ -291,7 +293,7 @@ def linearize(
         grad_by_id = dict(zip(map(id, differentiable), grads, strict=False))
         return grad_by_id.get(id(x)), tuple(grad_by_id.get(id(s)) for s in state)
 
-    return y.detach(), tuple(s.detach() for s in after), Tape(pullback, inputs)
+    return y.detach(), tuple([s.detach() for s in after]), Tape(pullback, inputs)
 
 
 def recomputed(call: Callable[..., Any], inputs: tuple, mode: str, random: bool = False) -> Any:
@@ -339,11 +341,6 @@ def reset_rows(state: State, rows: Tensor | None) -> State:
 
 def _without(s: Tensor, rows: Tensor) -> Tensor:
     return s.masked_fill(rows.view(-1, *[1] * (s.dim() - 1)), 0)
-
-
-def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters' `leaves.alias`es."""
-    return [alias(p, p.requires_grad) for p in parameters]
 
 
 class _Seed(torch.autograd.Function):

@@ -78,7 +78,7 @@ class Slot:
 
 def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
     """Return the state before a sequence: a zero for each tensor, which all of its elements read."""
-    return tuple(torch.zeros((), dtype=s.dtype, device=device).expand(batch, *s.shape) for s in slots)
+    return tuple([torch.zeros((), dtype=s.dtype, device=device).expand(batch, *s.shape) for s in slots])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,9 +132,14 @@ class Call:
         """Number of tokens before the call, of the document that goes on."""
         return 0 if self.carried is None else self.carried.tokens
 
+    @functools.cached_property
+    def provided(self) -> frozenset[str]:
+        """Names of the arguments that are not None."""
+        return frozenset([name for name, value in self.arguments.items() if value is not None])
+
     def has(self, *names: str) -> bool:
         """Whether any of these arguments is given."""
-        return bool([name for name in names if self.arguments.get(name) is not None])
+        return not self.provided.isdisjoint(names)
 
     def run_original(self, **changed: object) -> ModelOutput:
         """Run the model's own forward, with some arguments changed."""
@@ -303,7 +308,7 @@ class Call:
 
         Empty unless one of `DOCUMENT_NUMBERS` is given."""
         return (
-            tuple(filter(self.has, (*DOCUMENT_INPUTS, "attention_mask")))
+            tuple([name for name in (*DOCUMENT_INPUTS, "attention_mask") if name in self.provided])
             if self.has(*DOCUMENT_NUMBERS)
             else ()
         )
@@ -321,7 +326,7 @@ class Call:
         routed = check.uses_router_loss(self.model) if router_argument is None else bool(router_argument)
         counted = self.has_labels and self.has("num_items_in_batch")
         padded = self.mask is not None and (self.has_labels or self.reads_padding)
-        token_inputs = tuple(filter(self.has, TOKEN_INPUTS))
+        token_inputs = tuple([name for name in TOKEN_INPUTS if name in self.provided])
         kind = CallKind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, token_inputs)
         if self.language_inputs is not None:
             return kind._replace(language_layout=self.language_inputs.layout)
@@ -506,7 +511,7 @@ class Call:
         """
         tensors = {"ids": self.tokens, "targets": self.targets if self.has_labels else self.ids}
         for name in TOKEN_INPUTS:
-            if self.has(name):
+            if name in self.provided:
                 tensors[name] = expand_to_rows(name, self.arguments[name], self.ids)
         if self.language_inputs is not None:
             tensors |= self.language_inputs.tokens

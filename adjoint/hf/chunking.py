@@ -57,7 +57,7 @@ def sizes_of(
         element: bytes of an activation's element.
         width, weights_on_host: as in `Sizes`.
     """
-    states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
+    states = [math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None]
     return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE, width, weights_on_host)
 
 

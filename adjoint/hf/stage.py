@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -83,6 +83,7 @@ class CallContext(NamedTuple):
         is_padded_left: whether padding at the left was cut off.
         seqlen: tokens of a row, padding included; None if there is no call.
         plan: what ours replace in the model as it is now; None to look.
+        logit_scale: returns the model's `head.logit_scale`; None to measure it.
     """
 
     padding: Padding | None = None
@@ -93,13 +94,19 @@ class CallContext(NamedTuple):
     is_padded_left: bool = False
     seqlen: int | None = None
     plan: ReplacementPlan | None = None
+    logit_scale: Callable[[], float | None] | None = None
 
     @staticmethod
     def from_call(
-        call: Call, padding: Padding | None = None, plan: ReplacementPlan | None = None
+        call: Call,
+        padding: Padding | None = None,
+        plan: ReplacementPlan | None = None,
+        logit_scale: Callable[[], float | None] | None = None,
     ) -> CallContext:
         layout, positions, seqlen = call.kind.language_layout, call.positions_by_row, call.ids.shape[1]
-        context = CallContext(padding, layout, call.carried, positions, seqlen=seqlen, plan=plan)
+        context = CallContext(
+            padding, layout, call.carried, positions, seqlen=seqlen, plan=plan, logit_scale=logit_scale
+        )
         if call.mask is None:
             return context
         is_real = call.mask.any(0).tolist()
@@ -144,7 +151,7 @@ class Backbone(Stage):
         context = context or CallContext()
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
-        self._grows = tuple(slot.grows for slot in self.slots)
+        self._grows = tuple([slot.grows for slot in self.slots])
         self.chunk_context: ContextFactory = ChunkContext(model, context.plan)
         access = access_to(model)
         self.trained_parameters = access.trained_parameters()
@@ -157,6 +164,8 @@ class Backbone(Stage):
         self.padding, self.language_layout, self.carried, self.positions = context[:4]
         self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
         self.embedding_noise = EmbeddingNoise(model, context.seqlen)
+        measured_once = functools.cache(functools.partial(logit_scale, model))
+        self.logit_scale = measured_once if context.logit_scale is None else context.logit_scale
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -352,7 +361,6 @@ class CausalLM(Backbone):
     ) -> None:
         super().__init__(*backbone, **options)
         self.z_loss_factor, self.penalty, self.hidden_states = z_loss_factor, penalty, hidden_states
-        self.logit_scale = functools.cache(functools.partial(logit_scale, self.model))
 
     @staticmethod
     def from_call(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import warnings
@@ -44,6 +45,7 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunking import kept_features, sizes_of
+from adjoint.hf.head import logit_scale
 from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
@@ -176,7 +178,15 @@ class Verification:
             plan = self.results[ReplacementPlan] = ReplacementPlan(self.model)
         return plan
 
-    @property
+    def logit_scale(self) -> float | None:
+        """Return the model's `head.logit_scale`, measured once for each forward that its class has had."""
+        key = logit_scale, original_class(self.model).forward
+        if key not in self.results:
+            self.results[key] = logit_scale(self.model)
+        scale: float | None = self.results[key]
+        return scale
+
+    @functools.cached_property
     def slots(self) -> list[Slot]:
         """The places of the state's tensors in the model's cache."""
 
@@ -191,7 +201,7 @@ class Verification:
         """The factor by which the model multiplies its routers' loss."""
         return self.examine_once(router_loss_coefficient)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> Sizes:
         """The memory that a row takes, from which the default chunk size follows."""
         first = next(p for p in self.model.parameters() if p.is_floating_point())

@@ -595,7 +595,12 @@ def _loss_by_chunks(
         verification.wrap_state.method,
         verification.fetches,
         router_loss_factor,
-        CallContext.from_call(call, verification.padding_of(call), verification.replacement_plan),
+        CallContext.from_call(
+            call,
+            verification.padding_of(call),
+            verification.replacement_plan,
+            verification.logit_scale,
+        ),
         hidden_states,
     )
     result = make_step([stage], batch, spec, backward_context, group).loss(states=returns_cache)
@@ -624,7 +629,9 @@ def _loss_by_segments(call: Call, verification: Verification, segments: Sequence
         inner, weights = segment_call(call, segment, beginning)
         batch, spec = _cut_into_chunks(inner, verification)
         spec = spec if number == len(segments) - 1 else spec.without_tapes()  # its backward comes first
-        context = CallContext.from_call(inner, plan=verification.replacement_plan)
+        context = CallContext.from_call(
+            inner, plan=verification.replacement_plan, logit_scale=verification.logit_scale
+        )
         stage = CausalLM.from_call(inner, verification.slots, method, verification.fetches, context=context)
         batch = dataclasses.replace(batch, weights=weights)
         result = make_step([stage], batch, spec, _backward_context(verification)).loss()
