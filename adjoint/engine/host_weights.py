@@ -15,7 +15,7 @@ import collections
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 from weakref import WeakSet, ref
 
@@ -118,12 +118,16 @@ def recompute_of(model: nn.Module, recompute: str) -> str:
     return "full" if recompute == "none" and is_offloaded(model) else recompute
 
 
-@contextlib.contextmanager
-def fetched(*modules: nn.Module) -> Iterator[None]:
+def fetched(*modules: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Copy the weights of the units among some modules, and inside them, to the device.
 
     Inside the context the units have their original classes and, in the place of parameters, copies that are
     differentiable if gradients are on. It does nothing for units that are fetched already."""
+    return _fetched(modules) if _unit_classes else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _fetched(modules: Iterable[nn.Module]) -> Iterator[None]:
     classes = [(unit, type(unit)) for module in modules for unit in units_in(module)]
     copies: dict[Tensor, Tensor] = {}
     replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []

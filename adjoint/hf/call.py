@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -259,10 +260,11 @@ class Call:
     def modalities(self) -> tuple[str, ...]:
         """Names of the inputs that the model's own code turns into inputs of its language model: images,
         their sizes, sound."""
-        if self.language_inputs is not None or language_model_of(self.model) is None:
+        names = [] if self.language_inputs is not None else self.unknown_inputs
+        if not names or language_model_of(self.model) is None:
             return ()
         parameters = inspect.signature(original_class(backbone_of(self.model)).forward).parameters
-        return tuple(name for name in self.unknown_inputs() if name in parameters)
+        return tuple(name for name in names if name in parameters)
 
     def at_language_model(self) -> Call:
         """Return this call as one of the language model: with embeddings, in which images have their places.
@@ -523,27 +525,34 @@ class Call:
         tensors, starts = join_rows(tensors, self.starts)
         return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
 
-    def unknown_inputs(self, is_whole_sequence: bool = False) -> list[str]:
-        """Return the names of inputs that are neither supported nor left at their defaults.
+    @functools.cached_property
+    def unknown_inputs(self) -> list[str]:
+        """Names of inputs that chunks do not support, and that are not left at their defaults."""
+        supported = self._backbone_parameters.keys() & TOKEN_INPUTS
+        return self._inputs_beyond(
+            supported | ({"logits_to_keep"} if self.logits_index is not None else set())
+        )
 
-        Args:
-            is_whole_sequence: whether the sequence runs as a whole; then all inputs that the backbone's
-                forward names are supported.
-        """
+    def unknown_to_backbone(self) -> list[str]:
+        """Return the names of inputs that the backbone's forward does not name, and not left at defaults."""
+        return self._inputs_beyond(self._backbone_parameters.keys())
+
+    @property
+    def _backbone_parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(original_class(backbone_of(self.model)).forward).parameters
+
+    def _inputs_beyond(self, others: Set[str]) -> list[str]:
+        """Return the names of inputs that are neither supported, nor among others, nor left at their
+        defaults."""
         parameters = inspect.signature(original_class(self.model).forward).parameters
-        backbone_parameters = inspect.signature(original_class(backbone_of(self.model)).forward).parameters
         # A call that asks for an extra output does not get here, so its value is False or None.
         supported = {
             *SUPPORTED_INPUTS,
             *EXTRA_OUTPUTS,
             check.ROUTER_LOGITS,
             *(LABEL_INPUTS if self.has_labels else ()),
+            *others,
         }
-        supported |= set(
-            backbone_parameters if is_whole_sequence else backbone_parameters.keys() & TOKEN_INPUTS
-        )
-        if self.logits_index is not None and not is_whole_sequence:
-            supported.add("logits_to_keep")
         names = []
         for name, value in self.arguments.items():
             default = parameters[name].default if name in parameters else None

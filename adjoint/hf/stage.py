@@ -37,7 +37,6 @@ from adjoint.hf.cache import (
 )
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
-from adjoint.hf.embedding_noise import EmbeddingNoise
 from adjoint.hf.head import LogitTerms, logit_scale, logprobs, summed_loss
 from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
@@ -59,7 +58,7 @@ from adjoint.hf.model_parts import (
     original_class,
     replaced_forwards,
 )
-from adjoint.hf.randomness import ChunkRandomness
+from adjoint.hf.randomness import ChunkRandomness, EmbeddingNoise
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.layers import State
@@ -164,8 +163,7 @@ class Backbone(Stage):
         self.padding, self.language_layout, self.carried, self.positions = context[:4]
         self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
         self.embedding_noise = EmbeddingNoise(model, context.seqlen)
-        measured_once = functools.cache(functools.partial(logit_scale, model))
-        self.logit_scale = measured_once if context.logit_scale is None else context.logit_scale
+        self.logit_scale = functools.cache(context.logit_scale or functools.partial(logit_scale, model))
 
     @property
     def grows(self) -> tuple[int | None, ...]:

@@ -267,7 +267,7 @@ def verify(call: Call) -> Verification:
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model)
-    refuse_unknown_inputs(verification, call)
+    refuse_unknown_inputs(verification, call, call.unknown_inputs)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
     if call.mask is not None:
@@ -359,7 +359,7 @@ def verify_pieces(call: Call) -> Verification:
     method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces
     assert pieces is not None
     check.refuse_other_losses(model, kind.routed)
-    refuse_unknown_inputs(verification, call, is_whole_sequence=True)
+    refuse_unknown_inputs(verification, call, call.unknown_to_backbone())
 
     def compare_gradients() -> float:
         by_whole, _ = gradient_functions(method, kind)
@@ -373,19 +373,19 @@ def verify_pieces(call: Call) -> Verification:
     return verification
 
 
-def refuse_unknown_inputs(verification: Verification, call: Call, is_whole_sequence: bool = False) -> None:
+def refuse_unknown_inputs(verification: Verification, call: Call, names: Sequence[str]) -> None:
     """Refuse inputs that chunks do not support and that the model reads.
 
     Inputs that its own forward does not read, such as a data set's column that a trainer passes on, are
     ignored.
 
     Args:
-        is_whole_sequence: as in `Call.unknown_inputs`.
+        names: `Call.unknown_inputs`, or for a whole sequence `Call.unknown_to_backbone`.
 
     Raises:
         Refused: an input is read by the model.
     """
-    for name in call.unknown_inputs(is_whole_sequence):
+    for name in names:
         if not verification.compute_once(
             ("ignored", name, call.has_labels), ignores_input, call.model, name, call.has_labels
         ):

@@ -290,7 +290,7 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
         has_logits = wrap_state.group is None and call.logits_index is None and defers_logits()
         if has_logits and output.loss is not None:
             # of calls that hang together each would keep the cache before it
-            has_gradients = detached(call.cache) is not call.cache
+            has_gradients = call.cache is not None and detached(call.cache) is not call.cache
             compute_logits_later(output.loss, _deferred_logits(call), until_backward=has_gradients)
     return output if call.returns_dict else output.to_tuple()
 
@@ -884,7 +884,7 @@ def _loss_by_mini_sequence(call: Call) -> LossOutput:
 def _hidden_by_mini_sequence(call: Call) -> ModelOutput:
     """Return the output of the backbone's own forward, run by `MiniSequence`."""
     verification = verification_of(call.model)
-    refuse_unknown_inputs(verification, call, is_whole_sequence=True)
+    refuse_unknown_inputs(verification, call, call.unknown_to_backbone())
     refuse_documents_that_mix(verification, call)
     pieces, mlps = verification.wrap_state.method.pieces, verification.examine_once(find_token_wise_mlps)
     assert pieces is not None
