@@ -45,7 +45,7 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunking import kept_features, sizes_of
-from adjoint.hf.head import logit_scale
+from adjoint.hf.head import has_tensors_of_its_own, logit_scale
 from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
@@ -179,11 +179,17 @@ class Verification:
         return plan
 
     def logit_scale(self) -> float | None:
-        """Return the model's `head.logit_scale`, measured once for each forward that its class has had."""
+        """Return the model's `head.logit_scale`.
+
+        It is measured once for each forward that the model's class has had, or at each call if the forward
+        may read it from a tensor, whose values no snapshot sees."""
         key = logit_scale, original_class(self.model).forward
-        if key not in self.results:
-            self.results[key] = logit_scale(self.model)
-        scale: float | None = self.results[key]
+        if key in self.results:
+            known: float | None = self.results[key]
+            return known
+        scale = logit_scale(self.model)
+        if not has_tensors_of_its_own(self.model):
+            self.results[key] = scale
         return scale
 
     @functools.cached_property
