@@ -118,7 +118,7 @@ class Stage(abc.ABC):
         """Return (name, module) pairs: the modules whose forwards may write to their tensors."""
         return ()
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
+    def running(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that is entered once around many chunks, for what all of them need."""
         return contextlib.nullcontext()
 

@@ -433,7 +433,7 @@ def windowed_vjp(
     x_read, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]
     state = tuple(s.detach().requires_grad_() for s in inputs.state)
     parameters: list[Tensor] = [p for p in block.parameters() if p.requires_grad]
-    leaves = aliases(parameters)
+    leaves = aliases(parameters, [True] * len(parameters))
     begin, stand_ins = next_node(), gradients.unlisted_leaves.make_stand_ins()
     leaves_in_place = replaced(dict(zip(parameters, leaves, strict=True)))
     with torch.enable_grad(), stand_ins or contextlib.nullcontext(), leaves_in_place:

@@ -172,7 +172,7 @@ class _RecurrentStatesByIndex(dict[int, "Tensor | None"]):
         return value
 
 
-class _LazyRecurrentStates(_RecurrentStatesByIndex, _LazyStates):  # type: ignore[misc]
+class _LazyRecurrentStates(_RecurrentStatesByIndex, _LazyStates):
     """Recurrent states, some of which are received from another process when they are read."""
 
 

@@ -173,7 +173,7 @@ class Backbone(Stage):
     def fetches(self) -> bool:
         return self._fetches
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
+    def running(self) -> contextlib.AbstractContextManager[object]:
         return self.chunk_context()
 
     @functools.cached_property
