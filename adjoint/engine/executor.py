@@ -33,7 +33,7 @@ RECOMPUTE_RTOL = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3
 RECEIVES_POSTED_AHEAD = 4  # actions: a receive is posted once one of the next so many needs it
 RECOMPUTE_RTOL_CUDA_FACTOR = 10  # on a GPU, where more orders are not fixed, times this
 # The method of an executor that computes a kind of tile.
-METHODS: dict[TileKind, str] = {
+TILE_METHODS: dict[TileKind, str] = {
     "forward": "forward",
     "linearize": "forward",
     "recompute": "recompute",
@@ -261,7 +261,7 @@ class Executor(TileValues):
 
     def tile(self, t: Tile) -> None:
         """Compute one tile."""
-        getattr(self, METHODS[t.kind])(t)
+        getattr(self, TILE_METHODS[t.kind])(t)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -25,8 +25,7 @@ from adjoint.hf.model_parts import MISSING, override_attribute
 from adjoint.parallel.zero import BOOKKEEPING
 
 SettingsHolder: TypeAlias = nn.Module | PreTrainedConfig
-PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-PLAIN_TYPES_SET = frozenset(PLAIN_TYPES)
+PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 CONTAINER_TYPES = (list, tuple, dict, set, frozenset, OrderedDict)
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes of every module that change what it computes; the others are its tensors, submodules and
@@ -189,7 +188,7 @@ def comparable_value(value: Any) -> object:
         return value
     if kind == "container":
         contents = value.values() if isinstance(value, dict) else value
-        if not PLAIN_TYPES_SET.issuperset(map(type, contents)):
+        if not PLAIN_TYPES.issuperset(map(type, contents)):
             contents = map(comparable_value, contents)
         if isinstance(value, dict):
             return tuple(zip(value, contents, strict=True))

@@ -185,8 +185,8 @@ class Verification:
         may read it from a tensor, whose values no snapshot sees."""
         key = logit_scale, original_class(self.model).forward
         if key in self.results:
-            known: float | None = self.results[key]
-            return known
+            remembered: float | None = self.results[key]
+            return remembered
         scale = logit_scale(self.model)
         if not has_tensors_of_its_own(self.model):
             self.results[key] = scale

@@ -25,7 +25,7 @@ from adjoint.kernels.operation import (
 )
 
 NAMES = ("reference", *BACKENDS, *LIBRARIES)
-OF_CPU = (None, "cpu", "reference")  # what a call names whose tensors stay on a CPU
+CPU_BACKENDS = (None, "cpu", "reference")  # what a call names whose tensors stay on a CPU
 FULL_PRECISION = (torch.float32, torch.float64)
 Needs = tuple[tuple[str, int], ...]  # sizes and options of a call, by name
 _as_on_cuda = False  # a plain variable: torch.compile guards on it, and cannot trace a ContextVar
@@ -216,7 +216,12 @@ def prepare(
 
     Arguments are those of `fitting`; tried: whose trial counts, `dtype` there."""
     dtype = tensor.dtype
-    if tensor.device.type == "cpu" and backend in OF_CPU and dtype in FULL_PRECISION and not _as_on_cuda:
+    if (
+        tensor.device.type == "cpu"
+        and backend in CPU_BACKENDS
+        and dtype in FULL_PRECISION
+        and not _as_on_cuda
+    ):
         return backend, dtype, dtype  # nothing to pick
     backend = fitting(operation, backend, tensor, window, halo, reset, tried, others, numel, **needs)
     return backend, accumulate_dtype(dtype), sequence_dtype(operation, backend, tensor)

@@ -155,7 +155,7 @@ def _define(
 
 def _kernel(
     compute: Callable[..., Sequence[Tensor | None]], outputs: int, like: int = 0, single: bool = False
-) -> Callable[..., Any]:
+) -> Callable[..., Tensor | list[Tensor]]:
     """Return a kernel that computes results and returns them as an operator may, None as an empty tensor.
 
     Each of the first `outputs` that does not begin its storage or does not fill it in order is copied: they
@@ -167,7 +167,7 @@ def _kernel(
         single: whether the operator returns one tensor instead of a list.
     """
 
-    def kernel(*args: Any) -> Any:
+    def kernel(*args: Any) -> Tensor | list[Tensor]:
         with torch._C._DisableAutocast():  # it would round the products of sums that are to be float32
             results = compute(*args)
         tensors = []
