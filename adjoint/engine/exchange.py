@@ -230,7 +230,7 @@ class BetweenTiles(Exchange):
 
     def put_cotangents(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> None:
         grows = values.grows[k]
-        d_recurrent = tuple(compact(d) for d in recurrent_part(d_state, grows))
+        d_recurrent = tuple(map(compact, recurrent_part(d_state, grows)))
         if d_recurrent and values.grid.carries(c):
             values.store["dS", k, c - 1] = self._scaled(values, k, c, d_recurrent)
         elif c == 0:

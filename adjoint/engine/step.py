@@ -383,7 +383,7 @@ class ChunkedStep:
                 return torch.zeros_like(listed[i], dtype=accumulate_dtype(listed[i].dtype))
             return torch.zeros_like(self.initial[i - len(listed)])
 
-        terms = [*(gradients.sums.get(p) for p in listed), *d_initial]
+        terms = [*map(gradients.sums.get, listed), *d_initial]
         totals = self.distribution.summed(terms, zeros)
         if totals is terms:  # nobody else has these stages
             return gradients, d_initial

@@ -72,7 +72,8 @@ class Gradients:
         """Add a parameter's gradient."""
         if gradient is None:
             return
-        self._wait_for_sum(parameter)
+        if self.arriving:
+            self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         if total is not None:
             total += gradient
@@ -144,7 +145,8 @@ class Gradients:
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's summed gradient in its own dtype; None if it has none."""
-        self._wait_for_sum(parameter)
+        if self.arriving:
+            self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         return None if total is None else total.to(parameter.dtype)
 
@@ -291,7 +293,7 @@ def linearize(
             hooks.accumulator = None
         gradients.add_all(zip(unlisted, grads[len(inputs) :], strict=True))
         grad_by_id = dict(zip(map(id, differentiable), grads, strict=False))
-        return grad_by_id.get(id(x)), tuple(grad_by_id.get(id(s)) for s in state)
+        return grad_by_id.get(id(x)), tuple(map(grad_by_id.get, map(id, state)))
 
     return y.detach(), tuple([s.detach() for s in after]), Tape(pullback, inputs)
 

@@ -225,7 +225,7 @@ def selective_scan_backward(
     d_state = A.shape[1]
     threads = _threads(batch * _blocks(1, d_inner, u.dtype), u.numel() * d_state)
     args = _scan_args(u, d_inner, 1, 1, d_state, threads)
-    du, ddelta = (u.new_empty(batch, seqlen, d_inner) for _ in range(2))
+    du, ddelta = [u.new_empty(batch, seqlen, d_inner) for _ in range(2)]
     dz = None if z is None else u.new_empty(batch, seqlen, d_inner)
     dB, dC = _partials(args, u, batch, seqlen, 1, d_state)
     dA = u.new_empty(batch, d_inner, d_state)
@@ -241,7 +241,7 @@ def selective_scan_backward(
     _function("scan", u.dtype)(ctypes.byref(args), 0, 1)
     dD = None if dD is None else dD.sum(0)
     dbias = None if dbias is None else dbias.sum(0)
-    dB, dC = (_total(g).squeeze(2) for g in (dB, dC))
+    dB, dC = [_total(g).squeeze(2) for g in (dB, dC)]
     return du, ddelta, dA.sum(0), dB, dC, dD, dz, dbias, dinitial
 
 
@@ -329,7 +329,7 @@ def ssd_scan_backward(
     threads = _threads(batch * blocks, x.numel() * d_state)
     args = _scan_args(x, headdim, nheads, ngroups, d_state, threads)
     dx = x.new_empty(batch, seqlen, nheads, headdim)
-    dd, dexponent = (x.new_empty(batch, seqlen, blocks) for _ in range(2))
+    dd, dexponent = [x.new_empty(batch, seqlen, blocks) for _ in range(2)]
     dB, dC = _partials(args, x, batch, seqlen, ngroups, d_state)
     dD = None if D is None else x.new_empty(batch, nheads * headdim)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
