@@ -140,7 +140,7 @@ class HelperShard:
         with autocast(self.spec.precision, self.device):
             worker = Executor(self.stages, grid, batch, EngineSpec(grid.tokens(0)))
             worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
-            with worker.precision():
+            with worker.running():
                 sums = [gradient.cpu().numpy() for gradient in carry_out(worker, tiles)]
         self.progress, self.at = self.progress + 1, ("", True)
         return sums

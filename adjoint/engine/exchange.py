@@ -149,10 +149,11 @@ class BetweenTiles(Exchange):
         if values.grid.checkpoints is not None:  # the forward stores as many as the backward, or more
             return values.reserve_edges(stored_states(values.grid, actions), passed_on)
         rows: collections.Counter[int] = collections.Counter()
+        reading = values.grid.chunks_reading_state
         for action in actions:
             if isinstance(action, Run) and action.tile.is_forward:
                 k, c = action.tile.stage, action.tile.chunk
-                rows[k] += values.grid.reads_state(c + 1) and ("S", k, c) not in passed_on
+                rows[k] += c + 1 in reading and ("S", k, c) not in passed_on
             elif isinstance(action, Recv) and action.key[0] == "S":
                 if action.key[1] in values.slabs:
                     raise ValueError(
@@ -166,11 +167,13 @@ class BetweenTiles(Exchange):
         initial, grows = values.batch.states[k], values.grows[k]
         if not initial:
             return ()
-        recurrent_state = recurrent_part(initial, grows)
-        if c in values.grid.document_starts:
-            recurrent_state = tuple(torch.zeros_like(s) for s in recurrent_state)
-        elif c and recurrent_state:
-            recurrent_state = values.packing[k].unpack(values.fetch(("S", k, c - 1)))
+        if c and c not in values.grid.document_starts:
+            packing = values.packing[k]
+            recurrent_state = packing.unpack(values.fetch(("S", k, c - 1))) if packing.shapes else ()
+        else:
+            recurrent_state = recurrent_part(initial, grows)
+            if c:
+                recurrent_state = tuple(torch.zeros_like(s) for s in recurrent_state)
         if k not in values.slabs:
             return recurrent_state
         return merge_parts(recurrent_state, (self._past(values, s, k, c) for s in values.slabs[k]), grows)
@@ -190,16 +193,16 @@ class BetweenTiles(Exchange):
         return Past(slab, start, begin, first_grad_token, visible, starts, anchor, unread)
 
     def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
-        recurrent_state = recurrent_part(state, values.grows[k])
+        recurrent_state = recurrent_part(state, values.grows[k]) if k in values.slabs else state
         if c + 1 == values.grid.chunks:
             final = map(compact, recurrent_state)
             values.final[k] = merge_parts(final, self.final_slabs(values, k), values.grows[k])
-        elif values.grid.reads_state(c + 1):
-            values.make_place(k, c)
+        elif c + 1 in values.grid.chunks_reading_state:
+            if values.grid.checkpoints is not None:
+                values.make_place(k, c)
             values.store["S", k, c], out = values.destination(("S", k, c))
             packing = values.packing[k]
-            if values.is_on_host(out):
-                assert values.host_copies is not None
+            if values.host_copies is not None and values.is_on_host(out):
                 # the next chunk's tile may read it at once
                 values.host_copies.store(
                     out, lambda buffer: packing.pack(recurrent_state, buffer), ("S", k, c)
@@ -221,7 +224,7 @@ class BetweenTiles(Exchange):
 
     def put_cotangents(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> None:
         grows = values.grows[k]
-        d_recurrent = tuple(compact(d) for d in recurrent_part(d_state, grows))
+        d_recurrent = tuple(map(compact, recurrent_part(d_state, grows)))
         if d_recurrent and values.grid.carries(c):
             values.store["dS", k, c - 1] = self._scaled(values, k, c, d_recurrent)
         elif c == 0:

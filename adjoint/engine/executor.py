@@ -16,7 +16,7 @@ from adjoint.batch import Batch
 from adjoint.engine import warm_up
 from adjoint.engine.decay import Decays
 from adjoint.engine.exchange import BetweenTiles, Exchange
-from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
+from adjoint.engine.grid import EngineSpec, Grid, Key, Tile, TileKind
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
 from adjoint.engine.stage import Stage
@@ -32,6 +32,15 @@ Pending = Callable[[], Tensor]  # waits for a message and returns it
 RECOMPUTE_RTOL = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 RECEIVES_POSTED_AHEAD = 4  # actions: a receive is posted once one of the next so many needs it
 RECOMPUTE_RTOL_CUDA_FACTOR = 10  # on a GPU, where more orders are not fixed, times this
+# The method of an executor that computes a kind of tile.
+TILE_METHODS: dict[TileKind, str] = {
+    "forward": "forward",
+    "linearize": "forward",
+    "recompute": "recompute",
+    "advance": "advance",
+    "backward": "backward",
+    "windowed": "windowed",
+}
 MIN_LOSS_PER_TOKEN = 0.1  # the change is relative to the loss, or to this much per token if that is more
 
 
@@ -75,7 +84,7 @@ class Connections:
 
     transport: Transport | None = None
     exchange: Exchange = dataclasses.field(default_factory=BetweenTiles)
-    traced: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    traced: Callable[[Any], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     share: Callable[[Executor, HelperTasks], None] | None = None
     token_ranks: int = 1
     warmed_up: Set[Hashable] = frozenset()
@@ -190,7 +199,7 @@ class Executor(TileValues):
         assert not self.waits or warm_up.kinds_of(self, actions).keys() <= self.connections.warmed_up, (
             "a kernel would be used for the first time while messages wait on the device"
         )
-        with self.precision():
+        with self.running():
             for place, action in enumerate(actions):
                 soon = place + RECEIVES_POSTED_AHEAD
                 with self.connections.traced(action):
@@ -213,7 +222,8 @@ class Executor(TileValues):
                     else:
                         assert self.connections.share is not None
                         self.connections.share(self, action)
-                self.free(action)
+                for key in action.frees:  # no later action of this worker reads them
+                    self.drop(key)
         if self.transport is not None:
             self.transport.flush()
         self.exchange.finish()
@@ -249,24 +259,14 @@ class Executor(TileValues):
                     "numbers from a generator that is not found"
                 )
 
-    def free(self, action: Action) -> None:
-        """Drop the values that no later action of this worker reads."""
-        for key in action.frees:
-            self.drop(key)
-
     def tile(self, t: Tile) -> None:
         """Compute one tile."""
-        run = {
-            "recompute": self.recompute,
-            "advance": self.advance,
-            "backward": self.backward,
-            "windowed": self.windowed,
-        }
-        run.get(t.kind, self.forward)(t)
+        getattr(self, TILE_METHODS[t.kind])(t)
 
     @contextlib.contextmanager
-    def precision(self) -> Iterator[None]:
-        """Enter the autocast of the forward's caller, also for the backward. On a CPU, subnormals are zero.
+    def running(self) -> Iterator[None]:
+        """Enter what tiles run in: the autocast of the forward's caller, also for the backward, and the
+        contexts of stages. On a CPU, subnormals are zero.
 
         The autocast's weight cache is off: casts made without gradients must not be reused with them."""
         enabled, dtype = self.autocast
@@ -274,7 +274,11 @@ class Executor(TileValues):
         with (
             torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False),
             subnormals_are_zero() if on_cpu else contextlib.nullcontext(),
+            contextlib.ExitStack() as stack,
         ):
+            for stage in self.stages:
+                if stage is not None:
+                    stack.enter_context(stage.running())
             yield
 
     # ---------------------------------------------------------------------------------------------- tiles
@@ -283,7 +287,7 @@ class Executor(TileValues):
         """Compute a stage's output and state; linearize keeps the tape."""
         k, c, stage = t.stage, t.chunk, self.stage(t.stage)
         with self.exchange.tile_context(self, t):
-            x, state, chunk = self.input("y", k, c), self.exchange.state(self, k, c), self.chunks[c]
+            (x, chunk), state = self.stage_input("y", k, c), self.exchange.state(self, k, c)
             y, after = self._run_forward(t, stage, x, state, chunk)
             if stage.stateful:
                 self.exchange.put_state(self, k, c, after)
@@ -323,9 +327,9 @@ class Executor(TileValues):
     def recompute(self, t: Tile) -> None:
         """Make a tape that the forward has not kept."""
         k, c, stage = t.stage, t.chunk, self.stage(t.stage)
-        x = self.input("y" if self.grid.first_of_segment(k) else "z", k, c)
+        x, chunk = self.stage_input("y" if self.grid.first_of_segment(k) else "z", k, c)
         with self.exchange.tile_context(self, t):
-            inputs = x, self.exchange.state(self, k, c), self.chunks[c], self.gradients
+            inputs = x, self.exchange.state(self, k, c), chunk, self.gradients
             y, _, tape = self.gradients.unlisted_leaves.run_tile(lambda: stage.linearize(*inputs))
         self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.written:
@@ -336,9 +340,9 @@ class Executor(TileValues):
     def advance(self, t: Tile) -> None:
         """Compute a state that the forward has not stored, and nothing else."""
         k, c, stage = t.stage, t.chunk, self.stage(t.stage)
-        x = self.input("y" if self.grid.first_of_segment(k) else "z", k, c)
+        x, chunk = self.stage_input("y" if self.grid.first_of_segment(k) else "z", k, c)
         with torch.no_grad(), self.exchange.tile_context(self, t):
-            y, after = stage.advance(x, self.exchange.state(self, k, c), self.chunks[c])
+            y, after = stage.advance(x, self.exchange.state(self, k, c), chunk)
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
         if stage.stateful:
@@ -382,7 +386,7 @@ class Executor(TileValues):
         left, start, stop, halo_stop = grid.extent(t)
         chunks_read, window = grid.covering(left, halo_stop), grid.window(k)
         assert stage is not None and window is not None
-        pieces = [self.input("y", k, j) for j in chunks_read]
+        pieces = [self.stage_input("y", k, j)[0] for j in chunks_read]
         first = grid.cuts[chunks_read[0]]
         x = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, left - first : halo_stop - first]
         dy = self._cotangent(k, start, halo_stop)

@@ -60,8 +60,10 @@ class Generators:
 
     def states(self) -> list[Any]:
         with _disable_current_modes():  # under a fake tensor mode the states would be fake, too
-            common = [torch_states(), random.getstate(), np.random.get_state()]  # noqa: NPY002
-            return [*common, *(_access(generator)[0](generator) for generator in self.others)]
+            states = [torch_states(), random.getstate(), np.random.get_state()]  # noqa: NPY002
+            if self.others:
+                states += [_access(generator)[0](generator) for generator in self.others]
+            return states
 
     def set(self, states: Sequence[Any]) -> None:
         of_torch, python, numpy, *rest = states
@@ -96,9 +98,9 @@ class Generators:
         if not before:
             return current
         with _disable_current_modes():
-            drawn = [not _same(a, b) for a, b in zip(before, current, strict=True)]
-        pairs = zip(before, current, drawn, strict=True)
-        return [b if has_drawn else a for a, b, has_drawn in pairs] if any(drawn) else before
+            if _same(before, current):
+                return before
+            return [a if _same(a, b) else b for a, b in zip(before, current, strict=True)]
 
     def have_drawn(self, since: list[Any]) -> bool:
         """Whether the generators' states differ from `since`, that is whether one has drawn."""

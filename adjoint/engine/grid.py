@@ -205,6 +205,11 @@ class Grid:
         return window_tokens if window_tokens is not None and window_tokens < self.cuts[-1] else None
 
     @functools.cached_property
+    def has_windows(self) -> bool:
+        """Whether any stage's window cuts something off."""
+        return any(self.window(k) is not None for k in range(self.stages))
+
+    @functools.cached_property
     def carried(self) -> bool:
         """Whether any stage carries its adjoint state: then the backward takes chunks from last to first."""
         return any(stateful and self.window(k) is None for k, stateful in enumerate(self.stateful))
@@ -250,9 +255,14 @@ class Grid:
                 n = self.per_task(k)
                 yield from (Tile("windowed", k, c, min(n, self.chunks - c)) for c in range(0, self.chunks, n))
 
+    @functools.cached_property
+    def chunks_reading_state(self) -> frozenset[int]:
+        """The chunks that read the state of the chunk before."""
+        return frozenset(range(1, self.chunks)) - self.document_starts
+
     def reads_state(self, c: int) -> bool:
         """Whether chunk c reads the state of the chunk before."""
-        return 0 < c < self.chunks and c not in self.document_starts
+        return c in self.chunks_reading_state
 
     def carries(self, c: int) -> bool:
         """Whether chunk c hands the adjoint state to the chunk before."""
@@ -262,14 +272,17 @@ class Grid:
         """Return the factor on stage k's adjoint state as it leaves chunk c."""
         return self.adjoint_scale[sum(self.stateful[:k])][c] if self.adjoint_scale else 1.0
 
+    @functools.cached_property
+    def documents(self) -> list[tuple[int, int]]:
+        """The document that each chunk belongs to: its first token, and the one after its last."""
+        spans: list[tuple[int, int]] = []
+        for first, after in itertools.pairwise((0, *self._starts, self.chunks)):
+            spans += [(self.cuts[first], self.cuts[after])] * (after - first)
+        return spans
+
     def document(self, c: int) -> int:
         """Return the first token of the document that chunk c belongs to."""
-        return self.cuts[_last(self._starts, c)]
-
-    def document_end(self, c: int) -> int:
-        """Return the token after the last one of the document that chunk c belongs to."""
-        following = bisect.bisect_right(self._starts, c)
-        return self.cuts[self._starts[following] if following < len(self._starts) else -1]
+        return self.documents[c][0]
 
     def first_grad_token(self, c: int) -> int:
         """Return the first token that can get a state's cotangent from chunk c.
@@ -412,13 +425,28 @@ def make_grid(
     windows: Sequence[int] | None = None,
     costs: Sequence[float] = (),
 ) -> Grid:
-    """Return the grid of a spec on `seqlen` tokens.
+    """Return the grid of a spec on `seqlen` tokens. Grids are cached, with what they compute once.
 
     Args:
         stateful, reach, costs: as in `Grid`.
         shards: per stage, its layer shard: a segment does not span shards. None: one shard.
         windows: per stateful stage, once window="auto" has picked them; until then nothing is cut off.
     """
+    stage_windows = None if windows is None else tuple(windows)
+    stage_shards = None if shards is None else tuple(shards)
+    return _make_grid(spec, seqlen, tuple(stateful), reach, stage_shards, stage_windows, tuple(costs))
+
+
+@functools.lru_cache(64)
+def _make_grid(
+    spec: EngineSpec,
+    seqlen: int,
+    stateful: tuple[bool, ...],
+    reach: int,
+    shards: tuple[int, ...] | None,
+    windows: tuple[int, ...] | None,
+    costs: tuple[float, ...],
+) -> Grid:
     n = len(stateful)
     window = spec.backward.window
     if window == "auto":
@@ -427,17 +455,17 @@ def make_grid(
     else:
         windows_by_stage = tuple(window if s else None for s in stateful)
     one_segment = spec.storage.keep == "edges" and window is None
-    segments = tuple(shards if shards is not None else [0] * n) if one_segment else tuple(range(n))
+    segments = (shards if shards is not None else (0,) * n) if one_segment else tuple(range(n))
     cuts, starts = spec.cuts(seqlen), set(spec.documents)
     document_starts = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
     grid = Grid(
         cuts,
-        tuple(stateful),
+        stateful,
         segments,
         spec.backward.dy_from,
         windows_by_stage,
         reach,
-        tuple(costs),
+        costs,
         document_starts,
         checkpoints=spec.storage.checkpoints,
     )

@@ -15,9 +15,9 @@ import collections
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 HOST = torch.device("cpu")
 MAX_BYTES_OF_IDS = 1 << 30  # of memory that ids are a view of, to copy all of it
 _TRANSFERS = "_adjoint_transfers"  # attribute of a unit's class
+_unit_classes: WeakSet[type[nn.Module]] = WeakSet()  # of all models
 
 
 def offload_weights(model: ModelT, device: torch.device | str) -> ModelT:
@@ -91,16 +92,15 @@ def offload_weights(model: ModelT, device: torch.device | str) -> ModelT:
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether `offload_weights` was called for a model."""
-    return any(_is_unit(module) for module in model.modules())
+    return bool(units_in(model))
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device on which a model computes: that of its first parameter, unless it is offloaded.
 
     A shard is gathered to the device of its mesh, also where FSDP2 keeps it in host memory."""
-    for module in model.modules():
-        if _is_unit(module):
-            return transfers_of(module).device
+    for unit in units_in(model):
+        return transfers_of(unit).device
     parameter = next(model.parameters())
     mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
     return parameter.device if mesh is None else mesh_device(mesh)
@@ -118,14 +118,17 @@ def recompute_of(model: nn.Module, recompute: str) -> str:
     return "full" if recompute == "none" and is_offloaded(model) else recompute
 
 
-@contextlib.contextmanager
-def fetched(*modules: nn.Module) -> Iterator[None]:
+def fetched(*modules: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Copy the weights of the units among some modules, and inside them, to the device.
 
     Inside the context the units have their original classes and, in the place of parameters, copies that are
     differentiable if gradients are on. It does nothing for units that are fetched already."""
-    units = [unit for module in modules for unit in module.modules() if _is_unit(unit)]
-    classes = [(unit, type(unit)) for unit in units]
+    return _fetched(modules) if _unit_classes else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _fetched(modules: Iterable[nn.Module]) -> Iterator[None]:
+    classes = [(unit, type(unit)) for module in modules for unit in units_in(module)]
     copies: dict[Tensor, Tensor] = {}
     replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     begun: list[tuple[Transfers, int]] = []
@@ -156,7 +159,7 @@ def fetched(*modules: nn.Module) -> Iterator[None]:
 
 def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
     """Return a forward that is called in the place of a module's own; if that is a unit, with its weights."""
-    if not _is_unit(unit):
+    if type(unit) not in _unit_classes:
         return forward
 
     def fetching_forward(*args: object, **kwargs: object) -> object:
@@ -244,7 +247,7 @@ class Transfers:
     def prefetch(self, place: int) -> None:
         """Begin to copy the weights of a layer, while the one before it runs, whose kernels are queued."""
         layer = self.layers[place]()
-        if layer is None or not _is_unit(layer):
+        if layer is None or type(layer) not in _unit_classes:
             return
         assert self.stream is not None and self.end_of_last is not None
         self.end_of_last.synchronize()
@@ -287,6 +290,7 @@ class Transfers:
 
             attributes = {"forward": forward, "_adjoint_original": cls, _TRANSFERS: self}
             self.classes[cls] = _subclass(cls, attributes)
+            _unit_classes.add(self.classes[cls])
         return self.classes[cls]
 
     def model_class(self, cls: type[nn.Module]) -> type[nn.Module]:
@@ -298,8 +302,9 @@ def transfers_of(unit: nn.Module) -> Transfers:
     return vars(type(unit))[_TRANSFERS]
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return _TRANSFERS in vars(type(module))
+def units_in(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model whose weights are copied to the device together."""
+    return [module for module in model.modules() if type(module) in _unit_classes] if _unit_classes else []
 
 
 def _subclass(cls: type[nn.Module], attributes: dict[str, object]) -> type[nn.Module]:

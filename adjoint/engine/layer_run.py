@@ -6,8 +6,9 @@ gradients are added up while the layers below are still waiting."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,13 @@ class LayerRun(Stage):
     def forget(self, start: int) -> None:
         for stage in self.stages:
             stage.forget(start)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(stage.running())
+            yield
 
     def _run(self, stages: Sequence[Stage], x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         rest, after = iter(state), list[Tensor]()
@@ -187,5 +195,5 @@ def as_runs(
         numbers = list(members)
         local_stages = [stage for k in numbers if (stage := stages[k]) is not None]
         merged.append(LayerRun(local_stages) if len(local_stages) > 1 else next(iter(local_stages), None))
-        merged_states.append(tuple(s for k in numbers for s in states[k]))
+        merged_states.append(tuple(itertools.chain.from_iterable([states[k] for k in numbers])))
     return merged, merged_states

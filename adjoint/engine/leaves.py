@@ -86,7 +86,7 @@ class UnlistedLeaves:
         leaves = [t for t in leaves_of(outputs) if t not in tile_inputs and t not in self.left_to_autograd]
         if not leaves:
             return leaves
-        if any(TILE_LEAF_MARK in vars(t) for t in leaves):
+        if [t for t in leaves if TILE_LEAF_MARK in vars(t)]:
             raise ChunkChangedError(
                 "a chunk reads a tensor that a module kept from another chunk, with its graph: detach what "
                 "is kept"
@@ -167,18 +167,21 @@ class StandIns(TorchFunctionMode):
                 return t
             unlisted.precomputed[t] = None
         if t not in self.leaves:
-            self.leaves[t] = alias(t)
+            (self.leaves[t],) = aliases([t], [True])
         return self.leaves[t]
 
 
-def alias(t: Tensor, trained: bool = True) -> Tensor:
-    """Return a leaf of one tile that shares the tensor's memory.
+def aliases(tensors: Iterable[Tensor], trained: Iterable[bool]) -> list[Tensor]:
+    """Return leaves of one tile that share the tensors' memory, with these values of `requires_grad`.
 
-    Autograd runs users' hooks on a tensor whenever it computes its gradient; with a leaf per tile, the hooks
+    Autograd runs users' hooks on a tensor whenever it computes its gradient; with leaves per tile, the hooks
     see the complete gradient once, not each tile's part."""
-    leaf = t.detach().requires_grad_(trained)
-    vars(leaf)[TILE_LEAF_MARK] = True
-    return leaf
+    leaves = []
+    for tensor, requires_grad in zip(tensors, trained, strict=True):
+        leaf = tensor.detach().requires_grad_(requires_grad)
+        vars(leaf)[TILE_LEAF_MARK] = True
+        leaves.append(leaf)
+    return leaves
 
 
 def next_node() -> int:
@@ -192,7 +195,7 @@ with torch.inference_mode(False), torch.enable_grad():  # the package may be imp
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves that these tensors' gradients would reach."""
-    nodes: list[Any] = list(dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None))
+    nodes: list[Any] = list(dict.fromkeys([t.grad_fn for t in outputs if t.grad_fn is not None]))
     visited = set(nodes)
     for node in nodes:  # breadth first: the list grows while the loop runs
         for input_node, _ in node.next_functions:

@@ -128,9 +128,9 @@ class Owners:
         return Owners((0, *layers, len(spans) - 1), in_turn)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """The programs of all workers.
+    """The programs of all workers; equal to itself alone, so that what is made of it can be cached.
 
     Attributes:
         buffers: number of messages that the channel from one worker to another holds.
@@ -443,6 +443,31 @@ def cut_before_backward(program: Collection[Action]) -> tuple[Collection[Action]
     for action in program:
         halves[0 if _in_forward(action) else 1].append(action)
     return halves
+
+
+@functools.lru_cache(64)
+def forward_and_backward(
+    schedule: Schedule, worker: int, again: Schedule | None
+) -> tuple[Collection[Action], Collection[Action]]:
+    """Return a worker's actions of the forward, in a schedule without windows, and of the backward.
+
+    Args:
+        again: of a second backward, which finds its tapes used and recomputes them: what that reads stays
+            stored. None if nothing has to stay.
+    """
+    forward_actions, backward_actions = cut_before_backward(schedule.programs[worker])
+    if again is not None:
+        forward_actions = keep_for(schedule.grid, forward_actions, again.programs[worker])
+    return forward_actions, backward_actions
+
+
+def keep_for(grid: Grid, actions: Iterable[Action], later: Iterable[Action]) -> list[Action]:
+    """Return the actions, freeing no value that actions of a later program read."""
+    stays = {key for action in later for key in keys_of(grid, action)[0]}
+    return [
+        dataclasses.replace(action, frees=tuple([key for key in action.frees if key not in stays]))
+        for action in actions
+    ]
 
 
 def _in_forward(action: Action) -> bool:

@@ -118,6 +118,10 @@ class Stage(abc.ABC):
         """Return (name, module) pairs: the modules whose forwards may write to their tensors."""
         return ()
 
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context that is entered once around many chunks, for what all of them need."""
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         """Return the output and the new state. The engine calls it with gradients off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
@@ -16,10 +17,10 @@ from adjoint.engine import budget
 from adjoint.engine.continuation import STEP, frees_graph
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
-from adjoint.engine.grid import EngineSpec, Grid, Key, Storage
+from adjoint.engine.grid import EngineSpec, Grid, Storage
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ParameterAccess
-from adjoint.engine.schedule import Action, Schedule, cut_before_backward, keys_of
+from adjoint.engine.schedule import Action, Schedule, forward_and_backward, keep_for
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import Slab
@@ -177,7 +178,8 @@ class ChunkedStep:
         self.batch = batch = dataclasses.replace(batch, states=states)
         self.spec, self.width, self.sums = spec, width, sums
         self.local_stages = [stage for stage in self.stages if stage is not None]
-        self.parameters = list(dict.fromkeys(p for stage in self.local_stages for p in stage.parameters()))
+        parameters = itertools.chain.from_iterable([stage.parameters() for stage in self.local_stages])
+        self.parameters = list(dict.fromkeys(parameters))
         self.initial = [s for state in batch.states for s in state]
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
         self.grad_inputs, self.has_backward = self.parameters, torch.is_grad_enabled()
@@ -226,8 +228,12 @@ class ChunkedStep:
         # Append-only states say whether they are trained: see `Past.anchored`.
         detached = [
             tuple(
-                s.detach() if dim is None else s.detach().requires_grad_(s.requires_grad)
-                for s, dim in zip(state, (None,) * len(state) if stage is None else stage.grows, strict=True)
+                [
+                    s.detach() if dim is None else s.detach().requires_grad_(s.requires_grad)
+                    for s, dim in zip(
+                        state, (None,) * len(state) if stage is None else stage.grows, strict=True
+                    )
+                ]
             )
             if state
             else ()
@@ -342,10 +348,6 @@ class ChunkedStep:
         """Run the forward's part of the program; return what `forward` returns."""
         executor = self.executor
         schedule, forward_actions, self.backward_actions = self._cut_program()
-        # A second backward finds its tapes used and recomputes them: what that reads must stay.
-        stays = self._read_by_backward() if self.has_backward else set()
-        if stays:
-            forward_actions = [_without_frees(a, stays) for a in forward_actions]
         self._run(schedule, forward_actions)
         leaves = [*self.parameters, *executor.gradients.unlisted_leaves.close()]
         self.grad_inputs = self.access.autograd_inputs(leaves, executor.device)
@@ -393,7 +395,7 @@ class ChunkedStep:
                 return torch.zeros_like(listed[i], dtype=accumulate_dtype(listed[i].dtype))
             return torch.zeros_like(self.initial[i - len(listed)])
 
-        terms = [*(gradients.sums.get(p) for p in listed), *d_initial]
+        terms = [*map(gradients.sums.get, listed), *d_initial]
         totals = self.distribution.summed(terms, zeros)
         if totals is terms:  # nobody else has these stages
             return gradients, d_initial
@@ -451,15 +453,19 @@ class ChunkedStep:
     def _cut_program(self) -> tuple[Schedule, Collection[Action], Collection[Action]]:
         """Return the schedule of the forward, its actions, and those of the backward that follows it."""
         grid, worker = self.grid, self.distribution.worker
-        windowed = any(grid.window(k) is not None for k in range(grid.stages))
-        if windowed and not self.distribution.is_alone:
+        again = self._schedule(forward=False, tapes=0) if self.has_backward else None
+        if grid.has_windows and not self.distribution.is_alone:
             # inputs of other ranks' windows travel in the backward alone: there may be none
             schedule = self._schedule(backward=False, tapes=0)
-            later = self._backward_program() if self.has_backward else ()
-            return schedule, schedule.programs[worker], later
+            later = () if again is None else again.programs[worker]
+            return schedule, keep_for(grid, schedule.programs[worker], later), later
         schedule = self._schedule(backward=self.has_backward, tapes=self.tapes)
-        actions = schedule.programs[worker]
-        return schedule, *cut_before_backward(actions)
+        # with checkpoints a backward computes all that it reads, from the state before the sequence
+        reads = again if grid.checkpoints is None else None
+        forward_actions, backward_actions = forward_and_backward(schedule, worker, reads)
+        if self.has_backward and self.spec.backward.window == "auto":  # any of it may be read
+            forward_actions = [dataclasses.replace(a, frees=()) for a in forward_actions]
+        return schedule, forward_actions, backward_actions
 
     def _run(self, schedule: Schedule, actions: Collection[Action] | None = None) -> None:
         """Run this worker's program of a schedule, or those of its actions that are given."""
@@ -482,21 +488,8 @@ class ChunkedStep:
         self.windows = self.distribution.windows(self.access.windows(widths))
         self.grid = self.distribution.grid(self.spec, seqlen, self.stages, self.windows)
 
-    def _read_by_backward(self) -> set[Key]:
-        grid = self.grid
-        if self.spec.backward.window == "auto":  # windows are not known yet: any of it may be read
-            return {key for t in grid.forward_tiles() for key in grid.writes(t)}
-        if grid.checkpoints is not None:  # it computes all that it reads, from the state before the sequence
-            return set()
-        return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
-
-
-def _without_frees(action: Action, stays: set[Key]) -> Action:
-    """Return the action, freeing no key in `stays`."""
-    return dataclasses.replace(action, frees=tuple(key for key in action.frees if key not in stays))
-
 
 def grouped(states: Sequence[State], flat: Sequence[T]) -> list[tuple[T, ...]]:
     """Return the flat list as tuples, one per state and of its length."""
     rest = iter(flat)
-    return [tuple(next(rest) for _ in state) for state in states]
+    return [tuple(itertools.islice(rest, len(state))) for state in states]

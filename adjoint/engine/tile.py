@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.arriving_gradients import ArrivingGradient
 from adjoint.engine.decay import Decays
-from adjoint.engine.leaves import TAKE_ARRIVING, UnlistedLeaves, alias, next_node, suspend_hooks
+from adjoint.engine.leaves import TAKE_ARRIVING, UnlistedLeaves, aliases, next_node, suspend_hooks
 from adjoint.errors import UserError
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype
@@ -60,17 +60,20 @@ class Gradients:
 
         What stays is allocated before what comes and goes there: sums between a chunk's tensors would leave
         holes in the heap."""
-        self.room = {
-            p: torch.empty_like(p, dtype=accumulate_dtype(p.dtype))
+        reserved = [
+            p
             for p in parameters
             if p.requires_grad and p.device.type == "cpu" and type(p) in (Tensor, torch.nn.Parameter)
-        }
+        ]
+        dtypes = {dtype: accumulate_dtype(dtype) for dtype in {p.dtype for p in reserved}}
+        self.room = {p: torch.empty_like(p, dtype=dtypes[p.dtype]) for p in reserved}
 
     def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Add a parameter's gradient."""
         if gradient is None:
             return
-        self._wait_for_sum(parameter)
+        if self.arriving:
+            self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         if total is not None:
             total += gradient
@@ -146,7 +149,8 @@ class Gradients:
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's summed gradient in its own dtype; None if it has none."""
-        self._wait_for_sum(parameter)
+        if self.arriving:
+            self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         return None if total is None else total.to(parameter.dtype)
 
@@ -257,13 +261,13 @@ def linearize(
         y, the new state, and the pullback (dy, dstate) → (dx, dstate), where None stands for no cotangent.
         The pullback may be called once; the tape that it holds is then freed.
     """
-    x = alias(x, x.is_floating_point())
-    state = tuple([alias(s, s.is_floating_point()) if isinstance(s, Tensor) else s for s in state])
-    differentiable = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
-    anchors = (getattr(s, "anchor", None) for s in state)
-    differentiable += [anchor for anchor in anchors if anchor is not None]
-    pairs = zip(parameters, parameters if used is None else used, strict=True)
-    leaves = [alias(t, parameter.requires_grad) for parameter, t in pairs]
+    tensors = [x, *[s for s in state if isinstance(s, Tensor)]]
+    x, *state_leaves = aliases(tensors, map(Tensor.is_floating_point, tensors))
+    rest = iter(state_leaves)
+    state = tuple([next(rest) if isinstance(s, Tensor) else s for s in state])
+    differentiable = [t for t in (x, *state_leaves) if t.requires_grad]
+    differentiable += [a for s in state if (a := getattr(s, "anchor", None)) is not None]
+    leaves = aliases(parameters if used is None else used, [p.requires_grad for p in parameters])
     begin, stand_ins, hooks = next_node(), gradients.unlisted_leaves.make_stand_ins(), TapeHooks()
     with torch.enable_grad(), stand_ins or contextlib.nullcontext():
         y, after = call(leaves, x, state)
@@ -293,9 +297,9 @@ def linearize(
             hooks.accumulator = None
         gradients.add_all(zip(unlisted, grads[len(inputs) :], strict=True))
         grad_by_id = dict(zip(map(id, differentiable), grads, strict=False))
-        return grad_by_id.get(id(x)), tuple(grad_by_id.get(id(s)) for s in state)
+        return grad_by_id.get(id(x)), tuple(map(grad_by_id.get, map(id, state)))
 
-    return y.detach(), tuple(s.detach() for s in after), Tape(pullback, inputs)
+    return y.detach(), tuple([s.detach() for s in after]), Tape(pullback, inputs)
 
 
 def recomputed(call: Callable[..., Any], inputs: tuple, mode: str, random: bool = False) -> Any:
@@ -343,11 +347,6 @@ def reset_rows(state: State, rows: Tensor | None) -> State:
 
 def _without(s: Tensor, rows: Tensor) -> Tensor:
     return s.masked_fill(rows.view(-1, *[1] * (s.dim() - 1)), 0)
-
-
-def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters' `leaves.alias`es."""
-    return [alias(p, p.requires_grad) for p in parameters]
 
 
 class _Seed(torch.autograd.Function):
@@ -440,7 +439,7 @@ def windowed_vjp(
     x_read, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]
     state = tuple(s.detach().requires_grad_() for s in inputs.state)
     parameters: list[Tensor] = [p for p in block.parameters() if p.requires_grad]
-    leaves = aliases(parameters)
+    leaves = aliases(parameters, [True] * len(parameters))
     begin, stand_ins = next_node(), gradients.unlisted_leaves.make_stand_ins()
     leaves_in_place = replaced(dict(zip(parameters, leaves, strict=True)))
     with torch.enable_grad(), stand_ins or contextlib.nullcontext(), leaves_in_place:

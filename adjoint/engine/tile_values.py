@@ -33,8 +33,7 @@ class Chunks:
         latest = self.latest
         if latest is None or latest[0] != c:
             start, stop = self.grid.cuts[c : c + 2]
-            document = self.grid.document(c), self.grid.document_end(c)
-            self.latest = latest = c, self.batch.chunk(start, stop, *document)
+            self.latest = latest = c, self.batch.chunk(start, stop, *self.grid.documents[c])
         return latest[1]
 
 
@@ -155,9 +154,12 @@ class TileValues:
             return 0
         return sum(slab.max_bytes() for slabs in self.slabs.values() for slab in slabs)
 
-    def input(self, name: str, k: int, c: int) -> Tensor:
-        """Return stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
-        return self.fetch((name, k - 1, c)) if k else self.chunks[c].ids
+    def stage_input(self, name: str, k: int, c: int) -> tuple[Tensor, Batch]:
+        """Return stage k's input on chunk c, on the device, and the chunk.
+
+        The input is the chunk's ids, or key `name` of the stage below."""
+        chunk = self.chunks[c]
+        return self.fetch((name, k - 1, c)) if k else chunk.ids, chunk
 
     # -------------------------------------------------------------------------------------- in host memory
 
@@ -173,14 +175,13 @@ class TileValues:
 
     def fetch(self, key: Key) -> Tensor:
         """Return a value of the store, on the device."""
+        if self.host_copies is None:
+            return self.value(key)
         fetched = self.fetched.pop(key, None)
         if fetched is not None:
             return fetched
         value = self.value(key)
-        if not self.is_on_host(value):
-            return value
-        assert self.host_copies is not None
-        return self.host_copies.fetch(key, value)
+        return self.host_copies.fetch(key, value) if self.is_on_host(value) else value
 
     def fetch_inputs(self, t: Tile, following: Tile | None) -> None:
         """Fetch what a tile reads of host memory, and start to copy what the following tile reads.
@@ -228,9 +229,9 @@ class TileValues:
     def make_place(self, k: int, c: int) -> None:
         """Drop stage k's state before chunk c, if the running tile is the last that needs it.
 
-        With checkpoints the state after the chunk takes its place."""
+        It is for grids with checkpoints, where the state after the chunk takes its place."""
         key = ("S", k, c - 1)
-        if self.grid.checkpoints is not None and key in self.freed_by_tile:
+        if key in self.freed_by_tile:
             self.drop(key)
 
     # ------------------------------------------------------------------------------------------- messages

@@ -60,7 +60,7 @@ def warm_up(worker: Any, actions: Collection[Action], warmed_up: set[Hashable]) 
     """
     worker.begin_backward(torch.ones((), dtype=worker.accumulate_dtype, device=worker.device))
     worker.exchange.count_edges(worker, actions)
-    with worker.precision():
+    with worker.running():
         for kind, action in kinds_of(worker, actions).items():
             if kind in warmed_up:
                 continue

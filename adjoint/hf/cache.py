@@ -11,7 +11,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ class Slot:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @functools.cached_property
     def grows(self) -> int | None:
         """The dimension along which the tensor grows, counting the batch as 0, or None for recurrent
         states."""
@@ -78,7 +78,7 @@ class Slot:
 
 def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
     """Return the state before a sequence: a zero for each tensor, which all of its elements read."""
-    return tuple(torch.zeros((), dtype=s.dtype, device=device).expand(batch, *s.shape) for s in slots)
+    return tuple([torch.zeros((), dtype=s.dtype, device=device).expand(batch, *s.shape) for s in slots])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +120,13 @@ class _StateLayer:
     keys: Tensor | None
     values: Tensor | None
 
+    def empty_copy(self) -> Self:
+        """Return a layer with the same settings; to be called on one that has no state yet."""
+        layer = object.__new__(type(self))
+        for name, value in vars(self).items():
+            vars(layer)[name] = type(value)(value) if isinstance(value, (dict, list, set)) else value
+        return layer
+
     def states(self) -> dict[tuple[str, int], Tensor]:
         """Map (name, index) to the tensors that the chunk has left."""
         states: dict[tuple[str, int], Tensor] = {}
@@ -154,7 +161,7 @@ class _LazyStates(dict[int, "Tensor | Callable[[], Tensor] | None"]):
         return [(index, self.get(index)) for index in self]
 
 
-class _RecurrentStatesByIndex(_LazyStates):
+class _RecurrentStatesByIndex(dict[int, "Tensor | None"]):
     """Recurrent states of a layer, which note in `last_read` that the model's code has read one.
 
     Mamba-1's mixers do not pass the state that they read to their scan. Releases differ in how they read it:
@@ -165,12 +172,16 @@ class _RecurrentStatesByIndex(_LazyStates):
         return value
 
 
+class _LazyRecurrentStates(_RecurrentStatesByIndex, _LazyStates):
+    """Recurrent states, some of which are received from another process when they are read."""
+
+
 class RecurrentLayer(_StateLayer):
     """A cache layer with convolution tails and recurrent states."""
 
     # By index of the layer's several states: transformers' own attributes.
-    conv_states: _LazyStates
-    recurrent_states: _LazyStates
+    conv_states: dict[int, Tensor | None]
+    recurrent_states: dict[int, Tensor | None]
     conv_kernel_size: dict[int, int | None]
     has_previous_state: dict[int, bool]
 
@@ -208,24 +219,23 @@ class RecurrentLayer(_StateLayer):
         return recurrent_states
 
     def store_state(self, name: str, index: int, value: Tensor) -> None:
-        """Store a new state, and send it on at once if another process waits for it."""
-        self._assign(name, index, value, value.shape[-1])
-        if (handoff := self.handoffs.get((name, index))) is not None:
-            self.handed_off[name, index] = handoff.send(value)
-
-    def load_state(self, slot: Slot, value: Tensor | StateHandoff) -> None:
-        """Store the state before the chunk, or what receives it when it is read."""
-        if isinstance(value, Tensor):
-            return self._assign(slot.name, slot.index, value.to(slot.dtype), slot.shape[-1])
-        self._assign(slot.name, slot.index, lambda: value.receive().to(slot.dtype), slot.shape[-1])
-
-    def _assign(self, name: str, index: int, value: Tensor | Callable[[], Tensor], taps: int) -> None:
-        """Put a state into transformers' attributes for it."""
+        """Put a state into transformers' attributes; send it on at once if another process waits for it."""
         getattr(self, f"{name}_states")[index] = value
         getattr(self, f"is_{name}_states_initialized")[index] = True
         self.has_previous_state[index] = True
         if name == "conv":
-            self.conv_kernel_size[index] = taps
+            self.conv_kernel_size[index] = value.shape[-1]
+        if (handoff := self.handoffs.get((name, index))) is not None:
+            self.handed_off[name, index] = handoff.send(value)
+
+    def load_handoff(self, slot: Slot, handoff: StateHandoff) -> None:
+        """Have the state before the chunk received when it is read."""
+        name, index = slot.name, slot.index
+        self.store_state(name, index, torch.empty(slot.shape, device="meta"))  # until it is received
+        lazy_class = _LazyStates if name == "conv" else _LazyRecurrentStates
+        states = lazy_class(getattr(self, f"{name}_states"))
+        states[index] = lambda: handoff.receive().to(slot.dtype)
+        setattr(self, f"{name}_states", states)
 
 
 class _AttentionLayer(_StateLayer):
@@ -382,20 +392,27 @@ class ChunkCache(DynamicCache):
         DynamicCache.__init__(self, config=config)
         if self.layer_class_to_replicate is not None:
             raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
-        self.original_layers: list[CacheLayerMixin] = self.layers
+        layers: list[CacheLayerMixin] = self.layers
         states = FLA_STATES if is_of_fla(config) else STATES_PER_LAYER.get(config.model_type)
         if states is not None:
-            layers = config.num_hidden_layers
-            self.original_layers = [LinearAttentionLayer(number_of_states=states) for _ in range(layers)]
+            number = config.num_hidden_layers
+            layers = [LinearAttentionLayer(number_of_states=states) for _ in range(number)]
         for index in recurrent_layers_unnamed(config):
-            self.original_layers[index] = LinearAttentionLayer()
-        self.layers: list[_StateLayer] = [_to_chunk_layer(layer) for layer in self.original_layers]
+            layers[index] = LinearAttentionLayer()
+        self.empty_layers = [_to_chunk_layer(layer) for layer in layers]
+        self.layers: list[_StateLayer] = self.new_layers()
 
     @property
     def rnn_state(self) -> list[_RecurrentStates]:
         """The recurrent states, in the form of xLSTM's cache."""
         layers = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]  # all of them are
         return [_RecurrentStates(layer, tuple(layer.recurrent_states.values())) for layer in layers]
+
+    def new_layers(self) -> list[_StateLayer]:
+        """Return cache layers without a state; those of layers that have none are shared."""
+        return [
+            layer.empty_copy() if isinstance(layer, _StateLayer) else layer for layer in self.empty_layers
+        ]
 
     def layers_with_state(
         self, slots: Sequence[Slot], state: State, past_length: int, positions: Tensor | None = None
@@ -408,7 +425,7 @@ class ChunkCache(DynamicCache):
             past_length: tokens between the document's start and the chunk. At 0 no recurrent state is loaded.
             positions: of these tokens, (components, batch, past_length), or None if they count up from 0.
         """
-        layers = [_to_chunk_layer(layer) for layer in self.original_layers]
+        layers = self.new_layers()
         for layer in layers:
             if isinstance(layer, _StateLayer):
                 layer.past_length = past_length
@@ -420,9 +437,11 @@ class ChunkCache(DynamicCache):
                 layer.pasts[slot.name] = cast(Past, value)
             elif isinstance(layer, RecurrentLayer):
                 if not isinstance(value, Tensor):
+                    if past_length:
+                        layer.load_handoff(slot, value)
                     layer.handoffs[slot.name, slot.index] = value
-                if past_length:
-                    layer.load_state(slot, value)
+                elif past_length:
+                    layer.store_state(slot.name, slot.index, value.to(slot.dtype))
             if isinstance(layer, _IndexedAttentionLayer) and slot.name == "indexer" and past_length:
                 keys = layer.pasts["indexer"].slab.values
                 if positions is None:  # time, height and width are equal in text
@@ -591,6 +610,5 @@ def _to_chunk_layer(layer: CacheLayerMixin) -> _StateLayer:
     chunk_layer: _StateLayer = CHUNK_LAYER_CLASSES[type(layer)](**settings)
     chunk_layer.pasts, chunk_layer.pieces, chunk_layer.handoffs, chunk_layer.handed_off = {}, {}, {}, {}
     if isinstance(chunk_layer, RecurrentLayer):
-        chunk_layer.conv_states = _LazyStates(chunk_layer.conv_states)
         chunk_layer.recurrent_states = _RecurrentStatesByIndex(chunk_layer.recurrent_states)
     return chunk_layer

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -132,9 +133,14 @@ class Call:
         """Number of tokens before the call, of the document that goes on."""
         return 0 if self.carried is None else self.carried.tokens
 
+    @functools.cached_property
+    def provided(self) -> frozenset[str]:
+        """Names of the arguments that are not None."""
+        return frozenset([name for name, value in self.arguments.items() if value is not None])
+
     def has(self, *names: str) -> bool:
         """Whether any of these arguments is given."""
-        return bool([name for name in names if self.arguments.get(name) is not None])
+        return not self.provided.isdisjoint(names)
 
     def run_original(self, **changed: object) -> ModelOutput:
         """Run the model's own forward, with some arguments changed."""
@@ -254,10 +260,11 @@ class Call:
     def modalities(self) -> tuple[str, ...]:
         """Names of the inputs that the model's own code turns into inputs of its language model: images,
         their sizes, sound."""
-        if self.language_inputs is not None or language_model_of(self.model) is None:
+        names = [] if self.language_inputs is not None else self.unknown_inputs
+        if not names or language_model_of(self.model) is None:
             return ()
         parameters = inspect.signature(original_class(backbone_of(self.model)).forward).parameters
-        return tuple(name for name in self.unknown_inputs() if name in parameters)
+        return tuple(name for name in names if name in parameters)
 
     def at_language_model(self) -> Call:
         """Return this call as one of the language model: with embeddings, in which images have their places.
@@ -303,7 +310,7 @@ class Call:
 
         Empty unless one of `DOCUMENT_NUMBERS` is given."""
         return (
-            tuple(filter(self.has, (*DOCUMENT_INPUTS, "attention_mask")))
+            tuple([name for name in (*DOCUMENT_INPUTS, "attention_mask") if name in self.provided])
             if self.has(*DOCUMENT_NUMBERS)
             else ()
         )
@@ -321,7 +328,7 @@ class Call:
         routed = check.uses_router_loss(self.model) if router_argument is None else bool(router_argument)
         counted = self.has_labels and self.has("num_items_in_batch")
         padded = self.mask is not None and (self.has_labels or self.reads_padding)
-        token_inputs = tuple(filter(self.has, TOKEN_INPUTS))
+        token_inputs = tuple([name for name in TOKEN_INPUTS if name in self.provided])
         kind = CallKind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, token_inputs)
         if self.language_inputs is not None:
             return kind._replace(language_layout=self.language_inputs.layout)
@@ -506,7 +513,7 @@ class Call:
         """
         tensors = {"ids": self.tokens, "targets": self.targets if self.has_labels else self.ids}
         for name in TOKEN_INPUTS:
-            if self.has(name):
+            if name in self.provided:
                 tensors[name] = expand_to_rows(name, self.arguments[name], self.ids)
         if self.language_inputs is not None:
             tensors |= self.language_inputs.tokens
@@ -518,27 +525,34 @@ class Call:
         tensors, starts = join_rows(tensors, self.starts)
         return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
 
-    def unknown_inputs(self, is_whole_sequence: bool = False) -> list[str]:
-        """Return the names of inputs that are neither supported nor left at their defaults.
+    @functools.cached_property
+    def unknown_inputs(self) -> list[str]:
+        """Names of inputs that chunks do not support, and that are not left at their defaults."""
+        supported = self._backbone_parameters.keys() & TOKEN_INPUTS
+        return self._inputs_beyond(
+            supported | ({"logits_to_keep"} if self.logits_index is not None else set())
+        )
 
-        Args:
-            is_whole_sequence: whether the sequence runs as a whole; then all inputs that the backbone's
-                forward names are supported.
-        """
+    def unknown_to_backbone(self) -> list[str]:
+        """Return the names of inputs that the backbone's forward does not name, and not left at defaults."""
+        return self._inputs_beyond(self._backbone_parameters.keys())
+
+    @property
+    def _backbone_parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(original_class(backbone_of(self.model)).forward).parameters
+
+    def _inputs_beyond(self, others: Set[str]) -> list[str]:
+        """Return the names of inputs that are neither supported, nor among others, nor left at their
+        defaults."""
         parameters = inspect.signature(original_class(self.model).forward).parameters
-        backbone_parameters = inspect.signature(original_class(backbone_of(self.model)).forward).parameters
         # A call that asks for an extra output does not get here, so its value is False or None.
         supported = {
             *SUPPORTED_INPUTS,
             *EXTRA_OUTPUTS,
             check.ROUTER_LOGITS,
             *(LABEL_INPUTS if self.has_labels else ()),
+            *others,
         }
-        supported |= set(
-            backbone_parameters if is_whole_sequence else backbone_parameters.keys() & TOKEN_INPUTS
-        )
-        if self.logits_index is not None and not is_whole_sequence:
-            supported.add("logits_to_keep")
         names = []
         for name, value in self.arguments.items():
             default = parameters[name].default if name in parameters else None

@@ -213,14 +213,15 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
-    for kind in (k.get("rope_type", k.get("type")) for k in kinds):
+    for parameters in (rope, *rope.values()):
+        kind = parameters.get("rope_type", parameters.get("type")) if isinstance(parameters, dict) else None
         if kind in ("dynamic", "longrope"):
             refuse(model, f"rope_type {kind!r} depends on the length so far, which a chunk does not know")
     if why_not_recurrent := why_no_recurrence(config):
         refuse(model, why_not_recurrent)
-    adapters = [getattr(module, "peft_config", None) or {} for module in root_of(model).modules()]
-    if any(getattr(adapter, "peft_type", "") == "CPT" for each in adapters for adapter in each.values()):
+    root = root_of(model)
+    adapters = [a for module in root.modules() for a in (getattr(module, "peft_config", None) or {}).values()]
+    if [adapter for adapter in adapters if getattr(adapter, "peft_type", "") == "CPT"]:
         refuse(model, "PEFT's CPT computes its loss from the logits, which a call with labels does not make")
     if nn.utils.parametrize._cache_enabled and any(
         map(nn.utils.parametrize.is_parametrized, model.modules())
@@ -228,7 +229,7 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
         refuse(
             model, "parametrize.cached() keeps weights from one chunk to the next; call the model outside it"
         )
-    if why := why_not(model, root_of(model)):
+    if why := why_not(model, root):
         refuse(model, why)
 
 

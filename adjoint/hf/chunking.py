@@ -57,7 +57,7 @@ def sizes_of(
         element: bytes of an activation's element.
         width, weights_on_host: as in `Sizes`.
     """
-    states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
+    states = [math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None]
     return Sizes(max(features, 1) * element, sum(states), CPU_CHUNK_SIZE, width, weights_on_host)
 
 
@@ -78,14 +78,15 @@ def block_function(
     Raises:
         Refused: its blocks are not runs of tokens, which a chunk could hold whole.
     """
-    if not (names := [name for name in TOKEN_TYPES if name in inputs]):
+    if inputs.keys().isdisjoint(TOKEN_TYPES):
         return None
     kind = original_class(backbone_of(model))
     if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
         name = next(iter(inspect.signature(blocks).parameters))
         return (name, lambda types: blocks(types, device=types.device)) if name in inputs else None
     if kind.__name__ in SEE_LATER_TOKENS:
-        check.refuse(model, f"{names[0]} lets tokens attend to later ones, which a chunk does not have")
+        name = next(name for name in TOKEN_TYPES if name in inputs)
+        check.refuse(model, f"{name} lets tokens attend to later ones, which a chunk does not have")
     return None
 
 

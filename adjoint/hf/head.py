@@ -138,6 +138,13 @@ def logit_scale(model: PreTrainedModel) -> float | None:
     return None if below is None or above is None else below * above
 
 
+def has_tensors_of_its_own(model: PreTrainedModel) -> bool:
+    """Whether a model has tensors outside of its backbone and its output head, which its forward may read."""
+    others = {*model.modules()} - {*backbone_of(model).modules(), *model.get_output_embeddings().modules()}
+    attributes = [value for m in others for value in vars(m).values() if isinstance(value, Tensor)]
+    return bool(attributes) or any(m._parameters or m._buffers for m in others)
+
+
 PROBE_LOGITS = 8
 PROBE_EXPONENTS = (-9, 14)  # caps of logits, of 30 or 50, show
 

@@ -95,7 +95,7 @@ class _FieldsWithLogits:
 
     def __get__(self, output: _LogitsOnAccess | None, cls: type[_LogitsOnAccess]) -> dict[str, Field[object]]:
         fields: dict[str, Field[object]] = super(_LogitsOnAccess, cls).__dataclass_fields__  # type: ignore[misc]
-        if output is None or output.has_stored_logits or output.returns_stored_only:
+        if output is None or output.returns_stored_only or output.has_stored_logits:
             return fields
         return {name: field for name, field in fields.items() if name != "logits"}
 
@@ -147,6 +147,8 @@ class _LogitsOnAccess:
             vars(self)["returns_stored_only"] = before
 
     def __setattr__(self, name: str, value: object) -> None:
+        if self.returns_stored_only:
+            return super().__setattr__(name, value)
         with self._as_stored():  # an attribute that is a field becomes an item, too
             super().__setattr__(name, value)
 

@@ -25,7 +25,7 @@ from adjoint.hf.model_parts import MISSING, override_attribute
 from adjoint.parallel.zero import BOOKKEEPING
 
 SettingsHolder: TypeAlias = nn.Module | PreTrainedConfig
-PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 CONTAINER_TYPES = (list, tuple, dict, set, frozenset, OrderedDict)
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes of every module that change what it computes; the others are its tensors, submodules and
@@ -55,7 +55,7 @@ class Snapshot:
     Attributes:
         modules: (reference to the module, its class) by the module's name.
         holders: references to the objects with settings, by name: the modules and their configurations.
-        settings: `comparable_settings` by the holder's name.
+        settings: from `comparable_settings`.
         weights: (requires_grad, dtype, device, class) by the parameter's name.
     """
 
@@ -66,7 +66,7 @@ class Snapshot:
         }
         named = settings_holders(model)
         self.holders: dict[str, ref[SettingsHolder]] = {name: ref(holder) for name, holder in named.items()}
-        self.settings = {name: comparable_settings(holder) for name, holder in named.items()}
+        self.settings = comparable_settings(named)
         self.weights = {
             name: (p.requires_grad, p.dtype, p.device, type(p)) for name, p in model.named_parameters()
         }
@@ -126,21 +126,23 @@ def settings_holders(model: nn.Module) -> dict[str, SettingsHolder]:
     return dict(named)
 
 
-def comparable_settings(holder: SettingsHolder) -> dict[str, object]:
-    """Return the settings of a module or configuration, in a form that == compares.
+def comparable_settings(holders: Mapping[str, SettingsHolder]) -> dict[str, dict[str, object]]:
+    """Return the settings of modules or configurations, by the holders' names, in a form that == compares.
 
     Empty containers are left out to save time: most modules have no hooks, and snapshots are taken at every
     call. So an empty container equals an attribute that is not there."""
-    values = {}
-    for name, value in vars(holder).items():
-        if name not in IGNORED_ATTRIBUTES:
-            value = _lasting_hooks(value) if name in HOOK_ATTRIBUTES and value else value
-            kind = _value_kind(type(value))
-            if kind == "plain":
-                values[name] = value
-            elif kind == "function" or (kind == "container" and value):
-                values[name] = comparable_value(value)
-    return values
+    settings = {}
+    for holder_name, holder in holders.items():
+        values = settings[holder_name] = dict[str, object]()
+        for name, value in vars(holder).items():
+            if name not in IGNORED_ATTRIBUTES:
+                value = _lasting_hooks(value) if name in HOOK_ATTRIBUTES and value else value
+                kind = _value_kind(type(value))
+                if kind == "plain":
+                    values[name] = value
+                elif kind == "function" or (kind == "container" and value):
+                    values[name] = comparable_value(value)
+    return settings
 
 
 def _lasting_hooks(registered: Mapping[int, object]) -> tuple[object, ...]:
@@ -185,9 +187,11 @@ def comparable_value(value: Any) -> object:
     if kind == "plain":
         return value
     if kind == "container":
+        contents = value.values() if isinstance(value, dict) else value
+        if not PLAIN_TYPES.issuperset(map(type, contents)):
+            contents = map(comparable_value, contents)
         if isinstance(value, dict):
-            return tuple((key, comparable_value(v)) for key, v in value.items())
-        contents = map(comparable_value, value)
+            return tuple(zip(value, contents, strict=True))
         return frozenset(contents) if isinstance(value, (set, frozenset)) else tuple(contents)
     if kind == "function":
         # Weak, so that a snapshot does not keep a hook's closure alive; a dead reference equals itself alone.

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,10 +26,17 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.hf import check
-from adjoint.hf.cache import CarriedState, ChunkCache, RowLengths, Slot, make_chunk_cache, zeros
+from adjoint.hf.cache import (
+    CarriedState,
+    ChunkCache,
+    RowLengths,
+    Slot,
+    last_read,
+    make_chunk_cache,
+    zeros,
+)
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
-from adjoint.hf.embedding_noise import EmbeddingNoise
 from adjoint.hf.head import LogitTerms, logit_scale, logprobs, summed_loss
 from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
@@ -51,7 +58,7 @@ from adjoint.hf.model_parts import (
     original_class,
     replaced_forwards,
 )
-from adjoint.hf.randomness import ChunkRandomness
+from adjoint.hf.randomness import ChunkRandomness, EmbeddingNoise
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.layers import State
@@ -75,6 +82,7 @@ class CallContext(NamedTuple):
         is_padded_left: whether padding at the left was cut off.
         seqlen: tokens of a row, padding included; None if there is no call.
         plan: what ours replace in the model as it is now; None to look.
+        logit_scale: returns the model's `head.logit_scale`; None to measure it.
     """
 
     padding: Padding | None = None
@@ -85,13 +93,19 @@ class CallContext(NamedTuple):
     is_padded_left: bool = False
     seqlen: int | None = None
     plan: ReplacementPlan | None = None
+    logit_scale: Callable[[], float | None] | None = None
 
     @staticmethod
     def from_call(
-        call: Call, padding: Padding | None = None, plan: ReplacementPlan | None = None
+        call: Call,
+        padding: Padding | None = None,
+        plan: ReplacementPlan | None = None,
+        logit_scale: Callable[[], float | None] | None = None,
     ) -> CallContext:
         layout, positions, seqlen = call.kind.language_layout, call.positions_by_row, call.ids.shape[1]
-        context = CallContext(padding, layout, call.carried, positions, seqlen=seqlen, plan=plan)
+        context = CallContext(
+            padding, layout, call.carried, positions, seqlen=seqlen, plan=plan, logit_scale=logit_scale
+        )
         if call.mask is None:
             return context
         is_real = call.mask.any(0).tolist()
@@ -136,7 +150,7 @@ class Backbone(Stage):
         context = context or CallContext()
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
-        self._grows = tuple(slot.grows for slot in self.slots)
+        self._grows = tuple([slot.grows for slot in self.slots])
         self.chunk_context: ContextFactory = ChunkContext(model, context.plan)
         access = access_to(model)
         self.trained_parameters = access.trained_parameters()
@@ -149,6 +163,7 @@ class Backbone(Stage):
         self.padding, self.language_layout, self.carried, self.positions = context[:4]
         self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
         self.embedding_noise = EmbeddingNoise(model, context.seqlen)
+        self.logit_scale = functools.cache(context.logit_scale or functools.partial(logit_scale, model))
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -157,6 +172,14 @@ class Backbone(Stage):
     @property
     def fetches(self) -> bool:
         return self._fetches
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        return self.chunk_context()
+
+    @functools.cached_property
+    def cache_name(self) -> str:
+        """The name under which the backbone takes the cache."""
+        return cache_argument(self.forward_parameters)
 
     @functools.cached_property
     def cache(self) -> ChunkCache:
@@ -215,30 +238,31 @@ class Backbone(Stage):
         positions = self._past_positions(chunk)
         cache.layers = cache.layers_with_state(self.slots, state, past_length, positions)
         cache.row_lengths = self._row_lengths(chunk, past_length)
-        layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
-        recomputed = {
-            layer: self._recompute_layer(layer.forward, cache, state, past_length, positions)
-            for layer in layers
-        }
-        replaced = replaced_forwards(recomputed) if recomputed else contextlib.nullcontext()
+        replaced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.layers and torch.is_grad_enabled():
+            before = state, past_length, positions
+            replaced = replaced_forwards(
+                {layer: self._recompute_layer(layer.forward, cache, *before) for layer in self.layers}
+            )
         noise, limit = self.embedding_noise, replacements.MASKED_PAIRS
         masks: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if x.shape[1] * (past_length + x.shape[1]) > limit:
             masks = check.LargeMasks(self.model, limit).refused()
         with replaced, masks, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
-            output = self.call_backbone(x, cache, chunk)
+            output = self.call_backbone(x, cache, chunk, past_length)
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
+        last_read.state = None  # which the next chunk's scans must not take for their own
         return output, after
 
     def _row_lengths(self, chunk: Batch, past_length: int) -> RowLengths:
         stop = chunk.start + chunk.seqlen
         end = stop if chunk.document_end is None else chunk.document_end
         real_end = end if self.real_end is None else min(end, self.real_end)
-        before = past_length + chunk.seqlen - stop
+        before = past_length - chunk.start
         return RowLengths(before + stop, before + end, before + real_end, self.is_padded_left)
 
     def _past_positions(self, chunk: Batch) -> Tensor | None:
@@ -247,26 +271,25 @@ class Backbone(Stage):
             return None
         return self.positions[:, chunk.document : chunk.start].movedim(-1, 0)
 
-    def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> ModelOutput:
+    def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch, past_length: int = 0) -> ModelOutput:
         """Call the backbone on a chunk.
 
         Args:
             x: ids (batch, tokens), or embeddings (batch, tokens, hidden_size).
             cache: holds the state before the chunk.
+            past_length: tokens of the chunk's document before it.
         """
-        past_length = self.past_length(chunk)
-        inputs: dict[str, Any] = {
-            name: values
-            for name, values in chunk.inputs.items()
-            if name != TOKEN_MASK and not name.startswith(PREFIX)
-        }
+        inputs: dict[str, Any] = dict(chunk.inputs)
+        for name in chunk.inputs:
+            if name == TOKEN_MASK or name.startswith(PREFIX):  # not for the model's own code
+                del inputs[name]
         language_inputs: dict[str, object] = {}
         if self.language_layout is not None:
             language_inputs = self.language_layout.unpack(x, chunk.inputs)
             inputs |= outer_inputs(self.model, language_inputs, chunk.inputs)
         else:
             inputs[EMBEDS if x.is_floating_point() else "input_ids"] = x
-        inputs[cache_argument(self.forward_parameters)] = cache
+        inputs[self.cache_name] = cache
         if self.router is not None:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
         # Masks made of token types count tokens from the document's start.
@@ -308,7 +331,7 @@ class Backbone(Stage):
                     return forward(*args, **kwargs)
                 # The backward may run in another thread, which has not entered the context.
                 with self.chunk_context(), self.randomness.again(generator_states[0]):
-                    cache.layers = initial_layers
+                    cache.layers, last_read.state = initial_layers, None
                     return forward(*args, **kwargs)
 
             return tile.recomputed(functools.partial(run, **kwargs), args, self.recompute)
@@ -336,7 +359,6 @@ class CausalLM(Backbone):
     ) -> None:
         super().__init__(*backbone, **options)
         self.z_loss_factor, self.penalty, self.hidden_states = z_loss_factor, penalty, hidden_states
-        self.logit_scale = functools.cache(functools.partial(logit_scale, self.model))
 
     @staticmethod
     def from_call(

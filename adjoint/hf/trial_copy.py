@@ -91,13 +91,15 @@ def duplicate_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
     descriptions: list[list[object]] = []
     duplicates = []
     for layer in layers:
+        modules = dict(layer.named_modules())
+        settings = comparable_settings(modules)
         description: list[object] = [
             (
                 name,
                 type(module),
-                {a: v for a, v in comparable_settings(module).items() if not a.endswith(("idx", "index"))},
+                {a: v for a, v in settings[name].items() if not a.endswith(("idx", "index"))},
             )
-            for name, module in layer.named_modules()
+            for name, module in modules.items()
         ]
         description += [(name, p.requires_grad, p.dtype) for name, p in layer.named_parameters()]
         if description in descriptions:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import warnings
@@ -44,6 +45,7 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunking import kept_features, sizes_of
+from adjoint.hf.head import has_tensors_of_its_own, logit_scale
 from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
@@ -176,7 +178,21 @@ class Verification:
             plan = self.results[ReplacementPlan] = ReplacementPlan(self.model)
         return plan
 
-    @property
+    def logit_scale(self) -> float | None:
+        """Return the model's `head.logit_scale`.
+
+        It is measured once for each forward that the model's class has had, or at each call if the forward
+        may read it from a tensor, whose values no snapshot sees."""
+        key = logit_scale, original_class(self.model).forward
+        if key in self.results:
+            remembered: float | None = self.results[key]
+            return remembered
+        scale = logit_scale(self.model)
+        if not has_tensors_of_its_own(self.model):
+            self.results[key] = scale
+        return scale
+
+    @functools.cached_property
     def slots(self) -> list[Slot]:
         """The places of the state's tensors in the model's cache."""
 
@@ -191,7 +207,7 @@ class Verification:
         """The factor by which the model multiplies its routers' loss."""
         return self.examine_once(router_loss_coefficient)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> Sizes:
         """The memory that a row takes, from which the default chunk size follows."""
         first = next(p for p in self.model.parameters() if p.is_floating_point())
@@ -257,7 +273,7 @@ def verify(call: Call) -> Verification:
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model)
-    refuse_unknown_inputs(verification, call)
+    refuse_unknown_inputs(verification, call, call.unknown_inputs)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
     if call.mask is not None:
@@ -349,7 +365,7 @@ def verify_pieces(call: Call) -> Verification:
     method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces
     assert pieces is not None
     check.refuse_other_losses(model, kind.routed)
-    refuse_unknown_inputs(verification, call, is_whole_sequence=True)
+    refuse_unknown_inputs(verification, call, call.unknown_to_backbone())
 
     def compare_gradients() -> float:
         by_whole, _ = gradient_functions(method, kind)
@@ -363,19 +379,19 @@ def verify_pieces(call: Call) -> Verification:
     return verification
 
 
-def refuse_unknown_inputs(verification: Verification, call: Call, is_whole_sequence: bool = False) -> None:
+def refuse_unknown_inputs(verification: Verification, call: Call, names: Sequence[str]) -> None:
     """Refuse inputs that chunks do not support and that the model reads.
 
     Inputs that its own forward does not read, such as a data set's column that a trainer passes on, are
     ignored.
 
     Args:
-        is_whole_sequence: as in `Call.unknown_inputs`.
+        names: `Call.unknown_inputs`, or for a whole sequence `Call.unknown_to_backbone`.
 
     Raises:
         Refused: an input is read by the model.
     """
-    for name in call.unknown_inputs(is_whole_sequence):
+    for name in names:
         if not verification.compute_once(
             ("ignored", name, call.has_labels), ignores_input, call.model, name, call.has_labels
         ):

@@ -290,7 +290,7 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
         has_logits = wrap_state.group is None and call.logits_index is None and defers_logits()
         if has_logits and output.loss is not None:
             # of calls that hang together each would keep the cache before it
-            has_gradients = detached(call.cache) is not call.cache
+            has_gradients = call.cache is not None and detached(call.cache) is not call.cache
             compute_logits_later(output.loss, _deferred_logits(call), until_backward=has_gradients)
     return output if call.returns_dict else output.to_tuple()
 
@@ -595,7 +595,12 @@ def _loss_by_chunks(
         verification.wrap_state.method,
         verification.fetches,
         router_loss_factor,
-        CallContext.from_call(call, verification.padding_of(call), verification.replacement_plan),
+        CallContext.from_call(
+            call,
+            verification.padding_of(call),
+            verification.replacement_plan,
+            verification.logit_scale,
+        ),
         hidden_states,
     )
     result = make_step([stage], batch, spec, backward_context, group).loss(states=returns_cache)
@@ -624,7 +629,9 @@ def _loss_by_segments(call: Call, verification: Verification, segments: Sequence
         inner, weights = segment_call(call, segment, beginning)
         batch, spec = _cut_into_chunks(inner, verification)
         spec = spec if number == len(segments) - 1 else spec.without_tapes()  # its backward comes first
-        context = CallContext.from_call(inner, plan=verification.replacement_plan)
+        context = CallContext.from_call(
+            inner, plan=verification.replacement_plan, logit_scale=verification.logit_scale
+        )
         stage = CausalLM.from_call(inner, verification.slots, method, verification.fetches, context=context)
         batch = dataclasses.replace(batch, weights=weights)
         result = make_step([stage], batch, spec, _backward_context(verification)).loss()
@@ -877,7 +884,7 @@ def _loss_by_mini_sequence(call: Call) -> LossOutput:
 def _hidden_by_mini_sequence(call: Call) -> ModelOutput:
     """Return the output of the backbone's own forward, run by `MiniSequence`."""
     verification = verification_of(call.model)
-    refuse_unknown_inputs(verification, call, is_whole_sequence=True)
+    refuse_unknown_inputs(verification, call, call.unknown_to_backbone())
     refuse_documents_that_mix(verification, call)
     pieces, mlps = verification.wrap_state.method.pieces, verification.examine_once(find_token_wise_mlps)
     assert pieces is not None

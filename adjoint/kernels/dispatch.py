@@ -25,6 +25,8 @@ from adjoint.kernels.operation import (
 )
 
 NAMES = ("reference", *BACKENDS, *LIBRARIES)
+CPU_BACKENDS = (None, "cpu", "reference")  # what a call names whose tensors stay on a CPU
+FULL_PRECISION = (torch.float32, torch.float64)
 Needs = tuple[tuple[str, int], ...]  # sizes and options of a call, by name
 _as_on_cuda = False  # a plain variable: torch.compile guards on it, and cannot trace a ContextVar
 
@@ -198,6 +200,33 @@ def fitting(
     return _fitting(operation, backend, tensor.device, dtype, windowed, reset is not None, numbers)
 
 
+def prepare(
+    operation: str,
+    backend: str | None,
+    tensor: Tensor,
+    window: int | None = None,
+    halo: int = 0,
+    reset: Tensor | None = None,
+    tried: torch.dtype | None = None,
+    others: Sequence[Tensor] = (),
+    numel: int = 0,
+    **needs: int,
+) -> tuple[str | None, torch.dtype, torch.dtype]:
+    """Return the backend to name for a call, the dtype of its states and sums, and `sequence_dtype`.
+
+    Arguments are those of `fitting`; tried: whose trial counts, `dtype` there."""
+    dtype = tensor.dtype
+    if (
+        tensor.device.type == "cpu"
+        and backend in CPU_BACKENDS
+        and dtype in FULL_PRECISION
+        and not _as_on_cuda
+    ):
+        return backend, dtype, dtype  # nothing to pick
+    backend = fitting(operation, backend, tensor, window, halo, reset, tried, others, numel, **needs)
+    return backend, accumulate_dtype(dtype), sequence_dtype(operation, backend, tensor)
+
+
 def last_offset(tensor: Tensor) -> int:
     """Return how many elements the last element of a tensor is behind its first in memory."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -297,7 +326,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def sequence_dtype(operation: str, backend: str | None, tensor: Tensor) -> torch.dtype:
     """The dtype that an operation reads and writes per token: Triton's kernels and libraries take half
     precision as it is and widen it in registers, half the traffic; for the others it is widened before."""
-    if tensor.dtype in (torch.float32, torch.float64):
+    if tensor.dtype in FULL_PRECISION:
         return tensor.dtype
     wide = accumulate_dtype(tensor.dtype)
     if tensor.dtype == wide or not _takes_half(operation, backend, tensor.device, tensor.dtype):

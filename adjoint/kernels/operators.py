@@ -65,23 +65,14 @@ def register(
     single = outputs == 1 and not has_intermediate
     intermediate = ", Tensor intermediate" if has_intermediate else ""
 
-    def forward_kernel(*args: Any) -> Any:
-        with torch._C._DisableAutocast():  # it would round the products of sums that are to be float32
-            results = forward(*args)
-        returned = _owned(results, outputs, args[0])
-        return returned[0] if single else returned
-
     def forward_fake(*args: Any) -> Any:
         results = fake(*args)
         return results[0] if single else results
 
-    def backward_kernel(*args: Any) -> list[Tensor]:
-        with torch._C._DisableAutocast():
-            results = backward(*args)
-        if backward_fake is None:  # drop gradients that a backend computes for tensors that are None
-            inputs = args[outputs : outputs + n_gradients]
-            results = tuple(None if x is None else g for x, g in zip(inputs, results, strict=True))
-        return _owned(results, len(results), args[outputs])
+    def needed_gradients(*args: Any) -> list[Tensor | None]:
+        """Drop the gradients that a backend computes for tensors that are None."""
+        inputs = args[outputs : outputs + n_gradients]
+        return [None if x is None else g for x, g in zip(inputs, backward(*args), strict=True)]
 
     def backward_fake_kernel(*args: Any) -> list[Tensor]:
         if backward_fake is None:
@@ -94,14 +85,14 @@ def register(
     op = _define(
         f"{name}({tensors}, {options}{', bool save=False' if has_intermediate else ''})",
         outputs + has_intermediate,
-        forward_kernel,
+        _kernel(forward, outputs, single=single),
         forward_fake,
     )
     cotangents = ", ".join(f"Tensor? cotangent{i}" for i in range(outputs))
     backward_op = _define(
         f"{name}_backward({cotangents}, {saved_schema or tensors + intermediate}, {options})",
         n_gradients,
-        backward_kernel,
+        _kernel(needed_gradients if backward_fake is None else backward, n_gradients, like=outputs),
         backward_fake_kernel,
     )
 
@@ -162,17 +153,30 @@ def _define(
     return getattr(torch.ops.adjoint, name).default
 
 
-def _owned(results: Sequence[Tensor | None], outputs: int, like: Tensor) -> list[Tensor]:
-    """Return results as an operator may return them, with an empty tensor in place of None.
+def _kernel(
+    compute: Callable[..., Sequence[Tensor | None]], outputs: int, like: int = 0, single: bool = False
+) -> Callable[..., Tensor | list[Tensor]]:
+    """Return a kernel that computes results and returns them as an operator may, None as an empty tensor.
 
     Each of the first `outputs` that does not begin its storage or does not fill it in order is copied: they
     must not alias each other, and a view would keep its whole storage alive. What follows them is for the
-    backward alone and may stay a view: its backend may have aligned it in a larger buffer."""
-    tensors = []
-    for i, x in enumerate(results):
-        if x is None:
-            x = like.new_empty(0)
-        elif i < outputs and not (x.is_contiguous() and x.storage_offset() == 0):
-            x = x.clone(memory_format=torch.contiguous_format)
-        tensors.append(x)
-    return tensors
+    backward alone and may stay a view: its backend may have aligned it in a larger buffer.
+
+    Args:
+        like: number of the argument that empty tensors are like.
+        single: whether the operator returns one tensor instead of a list.
+    """
+
+    def kernel(*args: Any) -> Tensor | list[Tensor]:
+        with torch._C._DisableAutocast():  # it would round the products of sums that are to be float32
+            results = compute(*args)
+        tensors = []
+        for i, x in enumerate(results):
+            if x is None:
+                x = args[like].new_empty(0)
+            elif i < outputs and not (x.is_contiguous() and x.storage_offset() == 0):
+                x = x.clone(memory_format=torch.contiguous_format)
+            tensors.append(x)
+        return tensors[0] if single else tensors
+
+    return kernel

@@ -85,7 +85,7 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     if zero.uses_zero(model):
         return zero.why_not(root)
     enclosing_units, split_parameters = [*units(model), *units(root)[:1]], dtensors(model)
-    if not enclosing_units and any(vars(module).get("_is_fsdp_managed_module") for module in model.modules()):
+    if not enclosing_units and [m for m in model.modules() if vars(m).get("_is_fsdp_managed_module")]:
         return f"FullyShardedDataParallel (FSDP1), or fully_shard of a module around it, shards it; {OTHERS}"
     unit_parameters = {p for unit in enclosing_units for p in unit.parameters()}
     if enclosing_units and any(p not in unit_parameters for p in split_parameters):

@@ -290,6 +290,22 @@ def test_a_change_between_calls(case: str) -> None:
     assert_same_as_unwrapped(LLAMA, before, later)
 
 
+def test_a_buffer_that_scales_logits_is_read_at_each_call() -> None:
+    """A scale of logits is measured once per model where no tensor of the model's own can change it."""
+
+    def before(model: Any) -> None:
+        del model.logit_scale
+        model.register_buffer("logit_scale", torch.tensor(0.5, dtype=torch.float64))
+
+    def later(model: Any) -> Tensor:
+        run(model)
+        model.zero_grad()
+        model.logit_scale.fill_(0.3)
+        return loss_of(model)
+
+    assert_same_as_unwrapped("CohereForCausalLM", before, later)
+
+
 def wrapped_by_torch(model: Any) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 

@@ -9,6 +9,7 @@ qemu-user).
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import subprocess
 import tempfile
@@ -50,15 +51,10 @@ def install(processor: str) -> None:
     folder = tempfile.TemporaryDirectory()
     command = program(processor, Path(folder.name))
     lanes = int(subprocess.check_output(command))
-    alive: dict[int, list[torch.Tensor]] = {}
-    begin: Any = backend._Fields.__init__
 
-    def fields(self: Any, given: ctypes.Structure) -> None:
-        begin(self, given)
-        alive[id(given)] = self.alive
-
-    def call(name: str, dtype: torch.dtype, args: ctypes.Structure, *flags: int) -> None:
-        tensors = alive.pop(id(args))
+    def call(name: str, dtype: torch.dtype, reference: Any, *flags: int) -> None:
+        args: ctypes.Structure = reference._obj
+        tensors = vars(args).values()  # all to which it points
         storages = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values())
         places = []
         for at, value in pointers(args):
@@ -81,7 +77,6 @@ def install(processor: str) -> None:
             for s in storages:
                 ctypes.memmove(s.data_ptr(), file.read(s.nbytes()), s.nbytes())
 
-    backend._Fields.__init__ = fields  # type: ignore[method-assign]
-    backend._call = call
+    backend._function = lambda name, dtype: functools.partial(call, name, dtype)
     backend._vector_bytes = lambda: lanes
     backend._emulated = folder  # type: ignore[attr-defined]  # it goes when the process ends

@@ -203,19 +203,21 @@ def replacement_rows(model: nn.Module) -> Rows:
 
 
 def replacement_forwards(rows: Rows) -> dict[nn.Module, Forward]:
-    """Map modules to the forwards that take the place of their own."""
-    modules = [(reference(), row) for reference, row in rows]
-    return {module: _forward(module, row) for module, row in modules if module is not None}
+    """Map modules whose attributes fit to the forwards that take the place of their own, for a call."""
+    forwards: dict[nn.Module, Forward] = {}
+    for reference, row in rows:
+        if (module := reference()) is not None and row.fits(module):
+            forwards[module] = _forward(module, row)
+    return forwards
 
 
 def _forward(module: nn.Module, row: Replacement) -> Forward:
-    """Return a forward that uses the replacement's formula if module and inputs fit, else the module's
-    own."""
-    original_forward, inputs, fits, formula = module.forward, row.inputs, row.fits, row.formula
+    """Return a forward that uses the replacement's formula if the inputs fit, else the module's own."""
+    original_forward, inputs, formula = module.forward, row.inputs, row.formula
     parameters = module._parameters
 
     def forward(*args: object, **kwargs: object) -> object:
-        if kwargs or len(args) != inputs or not fits(module):
+        if kwargs or len(args) != inputs:
             return original_forward(*args, **kwargs)
         for value in args:
             if not isinstance(value, Tensor):

@@ -74,7 +74,7 @@ class ReplacementPlan:
 
 
 class ChunkContext:
-    """The context in which a chunk runs: our functions and forwards, and no gradient checkpointing.
+    """The context in which chunks run: our functions and forwards, and no gradient checkpointing.
 
     The backbone's forward is transformers' own in it: a chunk is no call of the user's, which would enter the
     class that `wrap` has given it.
@@ -91,18 +91,24 @@ class ChunkContext:
         if "forward" not in vars(backbone):
             self.forwards[backbone] = MethodType(original_class(backbone).forward, backbone)
         self.without_checkpointing = WithoutCheckpointing(model)
+        self.thread: int | None = None  # that is in the context
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context; it does nothing where this thread is in it already."""
+        return contextlib.nullcontext() if self.thread == threading.get_ident() else self._entered()
 
     @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
+    def _entered(self) -> Iterator[None]:
         with (
             self.without_checkpointing(),
             rebound_functions(self.functions),
             replaced_forwards(self.forwards),
         ):
+            outer_thread, self.thread = self.thread, threading.get_ident()
             try:
                 yield
             finally:
-                last_read.state = None
+                last_read.state, self.thread = None, outer_thread
 
 
 # -------------------------------------------------------------------------------------------------- functions

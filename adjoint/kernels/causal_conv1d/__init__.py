@@ -6,7 +6,6 @@ from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.causal_conv1d import reference, trial
-from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.operation import CPU, Code, Operation, register
 
 
@@ -81,9 +80,11 @@ def causal_conv1d(
         initial_state=(initial_state, batch, channels, width - 1),
     )
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    backend = dispatch.fitting("causal_conv1d", backend, x, reset=reset, d_conv=width, channels=channels)
-    wide, narrow = accumulate_dtype(x.dtype), dispatch.sequence_dtype("causal_conv1d", backend, x)
-    bias, initial = [None if t is None else t.to(wide) for t in (bias, initial_state)]
+    backend, wide, narrow = dispatch.prepare(
+        "causal_conv1d", backend, x, reset=reset, d_conv=width, channels=channels
+    )
+    bias = None if bias is None else bias.to(wide)
+    initial = None if initial_state is None else initial_state.to(wide)
     y, tail = _causal_conv1d(x.to(narrow), weight.to(wide), bias, initial, reset, silu, backend)
     return y.to(x.dtype), tail.to(x.dtype)
 

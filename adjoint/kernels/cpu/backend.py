@@ -26,7 +26,29 @@ class _Rows(ctypes.Structure):
     _fields_ = [("data", _PTR), ("batch_stride", _I64), ("time_stride", _I64)]
 
 
-class _ScanArgs(ctypes.Structure):  # mirrors ScanArgs in scan.h
+class _Args(ctypes.Structure):
+    """The arguments of a compiled function. They keep every tensor that they point to alive, by its name."""
+
+    def set_rows(self, **tensors: Tensor | None) -> None:
+        """Set tensors whose rows are walked with two strides; others are copied."""
+        for name, x in tensors.items():
+            if x is not None:
+                inner = x.flatten(2)
+                if inner.stride(-1) != 1 and inner.shape[-1] != 1:
+                    inner = inner.contiguous()
+                vars(self)[name] = inner
+                setattr(self, name, _Rows(inner.data_ptr(), inner.stride(0), inner.stride(1)))
+
+    def set_pointers(self, **tensors: Tensor | None) -> None:
+        """Set contiguous tensors; others are copied."""
+        for name, x in tensors.items():
+            if x is not None:
+                x = x.contiguous()
+                vars(self)[name] = x
+                setattr(self, name, x.data_ptr())
+
+
+class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "d_state")),
         *((name, _I64) for name in ("interval", "threads", "partials", "softplus", "window", "halo")),
@@ -40,20 +62,17 @@ class _ScanArgs(ctypes.Structure):  # mirrors ScanArgs in scan.h
     ]
 
 
-class _ConvArgs(ctypes.Structure):  # mirrors ConvArgs in conv.cpp
+class _ConvArgs(_Args):  # mirrors ConvArgs in conv.cpp
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "channels", "width", "threads", "silu")),
-        ("x", _PTR),
-        ("x_batch_stride", _I64),
-        ("x_time_stride", _I64),
-        *((name, _PTR) for name in ("weight", "bias", "initial_state", "y", "reset", "dy")),
-        ("dy_batch_stride", _I64),
-        ("dy_time_stride", _I64),
+        ("x", _Rows),
+        *((name, _PTR) for name in ("weight", "bias", "initial_state", "y", "reset")),
+        ("dy", _Rows),
         *((name, _PTR) for name in ("dx", "dweight", "dbias", "dinitial_state")),
     ]
 
 
-class _LinearArgs(ctypes.Structure):  # mirrors LinearArgs in linear.h
+class _LinearArgs(_Args):  # mirrors LinearArgs in linear.h
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "d_state", "a_width", "threads", "window", "halo")),
         *((name, _PTR) for name in ("a", "b", "initial_state", "h", "dh", "da", "db", "dinitial_state")),
@@ -61,7 +80,7 @@ class _LinearArgs(ctypes.Structure):  # mirrors LinearArgs in linear.h
     ]
 
 
-class _NormArgs(ctypes.Structure):  # mirrors NormArgs in norm.cpp
+class _NormArgs(_Args):  # mirrors NormArgs in norm.cpp
     _fields_ = [
         *((name, _I64) for name in ("rows", "width", "group", "threads")),
         ("eps", ctypes.c_double),
@@ -72,7 +91,7 @@ class _NormArgs(ctypes.Structure):  # mirrors NormArgs in norm.cpp
     ]
 
 
-class _DeltaArgs(ctypes.Structure):  # mirrors DeltaArgs in delta.cpp
+class _DeltaArgs(_Args):  # mirrors DeltaArgs in delta.cpp
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "nheads", "d_k", "d_v", "wide", "threads")),
         *((name, _Rows) for name in ("q", "k", "v", "d_o")),
@@ -82,7 +101,7 @@ class _DeltaArgs(ctypes.Structure):  # mirrors DeltaArgs in delta.cpp
     ]
 
 
-class _DplrArgs(ctypes.Structure):  # mirrors DplrArgs in dplr.cpp
+class _DplrArgs(_Args):  # mirrors DplrArgs in dplr.cpp
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "nheads", "d_k", "d_v", "threads")),
         *((name, _Rows) for name in ("q", "k", "v", "a", "b", "g", "d_o")),
@@ -111,17 +130,10 @@ def _vector_bytes() -> int:
     return int(_library().adjoint_vector_bytes())
 
 
+@functools.cache
 def _lanes(dtype: torch.dtype) -> int:
     """Channels in a vector."""
     return _vector_bytes() // dtype.itemsize
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x itself if its rows can be walked with two strides, else a contiguous copy."""
-    inner = x.flatten(2) if x.dim() > 3 else x
-    if x.dim() > 3 and inner.data_ptr() != x.data_ptr():
-        return x.contiguous()
-    return x if inner.stride(-1) == 1 or inner.shape[-1] == 1 else x.contiguous()
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -133,32 +145,6 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     storage = torch.empty(numel + spare, dtype=dtype, device="cpu")  # whatever the default device is
     offset = -storage.data_ptr() % ALIGNMENT // dtype.itemsize
     return storage[offset : offset + numel].view(shape)
-
-
-class _Fields:
-    """Fills a ctypes structure, keeping every tensor alive until the call is over."""
-
-    def __init__(self, struct: ctypes.Structure) -> None:
-        self.struct = struct
-        self.alive: list[Tensor] = []
-
-    def rows(self, **tensors: Tensor | None) -> None:
-        for name, x in tensors.items():
-            if x is not None:
-                x = _rows(x)
-                self.alive.append(x)
-                setattr(self.struct, name, _Rows(x.data_ptr(), x.stride(0), x.stride(1)))
-
-    def pointers(self, **tensors: Tensor | None) -> None:
-        for name, x in tensors.items():
-            if x is not None:
-                x = x.contiguous()
-                self.alive.append(x)
-                setattr(self.struct, name, x.data_ptr())
-
-    def call(self, name: str, dtype: torch.dtype, *flags: int) -> None:
-        """Call the compiled function of that name."""
-        _function(name, dtype)(ctypes.byref(self.struct), *flags)
 
 
 def _selective_interval(d_state: int) -> int:
@@ -173,12 +159,11 @@ def _ssd_interval(d_state: int) -> int:
     return max(64, d_state)
 
 
-def _scan_fields(
+def _scan_args(
     u: Tensor, heads: tuple[int, int, int], d_state: int, interval: int, threads: int
-) -> _Fields:
-    """Fields for u of (batch, seqlen, …), whose heads are their number, size and groups."""
-    numbers = u.shape[0], u.shape[1], *heads, d_state, interval, threads
-    return _Fields(_ScanArgs(*numbers))
+) -> _ScanArgs:
+    """Arguments for u of (batch, seqlen, …); heads: their number, size and groups."""
+    return _ScanArgs(u.shape[0], u.shape[1], *heads, d_state, interval, threads)
 
 
 def _blocks(nheads: int, headdim: int, dtype: torch.dtype) -> int:
@@ -209,15 +194,22 @@ def selective_scan_forward(
     d_state = A.shape[1]
     blocks = _blocks(1, d_inner, u.dtype)
     threads = _threads(batch * blocks, u.numel() * d_state)
-    f = _scan_fields(u, (1, d_inner, 1), d_state, _selective_interval(d_state), threads)
+    args = _scan_args(u, (1, d_inner, 1), d_state, _selective_interval(d_state), threads)
     y = u.new_empty(batch, seqlen, d_inner)
     final_state = u.new_empty(batch, d_inner, d_state)
     checkpoints = _aligned(selective_scan_saved_shape(u, A), u.dtype) if save else None
-    f.struct.softplus = delta_softplus
-    f.rows(u=u, delta=delta, B=B, C=C, z=z, y=y)
-    f.pointers(A=A, D=D, delta_bias=delta_bias, initial_state=initial_state, reset=reset)
-    f.pointers(final_state=final_state, checkpoints=checkpoints)
-    f.call("scan", u.dtype, 0, 0)
+    args.softplus = delta_softplus
+    args.set_rows(u=u, delta=delta, B=B, C=C, z=z, y=y)
+    args.set_pointers(
+        A=A,
+        D=D,
+        delta_bias=delta_bias,
+        initial_state=initial_state,
+        reset=reset,
+        final_state=final_state,
+        checkpoints=checkpoints,
+    )
+    _function("scan", u.dtype)(ctypes.byref(args), 0, 0)
     return y, final_state, checkpoints
 
 
@@ -242,33 +234,35 @@ def selective_scan_backward(
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     threads = _threads(batch * _blocks(1, d_inner, u.dtype), u.numel() * d_state)
-    f = _scan_fields(u, (1, d_inner, 1), d_state, _selective_interval(d_state), threads)
-    du, ddelta = (u.new_empty(batch, seqlen, d_inner) for _ in range(2))
+    args = _scan_args(u, (1, d_inner, 1), d_state, _selective_interval(d_state), threads)
+    du, ddelta = [u.new_empty(batch, seqlen, d_inner) for _ in range(2)]
     dz = None if z is None else u.new_empty(batch, seqlen, d_inner)
-    dB, dC = _partials(f, u, batch, seqlen, 1, d_state)
+    dB, dC = _partials(args, u, batch, seqlen, 1, d_state)
     dA = u.new_empty(batch, d_inner, d_state)
     dD = None if D is None else u.new_empty(batch, d_inner)
     dbias = None if delta_bias is None else u.new_empty(batch, d_inner)
     dinitial = u.new_empty(batch, d_inner, d_state)
-    f.struct.softplus, f.struct.window, f.struct.halo = delta_softplus, _effective(window, seqlen), halo
-    f.rows(u=u, delta=delta, B=B, C=C, z=z, dy=dy, du=du, ddelta=ddelta, dz=dz)
-    f.pointers(
+    args.softplus, args.window, args.halo = delta_softplus, _effective(window, seqlen), halo
+    args.set_rows(u=u, delta=delta, B=B, C=C, z=z, dy=dy, du=du, ddelta=ddelta, dz=dz)
+    args.set_pointers(
         A=A, D=D, delta_bias=delta_bias, reset=reset, checkpoints=checkpoints, dfinal_state=dfinal_state
     )
-    f.pointers(dB=dB, dC=dC, dA=dA, dD=dD, ddelta_bias=dbias, dinitial_state=dinitial)
-    f.call("scan", u.dtype, 0, 1)
+    args.set_pointers(dB=dB, dC=dC, dA=dA, dD=dD, ddelta_bias=dbias, dinitial_state=dinitial)
+    _function("scan", u.dtype)(ctypes.byref(args), 0, 1)
     dD = None if dD is None else dD.sum(0)
     dbias = None if dbias is None else dbias.sum(0)
-    dB, dC = (_total(g).squeeze(2) for g in (dB, dC))
+    dB, dC = [_total(g).squeeze(2) for g in (dB, dC)]
     return du, ddelta, dA.sum(0), dB, dC, dD, dz, dbias, dinitial
 
 
-def _partials(f: _Fields, like: Tensor, batch: int, seqlen: int, ngroups: int, d_state: int) -> list[Tensor]:
+def _partials(
+    args: _ScanArgs, like: Tensor, batch: int, seqlen: int, ngroups: int, d_state: int
+) -> list[Tensor]:
     """Room for dB and dC, (partials, batch, seqlen, ngroups, d_state) each: one for every thread, unless each
     has groups of its own."""
-    separate = batch * ngroups % f.struct.threads == 0
-    shape = 1 if separate else f.struct.threads, batch, seqlen, ngroups, d_state
-    f.struct.partials = shape[0]
+    separate = batch * ngroups % args.threads == 0
+    shape = 1 if separate else args.threads, batch, seqlen, ngroups, d_state
+    args.partials = shape[0]
     return [like.new_empty(shape) if separate else like.new_zeros(shape) for _ in range(2)]
 
 
@@ -299,24 +293,25 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     d = step_size(dt, dt_bias, dt_softplus)
     units = batch * (nheads if by_blocks else _blocks(nheads, headdim, x.dtype))
     threads = _threads(units, x.numel() * d_state)
-    f = _scan_fields(x, (nheads, headdim, ngroups), d_state, _ssd_interval(d_state), threads)
+    args = _scan_args(x, (nheads, headdim, ngroups), d_state, _ssd_interval(d_state), threads)
     y = x.new_empty(batch, seqlen, nheads, headdim)
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
-    f.rows(u=x, delta=d, B=B, C=C, y=y)
-    D = _per_channel(D, headdim)
-    f.pointers(A=A, D=D, initial_state=initial_state, reset=reset)
-    f.pointers(final_state=final_state, checkpoints=checkpoints)
+    args.set_rows(u=x, delta=d, B=B, C=C, y=y)
+    args.set_pointers(
+        A=A,
+        D=None if D is None else D.repeat_interleave(headdim),
+        initial_state=initial_state,
+        reset=reset,
+        final_state=final_state,
+        checkpoints=checkpoints,
+    )
     if by_blocks:
-        f.call("ssd", x.dtype, 0)
+        _function("ssd", x.dtype)(ctypes.byref(args), 0)
     else:
-        f.rows(decay=zero_where(torch.exp(d * A), reset))
-        f.call("scan", x.dtype, 1, 0)
+        args.set_rows(decay=zero_where(torch.exp(d * A), reset))
+        _function("scan", x.dtype)(ctypes.byref(args), 1, 0)
     return y, final_state, checkpoints
-
-
-def _per_channel(D: Tensor | None, headdim: int) -> Tensor | None:
-    return None if D is None else D.repeat_interleave(headdim)
 
 
 def ssd_scan_backward(
@@ -343,22 +338,23 @@ def ssd_scan_backward(
     d = step_size(dt, dt_bias, dt_softplus)
     blocks = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
     threads = _threads(batch * blocks, x.numel() * d_state)
-    f = _scan_fields(x, (nheads, headdim, ngroups), d_state, _ssd_interval(d_state), threads)
+    args = _scan_args(x, (nheads, headdim, ngroups), d_state, _ssd_interval(d_state), threads)
     dx = x.new_empty(batch, seqlen, nheads, headdim)
-    dd, dexponent = (x.new_empty(batch, seqlen, blocks) for _ in range(2))
-    dB, dC = _partials(f, x, batch, seqlen, ngroups, d_state)
+    dd, dexponent = [x.new_empty(batch, seqlen, blocks) for _ in range(2)]
+    dB, dC = _partials(args, x, batch, seqlen, ngroups, d_state)
     dD = None if D is None else x.new_empty(batch, nheads * headdim)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
-    f.struct.window, f.struct.halo = window, halo
-    f.rows(u=x, delta=d, B=B, C=C, dy=dy, du=dx, ddelta=dd, ddecay=dexponent)
-    f.pointers(A=A, D=_per_channel(D, headdim), reset=reset, checkpoints=checkpoints)
-    f.pointers(dfinal_state=dfinal_state, dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
+    args.window, args.halo = window, halo
+    args.set_rows(u=x, delta=d, B=B, C=C, dy=dy, du=dx, ddelta=dd, ddecay=dexponent)
+    D = None if D is None else D.repeat_interleave(headdim)
+    args.set_pointers(A=A, D=D, reset=reset, checkpoints=checkpoints)
+    args.set_pointers(dfinal_state=dfinal_state, dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
     if by_blocks:
-        f.call("ssd", x.dtype, 1)
+        _function("ssd", x.dtype)(ctypes.byref(args), 1)
     else:
         decay = zero_where(torch.exp(d * A), reset)
-        f.rows(decay=decay)
-        f.call("scan", x.dtype, 1, 1)
+        args.set_rows(decay=decay)
+        _function("scan", x.dtype)(ctypes.byref(args), 1, 1)
         dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
         dexponent *= decay
     ddt, dA = ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus)
@@ -380,18 +376,18 @@ def _linear_forward(
 ) -> Tensor:
     batch, seqlen, d_state = b.shape
     h = b.new_empty(batch, seqlen, d_state)
-    f = _linear_fields(a, b, batch if dense else batch * _linear_blocks(d_state, b.dtype))
-    f.pointers(b=b, initial_state=initial_state, h=h, reset=reset)
-    f.call("dense" if dense else "linear", b.dtype, 0)
+    args = _linear_args(a, b, batch if dense else batch * _linear_blocks(d_state, b.dtype))
+    args.set_pointers(b=b, initial_state=initial_state, h=h, reset=reset)
+    _function("dense" if dense else "linear", b.dtype)(ctypes.byref(args), 0)
     return h
 
 
-def _linear_fields(a: Tensor, b: Tensor, units: int) -> _Fields:
+def _linear_args(a: Tensor, b: Tensor, units: int) -> _LinearArgs:
     batch, seqlen, d_state = b.shape
     threads = _threads(units, a.numel())
-    f = _Fields(_LinearArgs(batch, seqlen, d_state, a.shape[2:].numel(), threads))
-    f.pointers(a=a)
-    return f
+    args = _LinearArgs(batch, seqlen, d_state, a.shape[2:].numel(), threads)
+    args.set_pointers(a=a)
+    return args
 
 
 def _linear_blocks(d_state: int, dtype: torch.dtype) -> int:
@@ -409,143 +405,143 @@ def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):
 def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
     batch, seqlen, d_state = h.shape
     blocks = _linear_blocks(d_state, h.dtype)
-    f = _linear_fields(zero_where(a, reset), h, batch * (seqlen if dense else blocks))
+    args = _linear_args(zero_where(a, reset), h, batch * (seqlen if dense else blocks))
     per_token = a.shape[2:] if dense or a.shape[-1] > 1 else (blocks,)
     da = h.new_empty(batch, seqlen, *per_token)
     db = h.new_empty(batch, seqlen, d_state)
     dinitial = h.new_empty(batch, d_state)
-    f.struct.window, f.struct.halo = _effective(window, seqlen), halo
-    f.pointers(h=h, initial_state=initial_state, dh=dh, da=da, db=db, dinitial_state=dinitial, reset=reset)
-    f.call("dense" if dense else "linear", h.dtype, 1)
+    args.window, args.halo = _effective(window, seqlen), halo
+    args.set_pointers(
+        h=h, initial_state=initial_state, dh=dh, da=da, db=db, dinitial_state=dinitial, reset=reset
+    )
+    _function("dense" if dense else "linear", h.dtype)(ctypes.byref(args), 1)
     if a.shape[2:] == (1,):
         da = da.sum(-1, keepdim=True)
     return zero_where(da, reset), db, dinitial
 
 
-def _conv_fields(x: Tensor, weight: Tensor, silu: bool) -> _Fields:
+def _conv_args(x: Tensor, weight: Tensor, silu: bool) -> _ConvArgs:
     batch, seqlen, channels = x.shape
-    x = _rows(x)
     threads = _threads(batch * -(-seqlen // 64), x.numel() * weight.shape[1])
-    numbers = batch, seqlen, channels, weight.shape[1], threads, silu
-    f = _Fields(_ConvArgs(*numbers, x.data_ptr(), *x.stride()[:2]))
-    f.alive.append(x)
-    return f
+    args = _ConvArgs(batch, seqlen, channels, weight.shape[1], threads, silu)
+    args.set_rows(x=x)
+    return args
 
 
 def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
     y = x.new_empty(x.shape)
-    f = _conv_fields(x, weight, silu)
-    f.pointers(weight=weight, bias=bias, initial_state=initial_state, y=y, reset=reset)
-    f.call("conv1d", x.dtype, 0)
+    args = _conv_args(x, weight, silu)
+    args.set_pointers(weight=weight, bias=bias, initial_state=initial_state, y=y, reset=reset)
+    _function("conv1d", x.dtype)(ctypes.byref(args), 0)
     return y
 
 
 def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None):
     batch, _, channels = x.shape
-    f = _conv_fields(x, weight, silu)
+    args = _conv_args(x, weight, silu)
     dx = x.new_empty(x.shape)
-    dweight = x.new_zeros(f.struct.threads, *weight.shape)
-    dbias = None if bias is None else x.new_zeros(f.struct.threads, channels)
+    dweight = x.new_zeros(args.threads, *weight.shape)
+    dbias = None if bias is None else x.new_zeros(args.threads, channels)
     dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
-    dy = _rows(dy)
-    f.alive.append(dy)
-    f.struct.dy, (f.struct.dy_batch_stride, f.struct.dy_time_stride) = dy.data_ptr(), dy.stride()[:2]
-    f.pointers(weight=weight, bias=bias, initial_state=initial_state, reset=reset)
-    f.pointers(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
-    f.call("conv1d", x.dtype, 1)
+    args.set_rows(dy=dy)
+    args.set_pointers(weight=weight, bias=bias, initial_state=initial_state, reset=reset)
+    args.set_pointers(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
+    _function("conv1d", x.dtype)(ctypes.byref(args), 1)
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0), dinitial
 
 
-def _delta_fields(q, k, v, g, beta, initial_state, reset) -> _Fields:
+def _delta_args(q, k, v, g, beta, initial_state, reset) -> _DeltaArgs:
     batch, seqlen, nheads, d_k = k.shape
     d_v = v.shape[-1]
     threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * d_v)
-    f = _Fields(_DeltaArgs(batch, seqlen, nheads, d_k, d_v, g.dim() == 4, threads))
-    f.rows(q=q, k=k, v=v)
-    f.pointers(g=g, beta=beta, initial_state=initial_state, reset=reset)
-    return f
+    args = _DeltaArgs(batch, seqlen, nheads, d_k, d_v, g.dim() == 4, threads)
+    args.set_rows(q=q, k=k, v=v)
+    args.set_pointers(g=g, beta=beta, initial_state=initial_state, reset=reset)
+    return args
 
 
 def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     batch, _, nheads, d_k = k.shape
-    f = _delta_fields(q, k, v, g, beta, initial_state, reset)
+    args = _delta_args(q, k, v, g, beta, initial_state, reset)
     o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
     checkpoints = v.new_empty(gated_delta_rule_saved_shape(k, v)) if save else None
-    f.pointers(o=o, final_state=final_state, checkpoints=checkpoints)
-    f.call("delta", k.dtype, 0)
+    args.set_pointers(o=o, final_state=final_state, checkpoints=checkpoints)
+    _function("delta", k.dtype)(ctypes.byref(args), 0)
     return o, final_state, checkpoints
 
 
 def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, checkpoints):
-    f = _delta_fields(q, k, v, g, beta, initial_state, reset)
-    f.rows(d_o=do)
-    f.pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
+    args = _delta_args(q, k, v, g, beta, initial_state, reset)
+    args.set_rows(d_o=do)
+    args.set_pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
     gradients = [x.new_empty(x.shape) for x in (q, k, v, g, beta, checkpoints[:, :, 0])]
-    f.pointers(**dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dinitial_state"), gradients, strict=True)))
-    f.call("delta", k.dtype, 1)
+    args.set_pointers(
+        **dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dinitial_state"), gradients, strict=True))
+    )
+    _function("delta", k.dtype)(ctypes.byref(args), 1)
     return tuple(gradients)
 
 
-def _dplr_fields(q, k, v, a, b, g, initial_state, reset) -> _Fields:
+def _dplr_args(q, k, v, a, b, g, initial_state, reset) -> _DplrArgs:
     batch, seqlen, nheads, d_k = k.shape
     d_v = v.shape[-1]
     threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * d_v)
-    f = _Fields(_DplrArgs(batch, seqlen, nheads, d_k, d_v, threads))
-    f.rows(q=q, k=k, v=v, a=a, b=b, g=g)
-    f.pointers(initial_state=initial_state, reset=reset)
-    return f
+    args = _DplrArgs(batch, seqlen, nheads, d_k, d_v, threads)
+    args.set_rows(q=q, k=k, v=v, a=a, b=b, g=g)
+    args.set_pointers(initial_state=initial_state, reset=reset)
+    return args
 
 
 def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
     batch, _, nheads, d_k = k.shape
-    f = _dplr_fields(q, k, v, a, b, g, initial_state, reset)
+    args = _dplr_args(q, k, v, a, b, g, initial_state, reset)
     o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
     checkpoints = v.new_empty(dplr_delta_rule_saved_shape(k, v)) if save else None
-    f.pointers(o=o, final_state=final_state, checkpoints=checkpoints)
-    f.call("dplr", k.dtype, 0)
+    args.set_pointers(o=o, final_state=final_state, checkpoints=checkpoints)
+    _function("dplr", k.dtype)(ctypes.byref(args), 0)
     return o, final_state, checkpoints
 
 
 def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, reset, checkpoints):
-    f = _dplr_fields(q, k, v, a, b, g, initial_state, reset)
-    f.rows(d_o=do)
-    f.pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
+    args = _dplr_args(q, k, v, a, b, g, initial_state, reset)
+    args.set_rows(d_o=do)
+    args.set_pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
     gradients = [x.new_empty(x.shape) for x in (q, k, v, a, b, g, checkpoints[:, :, 0])]
     names = "dq", "dk", "dv", "da", "db", "dg", "dinitial_state"
-    f.pointers(**dict(zip(names, gradients, strict=True)))
-    f.call("dplr", k.dtype, 1)
+    args.set_pointers(**dict(zip(names, gradients, strict=True)))
+    _function("dplr", k.dtype)(ctypes.byref(args), 1)
     return tuple(gradients)
 
 
-def _norm_fields(group_size: int, x: Tensor, **tensors: Tensor | None) -> _Fields:
+def _norm_args(group_size: int, x: Tensor, **tensors: Tensor | None) -> _NormArgs:
     """The fields of x and other (…, width) tensors as rows, in place where the strides allow it."""
     width = x.shape[-1]
     count = x.numel() // width
-    f = _Fields(_NormArgs(count, width, group_size, _threads(count, 4 * x.numel())))
+    args = _NormArgs(count, width, group_size, _threads(count, 4 * x.numel()))
     for name, tensor in {"x": x, **tensors}.items():
         if tensor is not None:
             rows = tensor.reshape(-1, width)
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            f.alive.append(rows)
-            setattr(f.struct, name, rows.data_ptr())
-            setattr(f.struct, f"{name}_stride", rows.stride(0))
-    return f
+            vars(args)[name] = rows
+            setattr(args, name, rows.data_ptr())
+            setattr(args, f"{name}_stride", rows.stride(0))
+    return args
 
 
 def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype):
     y, rstd = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], x.shape[-1] // group_size)
     s = None if residual is None else x.new_empty(x.shape)
-    f = _norm_fields(group_size, x, gate=gate, residual=residual)
-    f.struct.eps = eps
-    f.pointers(weight=weight, rstd=rstd, y=y, s=s)
-    f.call("norm", x.dtype, 0)
+    args = _norm_args(group_size, x, gate=gate, residual=residual)
+    args.eps = eps
+    args.set_pointers(weight=weight, rstd=rstd, y=y, s=s)
+    _function("norm", x.dtype)(ctypes.byref(args), 0)
     return y.to(dtype), s, rstd
 
 
 def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype):
-    f = _norm_fields(group_size, s, gate=gate, dy=dy.to(s.dtype), ds=ds)
+    args = _norm_args(group_size, s, gate=gate, dy=dy.to(s.dtype), ds=ds)
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
-    dweight = s.new_zeros(f.struct.threads, s.shape[-1])
-    f.pointers(weight=weight, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
-    f.call("norm", s.dtype, 1)
+    dweight = s.new_zeros(args.threads, s.shape[-1])
+    args.set_pointers(weight=weight, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
+    _function("norm", s.dtype)(ctypes.byref(args), 1)
     return dx, dweight.sum(0), dgate, None

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
-from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dplr_delta_rule import reference, trial
 from adjoint.kernels.operation import CPU, Code, Operation, register
 
@@ -88,8 +87,7 @@ def dplr_delta_rule(
         initial_state=(initial_state, batch, nheads, d_k, v.shape[-1]),
     )
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    backend = dispatch.fitting(NAME, backend, v, reset=reset, d_k=d_k)
-    wide, narrow = accumulate_dtype(q.dtype), dispatch.sequence_dtype(NAME, backend, v)
+    backend, wide, narrow = dispatch.prepare(NAME, backend, v, reset=reset, d_k=d_k)
     q, k, v, a, b = (t.to(narrow) for t in (q, k, v, a, b))
     initial = None if initial_state is None else initial_state.to(wide)
     o, final_state, _ = _dplr_delta_rule(q, k, v, a, b, g.to(wide), initial, reset, backend)

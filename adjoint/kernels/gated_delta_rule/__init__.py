@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
-from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated_delta_rule import reference, trial
 from adjoint.kernels.operation import CPU, Code, Operation, register
 
@@ -93,8 +92,7 @@ def gated_delta_rule(
         initial_state=(initial_state, batch, nheads, d_k, v.shape[-1]),
     )
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    backend = dispatch.fitting(_operation(g), backend, v, reset=reset, d_k=d_k)
-    wide, narrow = accumulate_dtype(q.dtype), dispatch.sequence_dtype(_operation(g), backend, v)
+    backend, wide, narrow = dispatch.prepare(_operation(g), backend, v, reset=reset, d_k=d_k)
     q, k, v = (t.to(narrow) for t in (q, k, v))
     g, beta = g.to(wide), beta.to(wide)
     initial = None if initial_state is None else initial_state.to(wide)

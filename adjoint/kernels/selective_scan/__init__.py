@@ -127,8 +127,9 @@ def selective_scan(
         rest = window, seq_idx, backend, halo
         return _in_groups(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, *rest)
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    backend = dispatch.fitting("selective_scan", backend, u, window, halo, reset, d_state=d_state)
-    wide, narrow = accumulate_dtype(u.dtype), dispatch.sequence_dtype("selective_scan", backend, u)
+    backend, wide, narrow = dispatch.prepare(
+        "selective_scan", backend, u, window, halo, reset, d_state=d_state
+    )
     u_, delta_, B_, C_, z_ = [None if x is None else x.to(narrow) for x in (u, delta, B, C, z)]
     A_, D_, bias, initial = [None if x is None else x.to(wide) for x in (A, D, delta_bias, initial_state)]
     y, final_state, _ = _selective_scan(

@@ -99,7 +99,7 @@ def ssd_scan(
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     products = batch * seqlen * B.shape[2] * MambaSSM.CHUNK  # of C and B, which mamba-ssm stores
-    backend = dispatch.fitting(
+    backend, wide, narrow = dispatch.prepare(
         "ssd_scan",
         backend,
         x,
@@ -112,11 +112,20 @@ def ssd_scan(
         d_state=B.shape[-1],
         dt_softplus=dt_softplus,
     )
-    wide, narrow = accumulate_dtype(x.dtype), dispatch.sequence_dtype("ssd_scan", backend, x)
-    x_, dt_, B_, C_ = [t.to(narrow) for t in (x, dt, B, C)]
-    A_, D_, bias, initial = [None if t is None else t.to(wide) for t in (A, D, dt_bias, initial_state)]
     y, final_state, _ = _ssd_scan(
-        x_, dt_, A_, B_, C_, D_, bias, initial, reset, dt_softplus, window, halo, backend
+        x.to(narrow),
+        dt.to(narrow),
+        A.to(wide),
+        B.to(narrow),
+        C.to(narrow),
+        None if D is None else D.to(wide),
+        None if dt_bias is None else dt_bias.to(wide),
+        None if initial_state is None else initial_state.to(wide),
+        reset,
+        dt_softplus,
+        window,
+        halo,
+        backend,
     )
     y = y.to(x.dtype)
     if z is None:
