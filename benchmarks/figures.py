@@ -23,6 +23,7 @@ from benchmarks.host_weights import HostWeights
 from benchmarks.kernels.command import Kernels
 from benchmarks.layer_local import LayerLocalCosine
 from benchmarks.layer_work import LayerWork
+from benchmarks.long_prompts import LongPrompts
 from benchmarks.memory import Memory
 from benchmarks.mini_sequence import MiniSequence
 from benchmarks.mixers import Mixers
@@ -210,6 +211,7 @@ FIGURES = [
     Figure("docs/recipes.md", ChainedCalls(), "", "--calls 1 2 --length 1K", (*WRAPPED, "engine/step.py")),
     Figure("docs/recipes.md", SharedPrefixes(), "", "--models Stack --answers 2 --ratios 1 --passes 1",
            (*WRAPPED, "engine/shared_prefix.py", "kernels/attention/*.py")),
+    Figure("docs/recipes.md", LongPrompts(), "", None, (*WRAPPED, "engine/shared_prefix.py")),
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
     Figure("docs/which_method.md", Bidirectional(), "", "--lengths 2K --repeats 1 --repeat-s 0",
            (*STACK, "engine/bidirectional.py", "engine/recurrence.py")),

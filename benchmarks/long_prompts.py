@@ -138,6 +138,7 @@ class LongPrompts(Benchmark):
     module = "benchmarks.long_prompts"
     uses = ("wrapped",)
     limiting_options = ("trainers", "prompt", "rest", "answers", "steps")
+    document = "docs/recipes.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--trainers", TRAINERS)
@@ -168,11 +169,12 @@ class LongPrompts(Benchmark):
         return [{**point, **result} for point, result in measurements]
 
     def markdown(self, result: Row) -> str:
+        """A line for each trainer, then the losses of its steps."""
         ways: dict[str, dict[bool, Row]] = {}
         for row in result["rows"]:
             if "error" not in row:
                 ways.setdefault(row["trainer"], {})[row["shares"]] = row
-        lines = []
+        lines, steps = [], []
         for trainer, way in ways.items():
             if len(way) < 2:
                 continue
@@ -180,18 +182,25 @@ class LongPrompts(Benchmark):
             losses = zip(full["losses"], once["losses"], strict=True)
             norms = zip(full["gradient_norms"], once["gradient_norms"], strict=True)  # 0 if rewards are alike
             norms_apart = max(abs(a - b) / max(b, 1e-9) for a, b in norms)
+            steps += [
+                [trainer, said, *(f"{loss:.6f}" for loss in row["losses"])]
+                for said, row in (("with each row", full), ("once", once))
+            ]
             rows = f"{full['answers']} {ANSWER[trainer]} of {full['prompt']:,} + {full['rest']:,} tokens"
             seconds = [row["seconds"] for row in (full, once)]
             lines.append([
-                trainer, rows, *(f"{row['losses'][-1]:.6f}" for row in (full, once)),
-                f"{max(abs(a - b) for a, b in losses):.0e}", f"{norms_apart:.0e}",
+                trainer, rows, f"{max(abs(a - b) for a, b in losses):.0e}", f"{norms_apart:.0e}",
                 *(f"{s:.2f}" for s in seconds), f"{seconds[0] / seconds[1]:.1f}",
                 f"{full['sampling_seconds']:.2f}",
             ])  # fmt: skip
-        heads = ["trainer", "rows of a step", "loss of the last step", "once", "losses apart",
-                 "norms of gradients apart", "seconds per step without sampling", "once", "times faster",
+        heads = ["trainer", "rows of a step", "losses apart", "norms of gradients apart",
+                 "seconds per step without sampling", "prompt once", "times faster",
                  "seconds of sampling"]  # fmt: skip
-        return report.markdown_table(heads, lines, left=(0, 1))
+        tables = [report.markdown_table(heads, lines, left=(0, 1))]
+        if steps:
+            numbers = map(str, range(1, len(steps[0]) - 1))
+            tables.append(report.markdown_table(["loss of step", "prompt", *numbers], steps, left=(0, 1)))
+        return "\n".join(tables)
 
 
 if __name__ == "__main__":
