@@ -10,6 +10,13 @@ template <class T> struct Matrix {  // rows of whole vectors
   int64_t width;
   T* row(int64_t i) const { return data + i * width; }
 };
+// A row of a few vectors: for so little a call of memcpy takes longer than the copy.
+template <class T> ALWAYS_INLINE void copy_row(T* to, const T* from, int64_t count) {
+  constexpr int64_t L = Vec<T>::L;
+  int64_t i = 0;
+  for (; i + L <= count; i += L) store<T>(to + i, load<T>(from + i, L), L);
+  if (i < count) std::memcpy(to + i, from + i, (count - i) * sizeof(T));
+}
 inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Args has batch, seqlen, nheads, d_k, d_v; reset (batch, seqlen) bool, or null; and checkpoints (batch, nheads, slots, d_k,
@@ -39,15 +46,15 @@ template <class T, class Args> class DeltaRule {
   int64_t state_offset() const { return (b * s.nheads + h) * s.d_k * s.d_v; }
   T* saved(int64_t slot) const { return (T*)s.checkpoints + ((b * s.nheads + h) * slots + slot) * s.d_k * s.d_v; }
   void get_state(const T* from, Matrix<T> to) const {
-    std::memset(to.data, 0, K * W * sizeof(T));
-    for (int64_t i = 0; i < s.d_k; i++) std::memcpy(to.row(i), from + i * s.d_v, s.d_v * sizeof(T));
+    if (W > s.d_v || K > s.d_k) std::memset(to.data, 0, K * W * sizeof(T));
+    for (int64_t i = 0; i < s.d_k; i++) copy_row(to.row(i), from + i * s.d_v, s.d_v);
   }
   void state_from(const void* states, Matrix<T> to) const {
     if (states) get_state((const T*)states + state_offset(), to);
     else std::memset(to.data, 0, K * W * sizeof(T));
   }
   void state_to(T* to, Matrix<T> from) const {
-    for (int64_t i = 0; i < s.d_k; i++) std::memcpy(to + i * s.d_v, from.row(i), s.d_v * sizeof(T));
+    for (int64_t i = 0; i < s.d_k; i++) copy_row(to + i * s.d_v, from.row(i), s.d_v);
   }
   // The tokens' rows of a tensor, zeros behind their channels and, up to `rows`, behind the tokens.
   void read_rows(const TokenRows& from, int64_t width, Matrix<T> to, int64_t rows) const {
@@ -55,13 +62,13 @@ template <class T, class Args> class DeltaRule {
       const int64_t used = i < n ? width : 0;
       if (used) {
         const T* source = (const T*)from.data + b * from.batch_stride + (t + i) * from.time_stride + h * width;
-        std::memcpy(to.row(i), source, used * sizeof(T));
+        copy_row(to.row(i), source, used);
       }
-      std::memset(to.row(i) + used, 0, (to.width - used) * sizeof(T));
+      if (used < to.width) std::memset(to.row(i) + used, 0, (to.width - used) * sizeof(T));
     }
   }
   void write(void* to, int64_t width, Matrix<T> from) const {
     for (int64_t i = 0; i < n; i++)
-      std::memcpy((T*)to + ((b * s.seqlen + t + i) * s.nheads + h) * width, from.row(i), width * sizeof(T));
+      copy_row((T*)to + ((b * s.seqlen + t + i) * s.nheads + h) * width, from.row(i), width);
   }
 };
