@@ -91,11 +91,11 @@ class ChunkContext:
         if "forward" not in vars(backbone):
             self.forwards[backbone] = MethodType(original_class(backbone).forward, backbone)
         self.without_checkpointing = WithoutCheckpointing(model)
-        self.thread: int | None = None  # that is in the context
+        self.threads: set[int] = set()  # that are in the context
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
         """Return the context; it does nothing where this thread is in it already."""
-        return contextlib.nullcontext() if self.thread == threading.get_ident() else self._entered()
+        return contextlib.nullcontext() if threading.get_ident() in self.threads else self._entered()
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
@@ -104,11 +104,12 @@ class ChunkContext:
             rebound_functions(self.functions),
             replaced_forwards(self.forwards),
         ):
-            outer_thread, self.thread = self.thread, threading.get_ident()
+            self.threads.add(threading.get_ident())
             try:
                 yield
             finally:
-                last_read.state, self.thread = None, outer_thread
+                self.threads.remove(threading.get_ident())
+                last_read.state = None
 
 
 # -------------------------------------------------------------------------------------------------- functions
