@@ -64,6 +64,7 @@ def check(case: Case) -> None:
     layout = Layout(case.get("shards", 1), case.get("sequence", 1), replicas, helpers)
     made = disturbed_shards(config, layout, method, training)
     losses: list[float] = []
+    windows: list[list[int] | None] = []  # of each batch, where the method picks them
     for number, (ids, seq_idx) in enumerate(batches, 1):
         found = together(
             made,
@@ -72,12 +73,11 @@ def check(case: Case) -> None:
             ),
         )
         losses.append(sum(part for part in found if part is not None))
-    windows = [
-        w for shard in made if layout.replica(shard.spec.rank) == 0 for w in shard.windows or ()
-    ] or None
+        first_replica = [shard for shard in made if layout.replica(shard.spec.rank) == 0]
+        windows.append([w for shard in first_replica for w in shard.windows or ()] or None)
     stack = disturbed_stack(config)
-    for (ids, seq_idx), loss in zip(batches, losses, strict=True):
-        reference = reference_of(method, shape["seqlen"], windows)
+    for (ids, seq_idx), loss, picked in zip(batches, losses, windows, strict=True):
+        reference = reference_of(method, shape["seqlen"], picked)
         expected = forward(stack, ids, reference, seq_idx=seq_idx).loss / calls
         expected.backward()
         same({"loss": torch.tensor(loss, dtype=torch.float64)}, {"loss": expected.detach()})
