@@ -387,8 +387,9 @@ template <class T, bool SSD> struct Scan {
     const int64_t begin = segment * K, end = segment_end(segment), W = s.window, owned = s.seqlen - s.halo;
     const int64_t at = k.index * N + n0, B_stride = s.B.time_stride, C_stride = s.C.time_stride;
     const T *B = states(s.B, b, end - 1, k) + n0, *C = states(s.C, b, end - 1, k) + n0;
-    const Vt *kept = &w.kept[2 * (end - begin) * NS], *P = w.P.data() + (end - begin) * NS, *dfinal = &w.dfinal[at];
-    Vt* dB_dC = &w.dB_dC[2 * (n0 * K + (end - begin) * NS)];
+    const Vt *kept = w.kept.data() + 2 * (end - begin) * NS, *P = w.P.data() + (end - begin) * NS;
+    const Vt* dfinal = &w.dfinal[at];
+    Vt* dB_dC = w.dB_dC.data() + 2 * (n0 * K + (end - begin) * NS);
     Vt R[NS], S[NS], rate[NS], dA[NS];
     for (int n = 0; n < NS; n++) R[n] = w.R[at + n], S[n] = w.S[at + n], rate[n] = w.A2[at + n], dA[n] = w.dA[at + n];
     x += end - begin;
