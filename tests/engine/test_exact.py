@@ -483,7 +483,7 @@ def test_a_tile_that_computes_more_again_keeps_less() -> None:
         with counting(on, mode) as live:
             counted = count(example(stage, initial, on, 256), live)
         kept[how] = counted.saved - counted.new_state  # its output, but no state
-    states = 1024 // 64 * config.d_inner * 16 * 4
+    states = 1024 // 32 * config.d_inner * 16 * 4
     stream, inner = 1024 * 256 * 4, 1024 * 512 * 4
     assert kept["none"] > 1.5 * kept["selective"]
     # beside them x_proj's narrow results
