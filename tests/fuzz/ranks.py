@@ -369,8 +369,9 @@ def check(case: Case) -> None:
     ):
         raise Vacuous("one chunk either way")
     outcomes = run_forked(case)
-    if any(outcome == "refused" for outcome, _ in outcomes):  # before the others knew
-        outcomes = [("refused" if outcome == LOST else outcome, said) for outcome, said in outcomes]
+    early = [outcome for outcome in outcomes if outcome[0] in ("refused", "vacuous")]
+    if early:  # before the others knew
+        outcomes = [early[0] if outcome[0] == LOST else outcome for outcome in outcomes]
     for rank, (outcome, said) in enumerate(outcomes):
         if outcome not in ("", "vacuous", "refused"):
             raise Deviation(f"rank {rank}: {outcome}: {said}")
