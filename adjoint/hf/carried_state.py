@@ -73,14 +73,19 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
             check.refuse(
                 model, f"past_key_values has a {kind.__name__}, a kind of state that chunks cannot carry"
             )
-        value = _value(layer, slot)
+        value = _value(layer, slot) if _has_place(layer, slot) else None
         if slot.grows is not None and slot.name == "keys":
             tokens = max(tokens, layer.get_seq_length())  # type: ignore[union-attr]
         elif value is not None:
             tokens = max(tokens, 1)
         state.append(value)
+    initial = zeros(slots, len(ids), ids.device)
     if all(value is None for value in state):
-        return CarriedState(zeros(slots, len(ids), ids.device), 0)
+        return CarriedState(initial, 0)
+    state = [
+        value if value is not None or _has_place(layers[slot.layer], slot) else zero
+        for slot, value, zero in zip(slots, state, initial, strict=True)
+    ]
     for slot, value in zip(slots, state, strict=True):
         name = f"past_key_values: {slot.name} of layer {slot.layer}"
         if value is None:
@@ -96,6 +101,12 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
         if v is not None
     )
     return CarriedState(tuple(v.to(ids.device) for v in tensors), tokens)
+
+
+def _has_place(layer: object, slot: Slot) -> bool:
+    """Whether a cache layer can hold a slot's state. Prefix tuning gives a recurrent layer a cache layer of
+    keys and values, which it does not read: it begins without a state."""
+    return slot.name not in ("conv", "recurrent") or hasattr(layer, f"{slot.name}_states")
 
 
 def _value(layer: object, slot: Slot) -> Tensor | None:
