@@ -201,20 +201,11 @@ def fitting(
 
 
 def prepare(
-    operation: str,
-    backend: str | None,
-    tensor: Tensor,
-    window: int | None = None,
-    halo: int = 0,
-    reset: Tensor | None = None,
-    tried: torch.dtype | None = None,
-    others: Sequence[Tensor] = (),
-    numel: int = 0,
-    **needs: int,
+    operation: str, backend: str | None, tensor: Tensor, *call: Any, **options: Any
 ) -> tuple[str | None, torch.dtype, torch.dtype]:
     """Return the backend to name for a call, the dtype of its states and sums, and `sequence_dtype`.
 
-    Arguments are those of `fitting`; tried: whose trial counts, `dtype` there."""
+    Arguments are those of `fitting`."""
     dtype = tensor.dtype
     if (
         tensor.device.type == "cpu"
@@ -223,7 +214,7 @@ def prepare(
         and not _as_on_cuda
     ):
         return backend, dtype, dtype  # nothing to pick
-    backend = fitting(operation, backend, tensor, window, halo, reset, tried, others, numel, **needs)
+    backend = fitting(operation, backend, tensor, *call, **options)
     return backend, accumulate_dtype(dtype), sequence_dtype(operation, backend, tensor)
 
 

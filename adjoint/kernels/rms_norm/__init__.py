@@ -130,7 +130,7 @@ def rms_norm(
     if residual is not None and residual.dtype == torch.float64:  # the sum is one in float64
         x = x.double()
     tried = dtype if dtype.itemsize == 2 else x.dtype  # its trial writes half precision from float32 too
-    backend, wide, narrow = dispatch.prepare("rms_norm", backend, x, tried=tried, group_size=group_size)
+    backend, wide, narrow = dispatch.prepare("rms_norm", backend, x, dtype=tried, group_size=group_size)
     if residual is not None and narrow == wide:  # only kernels for half precision read two dtypes
         wide = narrow = torch.promote_types(wide, accumulate_dtype(residual.dtype))
         stream = residual.to(wide)
