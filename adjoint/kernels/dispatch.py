@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from adjoint.kernels.operation import (
 NAMES = ("reference", *BACKENDS, *LIBRARIES)
 CPU_BACKENDS = (None, "cpu", "reference")  # what a call names whose tensors stay on a CPU
 FULL_PRECISION = (torch.float32, torch.float64)
+P = ParamSpec("P")
 Needs = tuple[tuple[str, int], ...]  # sizes and options of a call, by name
 _as_on_cuda = False  # a plain variable: torch.compile guards on it, and cannot trace a ContextVar
 
@@ -200,22 +201,30 @@ def fitting(
     return _fitting(operation, backend, tensor.device, dtype, windowed, reset is not None, numbers)
 
 
-def prepare(
-    operation: str, backend: str | None, tensor: Tensor, *call: Any, **options: Any
-) -> tuple[str | None, torch.dtype, torch.dtype]:
-    """Return the backend to name for a call, the dtype of its states and sums, and `sequence_dtype`.
+def _with_dtypes(
+    pick: Callable[Concatenate[str, str | None, Tensor, P], str | None],
+) -> Callable[Concatenate[str, str | None, Tensor, P], tuple[str | None, torch.dtype, torch.dtype]]:
+    def prepare(
+        operation: str, backend: str | None, tensor: Tensor, *call: P.args, **options: P.kwargs
+    ) -> tuple[str | None, torch.dtype, torch.dtype]:
+        """Return the backend to name for a call, the dtype of its states and sums, and `sequence_dtype`.
 
-    Arguments are those of `fitting`."""
-    dtype = tensor.dtype
-    if (
-        tensor.device.type == "cpu"
-        and backend in CPU_BACKENDS
-        and dtype in FULL_PRECISION
-        and not _as_on_cuda
-    ):
-        return backend, dtype, dtype  # nothing to pick
-    backend = fitting(operation, backend, tensor, *call, **options)
-    return backend, accumulate_dtype(dtype), sequence_dtype(operation, backend, tensor)
+        Arguments are those of `fitting`."""
+        dtype = tensor.dtype
+        if (
+            tensor.device.type == "cpu"
+            and backend in CPU_BACKENDS
+            and dtype in FULL_PRECISION
+            and not _as_on_cuda
+        ):
+            return backend, dtype, dtype  # nothing to pick
+        backend = pick(operation, backend, tensor, *call, **options)
+        return backend, accumulate_dtype(dtype), sequence_dtype(operation, backend, tensor)
+
+    return prepare
+
+
+prepare = _with_dtypes(fitting)
 
 
 def last_offset(tensor: Tensor) -> int:
