@@ -21,6 +21,7 @@ from benchmarks.gpu.wrapped import wrapped
 from benchmarks.kernels import roof
 
 MOST_S = 3600  # for the tests, where there is no limit
+PROCESSES = 4  # of the tests, where pytest-xdist is installed
 
 
 def measure(point: Point) -> Point:
@@ -47,6 +48,8 @@ def gpu_tests(point: Point) -> Point:
     marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text()]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"]
     command += ["--collect-only"] * (point["device"] == "cpu") + [str(p.relative_to(ROOT)) for p in marked]
+    if point["device"] != "cpu" and importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(PROCESSES)]  # each compiles kernels for minutes
     limit = min(MOST_S, max(1.0, process.deadline() - time.monotonic() - MARGIN_S))
     result: Point = {"passed": False}
     with tempfile.TemporaryFile("w+") as out:
@@ -58,7 +61,15 @@ def gpu_tests(point: Point) -> Point:
             result["stopped"] = f"not at its end after {limit:.0f} s"
         out.seek(0)
         said = out.read().strip()
-    outcomes = dict(re.findall(r"^(tests/.*?) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE))
+    outcomes = outcomes_of(said)
     bad = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
     summary = said.splitlines()[-1].strip("= ") if said else "no output"
     return result | {"summary": summary, "failed": ", ".join(bad), "outcomes": outcomes}
+
+
+def outcomes_of(said: str) -> dict[str, str]:
+    """Return each test's outcome from what `pytest -v` writes, in one process or in several."""
+    words = "(PASSED|FAILED|ERROR|SKIPPED)"
+    alone = re.findall(rf"^(tests/.*?) {words}", said, re.MULTILINE)
+    of_several = re.findall(rf"^\[gw\d+\] \[ *\d+%\] {words} (tests/.*?) *$", said, re.MULTILINE)
+    return dict(alone) | {name: outcome for outcome, name in of_several}

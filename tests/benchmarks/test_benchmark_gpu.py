@@ -26,7 +26,7 @@ from adjoint.kernels import dispatch
 from adjoint.tools.measure import process
 from adjoint.tools.measure.process import ROOT
 from benchmarks import timing
-from benchmarks.gpu import command, kernels, model, points, report, simulated, step, wrapped
+from benchmarks.gpu import command, kernels, measure, model, points, report, simulated, step, wrapped
 from benchmarks.kernels import operations, roof
 from benchmarks.kernels.contenders import CONTENDERS
 
@@ -152,6 +152,14 @@ def test_torch_triton_and_numpy_are_enough(stages: str, tmp_path: Path) -> None:
     states = {stage: {row["status"] for row in found[stage]} for stage in stages}
     assert states.pop("f") == {"missing"} and states.pop("b", {"measured"}) <= {"measured", "missing"}
     assert all(state == {"measured"} for state in states.values()), states
+
+
+def test_outcomes_of_tests_in_one_process_or_in_several() -> None:
+    first, second = "tests/test_gpu.py::test_a[1, 2]", "tests/test_gpu.py::test_b"
+    alone = f"{first} PASSED   [ 50%]\n{second} FAILED   [100%]\n"
+    several = f"[gw0] [ 50%] PASSED {first}\n[gw1] [100%] FAILED {second}\n"
+    expected = {first: "PASSED", second: "FAILED"}
+    assert measure.outcomes_of(alone) == measure.outcomes_of(several) == expected
 
 
 @pytest.mark.gpu
