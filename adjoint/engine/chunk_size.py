@@ -14,20 +14,20 @@ from adjoint.layers.bidirectional import directions_of
 
 UNKNOWN_MEMORY = 40e9  # bytes taken for a GPU whose memory is not known
 
-# What keeps a GPU busy, from the data sheet of an H100 at half of its peak: 5e14 operations and 3e12 bytes
-# per second. Slower GPUs are busy with shorter chunks. No GPU has measured this.
-#
-# A chunk reads each weight in bfloat16 in its forward, in its recomputation and in its backward, writes its
-# gradient, and adds that to a sum in float32: 18 bytes, beside 8 operations per token. So many tokens make
-# the traffic an eighth of the time:
+# What keeps a GPU busy. From the data sheet of an H100 at half of its peak: 5e14 operations and 3e12 bytes
+# per second. A chunk reads each weight in bfloat16 in its forward, in its recomputation and in its backward,
+# writes its gradient, and adds that to a sum in float32: 18 bytes, beside 8 operations per token. So many
+# tokens make the traffic an eighth of the time:
 TRAFFIC_TOKENS = 3072
-# A layer's kernels are some 150 launches per chunk, of 5 µs of the host each, and it has some 12 weights per
-# square of its width. So many tokens times that square take the GPU as long as the launches take the host:
-LAUNCH_TOKENS = 4e9
+# A chunk of any length takes the host the same time, as each operation is queued on its own: beside an H200
+# 8 to 14 ms per layer (`mamba-1.27b`, Qwen3.5-like), where the GPU took 0.8 to 1.9 µs per token and layer of
+# a width of 1,536 to 2,048. So many tokens times that square take both the same time:
+LAUNCH_TOKENS = 2.5e10
 LONGEST_GPU_CHUNK = 16384
-# Gradient checkpointing keeps the activations of one layer, of the whole sequence, and each layer's input. A
-# sixteenth of the sequence keeps less in all layers, and leaves room for sums of gradients in float32.
-FEWEST_CHUNKS = 16
+# A batch that would also fit with gradient checkpointing must not take several times as long: at 32,768
+# tokens sixteen chunks of a Bamba-like model took five times as long and 1.1 times the memory, four took 1.4
+# times as long and 1.9 times the memory.
+FEWEST_CHUNKS = 4
 SHORTEST_GPU_CHUNK = 1024  # a shorter one saves little beside the weights, and its time grows
 SMALL_SHARE = 1 / 256  # of a GPU's memory: a chunk that takes no more is not shortened
 

@@ -410,8 +410,10 @@ def cotangent_kernel(
 class DeltaRuleCall:
     """Sizes, constants and grids that the kernels of one call share.
 
-    The class attributes are columns of keys and of values that a program takes at once, by the size of the
-    inputs' elements; WIDE_KEYS with a decay for each channel, in `constants`.
+    The class attributes are, by the size of the inputs' elements, columns of keys and of values that a
+    program takes at once (WIDE ones with a decay for each channel, in `constants` and `grad_constants`),
+    warps of a program, and stages of the loops from chunk to chunk. Those of 16-bit inputs are the fastest of
+    some twenty that an H200 has run, though some spill registers; the others are reasoned.
 
     Attributes:
         constants: of kernels that do all chunks at once.
@@ -422,15 +424,14 @@ class DeltaRuleCall:
     """
 
     KEYS: ClassVar[dict[int, int]] = {2: 64, 4: 32, 8: 16}
-    WIDE_KEYS: ClassVar[dict[int, int]] = {
-        2: 32,
-        4: 16,
-        8: 16,
-    }
-    GRAD_KEYS: ClassVar[dict[int, int]] = {2: 32, 4: 32, 8: 16}
-    VALUES: ClassVar[dict[int, int]] = {2: 32, 4: 32, 8: 16}
-    STATE_VALUES: ClassVar[dict[int, int]] = {2: 32, 4: 16, 8: 16}  # the fewer, the more programs
-    WARPS = 8
+    WIDE_KEYS: ClassVar[dict[int, int]] = {2: 64, 4: 16, 8: 16}
+    GRAD_KEYS: ClassVar[dict[int, int]] = {2: 64, 4: 32, 8: 16}
+    WIDE_GRAD_KEYS: ClassVar[dict[int, int]] = {2: 32, 4: 16, 8: 16}
+    VALUES: ClassVar[dict[int, int]] = {2: 64, 4: 32, 8: 16}
+    STATE_VALUES: ClassVar[dict[int, int]] = {2: 16, 4: 16, 8: 16}  # the fewer, the more programs
+    WARPS: ClassVar[dict[int, int]] = {2: 4, 4: 8, 8: 8}
+    STATE_STAGES: ClassVar[dict[int, int]] = {2: 2, 4: 1, 8: 1}
+    MOST_STAGED = 2  # blocks of keys: small GPUs' shared memory holds no more, nor decays per channel
 
     def __init__(self, k, v, reset, max_d_k: int, decay_per_channel: bool) -> None:
         self.batch, self.seqlen, self.nheads, self.d_k = k.shape
@@ -447,25 +448,27 @@ class DeltaRuleCall:
         self.values = min(self.VALUES[size], max(16, triton.next_power_of_2(self.d_v)))
         self.state_values = min(self.STATE_VALUES[size], self.values)
         products = {2: "tf32", 4: "tf32x3", 8: "ieee"}[size]
+        blocks_of_keys = triton.cdiv(self.d_k, columns)
+        is_staged = not decay_per_channel and blocks_of_keys <= self.MOST_STAGED
         self.state_constants: dict[str, object] = {
             "HAS_RESET": reset is not None,
             "Q": CHUNK,
             "K": columns,
             "V": self.state_values,
-            "NK": triton.cdiv(self.d_k, columns),
+            "NK": blocks_of_keys,
             "LEVELS": CHUNK.bit_length() - 1,
             "DOT": TL_TYPES[v.dtype],
             "PRECISION": products,
             "ACC": common.tl_dtype(v.dtype),
-            "num_warps": self.WARPS,
-            "num_stages": 1,
+            "num_warps": self.WARPS[size],
+            "num_stages": self.STATE_STAGES[size] if is_staged else 1,
         }
         if decay_per_channel:
             columns = min(columns, self.WIDE_KEYS[size])
         blocks = {"V": self.values, "NV": triton.cdiv(self.d_v, self.values)}
         blocks |= {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
-        self.constants = self.state_constants | blocks
-        columns = min(columns, self.GRAD_KEYS[size])
+        self.constants = self.state_constants | blocks | {"num_stages": 1}
+        columns = min(columns, (self.WIDE_GRAD_KEYS if decay_per_channel else self.GRAD_KEYS)[size])
         self.grad_constants = self.constants | {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
         self.segment = None
         if reset is not None:

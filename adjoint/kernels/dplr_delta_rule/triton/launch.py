@@ -25,9 +25,13 @@ MAX_D_K = registered("dplr_delta_rule").limits("triton")["d_k"]
 
 
 class _Call(DeltaRuleCall):
-    """Adds buffers of the DPLR delta rule."""
+    """Adds buffers of the DPLR delta rule, whose kernels no GPU has tried other sizes of."""
 
-    GRAD_KEYS = {2: 16, 4: 16, 8: 16}  # noqa: RUF012
+    WIDE_KEYS = {2: 32, 4: 16, 8: 16}  # noqa: RUF012
+    WIDE_GRAD_KEYS = {2: 16, 4: 16, 8: 16}  # noqa: RUF012
+    VALUES = {2: 32, 4: 32, 8: 16}  # noqa: RUF012
+    WARPS = {2: 8, 4: 8, 8: 8}  # noqa: RUF012
+    STATE_VALUES = {2: 32, 4: 16, 8: 16}  # noqa: RUF012
 
     def __init__(self, k, v, reset):
         super().__init__(k, v, reset, MAX_D_K, decay_per_channel=True)
