@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from adjoint.kernels.checks import are_values_unknown
+
 IGNORE_INDEX = -100  # a label that does not count
 State = tuple[Tensor, ...]  # what a stage carries from chunk to chunk: see `engine.stage.Stage`
 
@@ -157,14 +159,14 @@ def shift_labels(labels: Tensor, seq_idx: Tensor | None = None, shift: int = 1) 
 def divisor_of(targets: Tensor, counted: Tensor | None = None) -> int | Tensor:
     """Return the number of valid targets, at least 1, by which the summed loss is divided.
 
-    Inside torch.compile it is a tensor. Warn if no target is valid: the loss is then 0 and teaches
-    nothing.
+    Inside torch.compile, and while a CUDA graph is captured, it is a tensor. Warn if no target is valid: the
+    loss is then 0 and teaches nothing.
 
     Args:
         counted: (batch, seqlen) bool, the targets that may be valid; None for all.
     """
     is_valid = targets != IGNORE_INDEX if counted is None else (targets != IGNORE_INDEX) & counted
-    if torch.compiler.is_compiling():  # reading the number would break the graph
+    if are_values_unknown():
         return is_valid.sum().clamp(min=1)
     valid = int(torch.count_nonzero(is_valid))  # a sum would make whole numbers of them, eight bytes each
     if valid == 0:

@@ -38,7 +38,7 @@ from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
 from adjoint.formats.transformers import from_model
-from adjoint.kernels.checks import accumulate_dtype, is_untouched, starts_in
+from adjoint.kernels.checks import accumulate_dtype, are_values_unknown, is_untouched, starts_in
 from adjoint.kernels.collectives import copy_to_ranks, gather_tokens
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
@@ -755,7 +755,7 @@ class Stack(nn.Module):
                 )
             if ids.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"{name} must be int64, got {ids.dtype}")
-            if torch.compiler.is_compiling():  # values are not known while the graph is traced
+            if are_values_unknown():
                 continue
             low, high = _range(ids, ignored=name == "labels")
             if low < 0 or high >= self.config.vocab_size:

@@ -3,7 +3,8 @@
 Models are data. {"mixer": …} and other options of `StackConfig` are a `Stack`, whose ways are methods:
 {"method": "Exact", "memory": "600MiB"}. {"class": "LlamaForCausalLM", …} is a random-weight model of
 transformers; its ways are {} as it is, {"checkpointing": True}, and {"method": "Exact"}, which wraps it. With
-{"sliced_head": True} its logits exist for a slice of the tokens at a time, as a wrapped model's do.
+{"sliced_head": True} its logits exist for a slice of the tokens at a time, as a wrapped model's do. With
+{"graph": True} steps on a GPU are replays of a CUDA graph.
 {"segments": 1408} recomputes either by hand, segment by segment.
 
 Before a way is timed its gradients are compared with plain backpropagation's, on the same weights.
@@ -56,7 +57,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     "jemalloc": {"LD_PRELOAD": "libjemalloc.so.2"},
 }
 
-SWITCHES = ("checkpointing", "sliced_head")  # of a way, besides its method's arguments
+SWITCHES = ("checkpointing", "sliced_head", "graph")  # of a way, besides its method's arguments
 # Gradients are compared in float64: in float32 some are rounding alone, as those of a delta rule's decays at
 # transformers' initial steps.
 COMPARED = "float64"
@@ -180,7 +181,8 @@ def measure(point: Point) -> Point:
     def repeat(step: Callable[[], object]) -> list[float]:
         return repeated(step, point["device"], point["repeat_s"], least=point.get("least", 1), most=20)
 
-    return measured(lambda: prepare(point["way"]), ids, point["first"], repeat, above=point["above"])
+    graph = point["way"].get("graph", False)
+    return measured(lambda: prepare(point["way"]), ids, point["first"], repeat, point["above"], graph)
 
 
 # -------------------------------------------------------------------------------------------------- summaries

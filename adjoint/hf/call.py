@@ -20,7 +20,13 @@ from transformers import PreTrainedModel
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache
-from adjoint.hf.documents import Starts, document_starts, expand_to_rows, join_rows
+from adjoint.hf.documents import (
+    Starts,
+    document_starts,
+    expand_to_rows,
+    join_rows,
+    refuse_while_captured,
+)
 from adjoint.hf.language_inputs import (
     POSITIONS,
     PREFIX,
@@ -32,6 +38,7 @@ from adjoint.hf.language_inputs import (
 from adjoint.hf.model_parts import access_to, backbone_of, original_class
 from adjoint.hf.router_loss import TOKEN_MASK
 from adjoint.hf.transformers_api import CACHE_NAMES, ModelOutput
+from adjoint.kernels.checks import are_values_unknown
 
 # Inputs that ask for more than a loss; transformers' own forward handles them.
 EXTRA_OUTPUTS = (*CACHE_NAMES, "use_cache", "output_attentions", "output_hidden_states")
@@ -385,6 +392,8 @@ class Call:
         num_items = self.arguments.get("num_items_in_batch")
         if num_items is None:
             return divisor_of(self.targets)
+        if isinstance(num_items, Tensor) and are_values_unknown():
+            return num_items.to(self.targets.device).clamp(min=1)
         if not num_items:  # the Trainer's count if every label of the step is -100
             if bool((self.targets != IGNORE_INDEX).any()):
                 raise ValueError("num_items_in_batch is 0, but some labels count: give their number")
@@ -445,6 +454,7 @@ class Call:
             raise ValueError(
                 f"attention_mask must have input_ids' shape {tuple(self.ids.shape)}, got {tuple(mask.shape)}"
             )
+        refuse_while_captured("padding")
         mask = mask.to(self.ids.device)
         is_real = mask != 0
         if not torch.equal(is_real.to(mask.dtype), mask):

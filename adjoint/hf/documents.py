@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from adjoint.documents import from_cu_seqlens
+from adjoint.errors import UserError
+from adjoint.kernels.checks import are_values_unknown
 
+DOCUMENT_INPUTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 Starts = list[tuple[int, ...]]  # for each row, the first tokens of its documents
 
 
@@ -24,9 +27,13 @@ def document_starts(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = N
             padding. A document begins where padding at the left ends.
 
     Raises:
+        UserError: a CUDA graph is captured, and there are documents or padding.
         ValueError: a shape does not fit; cu_seq_lens_q does not begin with 0, falls or does not end with
             the sequence; position_ids do not count up from 0 in each document; or two of them disagree.
     """
+    if mask is None and all(kwargs.get(name) is None for name in DOCUMENT_INPUTS):
+        return [(0,)] * len(ids)  # without reading from the device
+    refuse_while_captured("packed documents and padding")
     is_real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     # (batch, seqlen): token 0, and the first token after padding at the left
     is_row_start = _is_first_of_run(is_real.cumsum(1) > 0)
@@ -51,6 +58,15 @@ def document_starts(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = N
                 f"{next(iter(starts_by_input))} and {name} describe different documents: give one of them"
             )
     return [tuple(row.nonzero().flatten().tolist()) for row in is_start.cpu()]
+
+
+def refuse_while_captured(subject: str) -> None:
+    """Raise a UserError if a CUDA graph is captured, as the host reads where `subject` is."""
+    if are_values_unknown():
+        raise UserError(
+            f"{subject} cannot be captured in a CUDA graph, as the host reads where they are: leave "
+            "attention_mask, position_ids, seq_idx and cu_seq_lens out"
+        )
 
 
 def _starts_from_positions(positions: Tensor, is_real: Tensor, is_row_start: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ WAYS: dict[str, Point] = {
     OPPONENT: {"checkpointing": True, "sliced_head": True},
     "adjoint": {"method": "Exact"},
     "adjoint, offload": {"method": "Exact", "offload": True},
+    "adjoint, graph": {"method": "Exact", "chunk_size": 2048, "graph": True},
 }
 
 # What is run, on a GPU and dry, in tokens where nothing else is said.
