@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes.util
+import functools
 import itertools
 import math
 import statistics
@@ -167,22 +168,26 @@ def measure(point: Point) -> Point:
     torch.manual_seed(0)
     ids = torch.randint(point["model"]["vocab_size"], (1, point["length"]), device=point["device"])
 
-    def prepare(way: Point) -> Passes:
-        torch.manual_seed(0)
-        with torch.device(point["device"]):
-            model = build().to(getattr(torch, point.get("dtype", "float32")))
-        return Passes(model, loss_by(model, way, point.get("autocast")))
-
     if "ways" in point:
-        each = ((name, prepare(way)) for name, way in point["ways"].items())
+        each = ((name, prepared(point, way, build)) for name, way in point["ways"].items())
         with float32_is_float64() if point["dtype"] == COMPARED else contextlib.nullcontext():
             return {"gradients": gradients_apart(each, ids)}
 
     def repeat(step: Callable[[], object]) -> list[float]:
         return repeated(step, point["device"], point["repeat_s"], least=point.get("least", 1), most=20)
 
-    graph = point["way"].get("graph", False)
-    return measured(lambda: prepare(point["way"]), ids, point["first"], repeat, point["above"], graph)
+    way = point["way"]
+    passes = functools.partial(prepared, point, way, build)
+    return measured(passes, ids, point["first"], repeat, point["above"], way.get("graph", False))
+
+
+def prepared(point: Point, way: Point, build: Callable[[], Any]) -> Passes:
+    """Return the model that `builder` builds, in the point's dtype and on its device, with the same weights
+    each time, and its loss by a way."""
+    torch.manual_seed(0)
+    with torch.device(point["device"]):
+        model = build().to(getattr(torch, point.get("dtype", "float32")))
+    return Passes(model, loss_by(model, way, point.get("autocast")))
 
 
 # -------------------------------------------------------------------------------------------------- summaries

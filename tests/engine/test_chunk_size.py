@@ -85,7 +85,7 @@ def size_on_gpu(
 
 def test_a_gpu_gets_chunks_that_keep_it_busy_and_no_longer_ones() -> None:
     """Chunks are as long as a width's launches and weights ask for, however much memory there is."""
-    sizes = [size_on_gpu(2**20, bytes_per_token=0.1e6, width=width) for width in (4096, 2048, 1536, 1024, 256)]
+    sizes = [size_on_gpu(2**20, bytes_per_token=0.1e6, width=w) for w in (4096, 2048, 1536, 1024, 256)]
     assert sizes[0] == TRAFFIC_TOKENS
     assert sizes == sorted(sizes)
     assert TRAFFIC_TOKENS < sizes[1] < 8192 < sizes[2] < LONGEST_GPU_CHUNK == sizes[3] == sizes[4]

@@ -40,7 +40,9 @@ def check(name, capability, only=frozenset()):
     """Nothing spills, and where the layout is ours (not the matrix products') it is the one meant."""
     built = aot.compile_call(aot.MAIN[name], capability, only)
     spills = {k.name: k.spills for k in built if k.spills}
-    assert name.startswith(aot.SPILLING) or spills in ({}, *aot.SPILLS.get(name, ()))
+    most = next((size for kind, size in aot.MOST_SPILLED.items() if name.startswith(kind)), 0)
+    may_spill = name.startswith(aot.SPILLING) or max(spills.values(), default=0) <= most
+    assert may_spill or spills in aot.SPILLS.get(name, ())
     kind = name.partition(",")[0] + (", window" if "window" in name else "")
     if kind in SHUFFLES and "d_state 64" not in name and "d_state 128" not in name:
         shuffles = SHUFFLES[kind]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     from tests.simulated_cuda import world
@@ -152,6 +153,10 @@ def groups() -> dict[str, dict[str, Case]]:
         | {"fetched keys": (stack(HYBRID), EXACT, {})},
         "layer inputs": {
             "layer inputs": (stack("mamba", bidirectional="tied", d_model=32, d_state=4), EXACT, {})
+        },
+        "captured": {
+            "hybrid, captured": (stack(HYBRID), EXACT, {}),
+            "Bamba, captured": (pretrained("Bamba"), EXACT, {}),
         },
         "stored": {"stored tensors": (stack("mamba"), EXACT, {})},
         "wrapped sequence group": {
@@ -380,6 +385,25 @@ def few_and_more(case: Case) -> dict[str, Any]:
     return few | {"a chunk": {place: n for place, n in waits.items() if n}}
 
 
+def captured(case: Case) -> dict[str, Any]:
+    """A second step, while a CUDA graph is captured: what makes the host wait, and what is copied."""
+    make, method, _ = case
+    record = WrapState()
+    with simulated(record):
+        model = to_cuda(make(2))
+        options: dict[str, Any] = {"method": method} if isinstance(model, adjoint.Stack) else {}
+        model = model if options else adjoint.wrap(model, method)
+        ids = torch.empty(1, 4 * CHUNK, dtype=torch.int64, device="cuda:0")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            model(input_ids=ids, labels=ids, **options).loss.backward()
+        for counts in record.waits, record.event_waits, record.copies:
+            counts.clear()
+        captures = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda: True}
+        with mock.patch.multiple(torch.cuda, **captures), torch.autocast("cuda", dtype=torch.bfloat16):
+            model(input_ids=ids, labels=ids, **options).loss.backward()
+    return record.counts()
+
+
 def long_step(case: Case) -> dict[str, Any]:
     """A step on a chunk of a million tokens."""
     make, method, options = case
@@ -436,6 +460,7 @@ def main(names: Sequence[str]) -> None:
         "layers": per_layer,
         "wrapped layers": per_layer,
         "long": long_step,
+        "captured": captured,
     }
     found: dict[str, Any] = {}
     for name in names:

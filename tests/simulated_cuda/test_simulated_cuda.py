@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
 ]
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = "core", "host weights", "sequence group", "stored", "layer inputs"
+QUICK = "core", "host weights", "sequence group", "stored", "captured", "layer inputs"
 SLOW = "quick", "long", "layers", "slow", "wrapped", "wrapped layers", "wrapped host weights"
 SLOW += ("wrapped sequence group",)
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
@@ -84,6 +84,14 @@ def test_a_step_stays_on_the_device(group: str, case: str) -> None:
         assert one["to_host"] > 0 < one["to_device"]
     else:
         assert one["to_host"] + one["to_device"] < 1 << 14
+
+
+@pytest.mark.parametrize("group, case", of("captured"))
+def test_a_step_can_be_captured_in_a_cuda_graph(group: str, case: str) -> None:
+    """The host reads nothing and copies nothing, neither per step nor per chunk."""
+    counts = result(group, case)
+    assert counts["waits"] == counts["event_waits"] == counts["copies"] == {}
+    assert counts["launches"] > 0 and counts["mixed"] == counts["wrong"] == []
 
 
 @pytest.mark.parametrize("group, case", of("sequence group", "wrapped sequence group"))

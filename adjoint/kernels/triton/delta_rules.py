@@ -411,9 +411,10 @@ class DeltaRuleCall:
     """Sizes, constants and grids that the kernels of one call share.
 
     The class attributes are, by the size of the inputs' elements, columns of keys and of values that a
-    program takes at once (WIDE ones with a decay for each channel, in `constants` and `grad_constants`),
-    warps of a program, and stages of the loops from chunk to chunk. Those of 16-bit inputs are the fastest of
-    some twenty that an H200 has run, though some spill registers; the others are reasoned.
+    program takes at once (WIDE ones with a decay for each channel, in `constants` and `grad_constants`; in
+    the latter also with resets), warps of a program, and stages of the loops from chunk to chunk. Those of
+    16-bit inputs are the fastest of some twenty that an H200 has run with keys and values of 128 channels,
+    though some spill registers; the others are reasoned.
 
     Attributes:
         constants: of kernels that do all chunks at once.
@@ -463,12 +464,13 @@ class DeltaRuleCall:
             "num_warps": self.WARPS[size],
             "num_stages": self.STATE_STAGES[size] if is_staged else 1,
         }
-        if decay_per_channel:
-            columns = min(columns, self.WIDE_KEYS[size])
+        if decay_per_channel:  # two blocks at least: with one, three kernels spill kilobytes
+            columns = min(columns, self.WIDE_KEYS[size], max(16, triton.next_power_of_2(self.d_k) // 2))
         blocks = {"V": self.values, "NV": triton.cdiv(self.d_v, self.values)}
         blocks |= {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
         self.constants = self.state_constants | blocks | {"num_stages": 1}
-        columns = min(columns, (self.WIDE_GRAD_KEYS if decay_per_channel else self.GRAD_KEYS)[size])
+        has_less_room = decay_per_channel or reset is not None
+        columns = min(columns, (self.WIDE_GRAD_KEYS if has_less_room else self.GRAD_KEYS)[size])
         self.grad_constants = self.constants | {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
         self.segment = None
         if reset is not None:
