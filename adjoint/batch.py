@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from adjoint.kernels.checks import are_values_unknown
-
 IGNORE_INDEX = -100  # a label that does not count
 State = tuple[Tensor, ...]  # what a stage carries from chunk to chunk: see `engine.stage.Stage`
 
@@ -154,6 +152,13 @@ def shift_labels(labels: Tensor, seq_idx: Tensor | None = None, shift: int = 1) 
     if seq_idx is not None:
         targets[:, :-shift].masked_fill_(seq_idx[:, shift:] != seq_idx[:, :-shift], IGNORE_INDEX)
     return targets
+
+
+def are_values_unknown() -> bool:
+    """Whether the host cannot read a tensor's values now: a compiler traces, or a CUDA graph is captured."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def divisor_of(targets: Tensor, counted: Tensor | None = None) -> int | Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from adjoint.batch import IGNORE_INDEX, Batch
+from adjoint.batch import IGNORE_INDEX, Batch, are_values_unknown
 from adjoint.documents import document_numbers
 from adjoint.engine import shared_prefix
 from adjoint.engine.bidirectional import block_by_chunks
@@ -38,7 +38,7 @@ from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
 from adjoint.formats.transformers import from_model
-from adjoint.kernels.checks import accumulate_dtype, are_values_unknown, is_untouched, starts_in
+from adjoint.kernels.checks import accumulate_dtype, is_untouched, starts_in
 from adjoint.kernels.collectives import copy_to_ranks, gather_tokens
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State

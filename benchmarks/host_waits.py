@@ -101,19 +101,20 @@ def table(rows: list[Row]) -> str:
 def measure(point: Point) -> Point:
     """Return the seconds of a step, its peak, and what the GPU does in one."""
     build = steps.builder(point["model"])
+    torch.manual_seed(0)
     ids = torch.randint(point["model"]["vocab_size"], (1, point["length"]), device=point["device"])
-    made: list[Passes] = []
+    passes: list[Passes] = []
 
     def prepare() -> Passes:
-        made.append(steps.prepared(point, point["way"], build))
-        return made[-1]
+        passes.append(steps.prepared(point, point["way"], build))
+        return passes[-1]
 
     def repeat(step: Callable[[], object]) -> list[float]:
         return repeated(step, point["device"], 4.0, least=2, most=MOST_PASSES)
 
     result = measured(prepare, ids, point["length"], repeat)
     result["step_s"] = typical(result["seconds"])
-    return result | (profiled(made[-1], ids) if ids.is_cuda else {})
+    return result | (profiled(passes[-1], ids) if ids.is_cuda else {})
 
 
 def profiled(passes: Passes, ids: torch.Tensor) -> dict[str, Any]:

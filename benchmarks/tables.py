@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from adjoint.cli import main
 from adjoint.engine import binomial
-from benchmarks import report
+from benchmarks import host_waits, report
 from benchmarks.gpu.report import comparison
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS
@@ -143,7 +143,7 @@ def compared_steps(name: str) -> str:
 
 def kernels_on_a_gpu() -> str:
     """Return a table of the kernels that stage a of `benchmarks.gpu` has compared with float64 on a GPU."""
-    tried = [r for r in rows("h100/gpu", stage="a") if r["point"]["kind"] in ("trial", "values")]
+    tried = [r for r in rows("h200/gpu", stage="a") if r["point"]["kind"] in ("trial", "values")]
     lines = (
         [r["name"], r["worst"], f"{r['worst_error']:.1e}", f"{r['limit']:.0e}", r.get("backend", "triton")]
         for r in tried
@@ -186,8 +186,10 @@ TABLES = [
     Table("docs/convergence.md", "positions table", positions, ("loss_by_position",)),
     Table("docs/which_method.md", "recompute table", recomputed),
     Table("docs/which_method.md", "reversible table", reversible),
-    Table("docs/gpu.md", "kernels on an H100 table", kernels_on_a_gpu, ("h100/gpu",)),
-    Table("docs/gpu.md", "steps on an H100 table", lambda: compared_steps("h100/gpu"), ("h100/gpu",)),
+    Table("docs/gpu.md", "kernels on an H200 table", kernels_on_a_gpu, ("h200/gpu",)),
+    Table("docs/gpu.md", "steps on an H200 table", lambda: compared_steps("h200/gpu"), ("h200/gpu",)),
+    Table("docs/gpu.md", "host waits table", lambda: host_waits.table(rows("h200/host_waits")),
+          ("h200/host_waits",)),
     Table("docs/gpu.md", "dry run on a simulated GPU table", lambda: compared_steps("gpu-simulated"),
           ("gpu-simulated",)),
     Table("docs/gpu.md", "half a million tokens on a simulated GPU table",

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
+from adjoint.batch import IGNORE_INDEX, Batch, are_values_unknown, divisor_of, shift_labels
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache
 from adjoint.hf.documents import (
@@ -38,7 +38,6 @@ from adjoint.hf.language_inputs import (
 from adjoint.hf.model_parts import access_to, backbone_of, original_class
 from adjoint.hf.router_loss import TOKEN_MASK
 from adjoint.hf.transformers_api import CACHE_NAMES, ModelOutput
-from adjoint.kernels.checks import are_values_unknown
 
 # Inputs that ask for more than a loss; transformers' own forward handles them.
 EXTRA_OUTPUTS = (*CACHE_NAMES, "use_cache", "output_attentions", "output_hidden_states")

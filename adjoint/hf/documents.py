@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.batch import are_values_unknown
 from adjoint.documents import from_cu_seqlens
 from adjoint.errors import UserError
-from adjoint.kernels.checks import are_values_unknown
 
 DOCUMENT_INPUTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 Starts = list[tuple[int, ...]]  # for each row, the first tokens of its documents

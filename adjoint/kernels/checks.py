@@ -17,13 +17,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def are_values_unknown() -> bool:
-    """Whether the host cannot read a tensor's values now: a compiler traces, or a CUDA graph is captured."""
-    if torch.compiler.is_compiling():
-        return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def is_untouched(module: nn.Module, *kinds: type) -> bool:
     """Whether a module is of one of these classes, and has neither hooks nor a forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks
