@@ -6,13 +6,16 @@ that will run it, with the reference in float64. It takes as long as compiling t
 process and operation, and as it compiles the kernels that models of usual sizes launch, that is not lost.
 """
 
+import contextlib
 import functools
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from adjoint.errors import LOGGER, is_heard
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.operation import Implementation, implementation_in, registered
 from adjoint.kernels.precision import full_float32
@@ -22,6 +25,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, to
 # Sizes are multiples of 16, as models' are: Triton compiles its kernels again for them, and what is tried is
 # what then runs. But they are no multiples of tiles and windows, and the sequence is long enough to be split.
 SEQLEN, WINDOW = 1120, 48
+SILENT_S = 5.0  # seconds after which a trial says what it waits for
 SLOW = 3  # decays such that tens of tokens are remembered: a window, a carried state must make a difference
 
 
@@ -78,7 +82,7 @@ def passes(
         # The question may come from a compiler's tracing, where tensors hold no numbers, or from inference
         # mode, where autograd, by which libraries' backward is reached, records nothing; the answer is kept.
         modes = torch.inference_mode(False), unset_fake_temporarily(), torch.no_grad()
-        with modes[0], modes[1], modes[2], torch._C._DisableAutocast():
+        with modes[0], modes[1], modes[2], torch._C._DisableAutocast(), _told(implementation, operation):
             relative = errors(implementation, operation, device, dtype, windowed, resets)
         worst = max(relative, key=lambda name: relative[name])
         limit = TOLERANCE[dtype]
@@ -107,6 +111,24 @@ def passes(
         stacklevel=2,
     )
     return False
+
+
+@contextlib.contextmanager
+def _told(implementation: Implementation, operation: str) -> Iterator[None]:
+    """Say what a trial is waiting for, if it takes longer than `SILENT_S`."""
+
+    def tell() -> None:
+        kernels = f"the {implementation.backend} kernels of {operation}"
+        LOGGER.info(f"compiling {kernels}, to compare them with plain PyTorch: two minutes or less")
+
+    timer = threading.Timer(SILENT_S, tell)
+    timer.daemon = True
+    if is_heard():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class BrokenDevice(RuntimeError):
