@@ -82,7 +82,7 @@ def passes(
         # The question may come from a compiler's tracing, where tensors hold no numbers, or from inference
         # mode, where autograd, by which libraries' backward is reached, records nothing; the answer is kept.
         modes = torch.inference_mode(False), unset_fake_temporarily(), torch.no_grad()
-        with modes[0], modes[1], modes[2], torch._C._DisableAutocast(), _told(implementation, operation):
+        with modes[0], modes[1], modes[2], torch._C._DisableAutocast(), _announced(implementation, operation):
             relative = errors(implementation, operation, device, dtype, windowed, resets)
         worst = max(relative, key=lambda name: relative[name])
         limit = TOLERANCE[dtype]
@@ -114,7 +114,7 @@ def passes(
 
 
 @contextlib.contextmanager
-def _told(implementation: Implementation, operation: str) -> Iterator[None]:
+def _announced(implementation: Implementation, operation: str) -> Iterator[None]:
     """Say what a trial is waiting for, if it takes longer than `SILENT_S`."""
 
     def tell() -> None:

@@ -38,9 +38,10 @@ from adjoint.train.machine import autocast
 NAMES = {"cpu": "processor", "cuda": "GPU"}
 LATENCY = 50e-6  # seconds of a message, besides its bytes
 ENOUGH_S = 1.0  # seconds of calls after which no more are timed
-COUNTED_TOKENS = (
-    1 << 14
-)  # of a chunk, on which a GPU's times are counted: per token longer ones take the same
+COUNTED_TOKENS = 1 << 14  # of a chunk on which a GPU's times are counted; per token longer ones take the same
+# Seconds for which a GPU's host queues an operator, Python, autograd and views included: beside an H200, in
+# short chunks of `mamba-1.27b`.
+QUEUED_S = 150e-6
 MOST_TILES = 12_000  # simulated at most, which takes seconds; longer sequences are extrapolated
 
 
@@ -70,6 +71,12 @@ class Costs:
         forward, backward, pairs, serial = (tuple(factor * t for t in times) for times in layer_times)
         head = factor * self.head, factor * self.head_backward
         return Costs(forward, backward, *head, self.source, pairs, serial)
+
+    def at_least(self, other: Costs) -> Costs:
+        """Return the costs where a layer that takes less than in `other` takes as long as there."""
+        forward = tuple(map(max, self.forward, other.forward))
+        backward = tuple(map(max, self.backward, other.backward))
+        return dataclasses.replace(self, forward=forward, backward=backward)
 
 
 @dataclass(frozen=True)
@@ -115,12 +122,8 @@ def roofline(setup: Setup, gpu: Gpu, source: str) -> Costs:
 
     All rows of a chunk count as one longer row: weights are read once per chunk.
     """
-    model, machine, spec = setup.model, setup.machine, setup.spec
-    rows = min(setup.batch, max(1, COUNTED_TOKENS // spec.chunk_size))
-    tokens = min(rows * spec.chunk_size, rows * setup.seqlen, COUNTED_TOKENS)
-    on = Conditions(
-        1, tokens, 0, machine.precision, machine.kind, spec.storage.recompute, setup.plain_autograd
-    )
+    model, on = setup.model, _counted_chunk(setup)
+    tokens = on.tokens
     forward, backward, serial = [], [], []
     rows_read = setup.batch * model.strands
     for k, layer in enumerate(model.layers):
@@ -133,10 +136,31 @@ def roofline(setup: Setup, gpu: Gpu, source: str) -> Costs:
     head = model.work(HEAD, on)
     head_forward = rows_read / tokens * least_seconds(head.forward, gpu)
     head_backward = rows_read / tokens * least_seconds((*head.linearized, *head.backward), gpu)
-    rate = 1e12 * gpu.peak(machine.precision) / setup.batch
+    rate = 1e12 * gpu.peak(setup.machine.precision) / setup.batch
     pairs = tuple(layer.pairs / rate for layer in model.layers)
     times = tuple(forward), tuple(backward), head_forward, head_backward
     return Costs(*times, source, pairs if any(pairs) else (), tuple(serial))
+
+
+def queued(setup: Setup) -> Costs:
+    """Return what a GPU's host takes to queue the operators of a chunk's layers, of any number of rows and
+    tokens. The head is left out, whose products are large."""
+    model, on = setup.model, _counted_chunk(setup)
+    per_token = QUEUED_S / min(setup.spec.chunk_size, setup.seqlen)
+    work = [model.work(k, on) for k in range(len(model.layers))]
+    forward, backward = (
+        tuple(per_token * len(getattr(layer, name)) for layer in work) for name in ("forward", "backward")
+    )
+    return Costs(forward, backward, 0.0, 0.0, "")
+
+
+def _counted_chunk(setup: Setup) -> Conditions:
+    """Return the chunk on which a GPU's operators are counted; its rows are one longer row."""
+    machine, spec = setup.machine, setup.spec
+    rows = min(setup.batch, max(1, COUNTED_TOKENS // spec.chunk_size))
+    tokens = min(rows * spec.chunk_size, rows * setup.seqlen, COUNTED_TOKENS)
+    recompute = spec.storage.recompute
+    return Conditions(1, tokens, 0, machine.precision, machine.kind, recompute, setup.plain_autograd)
 
 
 def measured(

@@ -6,7 +6,7 @@ A stage runs on fake tensors, and each operator on the way takes
 
 seconds at least. A product of large matrices is bound by the first, a norm, a cast or a gate by the second.
 Operators that only make views take nothing. Bytes inside of an operator, such as the states of a scan between
-its blocks, are not seen, nor is the time to launch it.
+its blocks, are not seen, nor is the time to queue it (`estimate.queued`).
 """
 
 from __future__ import annotations

@@ -206,20 +206,20 @@ def test_a_capture_is_no_place_for_a_trial(monkeypatch):
 
 
 def test_a_trial_that_lasts_says_what_it_waits_for(monkeypatch):
-    told, right = [], dispatch.load("dense_scan", "reference").forward
+    messages, right = [], dispatch.load("dense_scan", "reference").forward
 
     def forward(*inputs):
         time.sleep(0.1)
         return right(*inputs)
 
     monkeypatch.setattr(trial, "is_heard", lambda: True)
-    monkeypatch.setattr(trial.LOGGER, "info", told.append)
+    monkeypatch.setattr(trial.LOGGER, "info", messages.append)
     slow = changed("dense_scan", forward=forward)
     for silent_s, lines in ((60.0, 0), (0.02, 1)):
         monkeypatch.setattr(trial, "SILENT_S", silent_s)
         assert trial.passes.__wrapped__(slow, "dense_scan", CPU, torch.float32)
-        assert len(told) == lines
-    assert "compiling the changed kernels of dense_scan, " in told[0]
+        assert len(messages) == lines
+    assert "compiling the changed kernels of dense_scan, " in messages[0]
 
 
 def test_no_memory_left_is_not_held_against_the_backend():

@@ -424,7 +424,7 @@ def test_a_gpu_that_is_assumed_is_named(capsys: pytest.CaptureFixture[str]) -> N
     for more, said, bounded in (
         (
             [],
-            "50% of 312 TFLOP/s and 1.55 TB/s: layers reach 3% of its peak; name another GPU with --device)",
+            "layers reach 0% of its peak, which waits for its host to queue chunks; name another GPU",
             True,
         ),
         (["--device", "h200"], "(assuming an H200 at 50% of 990 TFLOP/s and 4.8 TB/s: layers reach ", True),

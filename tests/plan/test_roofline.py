@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adjoint import Exact, StackConfig
-from adjoint.plan.estimate import counted, roofline
+from adjoint.plan.estimate import QUEUED_S, counted, queued, roofline
 from adjoint.plan.memory import Machine, Setup
 from adjoint.plan.roofline import OperatorCounter, Work, least_seconds
 from adjoint.plan.stack import model_of
@@ -74,6 +74,18 @@ def test_memory_bounds_what_is_not_a_product() -> None:
     assert sum(roofline(longer, H100, "").backward) < 0.9 * sum(roofline(setup, H100, "").backward)
     rows = setup_of("mamba", chunk=512, batch=8)  # weights are read once for all rows of a chunk
     assert sum(roofline(rows, H100, "").forward) == pytest.approx(8 * sum(roofline(longer, H100, "").forward))
+
+
+def test_a_host_needs_as_long_for_short_chunks_as_for_long_ones() -> None:
+    """So that a token of a short chunk takes longer, whatever the number of rows."""
+    short, long = (queued(setup_of("mamba", chunk=chunk)) for chunk in (512, 1024))
+    assert short.forward == pytest.approx([2 * t for t in long.forward])
+    assert queued(setup_of("mamba", chunk=512, batch=8)) == short
+    assert 5 < short.forward[0] * 512 / QUEUED_S < short.backward[0] * 512 / QUEUED_S < 50  # operators
+    least = roofline(setup_of("mamba", chunk=512), H100, "")
+    both = least.at_least(short)
+    assert both.forward == tuple(map(max, least.forward, short.forward)) and both.serial == least.serial
+    assert both.head == least.head
 
 
 def test_a_pretrained_layer_has_the_operations_of_its_weights(tmp_path: Path) -> None:

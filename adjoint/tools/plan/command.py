@@ -153,9 +153,16 @@ def _counted(flags: argparse.Namespace, setup: Setup) -> plan_time.Costs:
     gpu = GPUS[named]
     costs = plan_time.roofline(setup, gpu, "").slower_by(1 / REACHED)
     peak = gpu.peak(setup.machine.precision)
+    computing = sum(costs.forward) + sum(costs.backward)
+    costs = costs.at_least(plan_time.queued(setup))
+    is_queue_longer = sum(costs.forward) + sum(costs.backward) > 1.1 * computing
     share = sum(plan_time.counted(setup, 1e12 * peak, "").forward) / sum(costs.forward)
     rates = f"{REACHED:.0%} of {peak:.3g} TFLOP/s and {gpu.bandwidth / 1e12:.3g} TB/s"
     result = f"layers reach {share:.0%} of its peak"
+    if is_queue_longer:
+        result += ", which waits for its host to queue chunks"
+        if setup.spec.chunk_size < setup.seqlen:
+            result += ": a larger method.chunk_size is faster"
     other = "" if flags.device else "; name another GPU with --device"
     return dataclasses.replace(costs, source=f"assuming an {named.upper()} at {rates}: {result}{other}")
 
