@@ -25,7 +25,7 @@ from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
 MODELS = [name for name in WRAPPED if name != "Llama"]
-MOST_PASSES = 5
+MAX_PASSES = 5
 GIB = 2.0**30
 
 
@@ -110,7 +110,7 @@ def measure(point: Point) -> Point:
         return passes[-1]
 
     def repeat(step: Callable[[], object]) -> list[float]:
-        return repeated(step, point["device"], 4.0, least=2, most=MOST_PASSES)
+        return repeated(step, point["device"], 4.0, least=2, most=MAX_PASSES)
 
     result = measured(prepare, ids, point["length"], repeat)
     result["step_s"] = typical(result["seconds"])

@@ -41,7 +41,7 @@ ENOUGH_S = 1.0  # seconds of calls after which no more are timed
 COUNTED_TOKENS = 1 << 14  # of a chunk on which a GPU's times are counted; per token longer ones take the same
 # Seconds for which a GPU's host queues an operator, Python, autograd and views included: beside an H200, in
 # short chunks of `mamba-1.27b`.
-QUEUED_S = 150e-6
+OPERATOR_QUEUE_S = 150e-6
 MOST_TILES = 12_000  # simulated at most, which takes seconds; longer sequences are extrapolated
 
 
@@ -146,7 +146,7 @@ def queued(setup: Setup) -> Costs:
     """Return what a GPU's host takes to queue the operators of a chunk's layers, of any number of rows and
     tokens. The head is left out, whose products are large."""
     model, on = setup.model, _counted_chunk(setup)
-    per_token = QUEUED_S / min(setup.spec.chunk_size, setup.seqlen)
+    per_token = OPERATOR_QUEUE_S / min(setup.spec.chunk_size, setup.seqlen)
     work = [model.work(k, on) for k in range(len(model.layers))]
     forward, backward = (
         tuple(per_token * len(getattr(layer, name)) for layer in work) for name in ("forward", "backward")

@@ -40,7 +40,7 @@ def check(name, capability, only=frozenset()):
     """Nothing spills, and where the layout is ours (not the matrix products') it is the one meant."""
     built = aot.compile_call(aot.MAIN[name], capability, only)
     spills = {k.name: k.spills for k in built if k.spills}
-    most = next((size for kind, size in aot.MOST_SPILLED.items() if name.startswith(kind)), 0)
+    most = next((size for kind, size in aot.MAX_SPILLED_BYTES.items() if name.startswith(kind)), 0)
     may_spill = name.startswith(aot.SPILLING) or max(spills.values(), default=0) <= most
     assert may_spill or spills in aot.SPILLS.get(name, ())
     kind = name.partition(",")[0] + (", window" if "window" in name else "")

@@ -289,7 +289,7 @@ MAIN = _calls()
 # Of these some kernel holds more than there are registers, mostly on sm_80: see the table.
 SPILLING = "delta rule, fp32", "KDA, fp32", "DPLR, fp32", "DPLR, bf16, resets", "DPLR, bf16, d_k 256"
 # Bytes that a kernel of these may spill: an H200 was faster with them than with smaller tiles, which do not.
-MOST_SPILLED = {"delta rule, bf16": 1600, "KDA, bf16": 1600}
+MAX_SPILLED_BYTES = {"delta rule, bf16": 1600, "KDA, bf16": 1600}
 # Bytes, on sm_80 and on sm_90, of which one may spill nothing.
 SPILLS: dict[str, tuple[dict[str, int], ...]] = {
     "DPLR, bf16, d_k 128": ({"read_kernel": 16},),

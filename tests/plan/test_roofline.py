@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adjoint import Exact, StackConfig
-from adjoint.plan.estimate import QUEUED_S, counted, queued, roofline
+from adjoint.plan.estimate import OPERATOR_QUEUE_S, counted, queued, roofline
 from adjoint.plan.memory import Machine, Setup
 from adjoint.plan.roofline import OperatorCounter, Work, least_seconds
 from adjoint.plan.stack import model_of
@@ -81,7 +81,8 @@ def test_a_host_needs_as_long_for_short_chunks_as_for_long_ones() -> None:
     short, long = (queued(setup_of("mamba", chunk=chunk)) for chunk in (512, 1024))
     assert short.forward == pytest.approx([2 * t for t in long.forward])
     assert queued(setup_of("mamba", chunk=512, batch=8)) == short
-    assert 5 < short.forward[0] * 512 / QUEUED_S < short.backward[0] * 512 / QUEUED_S < 50  # operators
+    operators = [times[0] * 512 / OPERATOR_QUEUE_S for times in (short.forward, short.backward)]
+    assert 5 < operators[0] < operators[1] < 50
     least = roofline(setup_of("mamba", chunk=512), H100, "")
     both = least.at_least(short)
     assert both.forward == tuple(map(max, least.forward, short.forward)) and both.serial == least.serial

@@ -427,12 +427,12 @@ class DeltaRuleCall:
     KEYS: ClassVar[dict[int, int]] = {2: 64, 4: 32, 8: 16}
     WIDE_KEYS: ClassVar[dict[int, int]] = {2: 64, 4: 16, 8: 16}
     GRAD_KEYS: ClassVar[dict[int, int]] = {2: 64, 4: 32, 8: 16}
-    WIDE_GRAD_KEYS: ClassVar[dict[int, int]] = {2: 32, 4: 16, 8: 16}
+    WIDE_GRAD_KEYS: ClassVar[dict[int, int]] = {2: 32, 4: 32, 8: 16}
     VALUES: ClassVar[dict[int, int]] = {2: 64, 4: 32, 8: 16}
     STATE_VALUES: ClassVar[dict[int, int]] = {2: 16, 4: 16, 8: 16}  # the fewer, the more programs
     WARPS: ClassVar[dict[int, int]] = {2: 4, 4: 8, 8: 8}
     STATE_STAGES: ClassVar[dict[int, int]] = {2: 2, 4: 1, 8: 1}
-    MOST_STAGED = 2  # blocks of keys: small GPUs' shared memory holds no more, nor decays per channel
+    MAX_STAGED_KEY_BLOCKS = 2  # small GPUs' shared memory holds no more, nor decays per channel
 
     def __init__(self, k, v, reset, max_d_k: int, decay_per_channel: bool) -> None:
         self.batch, self.seqlen, self.nheads, self.d_k = k.shape
@@ -450,7 +450,7 @@ class DeltaRuleCall:
         self.state_values = min(self.STATE_VALUES[size], self.values)
         products = {2: "tf32", 4: "tf32x3", 8: "ieee"}[size]
         blocks_of_keys = triton.cdiv(self.d_k, columns)
-        is_staged = not decay_per_channel and blocks_of_keys <= self.MOST_STAGED
+        is_staged = not decay_per_channel and blocks_of_keys <= self.MAX_STAGED_KEY_BLOCKS
         self.state_constants: dict[str, object] = {
             "HAS_RESET": reset is not None,
             "Q": CHUNK,
