@@ -31,13 +31,22 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
-def test_a_captured_loss_is_that_of_other_calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_is_that_of_other_calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = IDS.masked_fill(IDS % 3 == 0, -100)
-    counts = {"labels alone": None, "their number": 9, "their number, a tensor": torch.tensor(9)}
-    expected = {name: model(IDS, labels=labels, num_items_in_batch=n).loss for name, n in counts.items()}
+
+    def step(number: int | torch.Tensor | None) -> tuple[float, list[torch.Tensor]]:
+        model.zero_grad(set_to_none=True)
+        loss = model(IDS, labels=labels, num_items_in_batch=number).loss
+        loss.backward()
+        return loss.item(), [p.grad for p in model.parameters()]
+
+    numbers = None, 9, torch.tensor(9)
+    expected = [step(number) for number in numbers]
     capture(monkeypatch)
-    for name, number in counts.items():
-        assert model(IDS, labels=labels, num_items_in_batch=number).loss == expected[name]
+    for number, (loss, gradients) in zip(numbers, expected, strict=True):
+        captured_loss, captured_gradients = step(number)
+        assert captured_loss == loss
+        assert all(map(torch.equal, captured_gradients, gradients))
 
 
 @pytest.mark.parametrize("inputs", [{"attention_mask": IDS.clamp(max=1)}, {"position_ids": IDS % 13}])
