@@ -16,6 +16,8 @@
 //
 // The backward goes from block to block with S's cotangent and computes all but S again. Blocks end at multiples of
 // 64 tokens, whose states are saved, and where a document begins, whose state is zero.
+#include <type_traits>
+
 #include "delta_rules.h"
 #include "products.h"
 
@@ -29,67 +31,55 @@ struct DeltaArgs {
 };
 
 namespace {
-constexpr int64_t BLOCK = 64, PIECE = 16, ROWS = 4;  // tokens; tokens; rows of a product that are summed at a time
-enum Shape { FULL, LOWER, UPPER };       // where the left factor is not zero
+constexpr int64_t BLOCK = 64, PIECE = 16;  // tokens
+enum Shape { FULL, LOWER, UPPER };         // where the left factor is not zero
 
 // A left factor: a matrix or its transpose.
 template <class T> Left<T> left(Matrix<T> m, bool transposed = false) {
   return {m.data, transposed ? 1 : m.width, transposed ? m.width : 1};
 }
 
-template <class T, int C, int SIGN, bool ADD>
-ALWAYS_INLINE void product_tile(Left<T> a, Matrix<T> b, Matrix<T> c, int64_t i, int64_t j, int64_t begin, int64_t end) {
-  constexpr int L = Vec<T>::L;
-  V<T> sum[ROWS][C] = {};
-  for (int64_t p = begin; p < end; p++) {
-    V<T> right[C];
-    for (int x = 0; x < C; x++) right[x] = load<T>(b.row(p) + j + x * L, L);
-    for (int r = 0; r < ROWS; r++) {
-      const T factor = a.data[(i + r) * a.row + p * a.column];
-      for (int x = 0; x < C; x++) sum[r][x] += factor * right[x];
-    }
-  }
-  for (int r = 0; r < ROWS; r++)
-    for (int x = 0; x < C; x++) {
-      T* to = c.row(i + r) + j + x * L;
-      const V<T> v = SIGN > 0 ? sum[r][x] : -sum[r][x];
-      store<T>(to, ADD ? load<T>(to, L) + v : v, L);
-    }
+template <class Sums> constexpr int TILE_ROWS = std::extent_v<std::remove_reference_t<Sums>>;
+template <class Sums> constexpr int TILE_VECTORS = std::extent_v<std::remove_reference_t<Sums>, 1>;
+template <class T, int R, int C, class F> ALWAYS_INLINE void each_vector_of(V<T> (&sum)[R][C], int64_t i, int64_t v, F& use) {
+  for (int r = 0; r < R; r++)
+    for (int x = 0; x < C; x++) use(i + r, (v + x) * Vec<T>::L, sum[r][x]);
 }
-// Rows [i, i + 4) of C = +-A B, or added to it, over the columns [begin, end) of A.
-template <class T, int SIGN, bool ADD>
-ALWAYS_INLINE void product_rows(Left<T> a, Matrix<T> b, Matrix<T> c, int64_t i, int64_t begin, int64_t end) {
-  constexpr int L = Vec<T>::L;
-  int64_t j = 0;
-  if (REGISTERS > 16)  // else the sums of 4 x 4 vectors do not fit
-    for (; j + 4 * L <= c.width; j += 4 * L) product_tile<T, 4, SIGN, ADD>(a, b, c, i, j, begin, end);
-  for (; j + 2 * L <= c.width; j += 2 * L) product_tile<T, 2, SIGN, ADD>(a, b, c, i, j, begin, end);
-  for (; j < c.width; j += L) product_tile<T, 1, SIGN, ADD>(a, b, c, i, j, begin, end);
+// Add to a tile's sums, whose first row is i and first vector v, those over the columns [begin, end) of A.
+template <class T, int R, int C>
+ALWAYS_INLINE void add_columns(V<T> (&sum)[R][C], Left<T> a, Matrix<T> b, int64_t i, int64_t v, int64_t begin, int64_t end) {
+  add_product<T>(sum, end - begin, {a.data + i * a.row + begin * a.column, a.row, a.column},
+                 {b.row(begin) + v * Vec<T>::L, b.width, Vec<T>::L});
 }
-template <class T, bool ADD, Shape SHAPE = FULL>
-__attribute__((noinline)) void product(Left<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t inner) {
-  for (int64_t i = 0; i < rows; i += ROWS)
-    product_rows<T, 1, ADD>(a, b, c, i, SHAPE == UPPER ? i : 0, SHAPE == LOWER && i + ROWS < inner ? i + ROWS : inner);
+// use(row, column, vector) for each vector of A B.
+template <Shape SHAPE = FULL, class T, class F>
+NEVER_INLINE void product(Left<T> a, Matrix<T> b, int64_t rows, int64_t inner, F use) {
+  in_tiles<T>(rows, b.width / Vec<T>::L, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
+    const int64_t below = i + TILE_ROWS<decltype(sum)>;
+    add_columns<T>(sum, a, b, i, v, SHAPE == UPPER ? i : 0, SHAPE == LOWER && below < inner ? below : inner);
+    each_vector_of<T>(sum, i, v, use);
+  });
 }
-// The lower triangle of a square C = A B, whole vectors of it.
-template <class T> __attribute__((noinline)) void lower_product(Left<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t inner) {
-  constexpr int L = Vec<T>::L;
-  for (int64_t i = 0; i < rows; i += ROWS) {
-    const int64_t width = (i + ROWS + L - 1) / L * L;
-    int64_t j = 0;
-    for (; j + 2 * L <= width; j += 2 * L) product_tile<T, 2, 1, false>(a, b, c, i, j, 0, inner);
-    if (j < width) product_tile<T, 1, 1, false>(a, b, c, i, j, 0, inner);
-    for (j = width; j < rows; j += L)
-      for (int64_t r = 0; r < ROWS; r++) store<T>(c.row(i + r) + j, V<T>{}, L);
-  }
+// The same for the vectors of a square product that reach below its diagonal or to it.
+template <class T, class F> NEVER_INLINE void lower_product(Left<T> a, Matrix<T> b, int64_t rows, int64_t inner, F use) {
+  in_tiles<T>(rows, b.width / Vec<T>::L, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
+    if (v * Vec<T>::L >= i + TILE_ROWS<decltype(sum)>) return;
+    add_columns<T>(sum, a, b, i, v, 0, inner);
+    each_vector_of<T>(sum, i, v, use);
+  });
+}
+// What becomes of a product's vectors: they are put into a matrix, or added to it.
+template <class T> auto put(Matrix<T> to) {
+  return [=](int64_t i, int64_t j, V<T> v) ALWAYS_INLINE_LAMBDA { store<T>(to.row(i) + j, v, Vec<T>::L); };
+}
+template <class T> auto add(Matrix<T> to) {
+  return [=](int64_t i, int64_t j, V<T> v) ALWAYS_INLINE_LAMBDA {
+    store<T>(to.row(i) + j, load<T>(to.row(i) + j, Vec<T>::L) + v, Vec<T>::L);
+  };
 }
 template <class T> void transposed(Matrix<T> from, Matrix<T> to, int64_t rows) {
   for (int64_t j = 0; j < from.width; j += Vec<T>::L)
     transpose_column<T>(from.data + j, from.width, rows, to.row(j), to.width);
-}
-template <class T> ALWAYS_INLINE void add_row(T* to, const T* from, int64_t width, T factor) {
-  for (int64_t j = 0; j < width; j += Vec<T>::L)
-    store<T>(to + j, load<T>(to + j, Vec<T>::L) + factor * load<T>(from + j, Vec<T>::L), Vec<T>::L);
 }
 template <class T> ALWAYS_INLINE void scale_row(T* to, const T* from, int64_t width, T factor) {
   for (int64_t j = 0; j < width; j += Vec<T>::L)
@@ -109,76 +99,95 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   using Base = DeltaRule<T, DeltaArgs>;
   using Base::s, Base::K, Base::W, Base::slots, Base::b, Base::h, Base::t, Base::n, Base::take, Base::resets, Base::saved,
       Base::state_offset, Base::state_from, Base::get_state, Base::state_to, Base::write;
-  static constexpr int L = Vec<T>::L, WHOLE = L > ROWS ? L : ROWS;  // tokens and channels come in such numbers
+  static constexpr int L = Vec<T>::L, WHOLE = L > 8 ? L : 8;  // tokens and channels come in such numbers
   const bool wide;
   int64_t rows = 0;  // the block's tokens in whole vectors
-  // tokens' rows: (rows, K) and (rows, W); since = exp(c), until_j = exp(c_n - c_j); `step`: exp(g)
+  // tokens' rows: (rows, K) and (rows, W); since = exp(c), until_j = exp(c_n - c_j), where they are a channel's own;
+  // `step`: exp(g); qe = since q, ke = since k, kl = until k
   Matrix<T> q, k, since, until, step, qe, ke, kl, dq, dk, dw, near, far, v, d_o, r, N, dN, o;
-  Matrix<T> S, dS, ST, dST;            // (K, W), and transposed
+  Matrix<T> S, dS, ST, dST, states;    // (K, W), and transposed; the heads' S or dS, which go from block to block
   Matrix<T> kT, NT;                    // (K, rows), (W, rows)
   Matrix<T> P, E, A, Low, dP, dA;      // (rows, rows); A_ij = k_i' E_ij k_j, j < i
-  T *whole, *at_end, *beta, *dbeta, *own, *c;  // exp(c_n) and c_n's cotangent (K); (rows)
+  T *whole, *at_end;                   // exp(c_n) and c_n's cotangent (K)
+  T *beta, *dbeta, *own, *c;           // (rows)
+  T *scale, *to_end;                   // (rows): since and until where they are all channels', else 1
 
   int64_t needed() const {
-    return 13 * BLOCK * K + 6 * BLOCK * W + 4 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 2 * K + 4 * BLOCK;
+    return 13 * BLOCK * K + 6 * BLOCK * W + 3 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 2 * K + 6 * BLOCK;
   }
 
  public:
-  explicit Delta(const DeltaArgs& args)
-      : Base(args, WHOLE, WHOLE, BLOCK), wide(args.wide) {
-    this->allocate(needed());
+  Delta(const DeltaArgs& args, int64_t heads) : Base(args, WHOLE, WHOLE, BLOCK), wide(args.wide) {
+    this->allocate(needed() + heads * K * W);
+    states = take(heads * K, W);
     for (auto m : {&q, &k, &since, &until, &step, &qe, &ke, &kl, &dq, &dk, &dw, &near, &far}) *m = take(BLOCK, K);
     for (auto m : {&v, &d_o, &r, &N, &dN, &o}) *m = take(BLOCK, W);
-    for (auto m : {&S, &dS}) *m = take(K, W);
+    S = take(K, W);
     for (auto m : {&ST, &dST}) *m = take(W, K);
     kT = take(K, BLOCK);
     NT = take(W, BLOCK);
     for (auto m : {&P, &E, &A, &Low, &dP, &dA}) *m = take(BLOCK, BLOCK);
     for (auto p : {&whole, &at_end}) *p = take(1, K).data;
-    for (auto p : {&beta, &dbeta, &own, &c}) *p = take(1, BLOCK).data;
+    for (auto p : {&beta, &dbeta, &own, &c, &scale, &to_end}) *p = take(1, BLOCK).data;
   }
 
-  void forward(int64_t unit) {
-    this->go_to(unit);
-    state_from(s.initial_state, S);
-    for (int64_t slot = 0; slot < slots; slot++) {
-      if (s.checkpoints) state_to(saved(slot), S);
-      for (t = slot * BLOCK; t < end_of(slot); t += n) {
-        n = tokens(slot);
-        if (resets(t)) std::memset(S.data, 0, K * W * sizeof(T));
-        read();
-        solve();
-        product<T, false>(left(qe), S, o, rows, K);
-        product<T, true, LOWER>(left(P), N, o, rows, rows);
-        write(s.o, s.d_v, o);
-        for (int64_t i = 0; i < K; i++) scale_row(S.row(i), S.row(i), W, whole[i]);
-        product<T, true>(left(kl, true), N, S, K, rows);
-      }
+  // Heads [first, end), of one sequence, which take turns block by block: of a token's rows, which follow each other in
+  // memory, one head's alone are as far apart as pages.
+  void forward(int64_t first, int64_t end) {
+    for (int64_t unit = first; unit < end; unit++) {
+      S = go_to(unit, first);
+      state_from(s.initial_state, S);
     }
-    state_to((T*)s.final_state + state_offset(), S);
+    for (int64_t slot = 0; slot < slots; slot++)
+      for (int64_t unit = first; unit < end; unit++) {
+        S = go_to(unit, first);
+        if (s.checkpoints) state_to(saved(slot), S);
+        for (t = slot * BLOCK; t < end_of(slot); t += n) {
+          n = tokens(slot);
+          if (resets(t)) std::memset(S.data, 0, K * W * sizeof(T));
+          block_forward();
+        }
+      }
+    for (int64_t unit = first; unit < end; unit++) {
+      S = go_to(unit, first);
+      state_to((T*)s.final_state + state_offset(), S);
+    }
   }
 
-  void backward(int64_t unit) {
-    this->go_to(unit);
-    state_from(s.dfinal_state, dS);
+  void backward(int64_t first, int64_t end) {
+    for (int64_t unit = first; unit < end; unit++) {
+      dS = go_to(unit, first);
+      state_from(s.dfinal_state, dS);
+    }
     for (int64_t slot = slots - 1; slot >= 0; slot--) {
-      std::vector<int64_t> starts;
+      std::vector<int64_t> starts;  // of the slot's blocks
       for (t = slot * BLOCK; t < end_of(slot); t += tokens(slot)) starts.push_back(t);
-      for (auto start = starts.rbegin(); start != starts.rend(); start++) {
-        t = *start;
-        n = tokens(slot);
-        const bool fresh = resets(t);
-        // only a slot's first block goes on from a state; the others begin documents
-        if (fresh) std::memset(S.data, 0, K * W * sizeof(T));
-        else get_state(saved(slot), S);
-        block_backward();
-        if (fresh) std::memset(dS.data, 0, K * W * sizeof(T));
+      for (int64_t unit = first; unit < end; unit++) {
+        dS = go_to(unit, first);
+        for (auto start = starts.rbegin(); start != starts.rend(); start++) {
+          t = *start;
+          n = tokens(slot);
+          const bool fresh = resets(t);
+          // only a slot's first block goes on from a state; the others begin documents
+          if (fresh) std::memset(S.data, 0, K * W * sizeof(T));
+          else get_state(saved(slot), S);
+          block_backward();
+          if (fresh) std::memset(dS.data, 0, K * W * sizeof(T));
+        }
       }
     }
-    state_to((T*)s.dinitial_state + state_offset(), dS);
+    for (int64_t unit = first; unit < end; unit++) {
+      dS = go_to(unit, first);
+      state_to((T*)s.dinitial_state + state_offset(), dS);
+    }
   }
 
  private:
+  // The state that goes from one of the head's blocks to the next.
+  Matrix<T> go_to(int64_t unit, int64_t first) {
+    Base::go_to(unit);
+    return {states.row((unit - first) * K), W};
+  }
   int64_t end_of(int64_t slot) const { return (slot + 1) * BLOCK < s.seqlen ? (slot + 1) * BLOCK : s.seqlen; }
   int64_t tokens(int64_t slot) const {  // of the block that begins at t
     int64_t end = t + 1;
@@ -203,27 +212,34 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
         c[i] = sum;
         continue;
       }
+      scale[i] = 1;
       std::memset(step.row(i), 0, K * sizeof(T));
       if (decays) std::memcpy(step.row(i), (const T*)s.g + at * s.d_k, s.d_k * sizeof(T));
       for (int64_t x = 0; x < K; x += L)
         store<T>(step.row(i) + x, exp2v<T>(load<T>(step.row(i) + x, L) * T(LOG2E)), L);
     }
-    if (wide) {
-      std::memcpy(since.row(0), step.row(0), K * sizeof(T));
-      for (int64_t i = 1; i < rows; i++) multiply_row(since.row(i), since.row(i - 1), step.row(i), K);
-      back_from(rows, until);
-    } else
+    if (!wide) {
       for (int64_t i = 0; i < rows; i += L) {
-        const V<T> to = load<T>(c + i, L) * T(LOG2E), rest = (sum - load<T>(c + i, L)) * T(LOG2E);
-        const V<T> before = exp2v<T>(to), after = exp2v<T>(rest);
-        for (int x = 0; x < L; x++) set_row(since.row(i + x), before[x]), set_row(until.row(i + x), after[x]);
+        store<T>(scale + i, exp2v<T>(load<T>(c + i, L) * T(LOG2E)), L);
+        store<T>(to_end + i, exp2v<T>((sum - load<T>(c + i, L)) * T(LOG2E)), L);
       }
+      for (int64_t i = 0; i < rows; i++) scale_row(kl.row(i), k.row(i), K, to_end[i]);
+      set_row(whole, scale[rows - 1]);
+      return;
+    }
+    std::memcpy(since.row(0), step.row(0), K * sizeof(T));
+    for (int64_t i = 1; i < rows; i++) multiply_row(since.row(i), since.row(i - 1), step.row(i), K);
+    back_from(rows, until);
     for (int64_t i = 0; i < rows; i++) {
       multiply_row(qe.row(i), q.row(i), since.row(i), K);
       multiply_row(ke.row(i), k.row(i), since.row(i), K);
       multiply_row(kl.row(i), k.row(i), until.row(i), K);
     }
     std::memcpy(whole, since.row(rows - 1), K * sizeof(T));
+  }
+  // Starts to fetch a vector of the next head, which would otherwise be waited for: a product's inputs are all in caches.
+  ALWAYS_INLINE void fetch_next_head(const TokenRows& from, int64_t width, int64_t i, int64_t j) const {
+    __builtin_prefetch((const T*)from.data + b * from.batch_stride + (t + i) * from.time_stride + (h + 1) * width + j);
   }
   // Rows before `end`: by how much each token's channels decay until the last one of them.
   void back_from(int64_t end, Matrix<T> to) const {
@@ -234,23 +250,28 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     for (int64_t j = 0; j < K; j += L) store<T>(to + j, splat<T>(value), L);
   }
   int64_t end_of_piece(int64_t at) const { return at + PIECE < rows ? at + PIECE : rows; }
-  // P and A where one decay is all channels'.
+  // Adds a product to what is left of a state after the block.
+  auto add_decayed(Matrix<T> state) const {
+    return [this, state](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      store<T>(state.row(i) + j, whole[i] * load<T>(state.row(i) + j, L) + x, L);
+    };
+  }
+  // P, A and diag(beta) A where one decay is all channels'.
   void pairs() {
-    transposed(k, kT, rows);
-    lower_product<T>(left(k), kT, A, rows, K);
-    lower_product<T>(left(q), kT, P, rows, K);
+    typedef typename Bits<T>::Int Int;
     VI<T> lane;
     for (int x = 0; x < L; x++) lane[x] = x;
-    for (int64_t i = 0; i < rows; i++)
-      for (int64_t j = 0; j < rows; j += L) {
-        typedef typename Bits<T>::Int Int;
-        const V<T> e = exp2v<T>((c[i] - load<T>(c + j, L)) * T(LOG2E)), zero{};
-        const V<T> decay = lane <= Int(i - j) ? e : zero;
-        const V<T> before = lane < Int(i - j) ? e : zero;
-        store<T>(E.row(i) + j, decay, L);
-        store<T>(P.row(i) + j, decay * load<T>(P.row(i) + j, L), L);
-        store<T>(A.row(i) + j, before * load<T>(A.row(i) + j, L), L);
-      }
+    transposed(k, kT, rows);
+    lower_product(left(k), kT, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      const V<T> e = exp2v<T>((c[i] - load<T>(c + j, L)) * T(LOG2E)), zero{};
+      const V<T> a = lane < Int(i - j) ? e * x : zero;  // selected last: above the diagonal e may be infinite
+      store<T>(E.row(i) + j, lane <= Int(i - j) ? e : zero, L);
+      store<T>(A.row(i) + j, a, L);
+      store<T>(Low.row(i) + j, beta[i] * a, L);
+    });
+    lower_product(left(q), kT, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      store<T>(P.row(i) + j, load<T>(E.row(i) + j, L) * x, L);
+    });
   }
   // The factors of E between a piece's tokens and those before it: `near`'s rows of the piece, `far`'s before it.
   void cross(int64_t begin) {
@@ -263,21 +284,19 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   void wide_pairs() {
     for (int64_t begin = 0; begin < rows; begin += PIECE) {
       const int64_t end = end_of_piece(begin);
-      if (begin == 0)
-        for (auto m : {&P, &A}) std::memset(m->data, 0, end * rows * sizeof(T));
-      else {
+      for (int64_t i = begin; i < end; i++)
+        for (auto m : {&P, &A}) std::memset(m->row(i) + begin, 0, (rows - begin) * sizeof(T));
+      if (begin) {  // with the gradients' places, which are free
         cross(begin);
-        std::memset(kT.data, 0, K * rows * sizeof(T));
-        for (int64_t j = 0; j < begin; j++)
-          for (int64_t x = 0; x < K; x++) kT.row(x)[j] = k.row(j)[x] * far.row(j)[x];
-        for (int64_t i = begin; i < end; i++) {  // in the gradients' places, which are free
+        for (int64_t j = 0; j < begin; j++) multiply_row(dw.row(j), k.row(j), far.row(j), K);
+        kT.width = begin;
+        transposed(dw, kT, begin);
+        for (int64_t i = begin; i < end; i++) {
           multiply_row(dq.row(i), q.row(i), near.row(i), K);
           multiply_row(dk.row(i), k.row(i), near.row(i), K);
         }
-        for (int64_t i = begin; i < end; i += ROWS) {
-          product_rows<T, 1, false>(left(dq), kT, P, i, 0, K);
-          product_rows<T, 1, false>(left(dk), kT, A, i, 0, K);
-        }
+        product(left(dq.from(begin)), kT, end - begin, K, put(P.from(begin)));
+        product(left(dk.from(begin)), kT, end - begin, K, put(A.from(begin)));
       }
       for (int64_t j = begin; j < end; j++) {
         T* decayed = dw.row(j);
@@ -299,90 +318,130 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   }
   // P, A, L, and N of (I + L) N = diag(beta) r.
   void solve() {
-    if (wide) wide_pairs();
-    else pairs();
-    for (int64_t i = 0; i < rows; i++)
-      for (int64_t j = 0; j < rows; j += L) store<T>(Low.row(i) + j, beta[i] * load<T>(A.row(i) + j, L), L);
-    product<T, false>(left(ke), S, r, rows, K);
-    for (int64_t i = 0; i < rows; i++) {
-      scale_row(r.row(i), r.row(i), W, T(-1));
-      add_row(r.row(i), v.row(i), W, T(1));
-      scale_row(N.row(i), r.row(i), W, beta[i]);
-    }
-    for (int64_t i = 0; i < rows; i += ROWS) {
-      product_rows<T, -1, true>(left(Low), N, N, i, 0, i);
-      for (int64_t x = i + 1; x < i + ROWS; x++)
-        for (int64_t y = i; y < x; y++) add_row(N.row(x), N.row(y), W, -Low.row(x)[y]);
-    }
+    if (wide) {
+      wide_pairs();
+      for (int64_t i = 0; i < rows; i++) scale_row(Low.row(i), A.row(i), rows, beta[i]);
+    } else
+      pairs();
+    product(left(wide ? ke : k), S, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      const V<T> written = load<T>(v.row(i) + j, L) - scale[i] * x;
+      store<T>(r.row(i) + j, written, L);
+      store<T>(N.row(i) + j, beta[i] * written, L);
+      fetch_next_head(s.k, s.d_k, i, j);
+      fetch_next_head(s.v, s.d_v, i, j);
+    });
+    in_tiles<T>(rows, W / L, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
+      constexpr int R = TILE_ROWS<decltype(sum)>;
+      add_columns<T>(sum, left(Low), N, i, v, 0, i);
+#pragma GCC unroll 8
+      for (int x = 0; x < R; x++) {
+        subtract_from(N.row(i + x) + v * L, sum[x]);
+#pragma GCC unroll 8
+        for (int y = 0; y < x; y++) subtract(sum[x], Low.row(i + x)[i + y], sum[y]);
+        store_row(N.row(i + x) + v * L, sum[x]);
+        for (int y = 0; y < TILE_VECTORS<decltype(sum)>; y++) fetch_next_head(s.q, s.d_k, i + x, (v + y) * L);
+      }
+    });
+  }
+  // A row of a tile becomes what is at `from` minus it; loses a factor times another row; is stored.
+  template <int C> static ALWAYS_INLINE void subtract_from(const T* from, V<T> (&row)[C]) {
+    for (int x = 0; x < C; x++) row[x] = load<T>(from + x * L, L) - row[x];
+  }
+  template <int C> static ALWAYS_INLINE void subtract(V<T> (&row)[C], T factor, const V<T> (&other)[C]) {
+    for (int x = 0; x < C; x++) row[x] -= factor * other[x];
+  }
+  template <int C> static ALWAYS_INLINE void store_row(T* to, const V<T> (&row)[C]) {
+    for (int x = 0; x < C; x++) store<T>(to + x * L, row[x], L);
   }
 
+  void block_forward() {
+    read();
+    solve();
+    product(left(wide ? qe : q), S, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      store<T>(o.row(i) + j, scale[i] * x, L);
+    });
+    product<LOWER>(left(P), N, rows, rows, add(o));
+    write(s.o, s.d_v, o);
+    product(left(kl, true), N, K, rows, add_decayed(S));
+  }
   // Three gradients of keys are kept apart: dk of what reads, dw of what writes, and own, a token with itself. With
   // dq and dk goes exp(c_i), with dw exp(-c_j): from their products with q and k come the decays' gradients.
   void block_backward() {
     read();
     read_rows(s.d_o, s.d_v, d_o);
     solve();
+    if (!wide)
+      for (int64_t i = 0; i < rows; i++) {
+        scale_row(qe.row(i), q.row(i), K, scale[i]);
+        scale_row(ke.row(i), k.row(i), K, scale[i]);
+      }
     transposed(S, ST, K);
     transposed(dS, dST, K);
     transposed(N, NT, rows);
-    lower_product<T>(left(d_o), NT, dP, rows, W);
+    lower_product(left(d_o), NT, rows, W, put(dP));
     // dN = P' d_o + kl dS, then (I + L)' dR = dN, in place
-    product<T, false>(left(kl), dS, dN, rows, K);
-    product<T, true, UPPER>(left(P, true), d_o, dN, rows, rows);
-    for (int64_t i = rows - ROWS; i >= 0; i -= ROWS) {
-      product_rows<T, -1, true>(left(Low, true), dN, dN, i, i + ROWS, rows);
-      for (int64_t x = i + ROWS - 2; x >= i; x--)
-        for (int64_t y = x + 1; y < i + ROWS; y++) add_row(dN.row(x), dN.row(y), W, -Low.row(y)[x]);
-    }
-    lower_product<T>(left(dN), NT, dA, rows, W);  // with the other sign
+    product(left(kl), dS, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      store<T>(dN.row(i) + j, x, L);
+      fetch_next_head(s.d_o, s.d_v, i, j);
+    });
+    product<UPPER>(left(P, true), d_o, rows, rows, add(dN));
+    in_tiles<T>(rows, W / L, [&](auto& sum, int64_t after, int64_t v) ALWAYS_INLINE_LAMBDA {
+      constexpr int R = TILE_ROWS<decltype(sum)>;
+      const int64_t end = rows - after, i = end - R;  // from the last rows to the first
+      add_columns<T>(sum, left(Low, true), dN, i, v, end, rows);
+#pragma GCC unroll 8
+      for (int x = R - 1; x >= 0; x--) {
+        subtract_from(dN.row(i + x) + v * L, sum[x]);
+#pragma GCC unroll 8
+        for (int y = R - 1; y > x; y--) subtract(sum[x], Low.row(i + y)[i + x], sum[y]);
+        store_row(dN.row(i + x) + v * L, sum[x]);
+      }
+    });
+    lower_product(left(dN), NT, rows, W, put(dA));  // with the other sign
     for (int64_t i = 0; i < K; i++) at_end[i] = whole[i] * dot(S.row(i), dS.row(i), W);
     // the written values' way into the next state
-    product<T, false>(left(N), dST, dw, rows, W);
-    for (int64_t i = 0; i < rows; i++) {
-      multiply_row(dw.row(i), dw.row(i), until.row(i), K);
-      for (int64_t x = 0; x < K; x += L)
-        store<T>(at_end + x, load<T>(at_end + x, L) + load<T>(k.row(i) + x, L) * load<T>(dw.row(i) + x, L), L);
-    }
+    product(left(N), dST, rows, W, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      const V<T> d = x * (wide ? load<T>(until.row(i) + j, L) : splat<T>(to_end[i]));
+      store<T>(dw.row(i) + j, d, L);
+      store<T>(at_end + j, load<T>(at_end + j, L) + load<T>(k.row(i) + j, L) * d, L);
+    });
     for (int64_t i = 0; i < rows; i++) {
       dbeta[i] = dot(dN.row(i), r.row(i), W);
       scale_row(dN.row(i), dN.row(i), W, beta[i]);
       scale_row(r.row(i), dN.row(i), W, T(-1));
     }
     write(s.dv, s.d_v, dN);
-    product<T, false>(left(d_o), ST, dq, rows, W);
-    product<T, false>(left(r), ST, dk, rows, W);
-    for (int64_t i = 0; i < rows; i++) {
-      multiply_row(dq.row(i), dq.row(i), since.row(i), K);
-      multiply_row(dk.row(i), dk.row(i), since.row(i), K);
-    }
-    for (int64_t i = 0; i < K; i++) scale_row(dS.row(i), dS.row(i), W, whole[i]);
-    product<T, true>(left(qe, true), d_o, dS, K, rows);
-    product<T, true>(left(ke, true), r, dS, K, rows);
+    product(left(d_o), ST, rows, W, put_decayed(dq));
+    product(left(r), ST, rows, W, put_decayed(dk));
+    product(left(qe, true), d_o, K, rows, add_decayed(dS));
+    product(left(ke, true), r, K, rows, add(dS));
     // dP and -dL become the cotangents of what is below the diagonals of P and A
     for (int64_t i = 0; i < rows; i++) {
+      const int64_t width = padded(i + 1, WHOLE);
       own[i] = dP.row(i)[i];
-      for (int64_t j = i; j < rows; j++) dP.row(i)[j] = dA.row(i)[j] = 0;
-      dbeta[i] -= dot(dA.row(i), A.row(i), padded(i, WHOLE));
-      scale_row(dA.row(i), dA.row(i), padded(i, WHOLE), -beta[i]);
+      for (int64_t j = i; j < width; j++) dP.row(i)[j] = dA.row(i)[j] = 0;
+      dbeta[i] -= dot(dA.row(i), A.row(i), width);
+      scale_row(dA.row(i), dA.row(i), width, -beta[i]);
+      if (!wide)
+        for (auto m : {&dP, &dA}) multiply_row(m->row(i), m->row(i), E.row(i), width);
     }
     if (wide) wide_pairs_backward();
     else pairs_backward();
     decays();
-    for (int64_t i = 0; i < rows; i++) {
-      add_row(dq.row(i), k.row(i), K, own[i]);
-      add_row(dk.row(i), q.row(i), K, own[i]);
-      add_row(dk.row(i), dw.row(i), K, T(1));
-    }
     write(s.dq, s.d_k, dq);
     write(s.dk, s.d_k, dk);
   }
+  // The gradients of qe's or ke's rows become those of q's or k's.
+  auto put_decayed(Matrix<T> to) const {
+    return [this, to](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      store<T>(to.row(i) + j, x * (wide ? load<T>(since.row(i) + j, L) : splat<T>(scale[i])), L);
+    };
+  }
   void pairs_backward() {
-    for (int64_t i = 0; i < rows; i++)
-      for (auto m : {&dP, &dA}) multiply_row(m->row(i), m->row(i), E.row(i), rows);
-    product<T, true, LOWER>(left(dP), k, dq, rows, rows);
-    product<T, true, LOWER>(left(dA), k, dk, rows, rows);
-    product<T, true, UPPER>(left(dP, true), q, dw, rows, rows);
-    product<T, true, UPPER>(left(dA, true), k, dw, rows, rows);
+    product<LOWER>(left(dP), k, rows, rows, add(dq));
+    product<LOWER>(left(dA), k, rows, rows, add(dk));
+    product<UPPER>(left(dP, true), q, rows, rows, add(dw));
+    product<UPPER>(left(dA, true), k, rows, rows, add(dw));
   }
   void wide_pairs_backward() {
     for (int64_t begin = 0; begin < rows; begin += PIECE) {
@@ -390,10 +449,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       if (begin) {
         cross(begin);
         for (int64_t j = 0; j < begin; j++) multiply_row(kl.row(j), k.row(j), far.row(j), K);
-        for (int64_t i = begin; i < end; i += ROWS) {
-          product_rows<T, 1, false>(left(dP), kl, qe, i, 0, begin);
-          product_rows<T, 1, false>(left(dA), kl, ke, i, 0, begin);
-        }
+        product(left(dP.from(begin)), kl, end - begin, begin, put(qe.from(begin)));
+        product(left(dA.from(begin)), kl, end - begin, begin, put(ke.from(begin)));
         for (int64_t i = begin; i < end; i++)
           for (int64_t x = 0; x < K; x += L) {
             const V<T> e = load<T>(near.row(i) + x, L);
@@ -402,10 +459,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
             store<T>(qe.row(i) + x, e * load<T>(q.row(i) + x, L), L);
             store<T>(ke.row(i) + x, e * load<T>(k.row(i) + x, L), L);
           }
-        for (int64_t j = 0; j < begin; j += ROWS) {
-          product_rows<T, 1, false>(left(dP, true), qe, kl, j, begin, end);
-          product_rows<T, 1, true>(left(dA, true), ke, kl, j, begin, end);
-        }
+        product(left(dP.from(begin), true), qe.from(begin), begin, end - begin, put(kl));
+        product(left(dA.from(begin), true), ke.from(begin), begin, end - begin, add(kl));
         for (int64_t j = 0; j < begin; j++)
           for (int64_t x = 0; x < K; x += L)
             store<T>(dw.row(j) + x,
@@ -427,14 +482,16 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
         }
     }
   }
-  // Of g, sums of its running sums' gradients, from each token on.
+  // Gradients of g, sums of its running sums' from each token on; and all of those of q and k.
   void decays() {
     T* sum = at_end;
     for (int64_t i = n - 1; i >= 0; i--) {
       for (int64_t x = 0; x < K; x += L) {
         const V<T> key = load<T>(k.row(i) + x, L), read = load<T>(q.row(i) + x, L) * load<T>(dq.row(i) + x, L);
-        const V<T> dc = read + key * (load<T>(dk.row(i) + x, L) - load<T>(dw.row(i) + x, L));
-        store<T>(sum + x, load<T>(sum + x, L) + dc, L);
+        const V<T> reading = load<T>(dk.row(i) + x, L), writing = load<T>(dw.row(i) + x, L);
+        store<T>(sum + x, load<T>(sum + x, L) + read + key * (reading - writing), L);
+        store<T>(dq.row(i) + x, load<T>(dq.row(i) + x, L) + own[i] * key, L);
+        store<T>(dk.row(i) + x, reading + writing + own[i] * load<T>(q.row(i) + x, L), L);
       }
       const int64_t at = (b * s.seqlen + t + i) * s.nheads + h;
       const bool fresh = i == 0 && resets(t);
@@ -455,10 +512,14 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
 
 template <class T> void run(const DeltaArgs& s, bool backward) {
   parallel(s.threads, [&](int64_t thread) {
-    Delta<T> rule(s);
-    for (int64_t unit = thread; unit < s.batch * s.nheads; unit += s.threads)
-      if (backward) rule.backward(unit);
-      else rule.forward(unit);
+    const int64_t all = s.batch * s.nheads, last = all * (thread + 1) / s.threads;
+    Delta<T> rule(s, s.nheads);
+    for (int64_t first = all * thread / s.threads, end; first < last; first = end) {
+      end = (first / s.nheads + 1) * s.nheads;  // of the sequence
+      if (end > last) end = last;
+      if (backward) rule.backward(first, end);
+      else rule.forward(first, end);
+    }
   });
 }
 }  // namespace

@@ -9,6 +9,7 @@ template <class T> struct Matrix {  // rows of whole vectors
   T* data;
   int64_t width;
   T* row(int64_t i) const { return data + i * width; }
+  Matrix from(int64_t i) const { return {row(i), width}; }  // the rows from i on
 };
 // A row of a few vectors: for so little a call of memcpy takes longer than the copy.
 template <class T> ALWAYS_INLINE void copy_row(T* to, const T* from, int64_t count) {

@@ -2,6 +2,8 @@
 // for each number of the left factor and vectors of the right one. And transposition, by which a product's right factor
 // gets its lanes.
 #pragma once
+#include <utility>
+
 #include "lanes.h"
 
 // A left factor: number (i, k) is data[i * row + k * column].
@@ -40,23 +42,30 @@ template <class T, class F> ALWAYS_INLINE void in_tiles(int64_t rows, int64_t ve
   if (i < rows) tile_row<T, 1>(i, vectors, body);
 }
 
+#if defined(__GNUC__) && !defined(__clang__)
+// Exchanges the off-diagonal squares of STEP x STEP numbers of a square of vectors. The lanes are lists of constants:
+// computed in a loop, they would be computed again for every square.
+template <class T, int STEP, int... LANE> ALWAYS_INLINE void exchange_squares(V<T> (&x)[Vec<T>::L], std::integer_sequence<int, LANE...>) {
+  constexpr int L = Vec<T>::L;
+  constexpr VI<T> low = {(LANE & STEP ? L + LANE - STEP : LANE)...}, high = {(LANE & STEP ? L + LANE : LANE + STEP)...};
+#pragma GCC unroll 16
+  for (int i = 0; i < L; i++) {
+    if (i & STEP) continue;
+    const V<T> a = x[i], b = x[i + STEP];
+    x[i] = __builtin_shuffle(a, b, low);
+    x[i + STEP] = __builtin_shuffle(a, b, high);
+  }
+}
+#endif
 // The rows of a square of vectors become its columns.
 template <class T> ALWAYS_INLINE void transpose_square(V<T> (&x)[Vec<T>::L]) {
   constexpr int L = Vec<T>::L;
 #if defined(__GNUC__) && !defined(__clang__)
-  for (int step = 1; step < L; step *= 2) {  // exchanges the off-diagonal squares of step x step
-    VI<T> low, high;
-    for (int l = 0; l < L; l++) {
-      low[l] = l & step ? L + l - step : l;
-      high[l] = l & step ? L + l : l + step;
-    }
-    for (int i = 0; i < L; i++) {
-      if (i & step) continue;
-      const V<T> a = x[i], b = x[i + step];
-      x[i] = __builtin_shuffle(a, b, low);
-      x[i + step] = __builtin_shuffle(a, b, high);
-    }
-  }
+  const auto lanes = std::make_integer_sequence<int, L>();
+  if constexpr (L > 1) exchange_squares<T, 1>(x, lanes);
+  if constexpr (L > 2) exchange_squares<T, 2>(x, lanes);
+  if constexpr (L > 4) exchange_squares<T, 4>(x, lanes);
+  if constexpr (L > 8) exchange_squares<T, 8>(x, lanes);
 #else
   for (int i = 0; i < L; i++)
     for (int l = 0; l < i; l++) {
