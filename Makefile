@@ -20,7 +20,7 @@ CODE   := adjoint benchmarks examples scripts tests $(wildcard train.py)
 # Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow test-versions test-integrations test-external fuzz lint format benchmarks site setup setup-dev clean distclean
+.PHONY: help train test test-slow test-versions test-integrations test-external test-mutations fuzz lint format benchmarks site setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -37,6 +37,9 @@ fuzz: setup-dev  ## random cases against references for an hour, or MINUTES=5; p
 
 test-slow: setup-dev  ## run the tests marked slow, part by part, and record what passed in docs/slow_tests.md; PART=kernels runs one
 	JOBS=$(JOBS) $(BIN)/python scripts/slow_tests.py $(PART)
+
+test-mutations: setup-dev  ## break the code behind each of some promises, and see that a test fails; PART="hooks noise" names some
+	$(BIN)/python scripts/mutations.py $(PART)
 
 test-versions: setup-dev  ## run tests under other versions, row by row (docs/versions.md); ROWS="triton-3.6 python-3.13" runs two
 	JOBS=$(JOBS) $(BIN)/python scripts/versions.py $(ROWS)

@@ -103,3 +103,12 @@ def test_only_what_is_promised_of_the_newest_releases_must_pass(
     monkeypatch.setattr(script, "run_row", lambda _: pytest.fail("what make test has run"))
     monkeypatch.setattr(script, "newest", releases.installed)
     assert script.check_newest() == 0
+
+
+def test_each_mutation_breaks_one_line_and_names_tests_that_there_are() -> None:
+    for name, mutation in load("mutations").MUTATIONS.items():
+        text = (ROOT / "adjoint" / mutation.file).read_text()
+        assert text.count(mutation.line) == 1, f"{name}: change its line in scripts/mutations.py, too"
+        paths = [part.split("::")[0] for part in mutation.tests.split() if part.startswith("tests/")]
+        assert paths, name
+        assert all((ROOT / path).exists() for path in paths), name
