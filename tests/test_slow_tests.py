@@ -109,6 +109,6 @@ def test_each_mutation_breaks_one_line_and_names_tests_that_there_are() -> None:
     for name, mutation in load("mutations").MUTATIONS.items():
         text = (ROOT / "adjoint" / mutation.file).read_text()
         assert text.count(mutation.line) == 1, f"{name}: change its line in scripts/mutations.py, too"
-        paths = [part.split("::")[0] for part in mutation.tests.split() if part.startswith("tests/")]
+        paths = [word.split("::")[0] for word in mutation.tests.split() if word.startswith("tests/")]
         assert paths, name
         assert all((ROOT / path).exists() for path in paths), name
