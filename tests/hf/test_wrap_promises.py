@@ -376,6 +376,18 @@ def test_a_change_of_the_model_is_seen(case: str, when: str) -> None:
     )
 
 
+def test_a_weight_that_is_trained_later_is_looked_at_again() -> None:
+    """What is allowed of a frozen weight may be wrong of a trained one."""
+    model = make(LLAMA)
+    table = model.model.embed_tokens
+    table.sparse = True
+    table.weight.requires_grad_(False)
+    run(wrapped(model))
+    table.weight.requires_grad_()
+    with pytest.raises(ValueError, match="set sparse=False"):
+        run(model)
+
+
 @pytest.mark.parametrize("case", CHANGES_REFUSED)
 def test_a_change_that_is_refused(case: str) -> None:
     """A change is refused whether gradients are asked for or not, also after calls that succeeded."""
