@@ -47,8 +47,9 @@ test-versions: setup-dev  ## run tests under other versions, row by row (docs/ve
 test-integrations: setup-dev  ## run training frameworks' own commands with our line and without it (docs/integrations.md)
 	JOBS=1 $(BIN)/python scripts/versions.py axolotl lightning llamafactory ms-swift sentence-transformers verl
 
-EXTERNAL := build/external
-KERNELS := build/external-kernels
+# absolute: tests start processes in folders of their own
+EXTERNAL := $(CURDIR)/build/external
+KERNELS := $(CURDIR)/build/external-kernels
 test-external: setup-dev  ## compare with mamba-ssm, causal-conv1d, fla, mamba.py, quantized bases and Lightning, fetched into build/
 	CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
 		$(BIN)/python -m pip install -q --no-deps --no-build-isolation --upgrade --target $(KERNELS) \

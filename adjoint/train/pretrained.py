@@ -269,8 +269,9 @@ def dequantized(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             f"{directory}: transformers cannot turn its weights ({method}) into floating-point ones; merge "
             "the run's adapters into the model that they were quantized from"
         ) from None
-    # save_pretrained undoes what loading did to the files' tensors; to quantize them again it has no code
-    conversions = model._weight_conversions or []
+    # save_pretrained undoes what loading did to the files' tensors, of which a model need not keep a list; to
+    # quantize them again it has no code
+    conversions = getattr(model, "_weight_conversions", None) or []
     model._weight_conversions = [change for change in conversions if _is_reversible(change)] or None
     return model
 
