@@ -376,8 +376,8 @@ def test_a_change_of_the_model_is_seen(case: str, when: str) -> None:
     )
 
 
+def test_a_weight_that_is_trained_later_is_looked_at_again() -> None:
     """A setting that is allowed with a frozen weight is refused once the weight is trained."""
-    """What is allowed of a frozen weight may be wrong of a trained one."""
     model = make(LLAMA)
     table = model.model.embed_tokens
     table.sparse = True
