@@ -29,7 +29,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.module_tensors import ModuleTensors
-from adjoint.engine.parameter_access import ParameterAccess
+from adjoint.engine.parameter_access import REPLICA, ParameterAccess, is_replica
 from adjoint.engine.shared_prefix import Beginning, End, Rows, Segment
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, grouped, uncompiled
@@ -54,7 +54,7 @@ from adjoint.layers.strands import (
 )
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method
-from adjoint.parallel.access import REPLICA, access_kind, access_of, is_replica, refuse_sharded
+from adjoint.parallel.access import access_kind, access_of, refuse_sharded
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.split_tensors import splits
 from adjoint.parallel.tensor import (

@@ -157,10 +157,13 @@ def _fetched(modules: Iterable[nn.Module]) -> Iterator[None]:
             transfers.prefetch(next_place)
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Whether the weights of a module are copied to the device together."""
+    return type(module) in _unit_classes
+
+
 def with_weights_fetched(unit: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
-    """Return a forward that is called in the place of a module's own; if that is a unit, with its weights."""
-    if type(unit) not in _unit_classes:
-        return forward
+    """Return a forward that is called in the place of a unit's own, with its weights on the device."""
 
     def fetching_forward(*args: object, **kwargs: object) -> object:
         with fetched(unit):
@@ -426,6 +429,9 @@ class HostWeightsAccess(ParameterAccess):
 
     def recompute(self, recompute: str) -> str:
         return recompute_of(self.model, recompute)
+
+    def fetched(self, *modules: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return fetched(*modules)
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
         if spec.backward.window is not None:

@@ -25,6 +25,10 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients
 
 ContextFactory = Callable[[], contextlib.AbstractContextManager[object]]
+REPLICA = (
+    "nn.DataParallel calls replicas without parameters, in which chunks leave no gradients: start a process "
+    "for each GPU (torchrun --nproc-per-node N train.py), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
+)
 T = TypeVar("T")
 
 
@@ -128,6 +132,10 @@ class ParameterAccess:
         """Return the result of `call`, which may run the model's modules one by one."""
         return call()
 
+    def fetched(self, *modules: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which weights of some modules are on the device, outside of their forwards."""
+        return contextlib.nullcontext()
+
     def begin_plain_call(self) -> None:
         """Prepare for a forward and a backward of the model itself."""
 
@@ -178,7 +186,7 @@ class ParameterAccess:
         Args:
             runs: as `Distribution.runs` returns them.
         """
-        return as_runs(stages, states, runs)
+        return as_runs(stages, states, runs) if len(stages) > 1 else ([*stages], states)
 
     def verify(self, step: Runs) -> None:
         """Compare what chunks compute with what the whole computes, where layers are not ours; on first use.
@@ -230,3 +238,8 @@ class ParameterAccess:
     ) -> tuple[Gradients, list[Tensor | None]]:
         """Run a step's backward: see `ChunkedStep.backward`."""
         return step.run_backward(d_loss, d_final)
+
+
+def is_replica(model: nn.Module) -> bool:
+    """Whether `nn.DataParallel` made the model for one call."""
+    return vars(model).get("_is_replica", False)

@@ -35,7 +35,7 @@ from adjoint.hf.language_inputs import (
     capture,
     language_model_of,
 )
-from adjoint.hf.model_parts import access_to, backbone_of, original_class
+from adjoint.hf.model_parts import access_to, backbone_of, forward_parameters, original_class
 from adjoint.hf.router_loss import TOKEN_MASK
 from adjoint.hf.transformers_api import CACHE_NAMES, ModelOutput
 
@@ -245,7 +245,7 @@ class Call:
         if returns_state and call.mask is not None:
             reason = "the state after padding is not that of the row's last token: give rows without padding"
             check.refuse(self.model, f"use_cache and past_key_values: {reason}")
-        if len(set(call.starts)) > 1:
+        if call.rows_differ:
             check.refuse(self.model, "use_cache: rows must have the same documents")
         return call
 
@@ -269,7 +269,7 @@ class Call:
         names = [] if self.language_inputs is not None else self.unknown_inputs
         if not names or language_model_of(self.model) is None:
             return ()
-        parameters = inspect.signature(original_class(backbone_of(self.model)).forward).parameters
+        parameters = forward_parameters(backbone_of(self.model))
         return tuple(name for name in names if name in parameters)
 
     def at_language_model(self) -> Call:
@@ -307,7 +307,7 @@ class Call:
             positions = positions.expand(-1, *self.ids.shape).movedim(0, -1)
         if positions is None or positions.dim() != 3:
             return None
-        rows, _ = join_rows({POSITIONS: positions}, self.starts)
+        rows, _ = self.joined({POSITIONS: positions})
         return rows[POSITIONS][..., 1:] if positions.shape[-1] == 4 else rows[POSITIONS]
 
     @functools.cached_property
@@ -478,7 +478,23 @@ class Call:
         if (positions := self.position_components) is not None:
             # The first of four components counts a document's tokens; three say nothing of documents.
             arguments = {**arguments, POSITIONS: positions[0] if len(positions) == 4 else None}
-        return document_starts(arguments, self.ids, self.mask)
+        named = self.mask is not None or [n for n in DOCUMENT_INPUTS if arguments.get(n) is not None]
+        # without reading from the device, if nothing tells documents apart
+        return document_starts(arguments, self.ids, self.mask) if named else [(0,)] * len(self.ids)
+
+    @functools.cached_property
+    def rows_differ(self) -> bool:
+        """Whether rows have different documents. They are joined then, as documents of one row."""
+        return len(set(self.starts)) > 1
+
+    def joined(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+        """Return tensors (batch, seqlen, …) in the batch's rows, and the first tokens of their documents."""
+        return join_rows(tensors, self.starts) if self.rows_differ else (tensors, self.starts[0])
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents in all rows."""
+        return sum(map(len, self.starts))
 
     @functools.cached_property  # asked several times per call, and on a GPU each answer waits for it
     def is_padded_right(self) -> bool:
@@ -496,7 +512,7 @@ class Call:
         if self.mask is None or not self.is_padded_right:
             return None
         after_last = self.mask.flip(1).cumsum(1).flip(1) == 0
-        rows, _ = join_rows({TOKEN_MASK: ~after_last}, self.starts)
+        rows, _ = self.joined({TOKEN_MASK: ~after_last})
         return Padding(rows[TOKEN_MASK], self.past_tokens)
 
     @functools.cached_property
@@ -514,8 +530,7 @@ class Call:
     def batch(self) -> tuple[Batch, tuple[int, ...]]:
         """Return the batch that chunks are cut from, and the first tokens of its documents.
 
-        Rows whose documents differ are joined end to end, as documents of one row. The targets of a
-        backbone's call are the ids.
+        The targets of a backbone's call are the ids.
 
         Raises:
             ValueError: an input contradicts itself or another one.
@@ -531,7 +546,7 @@ class Call:
         if self.mask is not None and self.kind.routed:
             tensors[TOKEN_MASK] = self.mask
         divisor = self.divisor if self.has_labels else 1
-        tensors, starts = join_rows(tensors, self.starts)
+        tensors, starts = self.joined(tensors)
         return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
 
     @functools.cached_property
@@ -548,12 +563,12 @@ class Call:
 
     @property
     def _backbone_parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(original_class(backbone_of(self.model)).forward).parameters
+        return forward_parameters(backbone_of(self.model))
 
     def _inputs_beyond(self, others: Set[str]) -> list[str]:
         """Return the names of inputs that are neither supported, nor among others, nor left at their
         defaults."""
-        parameters = inspect.signature(original_class(self.model).forward).parameters
+        parameters = forward_parameters(self.model)
         # A call that asks for an extra output does not get here, so its value is False or None.
         supported = {
             *SUPPORTED_INPUTS,

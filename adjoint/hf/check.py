@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from adjoint.engine import verification
+from adjoint.engine.parameter_access import REPLICA, is_replica
 from adjoint.hf.cache import why_no_recurrence
 from adjoint.hf.kernels import fla
 from adjoint.hf.model_parts import original_class, root_of
 from adjoint.hf.tensor_parallel import modules_that_split_tokens
-from adjoint.parallel.access import REPLICA, is_replica, why_not
 
 T = TypeVar("T")
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
@@ -66,7 +66,7 @@ def z_loss_coefficient(model: PreTrainedModel) -> float:
 def has_logit_penalty(model: PreTrainedModel) -> bool:
     """Whether the configuration asks for fla's penalty of each token's largest logit, as RWKV-7's does by
     default."""
-    return fla.is_of_fla(model) and bool(getattr(model.config, LOGIT_PENALTY, False))
+    return bool(getattr(model.config, LOGIT_PENALTY, False)) and fla.is_of_fla(model)
 
 
 def refuse_logit_penalty(model: PreTrainedModel) -> None:
@@ -229,8 +229,6 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
         refuse(
             model, "parametrize.cached() keeps weights from one chunk to the next; call the model outside it"
         )
-    if why := why_not(model, root):
-        refuse(model, why)
 
 
 def refuse_unsupported_modules(model: PreTrainedModel) -> None:

@@ -11,7 +11,6 @@ from adjoint.batch import are_values_unknown
 from adjoint.documents import from_cu_seqlens
 from adjoint.errors import UserError
 
-DOCUMENT_INPUTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 Starts = list[tuple[int, ...]]  # for each row, the first tokens of its documents
 
 
@@ -31,8 +30,6 @@ def document_starts(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = N
         ValueError: a shape does not fit; cu_seq_lens_q does not begin with 0, falls or does not end with
             the sequence; position_ids do not count up from 0 in each document; or two of them disagree.
     """
-    if mask is None and all(kwargs.get(name) is None for name in DOCUMENT_INPUTS):
-        return [(0,)] * len(ids)  # without reading from the device
     refuse_while_captured("packed documents and padding")
     is_real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     # (batch, seqlen): token 0, and the first token after padding at the left
@@ -96,12 +93,9 @@ def expand_to_rows(name: str, values: Tensor, ids: Tensor) -> Tensor:
 
 
 def join_rows(tensors: dict[str, Tensor], starts: Starts) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """Return tensors (batch, seqlen, …) and the starts of their documents.
+    """Return tensors (batch, seqlen, …), joined end to end as a single row, and the starts of its documents.
 
-    Rows whose documents differ are joined end to end as a single row: the start of a row is then the start
-    of a document."""
-    if len(set(starts)) == 1:
-        return tensors, starts[0]
+    The start of a row is then the start of a document."""
     seqlen = next(iter(tensors.values())).shape[1]
     joined_starts = tuple(
         row * seqlen + start for row, row_starts in enumerate(starts) for start in row_starts

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import fetched
 from adjoint.engine.parameter_access import ContextFactory
-from adjoint.hf.model_parts import MODEL_ERRORS, backbone_of, original_class
+from adjoint.hf.model_parts import MODEL_ERRORS, backbone_of, is_of_library, original_class
 from adjoint.hf.transformers_api import ModelOutput, MoeModelOutputWithPast, with_cache_names
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, linear_logprobs, selected_logprobs, tokens_per_slice
@@ -123,7 +123,7 @@ def logit_scale(model: PreTrainedModel) -> float | None:
         and head.bias is None
         and type(head.weight).__name__ in UNQUANTIZED_CLASSES
     )
-    if not is_plain or not original_class(model).forward.__module__.startswith(("transformers.", "fla.")):
+    if not is_plain or not is_of_library(model):
         return None
     # on the CPU, so that no device is waited for; real also where a plan runs the model on fake tensors
     with torch.no_grad(), _disable_current_modes():
@@ -230,9 +230,11 @@ def summed_loss(
     terms: LogitTerms = _NO_TERMS,
     slices: int | None = None,
     weights: Tensor | None = None,
-    scale: Callable[[], float | None] | None = None,
+    measured_scale: Callable[[], float | None] | None = None,
 ) -> Tensor:
     """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
+
+    The head's weights must be on the device (`ParameterAccess.fetched`).
 
     Args:
         hidden: (batch, tokens, hidden_size).
@@ -241,21 +243,9 @@ def summed_loss(
         slices: number of slices; None for `tokens_per_slice`'s choice.
         weights: (batch, tokens), how often each target counts; None for once. Not for a user's loss function
             or with other terms.
-        scale: returns the model's `logit_scale`, for callers that measure it once; None to measure it.
+        measured_scale: returns the model's `logit_scale`, for callers that measure it once; None to measure
+            it.
     """
-    with fetched(model.get_output_embeddings()):
-        return _summed_loss(model, hidden, targets, terms, slices, weights, scale)
-
-
-def _summed_loss(
-    model: PreTrainedModel,
-    hidden: Tensor,
-    targets: Tensor,
-    terms: LogitTerms,
-    slices: int | None,
-    weights: Tensor | None,
-    measured_scale: Callable[[], float | None] | None,
-) -> Tensor:
     custom_loss, vocab_size = custom_loss_function(model), vocab_size_of(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
     scale = None

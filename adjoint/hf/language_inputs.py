@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ from adjoint.hf.head import Output
 from adjoint.hf.model_parts import (
     backbone_of,
     calling_original_forwards,
+    forward_parameters,
     original_class,
     override_attribute,
     replaced_forwards,
@@ -210,7 +210,7 @@ def outer_inputs(
     Args:
         inputs: of the language model. tokens: as in `LanguageLayout.unpack`.
     """
-    parameters = inspect.signature(original_class(backbone_of(model)).forward).parameters
+    parameters = forward_parameters(backbone_of(model))
     shared = {name: value for name, value in inputs.items() if name in parameters and value is not None}
     if (ids := tokens.get(IDS)) is None:
         return shared
@@ -294,7 +294,7 @@ AttentionMaskInterface.register(NO_MASKS, _note_sight)
 
 
 def _argument_names(module: nn.Module) -> list[str]:
-    parameters = inspect.signature(original_class(module).forward).parameters
+    parameters = forward_parameters(module)
     return [name for name in parameters if name != "self"]
 
 

@@ -6,7 +6,6 @@ mean of rows' means, is a sum over tokens for some labels and not for others."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -16,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.host_weights import device_of
+from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.verification import Refused, alike, some_numbers
 from adjoint.hf import check
 from adjoint.hf.call import LABEL_INPUTS, Call
-from adjoint.hf.head import Output, custom_loss_function, head_output, summed_loss, vocab_size_of
-from adjoint.hf.model_parts import MODEL_ERRORS, access_to, original_class
+from adjoint.hf.head import Output, head_output, summed_loss, vocab_size_of
+from adjoint.hf.model_parts import MODEL_ERRORS, access_to, forward_parameters
 from adjoint.hf.trial_copy import HALF_DTYPES, in_eval_mode
 from adjoint.loss import tokens_per_slice
 
@@ -30,7 +29,6 @@ MIN_LOSS = 1e-3  # below which an error is absolute: a loss may skip labels, and
 EXAMPLE_COUNT = 7  # `num_items_in_batch`; any number
 REPEATED_LABELS = 4  # so that a piece with a single label has some more, in both rows
 COUNT = "num_items_in_batch"
-LIBRARIES = ("transformers.", "fla.")  # their forwards leave the loss to `loss_function`
 NO_SUM = (
     "is not a sum over tokens divided by num_items_in_batch: let it accept shift_labels and "
     "num_items_in_batch, as transformers' ForCausalLMLoss does"
@@ -62,18 +60,16 @@ class _Loss(NamedTuple):
 
 
 @torch.no_grad()
-def refuse_unsummable_loss(call: Call, padded: bool) -> None:
+def refuse_unsummable_loss(call: Call, function: Callable[..., Tensor], padded: bool) -> None:
     """Refuse a call if a user's `loss_function` is not a sum over tokens, divided by the number of labels.
 
     Args:
+        function: the `loss_function`.
         padded: whether chunks have padding, whose logits differ from the model's.
 
     Raises:
         Refused: it is not, or it reads logits of padding.
     """
-    function = custom_loss_function(call.model)
-    if function is None:
-        return
     loss = _of_function(call, function)
     try:
         _refuse(call, loss, padded)
@@ -84,7 +80,8 @@ def refuse_unsummable_loss(call: Call, padded: bool) -> None:
 
 
 def refuse_loss_of_own_forward(call: Call) -> None:
-    """Refuse a call if a forward that is not transformers' own computes a loss that is no such sum.
+    """Refuse a call with labels if the model's forward, not transformers' own, computes another loss than
+    such a sum.
 
     The gradients of a few tokens have been compared before, so a head that needs more than hidden states is
     left to that comparison.
@@ -93,8 +90,6 @@ def refuse_loss_of_own_forward(call: Call) -> None:
         Refused: it is not.
     """
     model = call.model
-    if not call.has_labels or original_class(model).forward.__module__.startswith(LIBRARIES):
-        return
     if check.z_loss_coefficient(model):
         return  # which has a trial of its own
 
@@ -113,7 +108,7 @@ def refuse_loss_of_own_forward(call: Call) -> None:
 def _of_function(call: Call, function: Callable[..., Tensor]) -> _Loss:
     """Return the loss that transformers' forward computes by a user's `loss_function`."""
     vocab_size = vocab_size_of(call.model)
-    parameters = inspect.signature(original_class(call.model).forward).parameters
+    parameters = forward_parameters(call.model)
     # What the forward does not name it hands on to the loss function.
     handed_on = {
         name: value
@@ -142,7 +137,8 @@ def _of_forward(model: PreTrainedModel) -> _Loss:
         return head_output(model, Output(last_hidden_state=hidden), **arguments)["loss"]
 
     def summed(hidden: Tensor, targets: Tensor) -> Tensor:
-        return summed_loss(model, hidden, targets)
+        with fetched(model.get_output_embeddings()):
+            return summed_loss(model, hidden, targets)
 
     width = access_to(model).shape(weight)[1]
     return _Loss("the loss of its forward", width, weight.dtype, 30.0, as_called, summed)
@@ -243,18 +239,17 @@ def _all_within(errors: list[Tensor], rtol: float) -> bool:
 
 
 @torch.no_grad()
-def refuse_z_loss(model: PreTrainedModel, padded: bool) -> None:
+def refuse_z_loss(model: PreTrainedModel, coefficient: float, padded: bool) -> None:
     """Try the z-loss that a configuration asks for, by calling the model's head with no label that counts.
 
     Args:
+        coefficient: from `check.z_loss_coefficient`.
         padded: whether there is padding.
 
     Raises:
         Refused: it is not the mean of the squared log-partition functions, times
-            `check.z_loss_coefficient`, or reads padding.
+            the coefficient, or reads padding.
     """
-    if not (coefficient := check.z_loss_coefficient(model)):
-        return
     weight, device = model.get_output_embeddings().weight, device_of(model)
     if padded:
         check.refuse(

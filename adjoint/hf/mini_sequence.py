@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from adjoint.engine.host_weights import fetched
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.verification import alike
 from adjoint.hf import check
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.checkpointing import WithoutCheckpointing
-from adjoint.hf.head import LogitTerms, run_checkpointed, summed_loss
+from adjoint.hf.head import LogitTerms, custom_loss_function, run_checkpointed, summed_loss
 from adjoint.hf.logit_penalty import LogitPenalty
 from adjoint.hf.loss_trial import refuse_unsummable_loss
 from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
@@ -49,13 +50,15 @@ def total_loss(call: Call, pieces: Pieces, mlps: Sequence[str]) -> Tensor:
         Refused: the model's loss is not known to be a sum over tokens.
     """
     model, targets = call.model, call.targets
-    refuse_unsummable_loss(call, padded=False)
+    if (loss_function := custom_loss_function(model)) is not None:
+        refuse_unsummable_loss(call, loss_function, padded=False)
     penalty = LogitPenalty.from_call(call, padded=False) if check.has_logit_penalty(model) else None
     inputs = {k: v for k, v in call.arguments.items() if v is not None and k not in HEAD_ARGUMENTS}
     with splitting(backbone_of(model), mlps, pieces.mlps):
         hidden = backbone_of(model)(**inputs, use_cache=False)[0]
     terms = LogitTerms(penalty=None if penalty is None else penalty.of_sum(call.divisor))
-    return summed_loss(model, hidden, targets.to(hidden.device), terms, pieces.head)
+    with fetched(model.get_output_embeddings()):
+        return summed_loss(model, hidden, targets.to(hidden.device), terms, pieces.head)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.hf.transformers_api import GradientCheckpointingLayer
-from adjoint.parallel.access import access_kind
+from adjoint.parallel.access import Holding, access_kind, holding_of
 
 MISSING = object()
 Forward = Callable[..., object]  # a module's forward: its arguments and result are the model's own
@@ -23,6 +24,21 @@ MODEL_ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, 
 def original_class(model: nn.Module) -> type[PreTrainedModel]:
     """Return the class that transformers gave a model, wrapped or not."""
     return getattr(type(model), "_adjoint_original", type(model))
+
+
+def is_of_library(model: nn.Module) -> bool:
+    """Whether a model's forward is transformers' or fla's own, which leaves the loss to `loss_function`."""
+    return original_class(model).forward.__module__.startswith(("transformers.", "fla."))
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the forward that transformers gave a model, by name."""
+    return _parameters_of(original_class(model).forward)
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -93,15 +109,22 @@ def calling_original_forwards(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def access_kind_of(model: nn.Module) -> type[ParameterAccess]:
-    """Return how a model's weights are held; asked once for each call of the user's."""
+def current_holding(model: nn.Module) -> Holding:
+    """Return how a model's weights are held; it is looked for once at most in each call of the user's."""
     wrap_state = vars(model).get("_adjoint")
-    if wrap_state is None or wrap_state.access_kinds is None:
-        return access_kind(model)
-    if model not in wrap_state.access_kinds:
-        wrap_state.access_kinds[model] = access_kind(model)
-    kind: type[ParameterAccess] = wrap_state.access_kinds[model]
-    return kind
+    if wrap_state is None or wrap_state.holdings is None:
+        return holding_of(model, root_of(model))
+    if model not in wrap_state.holdings:
+        wrap_state.holdings[model] = holding_of(model, root_of(model))
+    holding: Holding = wrap_state.holdings[model]
+    return holding
+
+
+def access_kind_of(model: nn.Module) -> type[ParameterAccess]:
+    """Return the class of access to a model's weights: of their holding, if this call has looked for it."""
+    wrap_state = vars(model).get("_adjoint")
+    holdings: Mapping[nn.Module, Holding] = {} if wrap_state is None else wrap_state.holdings or {}
+    return holdings[model].kind if model in holdings else access_kind(model)
 
 
 def access_to(model: nn.Module, backward_context: ContextFactory = contextlib.nullcontext) -> ParameterAccess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from adjoint.engine.host_weights import fetched
 from adjoint.hf.head import summed_loss
 from adjoint.hf.logprobs import causal_lm_of, refuse_unreachable_head
 from adjoint.hf.wrap_state import wrap_state_or_original
@@ -23,5 +24,5 @@ def summed_loss_of_model(model: nn.Module, hidden: Tensor, targets: Tensor, call
     """
     lm = causal_lm_of(model, caller, ", a Stack or an nn.Linear")
     refuse_unreachable_head(lm, caller)
-    with wrap_state_or_original(lm).lock:
+    with wrap_state_or_original(lm).lock, fetched(lm.get_output_embeddings()):
         return summed_loss(lm, hidden, targets)

@@ -19,7 +19,6 @@ from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, make_chunk_cache
 from adjoint.hf.call import Call
-from adjoint.hf.documents import join_rows
 from adjoint.hf.head import custom_loss_function
 from adjoint.hf.kernels.topk import key_pickers
 from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forwards
@@ -27,7 +26,6 @@ from adjoint.hf.randomness import has_embedding_noise
 from adjoint.hf.stage import Backbone
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.verification import Verification
-from adjoint.parallel.access import tensor_parallel_groups
 
 
 def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
@@ -39,13 +37,10 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
     """
     wrap_state = verification.wrap_state
     method, model = wrap_state.method, call.model
-    if method.memory is not None or sum(map(len, call.starts)) < 2:
+    if method.memory is not None or call.num_documents < 2:
         return None
-    if (
-        wrap_state.group is not None
-        or verification.access_kind.is_collective
-        or tensor_parallel_groups(model)
-    ):
+    holding = verification.holding
+    if wrap_state.group is not None or holding.kind.is_collective or holding.tensor_parallel_groups:
         return None
     # The state of the caller's is one per row; logits are gathered from full rows; a router's loss counts
     # each row's tokens; other inputs may differ where the ids are the same.
@@ -80,7 +75,7 @@ def _short_documents(call: Call, verification: Verification) -> list[Segment] | 
     has_documents = any(len(starts) > 1 for starts in call.starts)
     if call.mask is not None or not has_documents or has_embedding_noise(call.model):
         return None
-    tensors, starts = join_rows({"ids": call.ids}, call.starts)
+    tensors, starts = call.joined({"ids": call.ids})
     rows, seqlen = tensors["ids"].shape
     spec = verification.chunk_spec(tensors["ids"], starts)
     if spec.backward != BackwardSpec():

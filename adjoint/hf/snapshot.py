@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from adjoint.engine.module_tensors import CHANGED_BEFORE_BACKWARD, ModuleTensors
 from adjoint.hf.model_parts import MISSING, override_attribute
-from adjoint.parallel.zero import BOOKKEEPING
+from adjoint.parallel.zero import BOOKKEEPING, PARTITIONED
 
 SettingsHolder: TypeAlias = nn.Module | PreTrainedConfig
 PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
@@ -45,6 +45,9 @@ IGNORED_ATTRIBUTES = {*vars(nn.Module())} - SETTINGS_OF_ANY_MODULE | {
 }
 
 
+WRAPS = "_adjoint_wraps"  # attribute of the classes that `wrap` gives a model: the class before
+
+
 class Snapshot:
     """A model's structure and settings at one moment, without its tensors' values.
 
@@ -53,22 +56,23 @@ class Snapshot:
     classes than `PLAIN_TYPES` and `CONTAINER_TYPES`.
 
     Attributes:
-        modules: (reference to the module, its class) by the module's name.
+        modules: (reference to the module, its class, `wrap`'s undone) by the module's name.
         holders: references to the objects with settings, by name: the modules and their configurations.
         settings: from `comparable_settings`.
-        weights: (requires_grad, dtype, device, class) by the parameter's name.
+        weights: (requires_grad, dtype, device, class, whether ZeRO-3 holds it) by the parameter's name.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {
-            name: (ref(module), getattr(type(module), "_adjoint_original", type(module)))
+            name: (ref(module), vars(type(module)).get(WRAPS, type(module)))
             for name, module in model.named_modules()
         }
         named = settings_holders(model)
         self.holders: dict[str, ref[SettingsHolder]] = {name: ref(holder) for name, holder in named.items()}
         self.settings = comparable_settings(named)
         self.weights = {
-            name: (p.requires_grad, p.dtype, p.device, type(p)) for name, p in model.named_parameters()
+            name: (p.requires_grad, p.dtype, p.device, type(p), hasattr(p, PARTITIONED))
+            for name, p in model.named_parameters()
         }
 
     def structure_difference(self, other: Snapshot) -> str | None:

@@ -24,7 +24,7 @@ from adjoint.hf import check
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import CallKind
 from adjoint.hf.chunking import kept_features, sizes_of
-from adjoint.hf.kernels.replacements import ChunkContext
+from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
 from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
 from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, in_eval_mode
@@ -274,7 +274,7 @@ def _trace_layers(
         order.append(module)
         outputs[module] = len(output) if isinstance(output, tuple) else None
 
-    with torch.no_grad(), ChunkContext(model)(), contextlib.ExitStack() as stack:
+    with torch.no_grad(), ChunkContext(model, ReplacementPlan(model))(), contextlib.ExitStack() as stack:
         for module in (*backbone.children(), *layers):
             stack.callback(module.register_forward_hook(note).remove)
         original_class(backbone).forward(backbone, input_ids=ids, use_cache=False)

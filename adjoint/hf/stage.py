@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,7 +37,14 @@ from adjoint.hf.cache import (
 )
 from adjoint.hf.call import Call, Padding
 from adjoint.hf.chunking import block_function
-from adjoint.hf.head import LogitTerms, logit_scale, logprobs, summed_loss
+from adjoint.hf.head import (
+    LogitTerms,
+    custom_loss_function,
+    has_tensors_of_its_own,
+    logit_scale,
+    logprobs,
+    summed_loss,
+)
 from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
 from adjoint.hf.language_inputs import (
@@ -54,6 +61,7 @@ from adjoint.hf.model_parts import (
     Forward,
     access_to,
     backbone_of,
+    forward_parameters,
     layers_of,
     original_class,
     replaced_forwards,
@@ -69,6 +77,49 @@ from adjoint.parallel.context import SingleRank, distribution_of
 WEIGHTS = f"{PREFIX}weights"
 
 
+class StageParts:
+    """What stages need of a model in one state, made once, for many calls; it keeps no model alive."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model_ref = weakref.ref(model)
+        self._logit_scales: dict[Callable[..., object], float | None] = {}  # by the forward that was measured
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model, which a caller of this class holds."""
+        model = self.model_ref()
+        assert model is not None
+        return model
+
+    @functools.cached_property
+    def plan(self) -> ReplacementPlan:
+        """Replacements of functions and forwards in the model."""
+        return ReplacementPlan(self.model)
+
+    @functools.cached_property
+    def cache(self) -> ChunkCache:
+        """An empty cache, of which each chunk gets a copy: making one reads all of the configuration."""
+        return make_chunk_cache(self.model.config)
+
+    @functools.cached_property
+    def cache_name(self) -> str:
+        """The name under which the backbone takes the cache."""
+        return cache_argument(forward_parameters(backbone_of(self.model)))
+
+    def logit_scale(self) -> float | None:
+        """Return the model's `head.logit_scale`.
+
+        It is measured once for each forward that the model's class has had, or at each call if the forward
+        may read it from a tensor, whose values no snapshot sees."""
+        forward = original_class(self.model).forward
+        if forward in self._logit_scales:
+            return self._logit_scales[forward]
+        scale = logit_scale(self.model)
+        if not has_tensors_of_its_own(self.model):
+            self._logit_scales[forward] = scale
+        return scale
+
+
 class CallContext(NamedTuple):
     """Properties of a call that all of its chunks share.
 
@@ -81,8 +132,7 @@ class CallContext(NamedTuple):
         real_end: number of the first token that is padding at the right in all rows; None if there is none.
         is_padded_left: whether padding at the left was cut off.
         seqlen: tokens of a row, padding included; None if there is no call.
-        plan: what ours replace in the model as it is now; None to look.
-        logit_scale: returns the model's `head.logit_scale`; None to measure it.
+        parts: of the model as it is now; None to make them.
     """
 
     padding: Padding | None = None
@@ -92,25 +142,17 @@ class CallContext(NamedTuple):
     real_end: int | None = None
     is_padded_left: bool = False
     seqlen: int | None = None
-    plan: ReplacementPlan | None = None
-    logit_scale: Callable[[], float | None] | None = None
+    parts: StageParts | None = None
 
     @staticmethod
-    def from_call(
-        call: Call,
-        padding: Padding | None = None,
-        plan: ReplacementPlan | None = None,
-        logit_scale: Callable[[], float | None] | None = None,
-    ) -> CallContext:
+    def from_call(call: Call, padding: Padding | None = None, parts: StageParts | None = None) -> CallContext:
         layout, positions, seqlen = call.kind.language_layout, call.positions_by_row, call.ids.shape[1]
-        context = CallContext(
-            padding, layout, call.carried, positions, seqlen=seqlen, plan=plan, logit_scale=logit_scale
-        )
+        context = CallContext(padding, layout, call.carried, positions, seqlen=seqlen, parts=parts)
         if call.mask is None:
             return context
         is_real = call.mask.any(0).tolist()
         # Rows whose documents differ are joined, so that positions are others.
-        real_end = None if len(set(call.starts)) > 1 else len(is_real) - is_real[::-1].index(True)
+        real_end = None if call.rows_differ else len(is_real) - is_real[::-1].index(True)
         return context._replace(real_end=real_end, is_padded_left=not bool(call.mask[:, 0].all()))
 
 
@@ -135,6 +177,8 @@ class Backbone(Stage):
     stateful: ClassVar[bool] = True
     takes_state_handoff: ClassVar[bool] = True
     is_many_layers: ClassVar[bool] = True
+    reach: ClassVar[int] = 0
+    precisions: ClassVar[frozenset[torch.dtype]] = frozenset()
 
     def __init__(
         self,
@@ -151,19 +195,20 @@ class Backbone(Stage):
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
         self._grows = tuple([slot.grows for slot in self.slots])
-        self.chunk_context: ContextFactory = ChunkContext(model, context.plan)
-        access = access_to(model)
-        self.trained_parameters = access.trained_parameters()
+        self.stage_parts = context.parts or StageParts(model)
+        self.chunk_context: ContextFactory = ChunkContext(model, self.stage_parts.plan)
+        self.access = access_to(model)
+        self.trained_parameters = self.access.trained_parameters()
         self.tensors = ModuleTensors(model)
-        self.forward_parameters = inspect.signature(original_class(self.backbone).forward).parameters
-        self.randomness, self.recompute = ChunkRandomness(model), access.recompute(recompute)
+        self.takes_positions = POSITIONS in forward_parameters(self.backbone)
+        self.randomness, self.recompute = ChunkRandomness(model), self.access.recompute(recompute)
         self.layers = [] if self.recompute == "none" else list(layers_of(self.backbone).values())
         self._fetches = fetches
         self.router = router
         self.padding, self.language_layout, self.carried, self.positions = context[:4]
         self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
         self.embedding_noise = EmbeddingNoise(model, context.seqlen)
-        self.logit_scale = functools.cache(context.logit_scale or functools.partial(logit_scale, model))
+        self.logit_scale = functools.cache(self.stage_parts.logit_scale)
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -175,16 +220,6 @@ class Backbone(Stage):
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         return self.chunk_context()
-
-    @functools.cached_property
-    def cache_name(self) -> str:
-        """The name under which the backbone takes the cache."""
-        return cache_argument(self.forward_parameters)
-
-    @functools.cached_property
-    def cache(self) -> ChunkCache:
-        """An empty cache, of which each chunk gets a copy: making one reads all of the configuration."""
-        return make_chunk_cache(self.model.config)
 
     def parameters(self) -> Iterable[Tensor]:
         return self.trained_parameters
@@ -234,7 +269,7 @@ class Backbone(Stage):
 
     def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[ModelOutput, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
-        cache, past_length = copy.copy(self.cache), self.past_length(chunk)
+        cache, past_length = copy.copy(self.stage_parts.cache), self.past_length(chunk)
         positions = self._past_positions(chunk)
         cache.layers = cache.layers_with_state(self.slots, state, past_length, positions)
         cache.row_lengths = self._row_lengths(chunk, past_length)
@@ -289,15 +324,15 @@ class Backbone(Stage):
             inputs |= outer_inputs(self.model, language_inputs, chunk.inputs)
         else:
             inputs[EMBEDS if x.is_floating_point() else "input_ids"] = x
-        inputs[self.cache_name] = cache
+        inputs[self.stage_parts.cache_name] = cache
         if self.router is not None:
             inputs |= {check.ROUTER_LOGITS: True, "return_dict": True}
         # Masks made of token types count tokens from the document's start.
-        if (named_function := block_function(self.model, inputs)) is not None:
+        if chunk.inputs and (named_function := block_function(self.model, inputs)) is not None:
             inputs[named_function[0]] = F.pad(inputs[named_function[0]], (past_length, 0))
         if (components := chunk.inputs.get(POSITIONS)) is not None:
             inputs[POSITIONS] = components.movedim(-1, 0)
-        elif POSITIONS in self.forward_parameters and POSITIONS not in inputs:
+        elif self.takes_positions and POSITIONS not in inputs:
             positions = torch.arange(past_length, past_length + x.shape[1], device=x.device)
             inputs[POSITIONS] = positions.expand(x.shape[0], -1)
         if self.padding is not None:
@@ -381,9 +416,10 @@ class CausalLM(Backbone):
             Refused: the model's loss is not known to be a sum over tokens.
         """
         model, padded = call.model, call.mask is not None
-        refuse_unsummable_loss(call, padded)
-        refuse_z_loss(model, padded)
-        z = check.z_loss_coefficient(model)
+        if (loss_function := custom_loss_function(model)) is not None:
+            refuse_unsummable_loss(call, loss_function, padded)
+        if z := check.z_loss_coefficient(model):
+            refuse_z_loss(model, z, padded)
         return CausalLM(
             model,
             slots,
@@ -404,9 +440,15 @@ class CausalLM(Backbone):
             None if z is None else z * torch.as_tensor(divisor, dtype=torch.float64),
             None if penalty is None else penalty.of_sum(divisor),
         )
-        loss = summed_loss(
-            self.model, output[0], chunk.targets, terms, weights=chunk.weights, scale=self.logit_scale
-        )
+        with self.access.fetched(self.model.get_output_embeddings()):
+            loss = summed_loss(
+                self.model,
+                output[0],
+                chunk.targets,
+                terms,
+                weights=chunk.weights,
+                measured_scale=self.logit_scale,
+            )
         if self.hidden_states is not None:
             self.hidden_states.add(output[0], chunk.start)
         if isinstance(self.router, RouterLoss):
@@ -461,14 +503,17 @@ def make_step(
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
     prefix = None if stages[0].carried is None else stages[0].carried.prefix
-    return ChunkedStep(stages, batch, spec, width, sums, distribution_of(group, prefix), access)
+    is_alone = group is None and prefix is None
+    distribution = None if is_alone else distribution_of(group, prefix)
+    return ChunkedStep(stages, batch, spec, width, sums, distribution, access)
 
 
 @torch.no_grad()
 def find_slots(model: PreTrainedModel, input_ids: Tensor) -> list[Slot]:
     """Return the places of a model's state in its cache, found by running it on two tokens of one
     sequence."""
-    stage, cache, ids = Backbone(model, []), make_chunk_cache(model.config), input_ids[:1, :1].expand(1, 2)
+    stage, ids = Backbone(model, []), input_ids[:1, :1].expand(1, 2)
+    cache = stage.stage_parts.cache
     untrained = UntrainedTensors(model.named_modules(), frozen=False)
     with stage.chunk_context(), stage.randomness.undone(), untrained.restored():
         access_to(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))

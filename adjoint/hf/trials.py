@@ -5,7 +5,6 @@ The gradients of a few tokens are compared in `trial_gradients`."""
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,6 +21,7 @@ from adjoint.hf.model_parts import (
     access_to,
     backbone_of,
     calling_original_forwards,
+    forward_parameters,
     original_class,
 )
 from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
@@ -133,7 +133,7 @@ def _hides_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -
     if fla.is_of_fla(model):
         return fla.ignores_other_tokens(inputs)
     backbone, ids = backbone_of(model), example_tokens(model)[0]
-    parameters = inspect.signature(original_class(backbone).forward).parameters
+    parameters = forward_parameters(backbone)
     # Passed only if the signature names them. The others may reach layers through **kwargs.
     optional = ("position_ids", "attention_mask", "use_cache")
     accepted = {n: v for n, v in inputs.items() if n in parameters or n not in optional}
@@ -155,7 +155,7 @@ def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
         has_labels: whether the call asks for a loss.
     """
     # An input that the signature names counts as read, one that **kwargs takes is tried, any other fails.
-    parameters = inspect.signature(original_class(model).forward).parameters
+    parameters = forward_parameters(model)
     if name in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return False
     ids, labels = example_tokens(model)

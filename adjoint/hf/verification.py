@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX, shift_labels
@@ -28,7 +28,6 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.module_tensors import UntrainedTensors
-from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.verification import (
     COARSE,
     TOKENS,
@@ -45,8 +44,6 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunking import kept_features, sizes_of
-from adjoint.hf.head import has_tensors_of_its_own, logit_scale
-from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
@@ -54,13 +51,16 @@ from adjoint.hf.model_parts import (
     access_to,
     backbone_of,
     calling_original_forwards,
+    current_holding,
+    is_of_library,
     original_class,
+    root_of,
 )
 from adjoint.hf.quantized import rounding_of_activations, rounds_by_chunk
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
-from adjoint.hf.stage import find_slots
+from adjoint.hf.stage import StageParts, find_slots
 from adjoint.hf.transformers_api import FALLBACK_LOGGER, install_output_hooks
 from adjoint.hf.trial_copy import (
     SHORT_WINDOW,
@@ -80,7 +80,7 @@ from adjoint.hf.trials import (
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.precision import full_float32
-from adjoint.parallel.access import tensor_parallel_groups
+from adjoint.parallel.access import Holding
 from adjoint.parallel.agreement import describe, digest, refuse_different_models
 from adjoint.parallel.context import ranks_of
 from adjoint.parallel.split_tensors import local
@@ -117,8 +117,10 @@ class Verification:
 
     Attributes:
         wrap_state: of the model.
-        access_kind: how the weights are held.
-        precision: autocast's dtype, or None, and the device's type.
+        holding: how the weights are held.
+        outer_classes: the classes of the modules around the model (`outer_classes`).
+        autocast_dtype: autocast's dtype on the model's device, or None.
+        parts: what stages need of the model.
         fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
         results: results of `compute_once`, by key.
         difference: relative difference of gradients, from the last kind of call that was verified.
@@ -128,12 +130,13 @@ class Verification:
         self,
         model: PreTrainedModel,
         snapshot: Snapshot,
-        precision: tuple[torch.dtype | None, str],
-        access_kind: type[ParameterAccess],
+        holding: Holding,
+        outer_classes: Sequence[type],
     ) -> None:
-        self.model_ref, self.snapshot = weakref.ref(model), snapshot
+        self.model_ref, self.snapshot, self.parts = weakref.ref(model), snapshot, StageParts(model)
         self.wrap_state = wrap_state_or_original(model)
-        self.precision, self.access_kind, self.fetches = precision, access_kind, False
+        self.holding, self.outer_classes, self.fetches = holding, outer_classes, False
+        self.autocast_dtype = _autocast_dtype(holding.device)
         self.results: dict[Hashable, Any] = {}
         self.difference = 0.0
 
@@ -171,27 +174,6 @@ class Verification:
         is_computed = call.reads_padding and self.results[_padding_key(call.kind)]
         return call.padding if is_computed else None
 
-    @property
-    def replacement_plan(self) -> ReplacementPlan:
-        """Replacements of functions and forwards in the model, found once."""
-        if (plan := self.results.get(ReplacementPlan)) is None:
-            plan = self.results[ReplacementPlan] = ReplacementPlan(self.model)
-        return plan
-
-    def logit_scale(self) -> float | None:
-        """Return the model's `head.logit_scale`.
-
-        It is measured once for each forward that the model's class has had, or at each call if the forward
-        may read it from a tensor, whose values no snapshot sees."""
-        key = logit_scale, original_class(self.model).forward
-        if key in self.results:
-            remembered: float | None = self.results[key]
-            return remembered
-        scale = logit_scale(self.model)
-        if not has_tensors_of_its_own(self.model):
-            self.results[key] = scale
-        return scale
-
     @functools.cached_property
     def slots(self) -> list[Slot]:
         """The places of the state's tensors in the model's cache."""
@@ -211,10 +193,10 @@ class Verification:
     def sizes(self) -> Sizes:
         """The memory that a row takes, from which the default chunk size follows."""
         first = next(p for p in self.model.parameters() if p.is_floating_point())
-        element = min(first.element_size(), (self.precision[0] or first.dtype).itemsize)
+        element = min(first.element_size(), (self.autocast_dtype or first.dtype).itemsize)
         features = self.compute_once("features", kept_features, self.model)
         width = getattr(backbone_of(self.model).config.get_text_config(), "hidden_size", Sizes.width)
-        return sizes_of(features, self.slots, element, width, self.access_kind.copies_from_host)
+        return sizes_of(features, self.slots, element, width, self.holding.kind.copies_from_host)
 
     def chunk_spec(self, ids: Tensor, starts: tuple[int, ...]) -> EngineSpec:
         """Return the spec of a batch's chunks, for `Exact` or `Truncated`.
@@ -224,32 +206,64 @@ class Verification:
             starts: first tokens of the documents, at which chunks are cut.
         """
         method, group, (rows, seqlen) = self.wrap_state.method, self.wrap_state.group, ids.shape[:2]
-        size = chunk_size_on(ids.device, self.sizes, rows, seqlen, method.checkpoints)
+        size = method.chunk_size or chunk_size_on(ids.device, self.sizes, rows, seqlen, method.checkpoints)
         if group is not None:
             size = at_most(size, seqlen, ranks_of(group))
         return method.model_spec(seqlen, size, starts)
 
 
-def verification_of(model: PreTrainedModel) -> Verification:
-    """Return the verification of a model as it is now, a new and empty one if its state is new."""
-    wrap_state, snapshot, device = wrap_state_or_original(model), Snapshot(model), device_of(model).type
-    precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
-    kind = access_kind_of(model)
-    previous = [
-        verification for verification in wrap_state.verifications if verification.model_ref() is model
-    ]
-    for verification in previous:
-        is_same_setting = (verification.precision, verification.access_kind) == (precision, kind)
-        if is_same_setting and not verification.snapshot.difference(snapshot):
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return autocast's dtype on a device, or None if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _outer_classes(model: nn.Module) -> Sequence[type]:
+    """Return the classes of all modules of what was wrapped, if that is a module around the model."""
+    root = root_of(model)
+    return () if root is model else tuple(map(type, root.modules()))
+
+
+def verification_of(model: PreTrainedModel, rests: bool = False) -> Verification:
+    """Return the verification of a model as it is now, a new and empty one if its state is new.
+
+    Args:
+        rests: whether weights are put back in their place first, where something holds them between calls.
+    """
+    wrap_state, snapshot = wrap_state_or_original(model), Snapshot(model)
+    outer_classes = _outer_classes(model)
+
+    def previous() -> list[Verification]:
+        return [
+            verification
+            for verification in wrap_state.verifications
+            if verification.model_ref() is model
+            and verification.outer_classes == outer_classes
+            and verification.autocast_dtype == _autocast_dtype(verification.holding.device)
+            and not verification.snapshot.difference(snapshot)
+        ]
+
+    for verification in previous():
+        if verification.holding.is_plain:  # as they still are: else classes or marks would have changed
+            if wrap_state.holdings is not None:
+                wrap_state.holdings[model] = verification.holding
             return verification
-    if previous and len(wrap_state.verifications) == MAX_VERIFICATIONS:
+    holding = current_holding(model)
+    if rests and not holding.is_plain:
+        access_to(model).rest()
+        snapshot = Snapshot(model)
+    for verification in previous():
+        if verification.holding.kind is holding.kind:
+            verification.holding = holding
+            return verification
+    others = [verification for verification in wrap_state.verifications if verification.model_ref() is model]
+    if others and len(wrap_state.verifications) == MAX_VERIFICATIONS:
         warnings.warn(
-            f"{previous[0].snapshot.difference(snapshot)}, and something is at every call, so gradients are "
+            f"{others[0].snapshot.difference(snapshot)}, and something is at every call, so gradients are "
             "compared each time, which is slow",
             stacklevel=5,
         )
     wrap_state.verifications = [
-        Verification(model, snapshot, precision, kind),
+        Verification(model, snapshot, holding, outer_classes),
         *wrap_state.verifications[: MAX_VERIFICATIONS - 1],
     ]
     return wrap_state.verifications[0]
@@ -267,23 +281,23 @@ def verify(call: Call) -> Verification:
     """
     model, kind = call.model, call.kind
     check.refuse_unreadable_weights(model)
-    access = access_to(model)
-    access.rest()
-    _refuse_different_parts(call)
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
-    verification = verification_of(model)
+    verification = verification_of(model, rests=True)
+    _refuse_different_parts(call, verification.holding)
     refuse_unknown_inputs(verification, call, call.unknown_inputs)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
+    if verification.holding.why_not is not None:
+        refuse(model, verification.holding.why_not)
     if call.mask is not None:
         check.refuse_windows_in_padding(model, call.mask)
     if check.refuse_unsupported_modules not in verification.results:
         check.refuse_unsupported_modules(model)
         verification.results[check.refuse_unsupported_modules] = True
     # Processes that gather weights together must run the same trials: each runs what any of them needs.
-    needs = map(bool, access.largest(kind.padded, call.reads_padding, call.is_padded_left, call.is_packed))
-    padded, reads_padding, is_padded_left, is_packed = needs
+    needs = kind.padded, call.reads_padding, call.is_padded_left, call.is_packed
+    padded, reads_padding, is_padded_left, is_packed = map(bool, access_to(model).largest(*needs))
     kind = kind._replace(padded=padded, shared=verification.wrap_state.group is not None)
 
     def compare_gradients(kind: CallKind) -> float:
@@ -306,7 +320,8 @@ def verify(call: Call) -> Verification:
         verification.fetches = True  # also for other kinds of calls, which stay exact
         verification.compute_once(kind, compare_gradients, kind)
     verification.difference = verification.results[kind]
-    refuse_loss_of_own_forward(call)
+    if call.has_labels and not is_of_library(model):
+        refuse_loss_of_own_forward(call)
     if is_padded_left:
         with in_eval_mode(model):
             verification.compute_once("padded at the left", refuse_left_padding, model)
@@ -320,7 +335,7 @@ def verify(call: Call) -> Verification:
     return verification
 
 
-def _refuse_different_parts(call: Call) -> None:
+def _refuse_different_parts(call: Call, holding: Holding) -> None:
     """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
 
     Their collectives would not meet, or add up parts of different tokens.
@@ -328,9 +343,9 @@ def _refuse_different_parts(call: Call) -> None:
     Raises:
         UserError: they do.
     """
-    model = call.model
-    if not (groups := tensor_parallel_groups(model)):
+    if not (groups := holding.tensor_parallel_groups):
         return
+    model = call.model
     described_call: list[tuple[str, Hashable]] = [
         ("the method", repr(wrap_state_or_original(model).method)),
         ("whether gradients are on", torch.is_grad_enabled()),
@@ -359,9 +374,9 @@ def verify_pieces(call: Call) -> Verification:
     """
     model = call.model
     check.refuse_unreadable_weights(model)
-    _refuse_different_parts(call)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
+    _refuse_different_parts(call, verification.holding)
     method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces
     assert pieces is not None
     check.refuse_other_losses(model, kind.routed)
@@ -374,7 +389,8 @@ def verify_pieces(call: Call) -> Verification:
         return compare(model, by_whole, by_pieces, PIECES)
 
     verification.difference = verification.compute_once(("pieces", kind), compare_gradients)
-    refuse_loss_of_own_forward(call)
+    if call.has_labels and not is_of_library(model):
+        refuse_loss_of_own_forward(call)
     refuse_documents_that_mix(verification, call)
     return verification
 

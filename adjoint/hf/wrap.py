@@ -43,7 +43,6 @@ from adjoint.hf.carried_state import (
     why_not_carried,
 )
 from adjoint.hf.chunking import move_edges_out_of_blocks, refuse_unknown_blocks
-from adjoint.hf.documents import join_rows
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
@@ -71,7 +70,7 @@ from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.shared_rows import halves_tokens, hidden_of_rows, segment_call, segments_of
-from adjoint.hf.snapshot import ForwardState, Snapshot
+from adjoint.hf.snapshot import WRAPS, ForwardState, Snapshot
 from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, WeightedLogProbs, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput
@@ -241,7 +240,7 @@ def _wrapped_class(cls: type[nn.Module], forward_function: EntryForward) -> type
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     identity = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    overrides = {"forward": forward, "__reduce_ex__": reduce, "_adjoint_original": cls}
+    overrides = {"forward": forward, "__reduce_ex__": reduce, "_adjoint_original": cls, WRAPS: cls}
     _wrapped_classes[cls, forward_function] = type(cls.__name__, (cls,), {**overrides, **identity})
     return _wrapped_classes[cls, forward_function]
 
@@ -456,9 +455,9 @@ def _cut_into_chunks(call: Call, verification: Verification) -> tuple[Batch, Eng
     batch, starts = call.batch()
     model, method, group = call.model, verification.wrap_state.method, verification.wrap_state.group
     regular = verification.chunk_spec(batch.ids, starts)
-    spec = move_edges_out_of_blocks(model, regular, batch)
+    spec = move_edges_out_of_blocks(model, regular, batch) if batch.inputs else regular
     drops = regular.backward.drop_every is not None
-    if spec is not regular and (drops or verification.access_kind.is_collective or group is not None):
+    if spec is not regular and (drops or verification.holding.kind.is_collective or group is not None):
         check.refuse(
             model,
             "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in one "
@@ -580,7 +579,8 @@ def _loss_by_chunks(
     Args:
         returns_cache: whether the output has the cache after the last token.
     """
-    if not returns_cache and (segments := segments_of(call, verification)) is not None:
+    is_divisible = not returns_cache and call.num_documents > 1
+    if is_divisible and (segments := segments_of(call, verification)) is not None:
         return _reading_prefixes(verification, lambda: _loss_by_segments(call, verification, segments))
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
     model, group = call.model, verification.wrap_state.group
@@ -598,8 +598,7 @@ def _loss_by_chunks(
         CallContext.from_call(
             call,
             verification.padding_of(call),
-            verification.replacement_plan,
-            verification.logit_scale,
+            verification.parts,
         ),
         hidden_states,
     )
@@ -629,9 +628,7 @@ def _loss_by_segments(call: Call, verification: Verification, segments: Sequence
         inner, weights = segment_call(call, segment, beginning)
         batch, spec = _cut_into_chunks(inner, verification)
         spec = spec if number == len(segments) - 1 else spec.without_tapes()  # its backward comes first
-        context = CallContext.from_call(
-            inner, plan=verification.replacement_plan, logit_scale=verification.logit_scale
-        )
+        context = CallContext.from_call(inner, parts=verification.parts)
         stage = CausalLM.from_call(inner, verification.slots, method, verification.fetches, context=context)
         batch = dataclasses.replace(batch, weights=weights)
         result = make_step([stage], batch, spec, _backward_context(verification)).loss()
@@ -735,7 +732,7 @@ def _hidden_and_state(
         verification.slots,
         recompute=verification.wrap_state.method.recompute,
         fetches=verification.fetches,
-        context=CallContext.from_call(call, verification.padding_of(call), verification.replacement_plan),
+        context=CallContext.from_call(call, verification.padding_of(call), verification.parts),
         router=RouterLogits() if call.kind.routed else None,
     )
     collect = CollectHiddenStates(batch.seqlen)
@@ -792,7 +789,7 @@ def weighted_logprobs(
     """
     call, stage, batch, spec = _unlabelled(model, arguments, WeightedLogProbs)
     shifted = {"ids": call.ids.roll(-1, 1), "weights": weights.roll(-1, 1)}
-    tensors, _ = join_rows(shifted, call.starts)
+    tensors, _ = call.joined(shifted)
     inputs = {**batch.inputs, WEIGHTS: tensors["weights"]}
     batch = dataclasses.replace(batch, labels=tensors["ids"], inputs=inputs)
     stage.temperature = temperature
@@ -810,7 +807,7 @@ def _unlabelled(
         verification.slots,
         recompute=verification.wrap_state.method.recompute,
         fetches=verification.fetches,
-        context=CallContext.from_call(call, verification.padding_of(call)),
+        context=CallContext.from_call(call, verification.padding_of(call), verification.parts),
     )
     return call, stage, *_cut_into_chunks(call, verification)
 
@@ -848,7 +845,7 @@ def _describe_kernels(model: nn.Module) -> str:
 
 def _backward_context(verification: Verification) -> ContextFactory:
     """Return a context for the backward: the model as it is now, locked against other threads."""
-    if not torch.is_grad_enabled() or verification.access_kind.runs_backward_in_forward:
+    if not torch.is_grad_enabled() or verification.holding.kind.runs_backward_in_forward:
         return contextlib.nullcontext
     lock, forward_state = (
         verification.wrap_state.lock,

@@ -11,8 +11,8 @@ from weakref import ref
 import torch.distributed as dist
 from torch import nn
 
-from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.methods import Backprop, Method
+from adjoint.parallel.access import Holding
 
 
 class WrapState:
@@ -32,8 +32,8 @@ class WrapState:
             model, such as PEFT's; else None.
         group: process group whose ranks share each sequence, or None.
         announced: whether the first use has been logged.
-        access_kinds: while a call runs, how the weights of the model and of its backbone are held; None
-            between calls.
+        holdings: while a call runs, how the weights of the model and of its backbone are held, as far as it
+            has been looked; None between calls.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class WrapState:
         self.outer_model = outer_model
         self.group = group
         self.announced = False
-        self.access_kinds: dict[nn.Module, type[ParameterAccess]] | None = None
+        self.holdings: dict[nn.Module, Holding] | None = None
 
     @contextlib.contextmanager
     def during_call(self, abandon: Callable[[], None]) -> Iterator[None]:
-        """Hold the model for a call of the user's, in which it is looked once how its weights are held.
+        """Hold the model for a call of the user's; in it `holdings` are remembered.
 
         Args:
             abandon: called if the call ends with an error.
         """
         with self.lock:
-            is_outermost = self.access_kinds is None
+            is_outermost = self.holdings is None
             if is_outermost:
-                self.access_kinds = {}
+                self.holdings = {}
             try:
                 yield
             except Exception:
@@ -70,7 +70,7 @@ class WrapState:
                 raise
             finally:
                 if is_outermost:
-                    self.access_kinds = None
+                    self.holdings = None
 
     def __reduce__(self) -> tuple[type[WrapState], tuple[Method]]:
         # For copy and pickle, which cannot take a lock, a weak reference or a process group.

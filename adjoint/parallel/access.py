@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from adjoint.engine.host_weights import HostWeightsAccess
+from adjoint.engine.host_weights import HostWeightsAccess, device_of
 from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
 from adjoint.errors import UserError
 from adjoint.parallel import zero
@@ -27,11 +30,36 @@ KINDS: list[type[ParameterAccess]] = [
     ParameterAccess,
 ]
 TENSOR_PARALLEL_NAMES = ("tp", "ep", "tensor", "expert")  # beginnings of names of a mesh's dimensions
-REPLICA = (
-    "nn.DataParallel calls replicas without parameters, in which chunks leave no gradients: start a process "
-    "for each GPU (torchrun --nproc-per-node N train.py), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
-)
 OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or use DistributedDataParallel"
+
+
+class Holding(NamedTuple):
+    """How a model's weights are held: what there is to know before an access is made.
+
+    Attributes:
+        kind: class of the access.
+        device: on which the model computes.
+        tensor_parallel_groups: over whose ranks tensor parallelism splits weights.
+        why_not: why no access reaches the weights, or None.
+        is_plain: whether all weights are plain tensors of this process.
+    """
+
+    kind: type[ParameterAccess]
+    device: torch.device
+    tensor_parallel_groups: Sequence[dist.ProcessGroup]
+    why_not: str | None
+    is_plain: bool
+
+
+def holding_of(model: nn.Module, root: nn.Module) -> Holding:
+    """Return how a model's weights are held; `root` as in `ParameterAccess`.
+
+    Raises:
+        UserError: a stack is split by tensor parallelism and sharded as well.
+    """
+    kind, groups, reason = access_kind(model), tensor_parallel_groups(model), why_not(model, root)
+    is_plain = kind is ParameterAccess and not groups and reason is None
+    return Holding(kind, device_of(model), groups, reason, is_plain)
 
 
 def access_kind(model: nn.Module) -> type[ParameterAccess]:
@@ -69,11 +97,6 @@ def tensor_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
             if name.startswith(TENSOR_PARALLEL_NAMES) or not units(model):
                 groups.append(mesh.get_group(dim))
     return groups
-
-
-def is_replica(model: nn.Module) -> bool:
-    """Whether `nn.DataParallel` made the model for one call."""
-    return vars(model).get("_is_replica", False)
 
 
 def why_not(model: nn.Module, root: nn.Module) -> str | None:

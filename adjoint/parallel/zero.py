@@ -45,6 +45,7 @@ BOOKKEEPING = frozenset(
         "pre_bwd_fn",
     }
 )
+PARTITIONED = "ds_id"  # attribute of parameters of which each process holds a part
 FORWARD_HOOK = "_pre_forward_module_hook"  # DeepSpeed's, which gathers a module's parameters
 # Of a loss in float16 in evaluation mode, as in the trial on first use: the optimizer's first factors are so
 # large that gradients overflow, which it is there to notice.
@@ -95,7 +96,7 @@ class ZeROOptimizer(Protocol):
 
 def is_partitioned(parameter: Tensor) -> bool:
     """Whether ZeRO-3 holds a part of the parameter in each process."""
-    return hasattr(parameter, "ds_id")
+    return hasattr(parameter, PARTITIONED)
 
 
 def uses_zero(model: nn.Module) -> bool:

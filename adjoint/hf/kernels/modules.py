@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjoint.engine.host_weights import with_weights_fetched
+from adjoint.engine.host_weights import is_unit, with_weights_fetched
 from adjoint.hf.model_parts import Forward, original_class
 from adjoint.hf.transformers_api import ACT2FN, MODELS
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
@@ -185,35 +185,47 @@ def _is_own(cls: type, name: str) -> bool:
     return place == (cls.__module__, f"{cls.__qualname__}.{name}") and not hasattr(method, "__wrapped__")
 
 
-# The modules of a model for which there is a replacement, with it: references that keep no module alive.
-Rows = Sequence[tuple[weakref.ref[nn.Module], Replacement]]
+class Row(NamedTuple):
+    """A module of a model with the replacement of its forward.
+
+    Attributes:
+        module: a reference, which does not keep it alive.
+        is_unit: whether its weights come from host memory in its own forward.
+    """
+
+    module: weakref.ref[nn.Module]
+    replacement: Replacement
+    is_unit: bool
 
 
-def replacement_rows(model: nn.Module) -> Rows:
-    """Return the modules of a model whose class is registered, and which have no forward of their own."""
+def replacement_rows(model: nn.Module) -> list[Row]:
+    """Return the modules of a model whose class is registered, whose attributes fit, and which have no
+    forward of their own."""
     row_of_class: dict[type, Replacement | None] = {}
     rows = []
     for module in model.modules():
         cls = original_class(module)
         if cls not in row_of_class:
             row_of_class[cls] = _row_of(cls)
-        if (row := row_of_class[cls]) is not None and "forward" not in vars(module):
-            rows.append((weakref.ref(module), row))
+        row = row_of_class[cls]
+        if row is not None and "forward" not in vars(module) and row.fits(module):
+            rows.append(Row(weakref.ref(module), row, is_unit(module)))
     return rows
 
 
-def replacement_forwards(rows: Rows) -> dict[nn.Module, Forward]:
-    """Map modules whose attributes fit to the forwards that take the place of their own, for a call."""
+def replacement_forwards(rows: Sequence[Row]) -> dict[nn.Module, Forward]:
+    """Map modules to the forwards that take the place of their own, for a call."""
     forwards: dict[nn.Module, Forward] = {}
-    for reference, row in rows:
-        if (module := reference()) is not None and row.fits(module):
-            forwards[module] = _forward(module, row)
+    for reference, replacement, comes_from_host in rows:
+        if (module := reference()) is not None:
+            forward = _forward(module, replacement)
+            forwards[module] = with_weights_fetched(module, forward) if comes_from_host else forward
     return forwards
 
 
-def _forward(module: nn.Module, row: Replacement) -> Forward:
+def _forward(module: nn.Module, replacement: Replacement) -> Forward:
     """Return a forward that uses the replacement's formula if the inputs fit, else the module's own."""
-    original_forward, inputs, formula = module.forward, row.inputs, row.formula
+    original_forward, inputs, formula = module.forward, replacement.inputs, replacement.formula
     parameters = module._parameters
 
     def forward(*args: object, **kwargs: object) -> object:
@@ -231,4 +243,4 @@ def _forward(module: nn.Module, row: Replacement) -> Forward:
                     return original_forward(*args)
         return formula(module, *args)
 
-    return with_weights_fetched(module, forward)
+    return forward

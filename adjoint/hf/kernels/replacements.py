@@ -62,6 +62,7 @@ class ReplacementPlan:
     def __init__(self, model: nn.Module) -> None:
         self.functions = _functions_by_namespace(model)
         self.rows, self.mixers, self.pickers = replacement_rows(model), _mixers(model), key_pickers(model)
+        self.has_fla_modules = any(map(fla.is_of_fla, model.modules()))
 
     def forwards(self) -> dict[nn.Module, Forward]:
         """Map modules to the forwards that take the place of their own."""
@@ -70,7 +71,8 @@ class ReplacementPlan:
             for reference, ours, index in self.mixers
             if (module := reference()) is not None
         }
-        return {**replacement_forwards(self.rows), **mixers, **topk_forwards(self.pickers)}
+        pickers = topk_forwards(self.pickers) if self.pickers else {}
+        return {**replacement_forwards(self.rows), **mixers, **pickers}
 
 
 class ChunkContext:
@@ -81,12 +83,13 @@ class ChunkContext:
 
     Args:
         model: that runs, a backbone or a causal LM.
-        plan: of this model as it is now; None to make one.
+        plan: of this model as it is now.
     """
 
-    def __init__(self, model: PreTrainedModel, plan: ReplacementPlan | None = None) -> None:
-        plan, backbone = plan or ReplacementPlan(model), backbone_of(model)
-        self.functions = [*plan.functions, *fla.activation_replacements(model), *REGISTRIES]
+    def __init__(self, model: PreTrainedModel, plan: ReplacementPlan) -> None:
+        backbone = backbone_of(model)
+        activations = fla.activation_replacements(model) if plan.has_fla_modules else []
+        self.functions = [*plan.functions, *activations, *REGISTRIES]
         self.forwards = plan.forwards()
         if "forward" not in vars(backbone):
             self.forwards[backbone] = MethodType(original_class(backbone).forward, backbone)
