@@ -78,7 +78,10 @@ WEIGHTS = f"{PREFIX}weights"
 
 
 class StageParts:
-    """What stages need of a model in one state, made once, for many calls; it keeps no model alive."""
+    """Parts of a model's stages that many calls share, valid for one state of the model.
+
+    It keeps no model alive.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model_ref = weakref.ref(model)

@@ -34,10 +34,10 @@ OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or u
 
 
 class Holding(NamedTuple):
-    """How a model's weights are held: what there is to know before an access is made.
+    """The way in which a model's weights are held, for code that has no access to them yet.
 
     Attributes:
-        kind: class of the access.
+        kind: the class of the access.
         device: on which the model computes.
         tensor_parallel_groups: over whose ranks tensor parallelism splits weights.
         why_not: why no access reaches the weights, or None.

@@ -93,10 +93,10 @@ def test_a_second_step_asks_what_is_new() -> None:
 
     A chunk has some 215 of them, half of these for the nine kernels that it runs."""
     forward, backward = second_step()
-    assert forward.total(HF) <= 480
-    assert forward.total() <= 1365
-    assert len(forward.files(HF)) <= 22
-    assert len(forward.files()) <= 56
+    assert forward.total(HF) <= 440
+    assert forward.total() <= 1270
+    assert len(forward.files(HF)) <= 15
+    assert len(forward.files()) <= 39
     assert forward.kernel_frames <= 23
     assert backward.total(HF) <= 215
     assert backward.total() <= 1830
