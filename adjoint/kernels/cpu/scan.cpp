@@ -117,10 +117,19 @@ template <class T, bool SSD> struct Scan {
     T decay;  // Mamba-2's
     bool dropped;
   };
+  // How far the next batch of channels is from the batch [first, stop) of a thread's blocks [begin, last): behind the
+  // last batch the next segment's first, `step` tokens away.
+  struct Distance { int64_t channels, tokens; };
+  Distance to_next(int64_t first, int64_t stop, int64_t begin, int64_t last, int64_t step) const {
+    return stop < last ? Distance{(stop - first) * L, 0} : Distance{(begin - first) * L, step};
+  }
   // Asks for the rows that the next batch of channels reads, and for those that this one will write: the processor
   // cannot foresee them, as a batch reads a short part of each row.
-  template <class... R> ALWAYS_INLINE void prefetch_next(int64_t b, int64_t t, const Block& k, const R&... read) const {
-    if (!SSD) ((read.data ? __builtin_prefetch(row<T>(read, b, t) + k.channel + BATCH * L, 0, 2) : void()), ...);
+  template <class... R>
+  ALWAYS_INLINE void prefetch_next(int64_t b, int64_t t, const Block& k, Distance next, const R&... read) const {
+    const int64_t token = t + next.tokens, channel = k.channel + next.channels;
+    if (SSD || token < 0 || token >= s.seqlen) return;
+    ((read.data ? __builtin_prefetch(row<T>(read, b, token) + channel, 0, 2) : void()), ...);
   }
   template <class... R>
   ALWAYS_INLINE void prefetch_written(int64_t b, int64_t t, const Block& k, const R&... written) const {
@@ -176,19 +185,20 @@ template <class T, bool SSD> struct Scan {
         each_batch(first, last, [&](int64_t i0, int64_t stop) {
           for (int64_t i = i0; s.checkpoints && i < stop; i++)
             std::memcpy((void*)checkpoint(b, segment, i), (void*)&state[i * N], N * sizeof(Vt));
-          forward_segment(b, segment, i0, stop, A2.data(), state.data(), tokens.data());
+          const Distance next = to_next(i0, stop, first, last, K);
+          forward_segment(b, segment, i0, stop, next, A2.data(), state.data(), tokens.data());
         });
       if (s.final_state)
         for (int64_t i = first; i < last; i++) scatter(s.final_state, &state[i * N], b, block[i]);
     });
   }
-  void forward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, const Vt* A2, Vt* state,
+  void forward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Distance next, const Vt* A2, Vt* state,
                        Token* tokens) const {
     const int64_t begin = segment * K, end = segment_end(segment);
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
         prepare(b, t, block[i], tokens[(i - first) * K + t - begin]);
-        prefetch_next(b, t, block[i], s.u, s.delta, s.z);
+        prefetch_next(b, t, block[i], next, s.u, s.delta, s.z);
         prefetch_written(b, t, block[i], s.y);
       }
     for (int64_t i = first; i < last; i++)
@@ -308,8 +318,9 @@ template <class T, bool SSD> struct Scan {
       }
       for (int64_t segment = segments - 1; segment >= 0; segment--)
         each_batch(first, last, [&](int64_t i0, int64_t stop) {
-          if (windowed) backward_segment<true>(b, segment, i0, stop, w);
-          else backward_segment<false>(b, segment, i0, stop, w);
+          const Distance next = to_next(i0, stop, first, last, -K);
+          if (windowed) backward_segment<true>(b, segment, i0, stop, next, w);
+          else backward_segment<false>(b, segment, i0, stop, next, w);
           const int64_t group = block[i0].group;
           if (stop == last || block[stop].group != group) flush(thread, b, segment, group, w);
         });
@@ -331,7 +342,7 @@ template <class T, bool SSD> struct Scan {
   static ALWAYS_INLINE Vt times(Vt S, Vt P) { return S == 0 ? Vt{} : S * P; }  // P may be no number behind a cut
 
   template <bool WINDOWED>
-  void backward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Work& w) const {
+  void backward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Distance next, Work& w) const {
     const int64_t begin = segment * K, end = segment_end(segment), ahead = s.window - 1;
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
@@ -339,7 +350,7 @@ template <class T, bool SSD> struct Scan {
         const int64_t q = (i - first) * K + t - begin;
         Token& x = w.tokens[q];
         prepare(b, t, k, x);
-        prefetch_next(b, t, k, s.u, s.delta, s.z, s.dy);
+        prefetch_next(b, t, k, next, s.u, s.delta, s.z, s.dy);
         prefetch_written(b, t, k, s.du, s.ddelta, s.dz);
         x.from_B = x.from_a = Vt{};
         x.dy = output_cotangent(b, t, k, x.gate);
