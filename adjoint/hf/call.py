@@ -478,9 +478,10 @@ class Call:
         if (positions := self.position_components) is not None:
             # The first of four components counts a document's tokens; three say nothing of documents.
             arguments = {**arguments, POSITIONS: positions[0] if len(positions) == 4 else None}
-        named = self.mask is not None or [n for n in DOCUMENT_INPUTS if arguments.get(n) is not None]
-        # without reading from the device, if nothing tells documents apart
-        return document_starts(arguments, self.ids, self.mask) if named else [(0,)] * len(self.ids)
+        names = [name for name in DOCUMENT_INPUTS if arguments.get(name) is not None]
+        if self.mask is None and not names:
+            return [(0,)] * len(self.ids)  # without reading from the device
+        return document_starts(arguments, self.ids, self.mask)
 
     @functools.cached_property
     def rows_differ(self) -> bool:

@@ -37,7 +37,7 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
     """
     wrap_state = verification.wrap_state
     method, model = wrap_state.method, call.model
-    if method.memory is not None or call.num_documents < 2:
+    if method.memory is not None:
         return None
     holding = verification.holding
     if wrap_state.group is not None or holding.kind.is_collective or holding.tensor_parallel_groups:

@@ -25,6 +25,7 @@ from adjoint.hf.model_parts import MISSING, override_attribute
 from adjoint.parallel.zero import BOOKKEEPING, PARTITIONED
 
 SettingsHolder: TypeAlias = nn.Module | PreTrainedConfig
+WRAPS = "_adjoint_wraps"  # attribute of the classes that `wrap` gives a model: the class before
 PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 CONTAINER_TYPES = (list, tuple, dict, set, frozenset, OrderedDict)
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -43,9 +44,6 @@ IGNORED_ATTRIBUTES = {*vars(nn.Module())} - SETTINGS_OF_ANY_MODULE | {
     "warnings_issued",  # transformers' record of what it has already warned about
     *BOOKKEEPING,
 }
-
-
-WRAPS = "_adjoint_wraps"  # attribute of the classes that `wrap` gives a model: the class before
 
 
 class Snapshot:

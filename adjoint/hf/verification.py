@@ -118,7 +118,7 @@ class Verification:
     Attributes:
         wrap_state: of the model.
         holding: how the weights are held.
-        outer_classes: the classes of the modules around the model (`outer_classes`).
+        outer_classes: from `_outer_classes`.
         autocast_dtype: autocast's dtype on the model's device, or None.
         parts: what stages need of the model.
         fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).

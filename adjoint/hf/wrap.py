@@ -579,8 +579,7 @@ def _loss_by_chunks(
     Args:
         returns_cache: whether the output has the cache after the last token.
     """
-    is_divisible = not returns_cache and call.num_documents > 1
-    if is_divisible and (segments := segments_of(call, verification)) is not None:
+    if (segments := _segments_of(call, verification, returns_cache)) is not None:
         return _reading_prefixes(verification, lambda: _loss_by_segments(call, verification, segments))
     (batch, spec), backward_context = _cut_into_chunks(call, verification), _backward_context(verification)
     model, group = call.model, verification.wrap_state.group
@@ -595,11 +594,7 @@ def _loss_by_chunks(
         verification.wrap_state.method,
         verification.fetches,
         router_loss_factor,
-        CallContext.from_call(
-            call,
-            verification.padding_of(call),
-            verification.parts,
-        ),
+        CallContext.from_call(call, verification.padding_of(call), verification.parts),
         hidden_states,
     )
     result = make_step([stage], batch, spec, backward_context, group).loss(states=returns_cache)
@@ -618,6 +613,12 @@ def _loss_by_chunks(
     router_loss = stage.router.loss(result.sums[0])
     loss = result.loss + router_loss_factor * router_loss
     return RoutedLossOutput(loss=loss, aux_loss=router_loss, logits=logits, **{CACHE_FIELD: cache})
+
+
+def _segments_of(call: Call, verification: Verification, returns_cache: bool) -> list[Segment] | None:
+    """Return the segments of a call with several rows or documents, or None if it is computed as it is."""
+    is_divisible = call.num_documents > 1 and not returns_cache
+    return segments_of(call, verification) if is_divisible else None
 
 
 def _loss_by_segments(call: Call, verification: Verification, segments: Sequence[Segment]) -> LossOutput:
@@ -680,7 +681,7 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
             "is known: give labels to the causal LM",
         )
     verification = verify(call)
-    segments = None if returns_cache else segments_of(call, verification)
+    segments = _segments_of(call, verification, returns_cache)
     if segments is None:
         hidden, end, router = _hidden_and_state(call, verification, returns_cache)
         outputs: dict[str, object] = {}
