@@ -50,6 +50,8 @@ def footer(environment: Mapping[str, Any], *conditions: str) -> str:
     cores = environment["cores"]
     vectors = f", {environment['vectors']}" if "vectors" in environment else ""
     hardware = environment["gpu"] or f"{cores} core{'s' * (cores > 1)} of {environment['cpu']}{vectors}"
+    if counts := environment.get("thread_counts"):
+        hardware = f"{' and '.join(map(str, counts))} thread{'s' * (counts != [1])} on {hardware}"
     version = f"torch {environment['versions'].get('torch')}"
     commit = environment.get("commit")
     run = f"run on {environment['date'][:10]}" + (

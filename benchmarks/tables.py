@@ -13,6 +13,7 @@ from adjoint.cli import main
 from adjoint.engine import binomial
 from benchmarks import host_waits, report
 from benchmarks.gpu.report import comparison
+from benchmarks.kernels.command import with_more_threads
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS
 
@@ -83,7 +84,8 @@ SETS = ("AVX2", "avx2/"), ("AVX-512", "avx512/")  # what tables call them, and t
 
 
 def kernels_by_vectors() -> str:
-    """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set."""
+    """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set; and, of
+    forward and backward, ms and speedup with more threads."""
     ways = [(said, folder, way) for said, folder in SETS for way in ("forward", "both")]
     lines = []
     for op in dict.fromkeys(measurement["op"] for measurement in rows("avx2/kernels")):
@@ -91,8 +93,11 @@ def kernels_by_vectors() -> str:
         for _, folder, way in ways:
             measurement = row(f"{folder}kernels", op=op, contender="adjoint", **{"pass": way})
             cells.append(f"{measurement['ms']:.1f} ms · {measurement['roof_share']:.0%}")
+            if way == "both":
+                cells.append(with_more_threads(measurement))
         lines.append([f"`{op}`", *cells])
-    heads = [f"{said}, {'with backward' if way == 'both' else way}" for said, _, way in ways]
+    passes = {"forward": ("forward",), "both": ("with backward", "more threads")}
+    heads = [f"{said}, {head}" for said, _, way in ways for head in passes[way]]
     return report.markdown_table(["", *heads], lines)
 
 

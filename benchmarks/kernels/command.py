@@ -3,6 +3,7 @@
 - Every point is a fresh process; processes of different contenders alternate, `--repeats` times; published is
   the median over processes of each one's median. Contenders known to be slow (loops, torch.compile) run once.
 - `--before COMMIT` times this package as it was, too, in alternation.
+- `--threads 1 2` runs all with one thread, and this package with two as well; the roof is that of one.
 - Values first: output and every gradient against the operation in float64 (‖error‖ / ‖value‖). Who is off by
   more than the dtype allows is reported as wrong and not timed, ourselves included.
 - Next to the roof: the least time that the operation's memory traffic and arithmetic take at the rates this
@@ -38,7 +39,8 @@ from benchmarks.runner import Benchmark, Found
 LIMIT_S = 150  # a process that takes longer is given up
 BEFORE = "before"  # the contender that is this package as of an earlier commit
 COLOURS = {True: report.ORANGE, False: report.BLUE}  # ours and others
-HEADS = ["", *(head for name in PASSES.values() for head in (name, "÷ adjoint", "of the roof")), "error"]
+COLUMNS = ("÷ adjoint", "of the roof", "more threads")  # of each pass, beside its time
+HEADS = ["", *(head for name in PASSES.values() for head in (name, *COLUMNS)), "error"]
 
 
 class Kernels(Benchmark):
@@ -57,6 +59,8 @@ class Kernels(Benchmark):
         add("--peers", nargs="*", metavar="NAME", choices=[*peers, []], default=peers,
             help="which others to compare with; no name for none")  # fmt: skip
         add("--before", metavar="COMMIT", help="time this package as of a commit, too")
+        add("--threads", nargs="+", type=runner.count, default=[], metavar="N",
+            help="this package alone runs with all of them (default: one a core)")  # fmt: skip
         add("--device", type=runner.device, default="cpu", help="cpu or cuda")
         add("--dtype", choices=LIMITS, help="float32 where it is not said, on a GPU bfloat16")
         add("--allocator", type=steps.allocator, choices=steps.ALLOCATORS, default="retain", help="of memory")
@@ -66,6 +70,8 @@ class Kernels(Benchmark):
         options.ops = [name for name in OPS if name in options.ops]
         options.kind = options.device.partition(":")[0]
         options.dtype = options.dtype or ("bfloat16" if options.kind == "cuda" else "float32")
+        if options.threads and options.kind == "cuda":
+            parser.error("--threads: of the CPU; leave it out with --device cuda")
         folder = (options.out or runner.RUNS / self.name).resolve() / "partial"
         options.answers = str(folder)
         if options.before:
@@ -76,7 +82,8 @@ class Kernels(Benchmark):
 
     def environment(self, options: argparse.Namespace) -> Row:
         versions = report.environment("accelerated-scan", "flash-linear-attention", "liger-kernel")
-        return versions | {"omp": {key: value for key, value in os.environ.items() if key.startswith("OMP_")}}
+        omp = {key: value for key, value in os.environ.items() if key.startswith("OMP_")}
+        return versions | {"omp": omp} | ({"thread_counts": options.threads} if options.threads else {})
 
     def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         names = ("device", "dtype", "size", "repeats", "allocator")
@@ -86,6 +93,8 @@ class Kernels(Benchmark):
     def points(self, options: argparse.Namespace) -> list[Point]:
         """An answer in float64 for each operation, then repeats outermost; contenders alternate."""
         shared = {"device": options.device, "dtype": options.dtype, "allocator": options.allocator}
+        if options.threads:
+            shared["threads"] = options.threads[0]
         points: list[Point] = []
         for repeat in range(options.repeats):
             points.append({"kind": "roof", "repeat": repeat, **shared})
@@ -100,10 +109,20 @@ class Kernels(Benchmark):
                     for name, contender in chosen(op, options).items()
                     if not (repeat and contender.once) and not contender.missing()
                 ]  # fmt: skip
+                ours = {
+                    "kind": "contender",
+                    "contender": BASE,
+                    "repeat": repeat,
+                    "repeat_s": options.repeat_s,
+                }
+                points += [
+                    {**ours, **operation, "file": None, "threads": threads} for threads in options.threads[1:]
+                ]
         return points
 
     def describe(self, point: Point) -> str:
-        return f"{point.get('op', '')} {point.get('contender', point['kind'])}"
+        threads = f", threads: {point['threads']}" if "threads" in point else ""
+        return f"{point.get('op', '')} {point.get('contender', point['kind'])}{threads}"
 
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
         # PYTHONSAFEPATH: or the working directory's package would come first
@@ -122,7 +141,12 @@ class Kernels(Benchmark):
         """A row an (operation, contender, pass), beside the best rates of the roof."""
         rates = best_rates(measurements)
         timed = [pair for pair in measurements if pair[0]["kind"] == "contender"]
-        results = steps.grouped(timed, "op", "contender")
+        base = options.threads[0] if options.threads else None
+        results = steps.grouped([p for p in timed if p[0].get("threads") == base], "op", "contender")
+        more = {
+            threads: steps.grouped([p for p in timed if p[0].get("threads") == threads], "op", "contender")
+            for threads in options.threads[1:]
+        }
         rows = []
         for op in options.ops:
             size = OPS[op].sizes[options.kind][options.size]
@@ -138,6 +162,12 @@ class Kernels(Benchmark):
                         row |= {"roof_ms": least * 1e3, "bound": bound}
                         if row["status"] == "measured":
                             row["roof_share"] = least * 1e3 / row["ms"]
+                    if key == BASE and row["status"] == "measured":
+                        row["more_threads"] = [
+                            {"threads": threads, "ms": at["ms"], "speedup": row["ms"] / at["ms"]}
+                            for threads, timings in more.items()
+                            if "ms" in (at := outcome(contender, timings.get((op, key), []), name, size))
+                        ]
                     rows.append(row)
         return rows
 
@@ -258,26 +288,36 @@ def by_operation(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def lines(rows: Sequence[Row]) -> list[list[str]]:
-    """The roof's cells and each contender's, in the order of HEADS: of both passes time, ratio and share of
-    the roof."""
+    """The roof's cells and each contender's, in the order of HEADS: of both passes time, ratio, share of the
+    roof, and time with more threads."""
     by_key = {(row["contender"], row["pass"]): row for row in rows}
     table_rows = []
     if "roof_ms" in rows[0]:
         forward, both = (milliseconds(row["roof_ms"]) for row in rows[:2])
-        table_rows.append([f"roof ({rows[0]['bound']})", forward, "", "", both, "", "", ""])
+        blank = [""] * len(COLUMNS)
+        table_rows.append([f"roof ({rows[0]['bound']})", forward, *blank, both, *blank, ""])
     for key in dict.fromkeys(row["contender"] for row in rows):
         first = by_key[key, "forward"]
         cells = [f"**{first['label']}**" if first["ours"] else first["label"]]
         for row in (by_key[key, name] for name in PASSES):
             if row["status"] != "measured":
-                cells += [row["status"], "", ""]
+                cells += [row["status"], *[""] * len(COLUMNS)]
                 continue
             ratio = f"{row['ms_ratio']:.3g}×" if key != BASE and "ms_ratio" in row else ""
             share = f"{row['roof_share']:.0%}" if "roof_share" in row else ""
-            cells += [milliseconds(row["ms"]), ratio, share]
+            cells += [milliseconds(row["ms"]), ratio, share, with_more_threads(row) if key == BASE else ""]
         errors = first.get("errors")
         table_rows.append([*cells, f"{max(errors.values()):.0e}" if errors else ""])
     return table_rows
+
+
+def with_more_threads(row: Row) -> str:
+    """Time and speedup by the number of threads; a dash where one number alone was measured."""
+    cells = (
+        f"{at['threads']}: {milliseconds(at['ms'])}, {at['speedup']:.2f}×"
+        for at in row.get("more_threads", ())
+    )
+    return "; ".join(cells) or "–"
 
 
 def milliseconds(value: float) -> str:

@@ -24,7 +24,8 @@ CHECK_AT_MOST = {"seqlen": 2048, "d_inner": 512, "nheads": 8, "channels": 512, "
 
 
 def measure(point: Point) -> Point:
-    """Run one point in this process: the roof, an answer or a contender.
+    """Run one point in this process: the roof, an answer or a contender, with `point["threads"]` if it is
+    there.
 
     Raises:
         ValueError: `point["package"]`, the folder that the package was to come from, is not where it is.
@@ -33,6 +34,8 @@ def measure(point: Point) -> Point:
     if point.get("package", folder) != folder:
         raise ValueError(f"adjoint was imported from {folder}")
     dtype = getattr(torch, point["dtype"])
+    if "threads" in point:
+        torch.set_num_threads(point["threads"])
     if point["kind"] == "roof":
         return dict(roof.measure(point["device"], dtype))
     if point["kind"] == "answer":

@@ -133,6 +133,35 @@ def test_contenders_alternate_and_slow_ones_run_once() -> None:
         )
 
 
+def test_more_threads_are_compared_with_the_first(tmp_path: Path) -> None:
+    flags = ["--size", "small", "--repeats", "1", "--op", "rms_norm", "--threads", "1", "2", "--out"]
+    options = KERNELS.parse([*flags, str(tmp_path), "--peers", "torch"])
+    points = KERNELS.points(options)
+    threads = [(p["contender"], p["threads"]) for p in points if p["kind"] == "contender"]
+    assert threads == [("adjoint", 1), ("reference", 1), ("torch", 1), ("adjoint", 2)]
+    assert {p["threads"] for p in points if p["kind"] == "roof"} == {1}
+    timings = {("adjoint", 2): 0.0025}
+    measurements = [
+        (p, {key: [timings.get((p["contender"], p["threads"]), 0.004)] for key in ("forward", "both")})
+        for p in points
+        if p["kind"] == "contender"
+    ]
+    rows = KERNELS.rows(options, measurements)
+    assert [(r["contender"], "more_threads" in r) for r in rows[::2]][:2] == [
+        ("adjoint", True),
+        ("reference", False),
+    ]
+    assert command.with_more_threads(rows[1]) == "2: 2.5 ms, 1.60×"
+    assert command.with_more_threads({"ms": 4.0}) == "–"
+    assert all(len(line) == len(command.HEADS) for line in command.lines(rows))
+    environment = KERNELS.environment(options)
+    assert "1 and 2 threads on" in report.footer(environment)
+    process = Process(KERNELS.module)
+    point = next(p for p in points if p.get("threads") == 2) | {"repeat_s": 1e-6}
+    assert process.measure(point)["both"]
+    process.close()
+
+
 def test_rows_take_medians_and_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
         "adjoint": Contender("ours", dict, ours=True),
