@@ -8,6 +8,7 @@ On a GPU exponentials have a unit of their own, and the roof is the largest of a
 from __future__ import annotations
 
 import ctypes
+import functools
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from adjoint.kernels.cpu import build as cpu_build
 from benchmarks.kernels.operations import Work
 from benchmarks.timing import fastest, matmul_flops
 
+ROOF = Path(__file__).with_name("roof.cpp")
 Rates = dict[str, float]
 
 
@@ -63,18 +65,20 @@ def _cpu_arithmetic(dtype: torch.dtype) -> Rates:
     return {"flops": 2 * rate("multiply"), "exps": rate("exponentiate")}
 
 
-def build() -> ctypes.CDLL | None:
-    """roof.cpp as a library, compiled with the flags of the scans; None without a compiler that can."""
+@functools.cache
+def build(source: Path = ROOF) -> ctypes.CDLL | None:
+    """A C++ file as a library, compiled with the flags of the scans; None without a compiler that can."""
     compiler = cpu_build.compiler()
     if compiler is None:
         return None
-    source, headers = Path(__file__).with_name("roof.cpp"), Path(cpu_build.__file__).parent
+    headers = Path(cpu_build.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         for openmp in (["-fopenmp"], []):
             flags = ["-O3", *cpu_build.FLAGS, *cpu_build._machine_flags(), "-shared", *openmp, f"-I{headers}"]
-            command = [compiler, *flags, "-o", f"{folder}/roof.so", str(source)]
+            library = f"{folder}/{source.stem}.so"
+            command = [compiler, *flags, "-o", library, str(source)]
             if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-                return ctypes.CDLL(f"{folder}/roof.so")
+                return ctypes.CDLL(library)
     return None
 
 
