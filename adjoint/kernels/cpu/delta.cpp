@@ -466,17 +466,21 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
             store<T>(dw.row(j) + x,
                      load<T>(dw.row(j) + x, L) + load<T>(far.row(j) + x, L) * load<T>(kl.row(j) + x, L), L);
       }
+      // pointers of its own: each store would make the compiler read the matrices' addresses again
       for (int64_t j = begin; j < end; j++)
-        for (int64_t x = 0; x < K; x += L) {
+        for (int64_t x = 0, width = K, tokens = end - j - 1, pair = rows; x < K; x += L) {
           const V<T> key = load<T>(k.row(j) + x, L);
           V<T> decay = splat<T>(1), sum{};
-          for (int64_t i = j + 1; i < end; i++) {
-            decay *= load<T>(step.row(i) + x, L);
-            const T p = dP.row(i)[j], a = dA.row(i)[j];
-            const V<T> w = decay * key;
-            store<T>(dq.row(i) + x, load<T>(dq.row(i) + x, L) + p * w, L);
-            store<T>(dk.row(i) + x, load<T>(dk.row(i) + x, L) + a * w, L);
-            sum += decay * (p * load<T>(q.row(i) + x, L) + a * load<T>(k.row(i) + x, L));
+          const T *steps = step.row(j + 1) + x, *queries = q.row(j + 1) + x, *keys = k.row(j + 1) + x;
+          const T *from_p = dP.row(j + 1) + j, *from_a = dA.row(j + 1) + j;
+          T *to_q = dq.row(j + 1) + x, *to_k = dk.row(j + 1) + x;
+          for (int64_t i = 0; i < tokens; i++) {
+            const int64_t at = i * width;
+            decay *= load<T>(steps + at, L);
+            const V<T> w = decay * key, p = splat<T>(from_p[i * pair]), a = splat<T>(from_a[i * pair]);
+            store<T>(to_q + at, load<T>(to_q + at, L) + p * w, L);
+            store<T>(to_k + at, load<T>(to_k + at, L) + a * w, L);
+            sum += decay * (p * load<T>(queries + at, L) + a * load<T>(keys + at, L));
           }
           store<T>(dw.row(j) + x, load<T>(dw.row(j) + x, L) + sum, L);
         }

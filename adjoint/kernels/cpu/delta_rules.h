@@ -24,6 +24,9 @@ inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 // d_v), the state before each slot of tokens. Other tensors are contiguous.
 template <class T, class Args> class DeltaRule {
  protected:
+  // Vectors between two matrices: without them the same rows of all would be whole pages apart, in the same lines
+  // of the first-level cache.
+  static constexpr int64_t SKEW = 5, MOST_MATRICES = 64;
   const Args& s;
   const int64_t K, W, slots;  // d_k and d_v in whole vectors or strips
   std::vector<V<T>> memory;
@@ -34,12 +37,12 @@ template <class T, class Args> class DeltaRule {
       : s(args), K(padded(args.d_k, k_to)), W(padded(args.d_v, v_to)), slots((args.seqlen + slot - 1) / slot) {}
 
   void allocate(int64_t elements) {
-    memory.resize(elements / Vec<T>::L + 1);
+    memory.resize(elements / Vec<T>::L + 1 + SKEW * MOST_MATRICES);
     free = (T*)memory.data();
   }
   Matrix<T> take(int64_t height, int64_t width) {
     Matrix<T> m{free, width};
-    free += height * width;
+    free += height * width + SKEW * Vec<T>::L;
     return m;
   }
   void go_to(int64_t unit) { b = unit / s.nheads, h = unit % s.nheads; }
