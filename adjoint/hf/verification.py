@@ -232,7 +232,7 @@ def verification_of(model: PreTrainedModel, rests: bool = False) -> Verification
     wrap_state, snapshot = wrap_state_or_original(model), Snapshot(model)
     outer_classes = _outer_classes(model)
 
-    def previous() -> list[Verification]:
+    def equal_states() -> list[Verification]:
         return [
             verification
             for verification in wrap_state.verifications
@@ -242,7 +242,8 @@ def verification_of(model: PreTrainedModel, rests: bool = False) -> Verification
             and not verification.snapshot.difference(snapshot)
         ]
 
-    for verification in previous():
+    remembered = equal_states()
+    for verification in remembered:
         if verification.holding.is_plain:  # as they still are: else classes or marks would have changed
             if wrap_state.holdings is not None:
                 wrap_state.holdings[model] = verification.holding
@@ -251,7 +252,8 @@ def verification_of(model: PreTrainedModel, rests: bool = False) -> Verification
     if rests and not holding.is_plain:
         access_to(model).rest()
         snapshot = Snapshot(model)
-    for verification in previous():
+        remembered = equal_states()
+    for verification in remembered:
         if verification.holding.kind is holding.kind:
             verification.holding = holding
             return verification
