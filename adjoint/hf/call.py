@@ -210,11 +210,12 @@ class Call:
         mask = self.arguments["attention_mask"]
         return not bool(mask[:, : max(mask.shape[1] - self.ids.shape[1], 0) + 1].all())
 
-    def after(self, carried: CarriedState | None, returns_state: bool) -> Call:
+    def after(self, carried: CarriedState | None, returns_state: bool, has_keys: bool) -> Call:
         """Return the call as one that begins with a state, or with none, in place of its cache.
 
         Args:
             returns_state: whether the caller reads the state after the call.
+            has_keys: whether the model has keys and values, by which a cache knows its number of tokens.
 
         Raises:
             Refused: rows are padded at the left, or at the right and their state is read; positions do not
@@ -228,18 +229,19 @@ class Call:
             check.refuse(self.model, f"past_key_values: {reason}: give rows without padding at the left")
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            if not self.has_padding:  # of any length: a cache without keys does not know its own
+            if not self.has_padding:
                 del arguments["attention_mask"]
-            elif mask.shape[1] == past_tokens + seqlen:
-                arguments["attention_mask"] = mask[:, past_tokens:]
+            elif carried is not None and (not has_keys or mask.shape[1] == past_tokens + seqlen):
+                arguments["attention_mask"] = mask[:, -seqlen:]
         positions = arguments.get(POSITIONS)
         if positions is not None and past_tokens:
-            expected = torch.arange(past_tokens, past_tokens + seqlen, device=positions.device)
+            first = past_tokens if has_keys else positions[..., :1].clamp(min=1)
+            expected = first + torch.arange(seqlen, device=positions.device)
             if not bool((positions == expected).all()):
-                reason = (
-                    f"position_ids must go on from {past_tokens}, the number of tokens in past_key_values"
+                start = f"{past_tokens}, the number of tokens" if has_keys else "the tokens"
+                check.refuse(
+                    self.model, f"position_ids must go on from {start} in past_key_values: leave them out"
                 )
-                check.refuse(self.model, f"{reason}: leave them out")
             del arguments[POSITIONS]
         call = Call(self.model, arguments, carried=carried)
         if returns_state and call.mask is not None:

@@ -508,7 +508,7 @@ def _after_cache(call: Call, returns_state: bool) -> Call:
             reason = "its code for a single token writes recurrent states over those that a backward needs"
             check.refuse(model, f"past_key_values: {reason}: give two tokens or more")
         carried = dataclasses.replace(carried, state=goes_on_from(carried.state))
-    return call.after(carried, returns_state)
+    return call.after(carried, returns_state, any(slot.grows is not None for slot in slots))
 
 
 def _verify_with_state(call: Call) -> Verification:

@@ -157,6 +157,30 @@ def test_a_trained_cache_below_frozen_weights(name: str, padding: str) -> None:
     assert_exact(*reversed(results))
 
 
+def test_a_cache_without_keys_does_not_know_its_length() -> None:
+    """Masks and positions that count the tokens before it, as generate's and PEFT's prefix tuning's do."""
+    ids = tokens(23)
+    model = wrapped_copy(make(MAMBA))
+    argument = cache_argument(inspect.signature(model.forward).parameters)
+    cache = getattr(model(input_ids=ids[:, :9], labels=ids[:, :9], use_cache=True), argument)
+    mask = torch.ones_like(ids)
+    mask[0, 19:] = 0
+    inputs = {"input_ids": ids[:, 9:], "labels": ids[:, 9:].masked_fill(mask[:, 9:] == 0, -100)}
+    results = []
+    for more in (
+        {"attention_mask": mask[:, 9:]},
+        {"attention_mask": mask, "position_ids": torch.arange(9, 23)[None]},
+    ):
+        model.zero_grad()
+        loss = model(**inputs, **{argument: cache}, **more).loss
+        loss.backward(retain_graph=True)
+        results.append((loss.detach(), current_gradients(model)))
+    assert_exact(*results)
+    for positions in (torch.arange(14), torch.arange(9, 23).flip(0)):
+        with one_line("position_ids must go on from the tokens in past_key_values"):
+            model(**inputs, **{argument: cache}, position_ids=positions[None])
+
+
 def test_documents() -> None:
     """The first document goes on from the cache, others begin anew; the state returned is the last one's."""
     model, ids = make(BAMBA), tokens(31)
