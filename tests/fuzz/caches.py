@@ -37,6 +37,7 @@ def draw(rng: random.Random) -> Case:
             call |= some(rng, 0.25, {"rows": lambda: rng.choice(("reorder", "repeat"))})
             call |= some(rng, 0.1, {"crop": lambda: rng.randint(1, 3)})
         call |= some(rng, 0.2, {"padded": lambda n=call["tokens"]: rng.randint(1, n - 1), "hidden": True})
+        call |= some(rng, 0.2, {"positions": True})
         calls.append(call)
     method = some(rng, 0.8, {"chunk_size": lambda: rng.randint(2, 9)})
     options = {"recompute": lambda: rng.choice(RECOMPUTE), "checkpoints": lambda: rng.choice((1, 2, 5))}
@@ -114,10 +115,10 @@ def by_caches(case: Case, model: Any) -> tuple[dict[str, Tensor], list[tuple[Ten
             past = branch(call, pasts[call["after"]])
         ids, mask, labels = inputs_of(call, len(past.ids), generator)
         inputs = {"input_ids": ids, "labels": labels, "use_cache": "padded" not in call, name: past.cache}
-        # Mamba's own code, which a padded call without a loss runs, takes the mask of these tokens alone
-        has_keys = past.cache is None or any(hasattr(layer, "keys") for layer in past.cache.layers)
-        before = past.ids if has_keys else past.ids[:, :0]
-        inputs["attention_mask"] = torch.cat([torch.ones_like(before), mask], dim=1)
+        inputs["attention_mask"] = torch.cat([torch.ones_like(past.ids), mask], dim=1)
+        if "positions" in call:
+            first = past.ids.shape[1]
+            inputs["position_ids"] = torch.arange(first, first + ids.shape[1])[None]
         loss, out = loss_of(model, call, inputs, 0)
         pasts.append(Past(getattr(out, name, None), torch.cat([past.ids, ids], dim=1)))
         losses.append(loss)
