@@ -6,6 +6,7 @@ which a model's results are those of full rows, and the call of each segment."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -17,13 +18,13 @@ from adjoint.engine.grid import BackwardSpec
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.hf import check
-from adjoint.hf.cache import CarriedState, make_chunk_cache
+from adjoint.hf.cache import CarriedState
 from adjoint.hf.call import Call
 from adjoint.hf.head import custom_loss_function
 from adjoint.hf.kernels.topk import key_pickers
 from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forwards
 from adjoint.hf.randomness import has_embedding_noise
-from adjoint.hf.stage import Backbone
+from adjoint.hf.stage import Backbone, CallContext
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.verification import Verification
 
@@ -147,7 +148,7 @@ def _targets_in(call: Call, spans: Sequence[range]) -> shared_prefix.Take | None
 def _draws_random_numbers(verification: Verification) -> bool:
     """Whether the model draws random numbers, which would be others in each of the rows."""
     model = verification.model
-    stage, cache = Backbone(model, verification.slots), make_chunk_cache(model.config)
+    stage = Backbone(model, verification.slots, context=CallContext(parts=verification.parts))
     if stage.randomness.has_dropout:
         return True
     ids, untrained = example_tokens(model)[0], UntrainedTensors(model.named_modules(), frozen=False)
@@ -158,6 +159,7 @@ def _draws_random_numbers(verification: Verification) -> bool:
         untrained.restored(),
     ):
         before = stage.randomness.states()
+        cache = copy.copy(verification.parts.cache)
         access_to(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
         return stage.randomness.have_drawn(before)
 

@@ -206,9 +206,10 @@ class Verification:
             starts: first tokens of the documents, at which chunks are cut.
         """
         method, group, (rows, seqlen) = self.wrap_state.method, self.wrap_state.group, ids.shape[:2]
-        size = method.chunk_size or chunk_size_on(ids.device, self.sizes, rows, seqlen, method.checkpoints)
-        if group is not None:
-            size = at_most(size, seqlen, ranks_of(group))
+        size = method.chunk_size
+        if size is None:
+            size = chunk_size_on(ids.device, self.sizes, rows, seqlen, method.checkpoints)
+            size = size if group is None else at_most(size, seqlen, ranks_of(group))
         return method.model_spec(seqlen, size, starts)
 
 
