@@ -415,7 +415,8 @@ def collectives_counted() -> None:
         )
         recomputed = chunks - 1  # the last chunk's tape is kept
         assert moved == chunks * (forward + backward) + recomputed * forward
-        assert of_one_layer["all_reduce"] == of_two["all_reduce"] == 3  # two compare the batch
+        # one sums the loss, two compare the batch, two what modules hold besides weights
+        assert of_one_layer["all_reduce"] == of_two["all_reduce"] == 5
 
 
 @pytest.mark.slow

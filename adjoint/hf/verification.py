@@ -252,7 +252,9 @@ def verification_of(model: PreTrainedModel, rests: bool = False) -> Verification
     holding = current_holding(model)
     if rests and not holding.is_plain:
         access_to(model).rest()
-        snapshot = Snapshot(model)
+        if wrap_state.holdings is not None:  # looked for again, with the weights in their places
+            del wrap_state.holdings[model]
+        holding, snapshot = current_holding(model), Snapshot(model)
         remembered = equal_states()
     for verification in remembered:
         if verification.holding.kind is holding.kind:

@@ -318,6 +318,12 @@ def refused_by_release(name: str) -> str:
     return f"{name} is refused before transformers {EXACT_SINCE[name]}" if is_refused else ""
 
 
+def skip_if_broken(name: str) -> None:
+    """Skip a test of text where a class fails by itself under this release."""
+    if name == "Llama4ForConditionalGeneration" and RELEASE == (5, 24):
+        pytest.skip("transformers 5.24's own code of this class fails without images")
+
+
 def since(major: int, minor: int, reason: str) -> pytest.MarkDecorator:
     """Return a mark for a test of what transformers has only since a release."""
     return pytest.mark.skipif(

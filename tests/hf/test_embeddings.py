@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.hf.transformers_api import RELEASE
 from tests.hf.hf_models import (
     assert_exact,
     current_gradients,
     make,
     make_batch,
+    skip_if_broken,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
@@ -81,8 +81,7 @@ CASES: list[tuple[str, Any, Call]] = [
 @pytest.mark.parametrize(("name", "method", "call"), CASES)
 def test_embeddings_have_the_models_own_gradient(name: str, method: Any, call: Call) -> None:
     results = []
-    if name.startswith("Llama4") and RELEASE == (5, 24):
-        pytest.skip("transformers 5.24's own code of this class fails without images")
+    skip_if_broken(name)
     for wrapped in (True, False):
         model = adjoint.wrap(make(name), method) if wrapped else make(name)
         embeds = torch.randn(2, 29, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -21,6 +21,7 @@ from tests.hf.hf_models import (
     float64_throughout,
     loss_and_gradients,
     make,
+    skip_if_broken,
 )
 from tests.model_helpers import assert_same, nothing_held
 from tests.ranks import RANKS, on_ranks, refused
@@ -316,4 +317,5 @@ def check_inputs(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, *REFUSED, *OTHERS])
 def test_every_class_over_two_ranks(name: str, tmp_path: Path) -> None:
+    skip_if_broken(name)
     on_ranks(2, tmp_path, check_inputs, name)
