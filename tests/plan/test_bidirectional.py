@@ -67,25 +67,31 @@ def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_plan_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """Chunks take less memory than checkpointing and as much time, if they are large enough for the host to
-    queue them in time; a second strand takes twice the work."""
+    """Chunks take less memory than checkpointing and, where the host queues them in time, as long; a second
+    strand takes twice the work."""
     exact, checkpointing, plain, strands, offloaded = (
-        plan(capsys, "--model.d_model", "1024", *flags.split())
+        plan(capsys, *flags.split())
         for flags in (
-            "--method.name exact --method.chunk_size 32K",
+            "--method.name exact",
             "--method.name backprop --method.checkpoint true",
             "--method.name backprop",
-            "--method.name exact --method.chunk_size 32K --model.complement_map [1,0]",
-            "--method.name exact --method.chunk_size 32K --method.keep offload",
+            "--method.name exact --model.complement_map [1,0]",
+            "--method.name exact --method.keep offload",
         )
     )
     memory = [planned["devices"][0]["total_bytes"] for planned in (exact, checkpointing, plain)]
     assert memory[0] < memory[1] < memory[2]
     seconds = [planned["step"]["seconds"] for planned in (exact, checkpointing, plain, strands)]
-    assert seconds[0] == pytest.approx(seconds[1], rel=0.1) and seconds[2] == pytest.approx(
-        0.75 * seconds[1], rel=0.1
+    assert seconds[2] == pytest.approx(0.75 * seconds[1], rel=0.1)
+    large_chunks, whole = (
+        plan(capsys, "--model.d_model", "1024", *flags.split())
+        for flags in (
+            "--method.name exact --method.chunk_size 32K",
+            "--method.name backprop --method.checkpoint true",
+        )
     )
-    assert seconds[3] == pytest.approx(2 * seconds[0], rel=0.05)  # weights are read and updated once
+    assert large_chunks["step"]["seconds"] == pytest.approx(whole["step"]["seconds"], rel=0.1)
+    assert seconds[3] == pytest.approx(2 * seconds[0], rel=0.01)
     assert strands["devices"][0]["parts_bytes"]["kept"] == 2 * exact["devices"][0]["parts_bytes"]["kept"]
     assert offloaded["devices"][0]["host_bytes"] >= exact["devices"][0]["parts_bytes"]["kept"]
     assert offloaded["devices"][0]["total_bytes"] < memory[0]
