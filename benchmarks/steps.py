@@ -44,7 +44,7 @@ from adjoint.tools.measure.passes import (
 )
 from adjoint.tools.measure.process import Point
 from adjoint.tools.measure.show import fits_text, tokens
-from benchmarks import report, runner, segments
+from benchmarks import earlier, report, runner, segments
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
@@ -259,6 +259,8 @@ class Curve(NamedTuple):
         key: what its rows say of it.
         name: of its way, among those of the model.
         longest: of the default lengths. repeated: at which of them in several processes.
+        package: the folder of an earlier commit whose package and benchmarks measure it; "" for what is here.
+            Only what is here has its gradients compared.
     """
 
     key: Row
@@ -267,6 +269,7 @@ class Curve(NamedTuple):
     way: Point
     longest: float = math.inf
     repeated: Collection[int] = ()
+    package: str = ""
 
 
 class StepBenchmark(Benchmark):
@@ -315,10 +318,11 @@ class StepBenchmark(Benchmark):
         combinations = itertools.product(range(options.repeats), options.lengths, options.allocators, curves)
         models: dict[str, list[Curve]] = {}
         for curve in curves:
-            models.setdefault(repr(curve.model), []).append(curve)
+            if not curve.package:
+                models.setdefault(repr(curve.model), []).append(curve)
         return [self._comparison(options, of_one) for of_one in models.values()] + [
             {"curve": curve.key, "length": n, "allocator": kind, "repeat": repeat, **shared,
-             "model": curve.model, "way": curve.way}
+             "model": curve.model, "way": curve.way, **({"package": curve.package} if curve.package else {})}
             for repeat, n, kind, curve in combinations
             if options.lengths is not self.lengths
             or (n <= curve.longest and (n in curve.repeated or not repeat))
@@ -356,6 +360,8 @@ class StepBenchmark(Benchmark):
     def skip(self, point: Point, measurements: Found, options: argparse.Namespace) -> str | None:
         if "ways" in point:
             return None
+        if "package" in point:
+            return too_large(point, measurements, options.max_memory)
         difference = self._apart(measurements, point["curve"])
         if difference is None:
             return "gradients could not be compared"
@@ -364,7 +370,8 @@ class StepBenchmark(Benchmark):
         return too_large(point, measurements, options.max_memory)
 
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
-        return ALLOCATORS[point.get("allocator", "default")]
+        imported = earlier.import_from(point["package"]) if "package" in point else {}
+        return {**imported, **ALLOCATORS[point.get("allocator", "default")]}
 
     def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         compared = {"compared_tokens": min(self.compared[0], max(options.lengths)), "compared_in": COMPARED}

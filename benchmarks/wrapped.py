@@ -10,6 +10,7 @@ Compared are transformers as it is, with gradient checkpointing, and `adjoint.wr
   after that one; processes are repeated `--repeats` times and alternate, published is the median. By default
   only Mamba-2 is taken to the longest length, and only 16,384 tokens are measured in several processes:
   lengths that are asked for by `--lengths` are measured of all models, each in all processes.
+- `--before COMMIT` measures models wrapped by this package as it was, too, in alternation.
 - `--allocators`: on a CPU holes in the heap are a part of resident memory, and differ by allocator.
 - Attention's keys, values and their cotangents are what has to grow; `kept` is what they take.
 - A point is left out when the memory predicted from the last two exceeds `--max-memory`.
@@ -26,7 +27,7 @@ from typing import Any, ClassVar
 
 from adjoint.tools.measure import show
 from adjoint.tools.measure.process import Point
-from benchmarks import report, runner, steps
+from benchmarks import earlier, report, runner, steps
 from benchmarks.report import BLUE, GREEN, GREY, ORANGE, Row
 from benchmarks.runner import Found
 
@@ -71,21 +72,29 @@ class Wrapped(steps.StepBenchmark):
     ways: ClassVar = {name: way for name, (way, _, _) in WAYS.items()}
     lengths: ClassVar = [8192, 16384, 32768]
     checked: Sequence[tuple[Row, float]] = (({"model": "Mamba-2", "way": "checkpointing"}, 2e9),)
-    limiting_options: tuple[str, ...] = ("models", "ways", "allocators")
+    limiting_options: tuple[str, ...] = ("models", "ways", "allocators", "before")
     ratios = (("memory_bytes", "ms_per_token"), {"way": "transformers"}, ("model", "allocator", "length"))
     document, caption = "docs/results.md", "Memory and time of wrapped models"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--models", self.models)
         runner.add_choice(parser, "--ways", self.ways)
+        earlier.add_option(parser)
         super().arguments(parser)
+
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        place = (options.out or runner.RUNS / self.name).resolve() / "partial"
+        earlier.unpack(parser, options, place, ("adjoint", "benchmarks"))
 
     def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
         """Return the curves, repeated in several processes at 16,384 tokens, which the README shows."""
+        ways = [(way, self.ways[way], "") for way in options.ways]
+        if options.before:
+            ways.append((f"wrapped as of {options.before}", self.ways["wrapped"], str(options.package)))
         return [
-            steps.Curve({"model": model, "way": way}, way, WIDTHS | self.models[model][0], self.ways[way],
-                        self.models[model][2], (16384,))
-            for model, way in itertools.product(options.models, options.ways)
+            steps.Curve({"model": model, "way": name}, name, WIDTHS | self.models[model][0], way,
+                        self.models[model][2], (16384,), package)
+            for model, (name, way, package) in itertools.product(options.models, ways)
         ]  # fmt: skip
 
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:

@@ -20,15 +20,13 @@ import argparse
 import dataclasses
 import os
 import statistics
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from adjoint.tools.measure.process import ROOT, Point
-from benchmarks import report, runner, steps
+from benchmarks import earlier, report, runner, steps
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender
 from benchmarks.kernels.measure import BASE, LIMITS, PASSES
@@ -58,7 +56,7 @@ class Kernels(Benchmark):
         runner.add_counts(parser, repeats=(3, "processes a point"))
         add("--peers", nargs="*", metavar="NAME", choices=[*peers, []], default=peers,
             help="which others to compare with; no name for none")  # fmt: skip
-        add("--before", metavar="COMMIT", help="time this package as of a commit, too")
+        earlier.add_option(parser)
         add("--threads", nargs="+", type=runner.count, default=[], metavar="N",
             help="this package alone runs with all of them (default: one a core)")  # fmt: skip
         add("--device", type=runner.device, default="cpu", help="cpu or cuda")
@@ -74,11 +72,7 @@ class Kernels(Benchmark):
             parser.error("--threads: of the CPU; leave it out with --device cuda")
         folder = (options.out or runner.RUNS / self.name).resolve() / "partial"
         options.answers = str(folder)
-        if options.before:
-            try:
-                options.before, options.package = package_as_of(options.before, folder)
-            except subprocess.CalledProcessError as error:
-                parser.error(f"--before {options.before}: {error.stderr.strip()}")
+        earlier.unpack(parser, options, folder, ("adjoint",))
 
     def environment(self, options: argparse.Namespace) -> Row:
         versions = report.environment("accelerated-scan", "flash-linear-attention", "liger-kernel")
@@ -125,10 +119,8 @@ class Kernels(Benchmark):
         return f"{point.get('op', '')} {point.get('contender', point['kind'])}{threads}"
 
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
-        # PYTHONSAFEPATH: or the working directory's package would come first
-        path = f"{point['package']}:{ROOT}" if "package" in point else ""
-        imported = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"} if path else {}
-        return imported | {
+        return {
+            **(earlier.import_from(point["package"], ROOT) if "package" in point else {}),
             **steps.ALLOCATORS[options.allocator],
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers that would outlive a process that is given up
             "TOKENIZERS_PARALLELISM": "false",
@@ -226,27 +218,6 @@ def chosen(op: str, options: argparse.Namespace) -> dict[str, Contender]:
         for name, contender in table.items()
         if options.kind in contender.devices and (contender.ours or name in options.peers)
     }
-
-
-def package_as_of(commit: str, folder: Path) -> tuple[str, Path]:
-    """Write the package as of a commit below a folder; return the commit's short name and the folder that
-    has it.
-
-    Raises:
-        subprocess.CalledProcessError: there is no such commit.
-    """
-
-    def git(*arguments: str) -> bytes:
-        command = ("git", *arguments)
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
-
-    name = git("rev-parse", "--short=12", "--verify", f"{commit}^{{commit}}").decode().strip()
-    folder = folder / name
-    if not folder.exists():
-        archive = git("archive", name, "adjoint")
-        folder.mkdir(parents=True)
-        subprocess.run(("tar", "-x", "-C", str(folder)), input=archive, check=True, capture_output=True)
-    return name, folder
 
 
 def best_rates(measurements: Found) -> roof.Rates:

@@ -14,7 +14,7 @@ from torch import Tensor
 import adjoint
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.tools.measure.process import Process
-from benchmarks import report
+from benchmarks import earlier, report
 from benchmarks.kernels import command, measure, operations, roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender, norm_torch
 
@@ -103,7 +103,7 @@ def test_the_package_as_it_was_alternates_with_the_package(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(Path(adjoint.__file__).parent, copy / "adjoint")
-    monkeypatch.setattr(command, "package_as_of", lambda commit, folder: (commit, copy))
+    monkeypatch.setattr(earlier, "package_as_of", lambda commit, *_: (commit, copy))
     small = ["--size", "small", "--repeats", "2", "--op", "ssd_scan", "--peers", "--before", "abc"]
     options = KERNELS.parse([*small, "--out", str(tmp_path)])
     points = [point for point in KERNELS.points(options) if point["kind"] == "contender"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from adjoint.tools.measure import journal, passes, process, show
+from adjoint.tools.measure.process import ROOT
 from benchmarks import (
     bidirectional,
     checkpoints,
     claims,
     depth,
+    earlier,
     fleet,
     host_weights,
     layer_work,
@@ -335,6 +338,27 @@ def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
 
 
 @pytest.mark.slow
+def test_wrapped_models_of_an_earlier_commit_alternate_with_those_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, code = tmp_path / "copy", "def measure(point):\n    return {'file': __file__}\n"
+    shutil.copytree(ROOT / "adjoint", copy / "adjoint")
+    (copy / "benchmarks").mkdir()
+    (copy / "benchmarks" / "steps.py").write_text(code)
+    monkeypatch.setattr(earlier, "package_as_of", lambda commit, *_: (commit, copy))
+    benchmark = wrapped.Wrapped()
+    small = "--models Llama --ways wrapped --lengths 128 --repeats 2 --before abc --out".split()
+    options = benchmark.parse([*small, str(tmp_path)])
+    comparison, *points = benchmark.points(options)
+    assert [point["curve"]["way"] for point in points] == ["wrapped", "wrapped as of abc"] * 2
+    assert [*comparison["ways"]] == ["plain", "wrapped"]
+    measured = [(comparison, {"gradients": {"wrapped": {"difference": 0.0, "parameter": "x", "loss": 1.0}}})]
+    assert [benchmark.skip(point, measured, options) for point in points] == [None] * 4
+    one = process.Process(benchmark.module, benchmark.env(points[1], options))
+    assert one.measure(points[1]) == {"file": str(copy / "benchmarks" / "steps.py")}
+    one.close()
+
+
 def test_what_processes_that_share_a_sequence_keep_divides() -> None:
     sizes = {"vocab_size": 256, "d_model": 16, "n_layer": 2, "mixer": ["diagonal", "attention"]}
     point = {"model": {**sizes, "num_attention_heads": 2}, "length": 512, "chunk": 32, "first": 64}
