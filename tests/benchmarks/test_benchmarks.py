@@ -347,8 +347,8 @@ def test_wrapped_models_of_an_earlier_commit_alternate_with_those_of_today(
     (copy / "benchmarks" / "steps.py").write_text(code)
     monkeypatch.setattr(earlier, "package_as_of", lambda commit, *_: (commit, copy))
     benchmark = wrapped.Wrapped()
-    small = "--models Llama --ways wrapped --lengths 128 --repeats 2 --before abc --out".split()
-    options = benchmark.parse([*small, str(tmp_path)])
+    small = ["--models", "Llama", "--ways", "wrapped", "--lengths", "128", "--repeats", "2"]
+    options = benchmark.parse([*small, "--before", "abc", "--out", str(tmp_path)])
     comparison, *points = benchmark.points(options)
     assert [point["curve"]["way"] for point in points] == ["wrapped", "wrapped as of abc"] * 2
     assert [*comparison["ways"]] == ["plain", "wrapped"]
