@@ -337,7 +337,6 @@ def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
     assert benchmark.failed({"rows": benchmark.rows(options, found)})
 
 
-@pytest.mark.slow
 def test_wrapped_models_of_an_earlier_commit_alternate_with_those_of_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +358,7 @@ def test_wrapped_models_of_an_earlier_commit_alternate_with_those_of_today(
     one.close()
 
 
+@pytest.mark.slow
 def test_what_processes_that_share_a_sequence_keep_divides() -> None:
     sizes = {"vocab_size": 256, "d_model": 16, "n_layer": 2, "mixer": ["diagonal", "attention"]}
     point = {"model": {**sizes, "num_attention_heads": 2}, "length": 512, "chunk": 32, "first": 64}
