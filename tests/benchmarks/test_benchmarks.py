@@ -353,9 +353,9 @@ def test_wrapped_models_of_an_earlier_commit_alternate_with_those_of_today(
     assert [*comparison["ways"]] == ["plain", "wrapped"]
     measured = [(comparison, {"gradients": {"wrapped": {"difference": 0.0, "parameter": "x", "loss": 1.0}}})]
     assert [benchmark.skip(point, measured, options) for point in points] == [None] * 4
-    one = process.Process(benchmark.module, benchmark.env(points[1], options))
-    assert one.measure(points[1]) == {"file": str(copy / "benchmarks" / "steps.py")}
-    one.close()
+    child = process.Process(benchmark.module, benchmark.env(points[1], options))
+    assert child.measure(points[1]) == {"file": str(copy / "benchmarks" / "steps.py")}
+    child.close()
 
 
 @pytest.mark.slow
