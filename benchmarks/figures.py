@@ -170,6 +170,8 @@ FIGURES = [
            "--out benchmarks/results/avx2", None, WRAPPED),
     Figure("docs/results.md", Wrapped(), "--lengths 16384 --ways transformers wrapped --repeats 1 "
            "--out benchmarks/results/avx512", None, WRAPPED),
+    Figure("docs/results.md", Wrapped(), "--models Mamba-2 Qwen3.5-like Bamba-like --ways wrapped "
+           "--lengths 16384 --repeats 5 --before c7c65a21 --out benchmarks/results/before", None, WRAPPED),
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
            SCANS),
     Figure("docs/which_method.md", Checkpoints(), "", "--lengths 1K 2K",

@@ -112,6 +112,23 @@ def models_by_vectors() -> str:
     return report.markdown_table(["", *(f"{said}, {way}" for said, _, way in ways)], lines)
 
 
+def growth() -> str:
+    """Return the table of Exact's memory and time at two lengths."""
+    measured = rows("exact-growth/memory", method="exact")
+    heads = ("", *(f"{length_row['length']:,} tokens" for length_row in measured))
+    return report.markdown_table(heads, [["**Exact**", *map(report.memory_and_time, measured)]])
+
+
+def steps_before() -> str:
+    """Return the table of wrapped models' steps as of an earlier commit and as of the one that was run."""
+    measured = rows("before/wrapped")
+    heads = ("", *sorted({step["way"] for step in measured}, reverse=True))
+    cells = {(step["model"], step["way"]): report.memory_and_time(step) for step in measured}
+    models = dict.fromkeys(step["model"] for step in measured)
+    lines = [[model, *(cells[model, way] for way in heads[1:])] for model in models]
+    return report.markdown_table(heads, lines)
+
+
 def reversible() -> str:
     """Return the table of how many chunks can be reversed, by the states that are stored."""
     repeats = range(1, 6)
@@ -188,6 +205,8 @@ TABLES = [
           ("avx2/kernels", "avx512/kernels")),
     Table("docs/results.md", "models by vectors table", models_by_vectors,
           ("avx2/wrapped", "avx512/wrapped")),
+    Table("docs/results.md", "exact-growth table", growth, ("exact-growth/memory",)),
+    Table("docs/results.md", "steps before table", steps_before, ("before/wrapped",)),
     Table("docs/convergence.md", "positions table", positions, ("loss_by_position",)),
     Table("docs/which_method.md", "recompute table", recomputed),
     Table("docs/which_method.md", "reversible table", reversible),
@@ -203,7 +222,6 @@ TABLES = [
           lambda: compared_steps("a-million/gpu-simulated"), ("a-million/gpu-simulated",)),
     Table("docs/gpu.md", "dry run on a CPU table", lambda: compared_steps("gpu-dry-run"),
           ("gpu-dry-run",)),
-    runs("docs/results.md", "exact-growth", "exact-growth/memory"),
     runs("docs/results.md", "kernels", "kernels"),
     runs("docs/results.md", "window_time", "window_time"),
     runs("docs/kernels.md", "instructions", "instructions"),
