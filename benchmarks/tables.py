@@ -114,19 +114,13 @@ def models_by_vectors() -> str:
 
 def growth() -> str:
     """Return the table of Exact's memory and time at two lengths."""
-    measured = rows("exact-growth/memory", method="exact")
-    heads = ("", *(f"{length_row['length']:,} tokens" for length_row in measured))
-    return report.markdown_table(heads, [["**Exact**", *map(report.memory_and_time, measured)]])
+    measured = rows("exact-growth/memory")
+    return report.pivot([""], measured, lambda row: f"**{row['label']}**", "length", report.memory_and_time)
 
 
 def steps_before() -> str:
-    """Return the table of wrapped models' steps as of an earlier commit and as of the one that was run."""
-    measured = rows("before/wrapped")
-    heads = ("", *sorted({step["way"] for step in measured}, reverse=True))
-    cells = {(step["model"], step["way"]): report.memory_and_time(step) for step in measured}
-    models = dict.fromkeys(step["model"] for step in measured)
-    lines = [[model, *(cells[model, way] for way in heads[1:])] for model in models]
-    return report.markdown_table(heads, lines)
+    """Return the table of wrapped models' steps as of the commit that was run and as of an earlier one."""
+    return report.pivot([""], rows("before/wrapped"), ["model"], "way", report.memory_and_time, str)
 
 
 def reversible() -> str:
