@@ -334,7 +334,7 @@ def ssd_scan_backward(
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
     window = _effective(window, seqlen)
-    by_blocks = _runs_by_blocks(x, d_state) and not window and not halo
+    by_blocks = _runs_by_blocks(x, d_state)
     d = step_size(dt, dt_bias, dt_softplus)
     blocks = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
     threads = _threads(batch * blocks, x.numel() * d_state)

@@ -1,5 +1,5 @@
 // SSD scan (Mamba-2) on the CPU by blocks of Q tokens: forward and adjoint as small matrix products (Dao and Gu 2024,
-// section 6). scan.cpp has the recurrence token by token, for windows and for what is too small for products.
+// section 6). scan.cpp has the recurrence token by token, for what is too small for products.
 //
 // In a block, for one head, with X_j = delta_j x_j, s_i = the sum of delta A up to token i of the block, H the state
 // before it and G_ij = C_i . B_j, which the heads of a group share:
@@ -19,6 +19,23 @@
 // subtracted in the last line: each term is there or not. Lanes are channels of the head in X, y, H, states in B, C,
 // H^T, and tokens in G, M, T. Blocks end where a segment of `interval` tokens does and before a document's first token;
 // the state before each segment is saved, as in scan.cpp, and the backward computes those of its blocks again.
+//
+// With a window W, the adjoint of token j sums the outputs i < j + W only. Tokens form groups of W, counted from the
+// last token, and blocks end where groups do. Behind a block of a group that ends before token g:
+//
+// - R, the cotangent from the outputs before g, goes backward from block to block as dH' does without a window.
+// - P = sum over i >= g of exp(s_i - s_g) C_i dy_i, up to the window's end of the block's first token, goes forward.
+//   Both together are the block's dH' = R + exp(s_g - s_last) P.
+// - The rows ahead are the outputs behind those of P, one for each token of the block, which only the windows of later
+//   tokens of the block reach. With dy'_i = exp(s_i - s_last) dy_i and T'_ij = f_j dy'_i . X_j:
+//
+//   dX_j += f_j sum over i < j + W of G_ij dy'_i,   dB_j += sum over i < j + W of T'_ij C_i
+//   d(delta_r A) += sum over i < r + W of (e_last dy'_i . C_i H + sum over j < r of T'_ij G_ij)
+//
+// No sum is the difference of two: what a window leaves out adds nothing to its error. Where W is less than Q, every
+// block is a group, whose rows ahead begin with the next token, and M is a band.
+#include <cmath>
+
 #include "products.h"
 #include "scan.h"
 
@@ -32,14 +49,23 @@ template <class T> struct Ssd {
   static constexpr int L = Vec<T>::L, QV = (Q + L - 1) / L;
   static constexpr int64_t QL = QV * L;
   const ScanArgs& s;
-  const int64_t N, P, NV, PV, NL, PL, segments, slots, per_group;
+  const int64_t N, P, NV, PV, NL, PL, segments, per_group, owned;
 
   explicit Ssd(const ScanArgs& a)
       : s(a), N(a.d_state), P(a.headdim), NV((N + L - 1) / L), PV((P + L - 1) / L), NL(NV * L), PL(PV * L),
-        segments((a.seqlen + a.interval - 1) / a.interval), slots((a.interval + Q - 1) / Q),
-        per_group(a.nheads / a.ngroups) {}
+        segments((a.seqlen + a.interval - 1) / a.interval), per_group(a.nheads / a.ngroups), owned(a.seqlen - a.halo) {}
 
-  struct Block { int64_t b, start, size; bool is_first; };  // is_first: of a document, nothing comes from before
+  struct Block {
+    int64_t b, start, size;
+    bool is_first;  // of a document: nothing comes from before
+    int64_t end() const { return start + size; }
+  };
+  // Of a block: its group's end g and its rows ahead, tokens [first, first + size). P sums the outputs [g, first).
+  struct Ahead {
+    int64_t group_end, first, size;
+    bool reaches;  // whether the block's document goes on in them
+    bool has_prefix() const { return reaches && first > group_end; }
+  };
   // A state is (channels in vectors, d_state, lanes), as in scan.cpp.
   int64_t state_size() const { return N * PL; }
 
@@ -47,6 +73,7 @@ template <class T> struct Ssd {
   struct Decays {
     alignas(VECTOR_BYTES) T high[QL], low[QL], from_start[QL], to_end[QL], delta[QL];
     T whole;
+    double exponent;  // of `whole`, as a power of 2
   };
   struct Buffer {
     std::vector<Vt> memory;
@@ -54,19 +81,45 @@ template <class T> struct Ssd {
       memory.assign((numbers + L - 1) / L, Vt{});
       return (T*)memory.data();
     }
+    T* at_least(int64_t numbers) {
+      if (int64_t(memory.size()) * L < numbers) resized(numbers);
+      return (T*)memory.data();
+    }
+  };
+  // P before the rows ahead of blocks, or of the first blocks of segments: (heads, blocks, state_size).
+  struct Prefixes {
+    Buffer memory;
+    T* P;
+    std::vector<double> powers;  // s_i - s_g of the last token in P, as a power of 2
+    int64_t blocks;
+    void resize(int64_t count, int64_t size) {
+      blocks = count, P = memory.at_least(HEADS * count * size);
+      powers.resize(HEADS * count);
+    }
+    T* at(int64_t h, int64_t block, int64_t size) { return P + (h * blocks + block) * size; }
+    double& power(int64_t h, int64_t block) { return powers[h * blocks + block]; }
   };
   struct Work {
-    Buffer buffers[20];
+    Buffer buffers[20], states_memory;
     T *B, *C, *B_by_state, *G;                  // (Q, NL) twice, (QV, N, L), (Q, QL)
     T *X, *M;                                   // (Q, PL), (Q, QL)
     T *state;                                   // (heads, state_size)
     T *dy, *scaled, *X_by_channel, *T_, *dG;    // (Q, PL) twice, (PV * L, QL), (Q, QL) twice
     T *turned, *dB, *dC;                        // (PL, NL), (Q, NL) twice
-    T *states;                                  // (heads, slots, state_size)
+    T *states;                                  // (heads, blocks of the segment, state_size)
     T *dD;                                      // (heads, PL)
     T *from_C, *from_X, *d_delta;               // (Q): e_i dy_i . C_i H, f_j X_j . B_j dH', dX_j . x_j
     bool goes_on[HEADS];                        // whether dH' is another number than zero
     Decays decays;
+    // With a window:
+    Buffer more[8];
+    T *C_ahead, *dy_ahead;                      // (Q, NL), (Q, PL)
+    T *G_ahead, *M_ahead, *K_ahead, *dG_ahead;  // (Q, QL) each; K = T' G
+    T *from_C_ahead;                            // (Q): e_last dy'_i . C_i H
+    T *arriving, *initial;                      // dH', (state_size), and P of the initial state, (heads, state_size)
+    Prefixes of_segments, of_blocks;
+    double to_group_end[HEADS] = {};              // s_g - s_last as a power of 2
+    std::vector<int64_t> next_document;         // first token of the next document from a token on, (seqlen + 1)
     Work(const Ssd& k, bool backward) {
       int i = 0;
       for (T** p : {&B, &C}) *p = buffers[i++].resized(Q * k.NL);
@@ -80,10 +133,18 @@ template <class T> struct Ssd {
       for (T** p : {&T_, &dG}) *p = buffers[i++].resized(Q * QL);
       turned = buffers[i++].resized(k.PL * k.NL);
       for (T** p : {&dB, &dC}) *p = buffers[i++].resized(Q * k.NL);
-      states = buffers[i++].resized(HEADS * k.slots * k.state_size());
       dD = buffers[i++].resized(HEADS * k.PL);
       T* numbers = buffers[i++].resized(3 * QL);
       from_C = numbers, from_X = numbers + QL, d_delta = numbers + 2 * QL;
+      if (!k.s.window) return;
+      i = 0;
+      C_ahead = more[i++].resized(Q * k.NL);
+      dy_ahead = more[i++].resized(Q * k.PL);
+      T* rows = more[i++].resized(4 * Q * QL);
+      for (T** p : {&G_ahead, &M_ahead, &K_ahead, &dG_ahead}) *p = rows, rows += Q * QL;
+      from_C_ahead = more[i++].resized(QL);
+      arriving = more[i++].resized(k.state_size());
+      initial = more[i++].resized(HEADS * k.state_size());
     }
   };
 
@@ -96,6 +157,8 @@ template <class T> struct Ssd {
     const int64_t in_segment = start % s.interval;
     const int64_t grid = start - in_segment + (in_segment / Q + 1) * Q;
     int64_t end = grid < stop ? grid : stop;
+    for (int64_t edge : {s.window ? window_edge(start) : end, owned})
+      if (start < edge && edge < end) end = edge;
     if (s.reset)
       for (int64_t t = start + 1; t < end; t++)
         if (s.reset[b * s.seqlen + t]) return t;
@@ -149,16 +212,19 @@ template <class T> struct Ssd {
       put(sum, w.G + i * QL + v * L, QL);
     });
   }
+  // delta A of a token, as a power of 2
+  double exponent(int64_t b, int64_t t, int64_t head) const {
+    return double(row<T>(s.delta, b, t)[head]) * double(((const T*)s.A)[head]) * LOG2E;
+  }
   void read_decays(const Block& k, int64_t head, Decays& d) const {
-    const T A = ((const T*)s.A)[head];
     double total = 0;
     for (int64_t t = 0; t < k.size; t++) {
-      const T delta = row<T>(s.delta, k.b, k.start + t)[head];
-      total += double(delta) * double(A) * LOG2E;
-      d.delta[t] = delta;
+      total += exponent(k.b, k.start + t, head);
+      d.delta[t] = row<T>(s.delta, k.b, k.start + t)[head];
       d.high[t] = T(total);
       d.low[t] = T(total - double(d.high[t]));
     }
+    d.exponent = total;
     for (int64_t t = k.size; t < QL; t++) d.delta[t] = d.low[t] = 0, d.high[t] = d.high[k.size - 1];
     const Vt last = splat<T>(d.high[k.size - 1]), rest = splat<T>(d.low[k.size - 1]);
     for (int64_t t = 0; t < QL; t += L) {
@@ -281,6 +347,12 @@ template <class T> struct Ssd {
     for (int l = 0; l < L; l++) j[l] = l;
     return j > typename Bits<T>::Int(i - v * L) ? Vt{} : x;
   }
+  // Only the columns after token i.
+  ALWAYS_INLINE Vt after(Vt x, int64_t i, int64_t v) const {
+    VI<T> j;
+    for (int l = 0; l < L; l++) j[l] = l;
+    return j > typename Bits<T>::Int(i - v * L) ? x : Vt{};
+  }
   template <int R, int W>
   ALWAYS_INLINE void add_input(Vt (&sum)[R][W], const Block& k, int64_t head, int64_t i, int64_t v) const {
     for (int r = 0; r < R; r++)
@@ -314,24 +386,40 @@ template <class T> struct Ssd {
         w.goes_on[h] = s.dfinal_state != nullptr;
         std::memset((void*)(w.dD + h * PL), 0, PL * sizeof(T));
       }
+      if (s.window) read_prefixes(b, group, first, last, w);
       for (int64_t segment = segments - 1; segment >= 0; segment--) {
-        const int64_t begin = segment * s.interval, stop = stop_of(segment);
+        const int64_t stop = stop_of(segment);
         std::vector<Block> blocks;
-        for (int64_t start = begin; start < stop; start += blocks.back().size) blocks.push_back(block(b, start, stop));
+        for (int64_t start = segment * s.interval; start < stop; start += blocks.back().size)
+          blocks.push_back(block(b, start, stop));
+        const int64_t count = blocks.size();
         states_again(b, segment, group, first, last, blocks, w);
-        for (size_t i = blocks.size(); i-- > 0;) {
+        if (s.window >= Q) prefixes_again(segment, group, first, last, blocks, w);
+        for (int64_t i = count; i-- > 0;) {
           const Block& k = blocks[i];
+          Ahead a = ahead(k, w);
+          if (!a.reaches) a.size = 0;
           read_group(k, group, w);
           for (T* p : {w.dB, w.dC}) std::memset((void*)p, 0, k.size * NL * sizeof(T));
           std::memset((void*)w.dG, 0, k.size * QL * sizeof(T));
+          if (a.size) read_group_ahead(k, a, group, w);
           for (int64_t h = 0; h < last - first; h++) {
-            const T* before = w.states + (h * slots + (k.start - begin) / Q) * size;
-            backward_block(k, first + h, before, w.state + h * size, w.dD + h * PL, w.goes_on[h], w);
+            if (k.end() == a.group_end && a.group_end < s.seqlen)
+              w.to_group_end[h] = exponent(b, a.group_end, first + h);
+            if (k.start < owned) {
+              const T* before = w.states + (h * count + i) * size;
+              backward_block(k, first + h, before, arriving(k, a, h, first + h, i, w), w.dD + h * PL, a, w);
+            } else {
+              read_outside(k, first + h, w);
+            }
+            add_to_cotangent(k, w.goes_on[h], w.state + h * size, w);
+            w.to_group_end[h] += w.decays.exponent;
           }
-          write_group(k, thread, group, fresh, w);
+          write_group(k, a, thread, group, fresh, w);
         }
       }
       for (int64_t h = 0; h < last - first; h++) {
+        if (s.window) add_state(w.initial + h * size, w.state + h * size);
         scatter(s.dinitial_state, w.state + h * size, b, first + h);
         if (s.dD)
           each_vector<T>(P, 0, PV, [&](int64_t v, int64_t c, int width) {
@@ -342,28 +430,31 @@ template <class T> struct Ssd {
   }
   // The states before the blocks of a segment that do not begin a document.
   void states_again(int64_t b, int64_t segment, int64_t group, int64_t first, int64_t last, const std::vector<Block>& blocks, Work& w) const {
-    const int64_t size = state_size(), begin = segment * s.interval;
+    const int64_t size = state_size(), count = blocks.size();
+    w.states = w.states_memory.at_least(HEADS * count * size);
     for (int64_t h = 0; h < last - first; h++)
-      std::memcpy((void*)(w.states + h * slots * size), saved(b, segment, first + h), size * sizeof(T));
-    for (size_t i = 0; i + 1 < blocks.size(); i++) {
+      std::memcpy((void*)(w.states + h * count * size), saved(b, segment, first + h), size * sizeof(T));
+    for (int64_t i = 0; i + 1 < count; i++) {
       if (blocks[i + 1].is_first) continue;
       const Block& k = blocks[i];
       copy_rows(s.B, k, group * N, N, w.B, NL);
       for (int64_t h = 0; h < last - first; h++) {
-        T* before = w.states + (h * slots + (k.start - begin) / Q) * size;
-        T* after = w.states + (h * slots + (blocks[i + 1].start - begin) / Q) * size;
-        if (after != before) std::memcpy((void*)after, before, size * sizeof(T));
+        T *before = w.states + (h * count + i) * size, *after = before + size;
+        std::memcpy((void*)after, before, size * sizeof(T));
         read_decays(k, first + h, w.decays);
         read_X(k, first + h, w);
         advance(k, w, after);
       }
     }
   }
-  void backward_block(const Block& k, int64_t head, const T* before, T* state, T* dD, bool& goes_on, Work& w) const {
+  // The block's gradients. before: H; state: dH', null if it is zero.
+  void backward_block(const Block& k, int64_t head, const T* before, const T* state, T* dD, const Ahead& a,
+                      Work& w) const {
     Decays& d = w.decays;
     read_decays(k, head, d);
     read_X(k, head, w);
     copy_rows(s.dy, k, head * P, P, w.dy, PL);
+    const int64_t reach = is_narrow(k.start) ? s.window : Q;  // of a token's window within the block
     for (int64_t v = 0; v < PV; v++) transpose_column<T>(w.X + v * L, PL, k.size, w.X_by_channel + v * L * QL, QL);
     std::memset((void*)w.from_C, 0, 3 * QL * sizeof(T));
 
@@ -378,18 +469,21 @@ template <class T> struct Ssd {
           const Vt t = masked(sum[r][u], i + r, v + u) * decay;
           *(Vt*)(w.T_ + at) = t;
           *(Vt*)(w.dG + at) += t;
-          *(Vt*)(w.M + at) = (v + u) * L > i + r ? Vt{} : masked(*(Vt*)(w.G + at), i + r, v + u) * decay;
+          const Vt m = (v + u) * L > i + r ? Vt{} : masked(*(Vt*)(w.G + at), i + r, v + u) * decay;
+          *(Vt*)(w.M + at) = after(m, i + r - reach, v + u);
         }
     });
+    if (a.size) products_ahead(k, a, w);
     // dX, and from it the gradients of x and of the step size
     in_tiles<T>(k.size, PV, [&](auto& sum, int64_t j, int64_t v) __attribute__((always_inline)) {
       constexpr int R = sizeof(sum) / sizeof(sum[0]), W = sizeof(sum[0]) / sizeof(Vt);
-      if (goes_on) {
+      if (state) {
         add_product<T>(sum, N, {w.B + j * NL, NL, 1}, {state + v * N * L, L, N * L});
         scale(sum, d.to_end + j);
         add_dots(sum, w.X + j * PL + v * L, PL, w.from_X + j);
       }
       add_product<T>(sum, k.size - j, {w.M + j * QL + j, 1, QL}, {w.dy + j * PL + v * L, PL, L});
+      if (a.size) add_product<T>(sum, rows_ahead(k, a, j + R - 1), {w.M_ahead + j, 1, QL}, {w.dy_ahead + v * L, PL, L});
       for (int r = 0; r < R; r++) {
         const T* x = row<T>(s.u, k.b, k.start + j + r) + head * P;
         T* dx = row<T>(s.du, k.b, k.start + j + r) + head * P;
@@ -411,9 +505,9 @@ template <class T> struct Ssd {
     });
     T through_state = 0;
     if (!k.is_first) {
-      if (goes_on) {
+      if (state) {
         Vt dot{};
-        for (int64_t i = 0; i < state_size(); i += L) dot += *(const Vt*)(before + i) * *(Vt*)(state + i);
+        for (int64_t i = 0; i < state_size(); i += L) dot += *(const Vt*)(before + i) * *(const Vt*)(state + i);
         through_state = d.whole * lane_sum(dot);
       }
       for (int64_t v = 0; v < PV; v++) transpose_column<T>(before + v * N * L, L, N, w.turned + v * L * NL, NL);
@@ -423,8 +517,13 @@ template <class T> struct Ssd {
         add_dots(sum, w.C + i * NL + v * L, NL, w.from_C + i);
         add_rows(sum, w.dC + i * NL + v * L);
       });
+      in_tiles<T>(a.size, NV, [&](auto& sum, int64_t i, int64_t v) __attribute__((always_inline)) {
+        add_product<T>(sum, P, {w.dy_ahead + i * PL, PL, 1}, {w.turned + v * L, NL, L});
+        add_dots(sum, w.C_ahead + i * NL + v * L, NL, w.from_C_ahead + i);
+      });
+      for (int64_t i = 0; i < a.size; i++) w.from_C_ahead[i] *= d.whole;
     }
-    if (goes_on) {
+    if (state) {
       for (int64_t v = 0; v < PV; v++) transpose_column<T>(state + v * N * L, L, N, w.turned + v * L * NL, NL);
       in_tiles<T>(k.size, NV, [&](auto& sum, int64_t j, int64_t v) __attribute__((always_inline)) {
         add_product<T>(sum, P, {w.X + j * PL, PL, 1}, {w.turned + v * L, NL, L});
@@ -432,51 +531,85 @@ template <class T> struct Ssd {
         add_rows(sum, w.dB + j * NL + v * L);
       });
     }
-    write_decays(k, head, through_state, w);
-    if (k.is_first) {
-      std::memset((void*)state, 0, state_size() * sizeof(T));
-    } else {
-      scale_rows(k, w.dy, d.from_start, w.scaled);
-      next_state(k, goes_on ? d.whole : T(0), w.C, w.scaled, state);
+    write_decays(k, head, a, through_state, w);
+  }
+  // A block whose gradients are another piece's: zeros.
+  void read_outside(const Block& k, int64_t head, Work& w) const {
+    read_decays(k, head, w.decays);
+    copy_rows(s.dy, k, head * P, P, w.dy, PL);
+    for (int64_t t = k.start; t < k.end(); t++) {
+      std::memset((void*)(row<T>(s.du, k.b, t) + head * P), 0, P * sizeof(T));
+      row<T>(s.ddecay, k.b, t)[head] = row<T>(s.ddelta, k.b, t)[head] = 0;
     }
-    goes_on = !k.is_first;
+  }
+  // R before a block from R behind it: zero before a document and before a group.
+  void add_to_cotangent(const Block& k, bool& goes_on, T* state, Work& w) const {
+    if (k.is_first || begins_group(k.start)) {
+      std::memset((void*)state, 0, state_size() * sizeof(T));
+      goes_on = false;
+      return;
+    }
+    scale_rows(k, w.dy, w.decays.from_start, w.scaled);
+    next_state(k, goes_on ? w.decays.whole : T(0), w.C, w.scaled, state);
+    goes_on = true;
   }
   template <int R, int W> ALWAYS_INLINE void add_rows(const Vt (&sum)[R][W], T* to) const {
     for (int i = 0; i < R; i++)
       for (int v = 0; v < W; v++) *(Vt*)(to + i * NL + v * L) += sum[i][v];
   }
-  // d(delta_r A) of every token r, the last one first: `after` sums T G over the rows i >= r.
-  void write_decays(const Block& k, int64_t head, T through_state, Work& w) const {
-    T before[Q], from_later = 0, from_earlier = 0;  // sums over i >= r, and over j < r
-    for (int64_t r = 0; r < k.size; r++) {
-      before[r] = from_earlier;
-      from_earlier += w.from_X[r];
-    }
-    Vt after[QV] = {};
+  // d(delta_r A) of every token r, the last one first: `later` sums T G over the rows i >= r in the window of r.
+  void write_decays(const Block& k, int64_t head, const Ahead& a, T through_state, Work& w) const {
+    T before[Q], from_later = 0, from_earlier = 0;  // sums over i >= r; over j < r, and over the rows ahead
+    T from_ahead = 0;
+    Vt later[QV] = {}, sum_ahead[QV] = {};
     VI<T> lane;
     for (int l = 0; l < L; l++) lane[l] = l;
-    for (int64_t r = k.size - 1; r >= 0; r--) {
+    const auto sum_before = [&](const Vt* columns, int64_t r) ALWAYS_INLINE_LAMBDA {
       Vt sum{};
-      for (int64_t v = 0; v * L <= r; v++) {
-        after[v] += *(Vt*)(w.T_ + r * QL + v * L) * masked(*(Vt*)(w.G + r * QL + v * L), r, v);
-        sum += lane < typename Bits<T>::Int(r - v * L) ? after[v] : Vt{};
+      for (int64_t v = 0; v * L < r; v++) sum += lane < typename Bits<T>::Int(r - v * L) ? columns[v] : Vt{};
+      return lane_sum(sum);
+    };
+    for (int64_t r = 0, i = 0; r < k.size; r++) {
+      for (; i < rows_ahead(k, a, r); i++) {
+        for (int64_t v = 0; v * L < k.size; v++) sum_ahead[v] += *(Vt*)(w.K_ahead + i * QL + v * L);
+        from_ahead += w.from_C_ahead[i];
       }
-      from_later += w.from_C[r];
-      row<T>(s.ddecay, k.b, k.start + r)[head] = lane_sum(sum) + from_later + before[r] + through_state;
+      before[r] = from_earlier + from_ahead;
+      if (i) before[r] += sum_before(sum_ahead, r);
+      from_earlier += w.from_X[r];
+    }
+    const bool narrow = is_narrow(k.start);
+    for (int64_t r = k.size - 1; r >= 0; r--) {
+      const int64_t stop = narrow && r + s.window < k.size ? r + s.window : narrow ? k.size : r + 1;
+      if (narrow) {
+        for (Vt& x : later) x = Vt{};
+        from_later = 0;
+      }
+      for (int64_t i = r; i < stop; i++) {
+        for (int64_t v = 0; v * L <= r; v++)
+          later[v] += *(Vt*)(w.T_ + i * QL + v * L) * masked(*(Vt*)(w.G + i * QL + v * L), i, v);
+        from_later += w.from_C[i];
+      }
+      row<T>(s.ddecay, k.b, k.start + r)[head] = sum_before(later, r) + from_later + before[r] + through_state;
       row<T>(s.ddelta, k.b, k.start + r)[head] = w.d_delta[r];
     }
   }
   // dB and dC: sums over the heads of a group, of which a thread may come to several runs.
-  void write_group(const Block& k, int64_t thread, int64_t group, bool fresh, Work& w) const {
+  void write_group(const Block& k, const Ahead& a, int64_t thread, int64_t group, bool fresh, Work& w) const {
     const int64_t part = s.partials > 1 ? thread : 0;
     T* out[2];
     int64_t i = 0;
     for (void* p : {s.dB, s.dC}) out[i++] = (T*)p + (((part * s.batch + k.b) * s.seqlen + k.start) * s.ngroups + group) * N;
-    for (int which = 0; which < 2; which++) {
+    for (int which : {1, 0}) {
+      for (int64_t i = s.window; which == 0 && is_narrow(k.start) && i < k.size; i++)
+        for (int64_t at = i * QL, v = 0; v < QV; v++)
+          *(Vt*)(w.dG + at + v * L) = after(*(Vt*)(w.dG + at + v * L), i - s.window, v);
       in_tiles<T>(k.size, NV, [&](auto& sum, int64_t t, int64_t v) __attribute__((always_inline)) {
         constexpr int R = sizeof(sum) / sizeof(sum[0]), W = sizeof(sum[0]) / sizeof(Vt);
         if (which == 0) add_product<T>(sum, k.size - t, {w.dG + t * QL + t, 1, QL}, {w.C + t * NL + v * L, NL, L});
         else add_product<T>(sum, t + R, {w.dG + t * QL, QL, 1}, {w.B + v * L, NL, L});
+        if (which == 0 && a.size)
+          add_product<T>(sum, rows_ahead(k, a, t + R - 1), {w.dG_ahead + t, 1, QL}, {w.C_ahead + v * L, NL, L});
         const T* others = which == 0 ? w.dB : w.dC;
         for (int r = 0; r < R; r++)
           for (int u = 0; u < W; u++) {
@@ -488,6 +621,164 @@ template <class T> struct Ssd {
           }
       });
     }
+  }
+
+  // ------------------------------------------------------------------------------------------- windows
+  // Whether the windows from a token on are narrower than blocks and end before the sequence does.
+  bool is_narrow(int64_t start) const { return s.window && s.window < Q && start < s.seqlen - s.window; }
+  bool begins_group(int64_t start) const {
+    return s.window && (is_narrow(start) || (s.seqlen - start) % s.window == 0);
+  }
+  // Where the last of the windows from a token on that are alike ends: a group's end, or the last narrow one.
+  int64_t window_edge(int64_t start) const {
+    return is_narrow(start) ? s.seqlen - s.window : s.seqlen - (s.seqlen - start - 1) / s.window * s.window;
+  }
+  int64_t next_document(int64_t t, const Work& w) const {
+    return s.reset && t < s.seqlen ? w.next_document[t] : s.seqlen;
+  }
+  Ahead ahead(const Block& k, const Work& w) const {
+    if (!s.window) return {};
+    const bool narrow = is_narrow(k.start);
+    Ahead a{narrow ? k.end() : window_edge(k.start), narrow ? k.end() : k.start + s.window, 0, false};
+    if (a.group_end == s.seqlen) return a;
+    const int64_t document_end = next_document(a.group_end + 1, w), window_end = k.end() + s.window - narrow;
+    a.size = (window_end < document_end ? window_end : document_end) - a.first;
+    if (a.size < 0) a.size = 0;
+    a.reaches = next_document(k.end(), w) > a.group_end;
+    return a;
+  }
+  // Number of rows ahead in the window of a block's token, or of those before it
+  int64_t rows_ahead(const Block& k, const Ahead& a, int64_t token) const {
+    const int64_t rows = k.start + token + s.window - a.first;
+    return rows < 0 ? 0 : rows < a.size ? rows : a.size;
+  }
+  // dy of rows ahead, times exp(s_i - s_g). power: s_i - s_g as a power of 2, of the token before them unless P begins
+  // with them, then of their last one.
+  void read_ahead(const Block& rows, int64_t head, bool is_first, double& power, Work& w) const {
+    alignas(VECTOR_BYTES) T factors[QL] = {}, low[QL] = {};
+    if (is_first) power = 0;
+    for (int64_t t = 0; t < rows.size; t++) {
+      if (t > 0 || !is_first) power += exponent(rows.b, rows.start + t, head);
+      factors[t] = T(power);
+      low[t] = T(power - double(factors[t]));
+    }
+    for (int64_t t = 0; t < QL; t += L)
+      *(Vt*)(factors + t) = exp2v<T>(*(Vt*)(factors + t)) * (1 + *(Vt*)(low + t) * T(LN2));
+    copy_rows(s.dy, rows, head * P, P, w.dy_ahead, PL);
+    scale_rows(rows, w.dy_ahead, factors, w.dy_ahead);
+  }
+  // Adds the rows ahead to P of every head.
+  void add_ahead(int64_t b, const Ahead& a, int64_t group, int64_t first, int64_t last, Prefixes& prefixes,
+                 int64_t block, Work& w) const {
+    const Block rows{b, a.first, a.size, false};
+    const bool is_first = a.first == a.group_end;
+    if (!a.size && !is_first) return;
+    copy_rows(s.C, rows, group * N, N, w.C_ahead, NL);
+    for (int64_t h = 0; h < last - first; h++) {
+      read_ahead(rows, first + h, is_first, prefixes.power(h, block), w);
+      next_state(rows, T(!is_first), w.C_ahead, w.dy_ahead, prefixes.at(h, block, state_size()));
+    }
+  }
+  // P of the initial state, which is behind a token -1, and P before each segment's first rows ahead.
+  void read_prefixes(int64_t b, int64_t group, int64_t first, int64_t last, Work& w) const {
+    const int64_t size = state_size(), edge = s.window < Q ? 0 : s.seqlen % s.window;
+    if (s.reset) {
+      w.next_document.assign(s.seqlen, s.seqlen);
+      for (int64_t t = s.seqlen - 1; t >= 0; t--)
+        w.next_document[t] = s.reset[b * s.seqlen + t] ? t : next_document(t + 1, w);
+    }
+    Prefixes& prefixes = w.of_segments;
+    prefixes.resize((s.seqlen - s.window) / s.interval + 1, size);
+    const int64_t document_end = next_document(edge + 1, w);
+    const int64_t stop = s.window - 1 < document_end ? s.window - 1 : document_end;
+    Ahead a{edge, edge, 0, next_document(0, w) > edge};
+    do {
+      a.size = stop - a.first < Q ? stop - a.first : Q;
+      if (a.size < 0) a.size = 0;
+      add_ahead(b, a, group, first, last, prefixes, 0, w);
+      a.first += a.size;
+    } while (a.first < stop);
+    for (int64_t h = 0; h < last - first; h++) {
+      double power = 0;
+      for (int64_t t = 0; a.reaches && t <= edge; t++) power += exponent(b, t, first + h);
+      scale_state(prefixes.at(h, 0, size), a.reaches ? T(std::exp2(power)) : T(0), w.initial + h * size);
+    }
+    if (s.window < Q) return;
+    if (edge && s.window - 1 < document_end)
+      add_ahead(b, {edge, s.window - 1, 1, true}, group, first, last, prefixes, 0, w);
+    for (int64_t segment = 0; segment + 1 < prefixes.blocks; segment++) {
+      const int64_t begin = segment * s.interval, stop = stop_of(segment);
+      copy_prefixes(prefixes, segment, prefixes, segment + 1, last - first);
+      for (int64_t start = begin; start < stop;) {
+        const Block k = block(b, start, stop);
+        add_ahead(b, ahead(k, w), group, first, last, prefixes, segment + 1, w);
+        start = k.end();
+      }
+    }
+  }
+  void copy_prefixes(Prefixes& from, int64_t i, Prefixes& to, int64_t j, int64_t heads) const {
+    for (int64_t h = 0; h < heads; h++) {
+      std::memcpy((void*)to.at(h, j, state_size()), from.at(h, i, state_size()), state_size() * sizeof(T));
+      to.power(h, j) = from.power(h, i);
+    }
+  }
+  void add_state(const T* from, T* to) const {
+    for (int64_t i = 0; i < state_size(); i += L) *(Vt*)(to + i) += *(const Vt*)(from + i);
+  }
+  void scale_state(const T* from, T factor, T* to) const {
+    for (int64_t i = 0; i < state_size(); i += L) *(Vt*)(to + i) = factor == 0 ? Vt{} : factor * *(const Vt*)(from + i);
+  }
+  // P before the rows ahead of each of a segment's blocks.
+  void prefixes_again(int64_t segment, int64_t group, int64_t first, int64_t last, const std::vector<Block>& blocks,
+                      Work& w) const {
+    const int64_t count = blocks.size();
+    if (segment >= w.of_segments.blocks) return;
+    w.of_blocks.resize(count, state_size());
+    copy_prefixes(w.of_segments, segment, w.of_blocks, 0, last - first);
+    for (int64_t i = 0; i + 1 < count && blocks[i + 1].start < s.seqlen - s.window; i++) {
+      copy_prefixes(w.of_blocks, i, w.of_blocks, i + 1, last - first);
+      add_ahead(blocks[i].b, ahead(blocks[i], w), group, first, last, w.of_blocks, i + 1, w);
+    }
+  }
+  // C of the rows ahead, and their G.
+  void read_group_ahead(const Block& k, const Ahead& a, int64_t group, Work& w) const {
+    copy_rows(s.C, {k.b, a.first, a.size, false}, group * N, N, w.C_ahead, NL);
+    std::memset((void*)w.dG_ahead, 0, a.size * QL * sizeof(T));
+    in_tiles<T>(a.size, (k.size + L - 1) / L, [&](auto& sum, int64_t i, int64_t v) __attribute__((always_inline)) {
+      add_product<T>(sum, N, {w.C_ahead + i * NL, NL, 1}, {w.B_by_state + v * N * L, L, N * L});
+      put(sum, w.G_ahead + i * QL + v * L, QL);
+    });
+  }
+  // The cotangent of the state behind a block, null if it is zero; reads dy' of the rows ahead.
+  const T* arriving(const Block& k, const Ahead& a, int64_t h, int64_t head, int64_t block, Work& w) const {
+    const T* state = w.goes_on[h] ? w.state + h * state_size() : nullptr;
+    const T factor = T(std::exp2(w.to_group_end[h]));
+    if (a.size) {
+      double last = a.has_prefix() ? w.of_blocks.power(h, block) : 0;
+      read_ahead({k.b, a.first, a.size, false}, head, a.first == a.group_end, last, w);
+      for (int64_t i = 0; i < a.size * PL; i += L) *(Vt*)(w.dy_ahead + i) *= factor;
+    }
+    if (!a.has_prefix()) return state;
+    scale_state(w.of_blocks.at(h, block, state_size()), factor, w.arriving);
+    if (state) add_state(state, w.arriving);
+    return w.arriving;
+  }
+  // T' G, M and the sum of T' over heads, for the rows ahead.
+  void products_ahead(const Block& k, const Ahead& a, Work& w) const {
+    const int64_t offset = a.first - k.start - s.window;  // row i is in the windows of tokens j > i + offset
+    std::memset((void*)w.from_C_ahead, 0, QL * sizeof(T));
+    in_tiles<T>(a.size, (k.size + L - 1) / L, [&](auto& sum, int64_t i, int64_t v) __attribute__((always_inline)) {
+      constexpr int R = sizeof(sum) / sizeof(sum[0]), W = sizeof(sum[0]) / sizeof(Vt);
+      add_product<T>(sum, P, {w.dy_ahead + i * PL, PL, 1}, {w.X_by_channel + v * L, QL, L});
+      for (int r = 0; r < R; r++)
+        for (int u = 0; u < W; u++) {
+          const int64_t at = (i + r) * QL + (v + u) * L;
+          const Vt decay = *(Vt*)(w.decays.to_end + (v + u) * L), t = sum[r][u] * decay, G = *(Vt*)(w.G_ahead + at);
+          *(Vt*)(w.K_ahead + at) = t * G;
+          *(Vt*)(w.dG_ahead + at) += after(t, i + r + offset, v + u);
+          *(Vt*)(w.M_ahead + at) = after(G * decay, i + r + offset, v + u);
+        }
+    });
   }
 };
 
