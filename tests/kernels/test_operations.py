@@ -155,8 +155,8 @@ WINDOWS = [
     *windowed(131, [50], (7,), pieces="split"),
     rows("selective_scan", 13, b=1, d=17, window=3, pieces="blocks"),
     *(rows("selective_scan", 21, d=9, n=n, window=5) for n in (16, 33, 128)),
-    *(
-        rows("ssd_scan", 131, g=2, h=10, d=9, n=17, window=w, halo=halo, documents=documents)  # by blocks in C++
+    *(  # by blocks in C++
+        rows("ssd_scan", 131, g=2, h=10, d=9, n=17, window=w, halo=halo, documents=documents)
         for w in ([20] if INTERPRETED else [1, 5, 20, 31, 32, 33, 50, 66, 100, 130, 131])
         for halo, documents in ((0, None), (70, 0.04))
     ),
