@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,7 @@ SHAPES: dict[str, dict[str, int]] = {
 PLAIN, RECOMPUTED, PIECES = "plain", "activation recomputation", "MsT"
 MLP_PIECES, HEAD_PIECES = 4, 16  # MsT's, and `MiniSequence`'s
 MEMORY = GPUS["a100-80gb"].memory
+FIRST_GUESSES = 4096, 8192  # tokens of the longest sequence
 # Thousands of tokens of tables 2, 3 (optimizer in the backward: no gradients stay) and 4 (gradients stay).
 LONGEST: dict[tuple[str, bool], dict[str, int]] = {
     ("Llama3-8B", False): {PLAIN: 5, RECOMPUTED: 14, PIECES: 60},
@@ -85,11 +87,15 @@ LONGEST: dict[tuple[str, bool], dict[str, int]] = {
 def step_of(model: str, way: str, tokens: int) -> tuple[int, int, int]:
     """Bytes of a model's weights, of what its forward keeps beside them, and at the peak of forward and
     backward, weights included. A gradient is freed once it is whole, as by an optimizer in the backward."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
     config = LlamaConfig(**SHAPES[model], attn_implementation="sdpa")
     config.max_position_embeddings = tokens
-    with fake_tensors(torch.bfloat16) as fake, counting(Conditions(1, tokens, device="cuda"), fake) as live:
+    # Whether position_ids have several documents, transformers cannot read from fake tensors: it would build
+    # a mask of tokens × tokens, which a run does without.
+    one_document = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    conditions = Conditions(1, tokens, device="cuda")
+    with one_document, fake_tensors(torch.bfloat16) as fake, counting(conditions, fake) as live:
         llama = LlamaForCausalLM(config).train()
         weights = live.live
         for weight in llama.parameters():
@@ -119,21 +125,32 @@ def _loss(llama: Any, way: str, ids: Tensor) -> Tensor:
 
 
 def mst_longest(model: str, accumulated: bool) -> Iterator[Row]:
-    """Tables 2 to 4: weights, two moments in 16 bits, gradients where they are accumulated, and the peak,
-    which is a line in the tokens, against 80 GiB; nothing for an allocator's fragments and CUDA."""
-    low, high = 4096, 8192
+    """Tables 2 to 4: weights, two moments in 16 bits, gradients where they are accumulated, and the peak
+    against 80 GiB; nothing for an allocator's fragments and CUDA."""
     for way, theirs in LONGEST[model, accumulated].items():
-        weights, _, peak = step_of(model, way, low)
-        slope = (step_of(model, way, high)[2] - peak) / (high - low)
-        room = MEMORY - (3 if accumulated else 2) * weights - peak
+        room = MEMORY - (3 if accumulated else 2) * step_of(model, way, FIRST_GUESSES[0])[0]
         with_gradients = ", gradients accumulated" if accumulated else ""
         yield claim(
             "table 4" if accumulated else "table 2" if model == "Llama3-8B" else "table 3",
             f"longest sequence of {model}, {way}{with_gradients}",
             f"{theirs}K",
-            f"{(low + room / slope) / 1000:.0f}K",
+            f"{_longest(model, way, room) / 1000:.0f}K",
             "counted",
         )
+
+
+def _longest(model: str, way: str, room: int) -> float:
+    """Return the number of tokens whose step peaks at `room` bytes, to a hundredth.
+
+    The peak is a line in the tokens, but a steeper one where another part of the step has become the largest:
+    the secant's guess is the next point, until it is that point."""
+    low, high = FIRST_GUESSES
+    while True:
+        low_peak, high_peak = (step_of(model, way, tokens)[2] for tokens in (low, high))
+        guess = high + (room - high_peak) * (high - low) / (high_peak - low_peak)
+        if abs(guess - high) < high / 100 or guess < 1:
+            return guess
+        low, high = high, round(guess)
 
 
 def mst_ablation() -> Iterator[Row]:
