@@ -93,7 +93,7 @@ def step_of(model: str, way: str, tokens: int) -> tuple[int, int, int]:
     config.max_position_embeddings = tokens
     # Whether position_ids have several documents, transformers cannot read from fake tensors: it would build
     # a mask of tokens × tokens, which a run does without.
-    one_document = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    one_document = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     conditions = Conditions(1, tokens, device="cuda")
     with one_document, fake_tensors(torch.bfloat16) as fake, counting(conditions, fake) as live:
         llama = LlamaForCausalLM(config).train()
