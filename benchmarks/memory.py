@@ -21,6 +21,7 @@ hand; and transformers' Mamba and Mamba-2, the latter also by hand, by mini-sequ
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -103,6 +104,11 @@ class Memory(steps.StepBenchmark):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--methods", METHODS)
         super().arguments(parser)
+
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        needed = any(METHODS[name].model.get("use_mambapy") for name in options.methods)
+        if options.publish and not options.redraw and needed and importlib.util.find_spec("mambapy") is None:
+            parser.error('--publish: transformers\' Mamba needs mambapy: pip install -e ".[bench]"')
 
     def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
         return [

@@ -171,7 +171,9 @@ class Kernels(Benchmark):
         environment, rates, parts = result["environment"], result["roof"], ["# Kernels\n"]
         for op, rows in by_operation(result["rows"]).items():
             size = ", ".join(f"{key} {value:,}" for key, value in rows[0]["size"].items())
-            parts.append(f"## {OPS[op].label}: {size}\n\n{report.markdown_table(HEADS, lines(rows))}")
+            parts.append(
+                f"## {OPS[op].label}: {size}\n\n{report.markdown_table(*filled(HEADS, lines(rows)))}"
+            )
             notes = dict.fromkeys(f"- {row['label']}: {row['note']}\n" for row in rows if row.get("note"))
             parts += ["".join(notes)] if notes else []
         units = {"bytes": "bytes copied", "flops": "FLOPs", "exps": "exponentials",
@@ -280,6 +282,12 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
         errors = first.get("errors")
         table_rows.append([*cells, f"{max(errors.values()):.0e}" if errors else ""])
     return table_rows
+
+
+def filled(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows without the columns in which no row has anything."""
+    columns = [i for i, column in enumerate(zip(*rows, strict=True)) if not set(column) <= {"", "–"}]
+    return [heads[i] for i in columns], [[row[i] for i in columns] for row in rows]
 
 
 def with_more_threads(row: Row) -> str:
