@@ -73,7 +73,7 @@ template <class T> struct Ssd {
   struct Decays {
     alignas(VECTOR_BYTES) T high[QL], low[QL], from_start[QL], to_end[QL], delta[QL];
     T whole;
-    double exponent;  // of `whole`, as a power of 2
+    double exponent;  // of `whole`, to base 2
   };
   struct Buffer {
     std::vector<Vt> memory;
@@ -90,14 +90,14 @@ template <class T> struct Ssd {
   struct Prefixes {
     Buffer memory;
     T* P;
-    std::vector<double> powers;  // s_i - s_g of the last token in P, as a power of 2
+    std::vector<double> exponents;  // s_i - s_g of the last token in P, to base 2
     int64_t blocks;
     void resize(int64_t count, int64_t size) {
       blocks = count, P = memory.at_least(HEADS * count * size);
-      powers.resize(HEADS * count);
+      exponents.resize(HEADS * count);
     }
     T* at(int64_t h, int64_t block, int64_t size) { return P + (h * blocks + block) * size; }
-    double& power(int64_t h, int64_t block) { return powers[h * blocks + block]; }
+    double& exponent(int64_t h, int64_t block) { return exponents[h * blocks + block]; }
   };
   struct Work {
     Buffer buffers[20], states_memory;
@@ -118,7 +118,7 @@ template <class T> struct Ssd {
     T *from_C_ahead;                            // (Q): e_last dy'_i . C_i H
     T *arriving, *initial;                      // dH', (state_size), and P of the initial state, (heads, state_size)
     Prefixes of_segments, of_blocks;
-    double to_group_end[HEADS] = {};              // s_g - s_last as a power of 2
+    double to_group_end[HEADS] = {};              // s_g - s_last, to base 2
     std::vector<int64_t> next_document;         // first token of the next document from a token on, (seqlen + 1)
     Work(const Ssd& k, bool backward) {
       int i = 0;
@@ -212,10 +212,12 @@ template <class T> struct Ssd {
       put(sum, w.G + i * QL + v * L, QL);
     });
   }
-  // delta A of a token, as a power of 2
+  // delta A of a token, to base 2
   double exponent(int64_t b, int64_t t, int64_t head) const {
     return double(row<T>(s.delta, b, t)[head]) * double(((const T*)s.A)[head]) * LOG2E;
   }
+  // 2^(high + low), low being what rounding has left of the sum
+  static ALWAYS_INLINE Vt exp2_of(Vt high, Vt low) { return exp2v<T>(high) * (1 + low * T(LN2)); }
   void read_decays(const Block& k, int64_t head, Decays& d) const {
     double total = 0;
     for (int64_t t = 0; t < k.size; t++) {
@@ -229,7 +231,7 @@ template <class T> struct Ssd {
     const Vt last = splat<T>(d.high[k.size - 1]), rest = splat<T>(d.low[k.size - 1]);
     for (int64_t t = 0; t < QL; t += L) {
       const Vt high = *(Vt*)(d.high + t), low = *(Vt*)(d.low + t);
-      *(Vt*)(d.from_start + t) = exp2v<T>(high) * (1 + low * T(LN2));
+      *(Vt*)(d.from_start + t) = exp2_of(high, low);
       *(Vt*)(d.to_end + t) = exp2v<T>((last - high) + (rest - low));
     }
     d.whole = d.from_start[k.size - 1];
@@ -652,18 +654,18 @@ template <class T> struct Ssd {
     const int64_t rows = k.start + token + s.window - a.first;
     return rows < 0 ? 0 : rows < a.size ? rows : a.size;
   }
-  // dy of rows ahead, times exp(s_i - s_g). power: s_i - s_g as a power of 2, of the token before them unless P begins
-  // with them, then of their last one.
-  void read_ahead(const Block& rows, int64_t head, bool is_first, double& power, Work& w) const {
+  // dy of rows ahead, times exp(s_i - s_g). sum: s_i - s_g to base 2, of the token before them unless P begins with
+  // them, then of their last one.
+  void read_ahead(const Block& rows, int64_t head, bool is_first, double& sum, Work& w) const {
     alignas(VECTOR_BYTES) T factors[QL] = {}, low[QL] = {};
-    if (is_first) power = 0;
+    if (is_first) sum = 0;
     for (int64_t t = 0; t < rows.size; t++) {
-      if (t > 0 || !is_first) power += exponent(rows.b, rows.start + t, head);
-      factors[t] = T(power);
-      low[t] = T(power - double(factors[t]));
+      if (t > 0 || !is_first) sum += exponent(rows.b, rows.start + t, head);
+      factors[t] = T(sum);
+      low[t] = T(sum - double(factors[t]));
     }
     for (int64_t t = 0; t < QL; t += L)
-      *(Vt*)(factors + t) = exp2v<T>(*(Vt*)(factors + t)) * (1 + *(Vt*)(low + t) * T(LN2));
+      *(Vt*)(factors + t) = exp2_of(*(Vt*)(factors + t), *(Vt*)(low + t));
     copy_rows(s.dy, rows, head * P, P, w.dy_ahead, PL);
     scale_rows(rows, w.dy_ahead, factors, w.dy_ahead);
   }
@@ -675,7 +677,7 @@ template <class T> struct Ssd {
     if (!a.size && !is_first) return;
     copy_rows(s.C, rows, group * N, N, w.C_ahead, NL);
     for (int64_t h = 0; h < last - first; h++) {
-      read_ahead(rows, first + h, is_first, prefixes.power(h, block), w);
+      read_ahead(rows, first + h, is_first, prefixes.exponent(h, block), w);
       next_state(rows, T(!is_first), w.C_ahead, w.dy_ahead, prefixes.at(h, block, state_size()));
     }
   }
@@ -699,9 +701,9 @@ template <class T> struct Ssd {
       a.first += a.size;
     } while (a.first < stop);
     for (int64_t h = 0; h < last - first; h++) {
-      double power = 0;
-      for (int64_t t = 0; a.reaches && t <= edge; t++) power += exponent(b, t, first + h);
-      scale_state(prefixes.at(h, 0, size), a.reaches ? T(std::exp2(power)) : T(0), w.initial + h * size);
+      double sum = 0;
+      for (int64_t t = 0; a.reaches && t <= edge; t++) sum += exponent(b, t, first + h);
+      scale_state(prefixes.at(h, 0, size), a.reaches ? T(std::exp2(sum)) : T(0), w.initial + h * size);
     }
     if (s.window < Q) return;
     if (edge && s.window - 1 < document_end)
@@ -719,7 +721,7 @@ template <class T> struct Ssd {
   void copy_prefixes(Prefixes& from, int64_t i, Prefixes& to, int64_t j, int64_t heads) const {
     for (int64_t h = 0; h < heads; h++) {
       std::memcpy((void*)to.at(h, j, state_size()), from.at(h, i, state_size()), state_size() * sizeof(T));
-      to.power(h, j) = from.power(h, i);
+      to.exponent(h, j) = from.exponent(h, i);
     }
   }
   void add_state(const T* from, T* to) const {
@@ -754,8 +756,8 @@ template <class T> struct Ssd {
     const T* state = w.goes_on[h] ? w.state + h * state_size() : nullptr;
     const T factor = T(std::exp2(w.to_group_end[h]));
     if (a.size) {
-      double last = a.has_prefix() ? w.of_blocks.power(h, block) : 0;
-      read_ahead({k.b, a.first, a.size, false}, head, a.first == a.group_end, last, w);
+      double sum = a.has_prefix() ? w.of_blocks.exponent(h, block) : 0;
+      read_ahead({k.b, a.first, a.size, false}, head, a.first == a.group_end, sum, w);
       for (int64_t i = 0; i < a.size * PL; i += L) *(Vt*)(w.dy_ahead + i) *= factor;
     }
     if (!a.has_prefix()) return state;
