@@ -83,9 +83,8 @@ def draw(rows: Sequence[Row], limit: int) -> Any:
             "wrapped": ("right", (0, 10)),
             FEW_STATES: ("right", (0, -28)),
         }[way]
-        axes.annotate(
-            said, (xs[-1], ys[-1]), place, textcoords="offset points", color=colour, ha=side, va="bottom"
-        )
+        axes.annotate(said, (xs[-1], ys[-1]), place, textcoords="offset points", color=colour, ha=side, va="bottom",
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, map(show.tokens, lengths))
