@@ -78,13 +78,14 @@ def draw(rows: Sequence[Row], limit: int) -> Any:
         said = f"{NAMES[way]}\n{ys[-1]:.2g} GiB at {show.tokens(xs[-1])}"
         # Beside a line's end: the first to end has the later ones on its right.
         side, place = {
-            "transformers": ("right", (-15, -7)),
+            "transformers": ("right", (-15, -2)),
             "checkpointing": ("left", (9, -12)),
             "wrapped": ("right", (0, 10)),
-            FEW_STATES: ("right", (0, -28)),
+            FEW_STATES: ("right", (0, -36)),
         }[way]
-        axes.annotate(said, (xs[-1], ys[-1]), place, textcoords="offset points", color=colour, ha=side, va="bottom",
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+        background = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.annotate(said, (xs[-1], ys[-1]), place, textcoords="offset points", color=colour, ha=side,
+                      va="bottom", bbox=background)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, map(show.tokens, lengths))
