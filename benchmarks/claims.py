@@ -148,7 +148,7 @@ def _longest(model: str, way: str, room: int) -> float:
     while True:
         low_peak, high_peak = (step_of(model, way, tokens)[2] for tokens in (low, high))
         guess = high + (room - high_peak) * (high - low) / (high_peak - low_peak)
-        if abs(guess - high) < high / 100 or guess < 1:
+        if guess < 1 or abs(guess - high) < max(high / 100, 1):
             return guess
         low, high = high, round(guess)
 

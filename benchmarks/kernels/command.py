@@ -70,6 +70,13 @@ class Kernels(Benchmark):
         options.dtype = options.dtype or ("bfloat16" if options.kind == "cuda" else "float32")
         if options.threads and options.kind == "cuda":
             parser.error("--threads: of the CPU; leave it out with --device cuda")
+        contenders = [c for op in options.ops for c in chosen(op, options).values()]
+        missing = sorted({package for c in contenders if (package := c.missing())})
+        if options.publish and not options.redraw and missing:
+            parser.error(
+                f"--publish: {', '.join(missing)} would be missing from the table: install the extra that has it "
+                "(adjoint doctor), or leave it out with --peers"
+            )
         folder = (options.out or runner.RUNS / self.name).resolve() / "partial"
         options.answers = str(folder)
         earlier.unpack(parser, options, folder, ("adjoint",))

@@ -162,6 +162,17 @@ def test_more_threads_are_compared_with_the_first(tmp_path: Path) -> None:
     process.close()
 
 
+def test_a_table_with_missing_libraries_is_not_published(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = Contender("absent", dict, needs=("no_such_module",))
+    monkeypatch.setitem(CONTENDERS, "causal_conv1d", CONTENDERS["causal_conv1d"] | {"torch": absent})
+    with pytest.raises(SystemExit):
+        KERNELS.parse(["--op", "causal_conv1d", "--publish"])
+    assert "--publish: no_such_module would be missing" in capsys.readouterr().err
+    assert KERNELS.parse(["--op", "causal_conv1d", "--publish", "--peers"]).publish
+
+
 def test_rows_take_medians_and_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
         "adjoint": Contender("ours", dict, ours=True),
