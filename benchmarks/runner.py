@@ -403,10 +403,10 @@ class _Sweep:
             with self.lock:
                 self.told.pop(key, None)
                 self.journal.add(point, benchmark.noted(result, time.monotonic() - began))
+                for trouble in ("error", "out_of_memory", "stopped"):
+                    if trouble in result:
+                        self.progress(f"    {trouble.replace('_', ' ')}: {result[trouble]}", 0)
                 self.save()
-            for trouble in ("error", "out_of_memory", "stopped"):
-                if trouble in result:
-                    self.progress(f"    {trouble.replace('_', ' ')}: {result[trouble]}", 0)
         process.close()
 
     def _next(self, points: Iterator[Point]) -> Point | None:

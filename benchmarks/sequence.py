@@ -171,9 +171,9 @@ class Sequence(Benchmark):
         return {"cores": os.cpu_count()}
 
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
-        """Medians of the times that a point was measured."""
-        rows = []
-        for key, results in steps.grouped(measurements, "name", "length", "workers").items():
+        """Medians of the times that a point was measured; no row where it failed."""
+        rows, measured_points = [], [pair for pair in measurements if "memory_bytes" in pair[1]]
+        for key, results in steps.grouped(measured_points, "name", "length", "workers").items():
             name, length, workers = key
             rows.append(
                 {

@@ -55,6 +55,7 @@ class SequenceMemory(Benchmark):
             for (name, length, workers), (result,) in steps.grouped(
                 measurements, "name", "length", "workers"
             ).items()
+            if "memory_bytes" in result
         ]
 
     def markdown(self, result: Row) -> str:

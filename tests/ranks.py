@@ -20,10 +20,17 @@ from adjoint.errors import UserError
 RANKS = [pytest.param(2, marks=pytest.mark.slow), 3]
 
 
-def on_ranks(world: int, folder: Path, case: Callable[..., None], *args: Any, timeout: float = 60) -> None:
-    """Runs a case in processes of a gloo group of their own; raises what one of them raises."""
+def on_ranks(
+    world: int, folder: Path, case: Callable[..., None], *args: Any, timeout: float = 60, start: str = "fork"
+) -> None:
+    """Runs a case in processes of a gloo group of their own; raises what one of them raises.
+
+    Args:
+        start: "spawn" for processes that share nothing with this one, as torchrun's: they have hashes of
+            their own, and take seconds to import everything.
+    """
     meeting = folder / f"meeting-{time.monotonic_ns()}"
-    mp.start_processes(_rank, (world, str(meeting), timeout, case, args), world, start_method="fork")
+    mp.start_processes(_rank, (world, str(meeting), timeout, case, args), world, start_method=start)
 
 
 def _rank(rank: int, world: int, meeting: str, timeout: float, case: Any, args: Any) -> None:

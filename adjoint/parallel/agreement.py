@@ -28,8 +28,10 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes that are no settings, or that differ between processes although nothing that they compute does.
+# No chunk reads a model's generation_config; its hash of strings differs between processes.
 IGNORED_ATTRIBUTES = {
     *(vars(nn.Module()).keys() - {"training"}),
+    "generation_config",
     *("_adjoint", "_adjoint_verified", "gradient_checkpointing", "_gradient_checkpointing_func"),
     *("_name_or_path", "name_or_path", "_commit_hash", "hf_device_map", "warnings_issued"),
 }

@@ -83,6 +83,10 @@ def test_models_over_ranks(name: str, ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, check_exact, name)
 
 
+def test_processes_that_were_started_apart_agree(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, check_exact, QUICK[0], start="spawn")
+
+
 def check_nothing_held(group: Any) -> None:
     """Assert that a step leaves no tensors behind, nor does the first call, which compares gradients."""
     ids = rows()

@@ -176,7 +176,8 @@ def answer(measure: Callable[[Point], Point], point: Point) -> Point:
         if out_of_memory(error):
             return {"out_of_memory": " ".join(said.split(". ")[:2])[:300]}
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        return {"error": kind + said[:600]}
+        # a traceback says at its end what went wrong
+        return {"error": kind + (said if len(said) <= 600 else f"{said[:200]} … {said[-400:]}")}
 
 
 def report(result: Point) -> None:
