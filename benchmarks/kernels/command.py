@@ -74,8 +74,8 @@ class Kernels(Benchmark):
         missing = sorted({package for c in contenders if (package := c.missing())})
         if options.publish and not options.redraw and missing:
             parser.error(
-                f"--publish: {', '.join(missing)} would be missing from the table: install the extra that "
-                "has it (adjoint doctor), or leave it out with --peers"
+                f"--publish: the table would lack {', '.join(missing)}: "
+                "install the extra that has it (see adjoint doctor)"
             )
         folder = (options.out or runner.RUNS / self.name).resolve() / "partial"
         options.answers = str(folder)
