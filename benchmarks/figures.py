@@ -160,8 +160,6 @@ FIGURES = [
            "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocators default", STACK),
     Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocators default "
            "--out benchmarks/results/exact-growth", None, STACK),
-    Figure("docs/results.md", Memory(), "--methods exact --lengths 16777216 --allocators jemalloc "
-           "--repeats 1 --repeat-s 0 --out benchmarks/results/sixteen-million", None, STACK),
     Figure("docs/results.md", Kernels(), "", "--size small --op selective_scan --repeats 1",
            SCANS),
     Figure("docs/results.md", Kernels(), "--peers --out benchmarks/results/avx2", None, SCANS),
@@ -176,12 +174,8 @@ FIGURES = [
            SCANS),
     Figure("docs/which_method.md", Checkpoints(), "", "--lengths 1K 2K",
            BINOMIAL),
-    Figure("docs/results.md", Checkpoints(), "--model mamba --ways 32 --lengths 16777216 67108864 "
-           "--out benchmarks/results/sixty-four-million", None, BINOMIAL),
-    Figure("docs/results.md", Checkpoints(), "--model mamba --ways 32 --lengths 67108864 "
-           "--allocators jemalloc --out benchmarks/results/sixty-four-million-jemalloc", None, BINOMIAL),
-    Figure("docs/results.md", Checkpoints(), "--model mamba --ways all --lengths 16777216 "
-           "--out benchmarks/results/sixteen-million-all", None, BINOMIAL),
+    Figure("docs/results.md", Checkpoints(), "--model mamba --ways all 32 --lengths 16777216 67108864 "
+           "--allocators jemalloc --out benchmarks/results/sixty-four-million", None, BINOMIAL),
     Figure("docs/which_method.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
     Figure("docs/which_method.md", LayerWork(), "", "", ("layers/*.py",)),
     Figure("docs/convergence.md", Convergence(), "",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from adjoint.cli import main
 from adjoint.engine import binomial
 from benchmarks import host_waits, report
+from benchmarks.checkpoints import Checkpoints
 from benchmarks.gpu.report import comparison
 from benchmarks.kernels.command import with_more_threads
 from benchmarks.report import Row
@@ -118,6 +119,12 @@ def growth() -> str:
     return report.pivot([""], measured, lambda row: f"**{row['label']}**", "length", report.memory_and_time)
 
 
+def millions_of_tokens() -> str:
+    """Return the table of Exact's memory and time with all states and with few, at millions of tokens."""
+    measured = rows("sixty-four-million/checkpoints")
+    return report.pivot([""], measured, Checkpoints().named, "length", report.memory_and_time)
+
+
 def steps_before() -> str:
     """Return the table of wrapped models' steps as of the commit that was run and as of an earlier one."""
     return report.pivot([""], rows("before/wrapped"), ["model"], "way", report.memory_and_time, str)
@@ -200,6 +207,8 @@ TABLES = [
     Table("docs/results.md", "models by vectors table", models_by_vectors,
           ("avx2/wrapped", "avx512/wrapped")),
     Table("docs/results.md", "exact-growth table", growth, ("exact-growth/memory",)),
+    Table("docs/results.md", "sixty-four million tokens table", millions_of_tokens,
+          ("sixty-four-million/checkpoints",)),
     Table("docs/results.md", "steps before table", steps_before, ("before/wrapped",)),
     Table("docs/convergence.md", "positions table", positions, ("loss_by_position",)),
     Table("docs/which_method.md", "recompute table", recomputed),
@@ -220,9 +229,6 @@ TABLES = [
     runs("docs/results.md", "window_time", "window_time"),
     runs("docs/kernels.md", "instructions", "instructions"),
     runs("docs/which_method.md", "mini_sequence", "mini_sequence"),
-    runs("docs/results.md", "sixteen-million", "sixteen-million/memory"),
-    runs("docs/results.md", "sixty-four-million", "sixty-four-million/checkpoints",
-         "sixty-four-million-jemalloc/checkpoints", "sixteen-million-all/checkpoints"),
     runs("docs/results.md", "wrapped_length", "wrapped_length"),
     runs("docs/paper.md", "sources and scaling", "sources", "scaling"),
     runs("docs/plan.md", "shards", "shards"),
