@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import struct
 import subprocess
 import tempfile
@@ -29,7 +30,9 @@ def program(processor: str, folder: Path) -> list[str]:
     """The command that runs a call; compiled into `folder`."""
     made = folder / "emulated"
     sources = [HERE / "emulated.cpp", *(Path(cpu_build.__file__).parent / name for name in cpu_build.SOURCES)]
-    flags = ["-O3", *cpu_build.FLAGS, f"-march={MARCH[processor]}", "-static"]
+    names = re.findall(r"void adjoint_(\w+)_f32\(", "".join(Path(file).read_text() for file in sources[1:]))
+    kernels = f"-DKERNELS(X)={' '.join(f'X({name})' for name in names)}"
+    flags = ["-O3", *cpu_build.FLAGS, f"-march={MARCH[processor]}", "-static", kernels]
     subprocess.run([f"{processor}-linux-gnu-g++", *flags, "-o", str(made), *map(str, sources)], check=True)
     return [f"qemu-{processor}", str(made)]
 
