@@ -21,8 +21,7 @@ hand; and transformers' Mamba and Mamba-2, the latter also by hand, by mini-sequ
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from adjoint.tools.measure import show
@@ -105,10 +104,10 @@ class Memory(steps.StepBenchmark):
         runner.add_choice(parser, "--methods", METHODS)
         super().arguments(parser)
 
-    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        needed = any(METHODS[name].model.get("use_mambapy") for name in options.methods)
-        if options.publish and not options.redraw and needed and importlib.util.find_spec("mambapy") is None:
-            parser.error('--publish: transformers\' Mamba needs mambapy: pip install -e ".[bench]"')
+    def requirements(self, options: argparse.Namespace) -> Mapping[str, str]:
+        names = [name for name in options.methods if METHODS[name].model.get("use_mambapy")]
+        way = f'pip install -e ".[bench]", or leave {", ".join(names)} out of --methods'
+        return {"mambapy": way} if names else {}
 
     def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
         return [

@@ -50,7 +50,7 @@ class MiniSequence(Benchmark):
         return [
             {"method": p["method"], "tokens": p["length"], "words": options.words, "bytes": r["memory_bytes"],
              "loss": r["loss"]}
-            for p, r in measurements if "memory_bytes" in r
+            for p, r in runner.successes(measurements)
         ]  # fmt: skip
 
     def failed(self, result: Row) -> bool:

@@ -103,7 +103,7 @@ class Mixers(Benchmark):
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         """A row a mixer, length and method."""
         rows = []
-        groups = steps.grouped([pair for pair in measurements if "error" not in pair[1]], "mixer", "length")
+        groups = steps.grouped(runner.successes(measurements), "mixer", "length")
         for mixer, n in itertools.product(options.mixers, options.lengths):
             results = groups.get((mixer, n), [])
             for name in results[0] if results else ():

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from adjoint.tools.measure.process import Point
@@ -80,9 +80,8 @@ class Quantized(Benchmark):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(parser, length=(32768, "tokens of a sequence"))
 
-    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        if importlib.util.find_spec("bitsandbytes") is None:
-            parser.error("bitsandbytes is not installed: make test-external, then PYTHONPATH=build/external")
+    def requirements(self, options: argparse.Namespace) -> Mapping[str, str]:
+        return {"bitsandbytes": "make test-external, then PYTHONPATH=build/external"}
 
     def environment(self, options: argparse.Namespace) -> Row:
         return report.environment("bitsandbytes", "peft")
@@ -99,8 +98,7 @@ class Quantized(Benchmark):
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         return [
             {name: point[name] for name in ("base", "way", "length")} | result
-            for point, result in measurements
-            if "losses" in result
+            for point, result in runner.successes(measurements)
         ]
 
     def failed(self, result: Row) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib.util
 import json
 import re
 import shutil
@@ -36,6 +37,12 @@ from benchmarks.report import Row
 
 RESULTS, RUNS = ROOT / "benchmarks" / "results", ROOT / "runs" / "benchmarks"
 Found = list[tuple[Point, Point]]  # points, and what is known of each
+TROUBLES = ("error", "out_of_memory", "stopped")  # what a result has where a point has no numbers
+
+
+def successes(measurements: Found) -> Found:
+    """Return the points that have numbers, with their results."""
+    return [(point, result) for point, result in measurements if not result.keys() & set(TROUBLES)]
 
 # ----------------------------------------------------------------------------------------------- command line
 
@@ -125,6 +132,11 @@ class Benchmark:
 
     def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         """Complete the options; end with `parser.error` where they cannot be."""
+
+    def requirements(self, options: argparse.Namespace) -> Mapping[str, str]:
+        """Return the packages without which points would fail, besides those of `.[dev]`, each with the way
+        to install it."""
+        return {}
 
     def environment(self, options: argparse.Namespace) -> Row:
         """Return the machine and the versions that it runs with."""
@@ -227,6 +239,9 @@ class Benchmark:
         if options.publish and partly and not inside:
             parser.error(f"--publish is for whole runs: leave out --{partly[0].replace('_', '-')}")
         self.check(parser, options)
+        for package, way in {} if options.redraw else self.requirements(options).items():
+            if importlib.util.find_spec(package) is None:
+                parser.error(f"{package} is not installed: {way}")
         return options
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
@@ -403,7 +418,7 @@ class _Sweep:
             with self.lock:
                 self.told.pop(key, None)
                 self.journal.add(point, benchmark.noted(result, time.monotonic() - began))
-                for trouble in ("error", "out_of_memory", "stopped"):
+                for trouble in TROUBLES:
                     if trouble in result:
                         self.progress(f"    {trouble.replace('_', ' ')}: {result[trouble]}", 0)
                 self.save()

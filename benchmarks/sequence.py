@@ -172,8 +172,8 @@ class Sequence(Benchmark):
 
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         """Medians of the times that a point was measured; no row where it failed."""
-        rows, measured_points = [], [pair for pair in measurements if "memory_bytes" in pair[1]]
-        for key, results in steps.grouped(measured_points, "name", "length", "workers").items():
+        rows, groups = [], steps.grouped(runner.successes(measurements), "name", "length", "workers")
+        for key, results in groups.items():
             name, length, workers = key
             rows.append(
                 {

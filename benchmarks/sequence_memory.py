@@ -53,9 +53,8 @@ class SequenceMemory(Benchmark):
         return [
             {"model": name, "length": length, "workers": workers, **{field: result[field] for field in SHOWN}}
             for (name, length, workers), (result,) in steps.grouped(
-                measurements, "name", "length", "workers"
+                runner.successes(measurements), "name", "length", "workers"
             ).items()
-            if "memory_bytes" in result
         ]
 
     def markdown(self, result: Row) -> str:

@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,9 @@ class Zero(Benchmark):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(parser, lengths=([2048, 8192, 32768], "tokens"))
         runner.add_choice(parser, "--models", ["Mamba-2"])
+
+    def requirements(self, options: argparse.Namespace) -> Mapping[str, str]:
+        return {"deepspeed": "make test-versions ROWS=deepspeed, then PYTHONPATH with its folder"}
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         combinations = itertools.product(options.lengths, options.models, WAYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -160,6 +161,18 @@ def test_wrong_options_end_with_exit_code_2(
         benchmark.parse(arguments)
     said = capsys.readouterr().err
     assert stop.value.code == 2 and line in said.splitlines()[-1] and "Traceback" not in said
+
+
+def test_a_missing_package_is_named_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        memory.Memory().parse([])
+    line = capsys.readouterr().err.splitlines()[-1]
+    way = 'mambapy is not installed: pip install -e ".[bench]", or leave hf-mamba out of --methods'
+    assert stop.value.code == 2 and line.endswith(way)
+    assert memory.Memory().parse(["--methods", "exact"])
 
 
 # -------------------------------------------------------------------------------------------------- processes
