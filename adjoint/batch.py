@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100  # a label that does not count
+READ_AT_ONCE = 1 << 16  # tokens of each row whose ids or labels are read at a time, so that no copy is large
 State = tuple[Tensor, ...]  # what a stage carries from chunk to chunk: see `engine.stage.Stage`
 
 
@@ -65,8 +66,7 @@ class Batch:
         """
         if not predicts_next:
             return Batch(ids, labels, divisor_of(labels), seq_idx, states)
-        divisor = divisor_of(labels[:, 1:], None if seq_idx is None else seq_idx[:, 1:] == seq_idx[:, :-1])
-        return Batch(ids, labels, divisor, seq_idx, states, is_shifted=False)
+        return Batch(ids, labels, divisor_of(labels[:, 1:], seq_idx), seq_idx, states, is_shifted=False)
 
     @property
     def targets(self) -> Tensor:
@@ -161,19 +161,32 @@ def are_values_unknown() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def divisor_of(targets: Tensor, counted: Tensor | None = None) -> int | Tensor:
+def divisor_of(targets: Tensor, seq_idx: Tensor | None = None) -> int | Tensor:
     """Return the number of valid targets, at least 1, by which the summed loss is divided.
 
     Inside torch.compile, and while a CUDA graph is captured, it is a tensor. Warn if no target is valid: the
     loss is then 0 and teaches nothing.
 
     Args:
-        counted: (batch, seqlen) bool, the targets that may be valid; None for all.
+        targets: (batch, seqlen) int64.
+        seq_idx: (batch, seqlen + 1), the document of the token before the first target, and of each target:
+            the first token of a document is no valid target. None: one document.
     """
-    is_valid = targets != IGNORE_INDEX if counted is None else (targets != IGNORE_INDEX) & counted
     if are_values_unknown():
-        return is_valid.sum().clamp(min=1)
-    valid = int(torch.count_nonzero(is_valid))  # a sum would make whole numbers of them, eight bytes each
-    if valid == 0:
+        return _are_valid(targets, seq_idx).sum().clamp(min=1)
+    counts = []
+    for start in range(0, targets.shape[1], READ_AT_ONCE):
+        stop = start + READ_AT_ONCE
+        documents = None if seq_idx is None else seq_idx[:, start : stop + 1]
+        # a sum would make whole numbers of them, eight bytes each
+        counts.append(torch.count_nonzero(_are_valid(targets[:, start:stop], documents)))
+    number = int(sum(counts))
+    if number == 0:
         warnings.warn("every label is ignored (-100): the loss and all gradients are 0", stacklevel=2)
-    return max(valid, 1)
+    return max(number, 1)
+
+
+def _are_valid(targets: Tensor, seq_idx: Tensor | None) -> Tensor:
+    """Which targets count, (batch, seqlen) bool; arguments as `divisor_of` has them."""
+    is_valid = targets != IGNORE_INDEX
+    return is_valid if seq_idx is None else is_valid & (seq_idx[:, 1:] == seq_idx[:, :-1])

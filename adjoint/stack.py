@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from adjoint.batch import IGNORE_INDEX, Batch, are_values_unknown
+from adjoint.batch import IGNORE_INDEX, READ_AT_ONCE, Batch, are_values_unknown
 from adjoint.documents import document_numbers
 from adjoint.engine import shared_prefix
 from adjoint.engine.bidirectional import block_by_chunks
@@ -65,7 +65,6 @@ from adjoint.parallel.tensor import (
 )
 
 WHOLE_SEQUENCE = "layers that read in both directions (model.bidirectional) need the whole sequence"
-CHECKED_AT_ONCE = 1 << 16  # tokens of each row whose ids are checked at a time
 
 
 @dataclasses.dataclass
@@ -879,7 +878,7 @@ def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:
     Args:
         ignored: whether -100 counts as 0.
     """
-    pieces = numbers.split(CHECKED_AT_ONCE, dim=1)
+    pieces = numbers.split(READ_AT_ONCE, dim=1)
     if ignored:
         pieces = (piece.masked_fill(piece == IGNORE_INDEX, 0) for piece in pieces)
     low, high = zip(*(piece.aminmax() for piece in pieces), strict=True)

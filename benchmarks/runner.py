@@ -44,6 +44,7 @@ def successes(measurements: Found) -> Found:
     """Return the points that have numbers, with their results."""
     return [(point, result) for point, result in measurements if not result.keys() & set(TROUBLES)]
 
+
 # ----------------------------------------------------------------------------------------------- command line
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from adjoint.batch import divisor_of, shift_labels
+from adjoint import batch
+from adjoint.batch import Batch, divisor_of, shift_labels
 from adjoint.loss import linear_cross_entropy
 
 VOCAB, D_MODEL = 13, 6
@@ -162,6 +165,18 @@ def test_labels_are_shifted_and_the_last_position_ignored() -> None:
     labels = torch.tensor([[1, 2, -100, 4], [5, 6, 7, 8]])
     assert shift_labels(labels).tolist() == [[2, -100, 4, -100], [6, 7, 8, -100]]
     assert divisor_of(shift_labels(labels)) == 5
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 7, 24])
+def test_labels_are_counted_piece_by_piece(seqlen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "READ_AT_ONCE", 3)
+    ids, seq_idx = torch.randint(5, (2, seqlen)), torch.randint(2, (2, seqlen)).cumsum(1)
+    labels = torch.where(torch.rand(2, seqlen) < 0.3, -100, ids)
+    for documents in (None, seq_idx):
+        expected = (shift_labels(labels, documents) != -100).sum()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a token alone predicts nothing
+            assert Batch.from_labels(ids, labels, documents).divisor == max(1, expected)
 
 
 def test_bad_arguments_are_named() -> None:
