@@ -38,7 +38,8 @@ def commit() -> str:
         ).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", "adjoint", "benchmarks/*.py", "benchmarks/*.cpp")
+        sources = "adjoint", "benchmarks/*.py", "benchmarks/*.cpp", ":!benchmarks/results"
+        changed = git("status", "--porcelain", "--", *sources)
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
