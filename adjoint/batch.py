@@ -187,6 +187,6 @@ def divisor_of(targets: Tensor, seq_idx: Tensor | None = None) -> int | Tensor:
 
 
 def _are_valid(targets: Tensor, seq_idx: Tensor | None) -> Tensor:
-    """Which targets count, (batch, seqlen) bool; arguments as `divisor_of` has them."""
+    """Return which targets count, (batch, seqlen) bool; the arguments are those of `divisor_of`."""
     is_valid = targets != IGNORE_INDEX
     return is_valid if seq_idx is None else is_valid & (seq_idx[:, 1:] == seq_idx[:, :-1])
