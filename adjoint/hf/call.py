@@ -25,6 +25,7 @@ from adjoint.hf.documents import (
     document_starts,
     expand_to_rows,
     join_rows,
+    leading_zeros,
     refuse_while_captured,
 )
 from adjoint.hf.language_inputs import (
@@ -457,21 +458,33 @@ class Call:
             )
         refuse_while_captured("padding")
         mask = mask.to(self.ids.device)
-        is_real = mask != 0
-        if not torch.equal(is_real.to(mask.dtype), mask):
+        is_real = mask == 1
+        if bool(is_real.all()):
+            return None
+        if not bool((is_real | (mask == 0)).all()):
             raise ValueError(
                 "attention_mask has values other than 0 and 1: give packed documents as position_ids or "
                 "seq_idx"
             )
-        has_begun, goes_on = (t.long().cumsum(1) > 0 for t in (is_real, is_real.flip(1)))
-        if bool((has_begun & goes_on.flip(1) & ~is_real).any()):
+        ends = leading_zeros(is_real) + leading_zeros(is_real.flip(1))  # of padding alone: the row, twice
+        if bool((torch.count_nonzero(is_real, 1) != (mask.shape[1] - ends).clamp(min=0)).any()):
             raise ValueError("attention_mask has zeros between ones: only the ends of a row can be padding")
         if self.has_labels and bool(((self.targets != IGNORE_INDEX) & ~is_real).any()):
             raise ValueError(
                 "labels include padded tokens, or the first token after padding: set labels to -100 where "
                 "attention_mask is 0, and at the first token after padding"
             )
-        return None if bool(is_real.all()) else is_real
+        return is_real
+
+    @functools.cached_property
+    def padding_at_left(self) -> list[int]:
+        """Number of padded tokens before the first real one of each row; all of a row of padding alone."""
+        return [0] * len(self.ids) if self.mask is None else leading_zeros(self.mask).tolist()
+
+    @functools.cached_property
+    def padding_at_right(self) -> list[int]:
+        """Number of padded tokens after the last real one of each row; all of a row of padding alone."""
+        return [0] * len(self.ids) if self.mask is None else leading_zeros(self.mask.flip(1)).tolist()
 
     @functools.cached_property
     def starts(self) -> Starts:
@@ -499,10 +512,10 @@ class Call:
         """Number of documents in all rows."""
         return sum(map(len, self.starts))
 
-    @functools.cached_property  # asked several times per call, and on a GPU each answer waits for it
+    @property
     def is_padded_right(self) -> bool:
         """Whether rows are padded at the right."""
-        return self.mask is not None and not bool(self.mask[:, -1].all())
+        return any(self.padding_at_right)
 
     @functools.cached_property
     def reads_padding(self) -> bool:
@@ -514,20 +527,20 @@ class Call:
         """The padding at the right, in the batch's rows, or None if there is none."""
         if self.mask is None or not self.is_padded_right:
             return None
-        after_last = self.mask.flip(1).cumsum(1).flip(1) == 0
-        rows, _ = self.joined({TOKEN_MASK: ~after_last})
+        stops = self.mask.shape[1] - torch.tensor(self.padding_at_right, device=self.mask.device)
+        tokens = torch.arange(self.mask.shape[1], device=self.mask.device)
+        rows, _ = self.joined({TOKEN_MASK: tokens < stops[:, None]})
         return Padding(rows[TOKEN_MASK], self.past_tokens)
 
-    @functools.cached_property
+    @property
     def is_padded_left(self) -> bool:
         """Whether rows are padded at the left without position_ids."""
-        return self.mask is not None and not bool(self.mask[:, 0].all()) and not self.has("position_ids")
+        return any(self.padding_at_left) and not self.has("position_ids")
 
     @functools.cached_property
     def is_packed(self) -> bool:
         """Whether position_ids tell several documents apart."""
-        first = [0] * len(self.ids) if self.mask is None else (self.mask.cumsum(1) == 0).sum(1).tolist()
-        rows = zip(self.starts, first, strict=True)
+        rows = zip(self.starts, self.padding_at_left, strict=True)
         return self.has("position_ids") and any(len(row) > 1 + (start > 0) for row, start in rows)
 
     def batch(self) -> tuple[Batch, tuple[int, ...]]:

@@ -107,8 +107,7 @@ def _plan(call: Call) -> list[Segment] | None:
     ends = [len(span) for span in spans]
     stops = ends
     if call.mask is not None:
-        seqlen = call.ids.shape[1]
-        stops = (seqlen - (call.mask.flip(1).cumsum(1) == 0).sum(1)).tolist()
+        stops = [call.ids.shape[1] - padding for padding in call.padding_at_right]
     ids = shared_prefix.take_from(call.ids, spans)
     return shared_prefix.plan(
         Rows(ids, _targets_in(call, spans), _padding_at_left(call), stops, ends, short_documents.MIN_TOKENS)
@@ -124,7 +123,7 @@ def _padding_at_left(call: Call) -> list[int]:
     """Return the number of tokens of padding at the left of each row, or of each document."""
     if call.mask is None:
         return [0] * sum(map(len, call.starts))
-    return (call.mask.cumsum(1) == 0).sum(1).tolist()
+    return call.padding_at_left
 
 
 def _spans(call: Call) -> list[range] | None:
@@ -182,7 +181,7 @@ def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> t
     if call.mask is not None:
         arguments["attention_mask"] = call.mask[segment.rows, columns].long()
     if beginning is not None:
-        start = 0 if call.mask is None else int((call.mask[segment.rows[0]].cumsum(0) == 0).sum())
+        start = 0 if call.mask is None else call.padding_at_left[segment.rows[0]]
         carried = CarriedState(beginning.states[0], segment.start - start, beginning.prefix)
     return Call(call.model, arguments, carried=carried), weights
 
