@@ -467,7 +467,8 @@ class Call:
                 "seq_idx"
             )
         ends = leading_zeros(is_real) + leading_zeros(is_real.flip(1))  # of padding alone: the row, twice
-        if bool((torch.count_nonzero(is_real, 1) != (mask.shape[1] - ends).clamp(min=0)).any()):
+        spans = (mask.shape[1] - ends).clamp(min=0)  # tokens from the first real one of a row to its last
+        if bool(torch.count_nonzero(is_real) != spans.sum()):  # by rows it would take eight bytes per token
             raise ValueError("attention_mask has zeros between ones: only the ends of a row can be padding")
         if self.has_labels and bool(((self.targets != IGNORE_INDEX) & ~is_real).any()):
             raise ValueError(
@@ -527,9 +528,10 @@ class Call:
         """The padding at the right, in the batch's rows, or None if there is none."""
         if self.mask is None or not self.is_padded_right:
             return None
-        stops = self.mask.shape[1] - torch.tensor(self.padding_at_right, device=self.mask.device)
-        tokens = torch.arange(self.mask.shape[1], device=self.mask.device)
-        rows, _ = self.joined({TOKEN_MASK: tokens < stops[:, None]})
+        is_real = torch.ones_like(self.mask)
+        for row, padding in zip(is_real, self.padding_at_right, strict=True):
+            row[len(row) - padding :] = False
+        rows, _ = self.joined({TOKEN_MASK: is_real})
         return Padding(rows[TOKEN_MASK], self.past_tokens)
 
     @property
