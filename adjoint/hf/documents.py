@@ -75,9 +75,9 @@ def _starts_from_positions(positions: Tensor, is_real: Tensor, is_row_start: Ten
 
     Positions must count up from 0 in each document; those of padding are ignored."""
     is_start = (positions == 0) & is_real | is_row_start
-    is_right = positions == 0  # at a start; elsewhere a token's is the next after that of the token before it
-    is_right[:, 1:] |= ~is_start[:, 1:] & (positions[:, 1:] == positions[:, :-1] + 1)
-    if not bool((is_right | ~is_real).all()):
+    is_valid = positions == 0  # at a start; elsewhere a token's is the next after that of the token before it
+    is_valid[:, 1:] |= ~is_start[:, 1:] & (positions[:, 1:] == positions[:, :-1] + 1)
+    if not bool((is_valid | ~is_real).all()):
         raise ValueError("position_ids must count up from 0 in each document: 0, 1, 2, 0, 1 and so on")
     return is_start
 

@@ -17,6 +17,7 @@ from adjoint.tools.measure.process import Process
 from benchmarks import earlier, report
 from benchmarks.kernels import command, measure, operations, roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender, norm_torch
+from benchmarks.runner import RESULTS
 
 KERNELS = command.Kernels()
 CPU = [
@@ -171,6 +172,8 @@ def test_a_table_with_missing_libraries_is_not_published(
         KERNELS.parse(["--publish"])
     error = capsys.readouterr().err.splitlines()[-1]
     assert "--publish: the table would lack" in error and "no_such_module" in error
+    without = ["--op", "causal_conv1d", "--peers", "--out", str(RESULTS / "avx512")]
+    assert KERNELS.parse(["--publish", *without]).publish
 
 
 def test_rows_take_medians_and_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
