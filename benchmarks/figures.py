@@ -96,8 +96,8 @@ class Figure(NamedTuple):
             write_atomically(self.file, json.dumps(result, indent=1) + "\n")
 
     def changed(self) -> list[str]:
-        """Files it measures whose code is not what it was then; comments and docstrings do not count. Raises
-        LookupError where git does not know the commit."""
+        """Files it measures whose `code` is not what it was then. Raises LookupError where git does not know
+        the commit."""
         commit = self.stored()["environment"]["commit"].rstrip("+")
         tracked = subprocess.run(
             ["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, check=False, capture_output=True
@@ -113,17 +113,25 @@ class Figure(NamedTuple):
 
 
 def code(suffix: str, text: str) -> str:
-    """A file's text without comments and docstrings, the same for the same code."""
+    """A file's text without comments and docstrings, the same for the same code.
+
+    Of imports the names count, not the modules: a function that moves computes what it did."""
     if suffix != ".py":
         return "".join(re.sub(r"//.*|/\*.*?\*/", "", text).split())
     tree = ast.parse(text)
+    imported: set[str] = set()
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
             and ast.get_docstring(node) is not None
         ):
             del node.body[0]
-    return ast.dump(tree)
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            imports = [line for line in body if isinstance(line, ast.Import | ast.ImportFrom)]
+            imported.update(ast.dump(alias) for line in imports for alias in line.names)
+            body[:] = [line for line in body if line not in imports]
+    return "\n".join([ast.dump(tree), *sorted(imported)])
 
 
 def _package_of(path: str) -> str:

@@ -132,7 +132,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "embedding-noise": Mutation(
         "NEFTune's noise has the size that it has in the whole sequence",
-        "hf/randomness.py",
+        "hf/chunk_context.py",
         "vars(module)[_ALPHA] = alpha * (tokens / self.seqlen) ** 0.5",
         "vars(module)[_ALPHA] = alpha",
         "tests/hf/test_embedding_noise.py",

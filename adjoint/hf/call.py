@@ -90,6 +90,14 @@ class CallKind(NamedTuple):
     language_layout: LanguageLayout | None = None
 
 
+class _Mask(NamedTuple):
+    """An attention mask: `Call.mask`, `Call.padding_at_left` and `Call.padding_at_right`."""
+
+    is_real: Tensor
+    at_left: list[int]
+    at_right: list[int]
+
+
 class Padding:
     """Padding at the right of a batch's rows.
 
@@ -434,16 +442,8 @@ class Call:
         return self.tokens if self.tokens.dim() == 2 else self.tokens.detach()[..., 0]
 
     @functools.cached_property
-    def mask(self) -> Tensor | None:
-        """Mask of the tokens that are no padding, (batch, seqlen) bool, or None if none is padding.
-
-        Causal models do not see padding at the right, and padding at the left is cut off.
-
-        Raises:
-            Refused: attention_mask has not two dimensions.
-            ValueError: its shape is not that of input_ids, it has values other than 0 and 1, or zeros
-                between ones, or labels count padded tokens.
-        """
+    def _parsed_mask(self) -> _Mask | None:
+        """The attention mask as in `mask`, with the padding of each row, or None if none is padding."""
         mask = self.arguments.get("attention_mask")
         if mask is None:
             return None
@@ -466,26 +466,40 @@ class Call:
                 "attention_mask has values other than 0 and 1: give packed documents as position_ids or "
                 "seq_idx"
             )
-        ends = leading_zeros(is_real) + leading_zeros(is_real.flip(1))  # of padding alone: the row, twice
-        spans = (mask.shape[1] - ends).clamp(min=0)  # tokens from the first real one of a row to its last
-        if bool(torch.count_nonzero(is_real) != spans.sum()):  # by rows it would take eight bytes per token
+        at_left, at_right = torch.stack([leading_zeros(is_real), leading_zeros(is_real.flip(1))]).tolist()
+        # tokens from a row's first real one to its last; of a row of padding alone both ends are the row
+        spans = [max(mask.shape[1] - left - right, 0) for left, right in zip(at_left, at_right, strict=True)]
+        if int(torch.count_nonzero(is_real)) != sum(spans):  # by rows it would take eight bytes per token
             raise ValueError("attention_mask has zeros between ones: only the ends of a row can be padding")
         if self.has_labels and bool(((self.targets != IGNORE_INDEX) & ~is_real).any()):
             raise ValueError(
                 "labels include padded tokens, or the first token after padding: set labels to -100 where "
                 "attention_mask is 0, and at the first token after padding"
             )
-        return is_real
+        return _Mask(is_real, at_left, at_right)
+
+    @functools.cached_property
+    def mask(self) -> Tensor | None:
+        """Mask of the tokens that are no padding, (batch, seqlen) bool, or None if none is padding.
+
+        Causal models do not see padding at the right, and padding at the left is cut off.
+
+        Raises:
+            Refused: attention_mask has not two dimensions.
+            ValueError: its shape is not that of input_ids, it has values other than 0 and 1, or zeros
+                between ones, or labels count padded tokens.
+        """
+        return None if self._parsed_mask is None else self._parsed_mask.is_real
 
     @functools.cached_property
     def padding_at_left(self) -> list[int]:
         """Number of padded tokens before the first real one of each row; all of a row of padding alone."""
-        return [0] * len(self.ids) if self.mask is None else leading_zeros(self.mask).tolist()
+        return [0] * len(self.ids) if self._parsed_mask is None else self._parsed_mask.at_left
 
     @functools.cached_property
     def padding_at_right(self) -> list[int]:
         """Number of padded tokens after the last real one of each row; all of a row of padding alone."""
-        return [0] * len(self.ids) if self.mask is None else leading_zeros(self.mask.flip(1)).tolist()
+        return [0] * len(self.ids) if self._parsed_mask is None else self._parsed_mask.at_right
 
     @functools.cached_property
     def starts(self) -> Starts:

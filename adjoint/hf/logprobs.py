@@ -15,6 +15,7 @@ from adjoint.engine.executor import RECOMPUTE_RTOL
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
+from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.head import Output, entropies, logprobs
 from adjoint.hf.model_parts import (
     MISSING,
@@ -24,7 +25,6 @@ from adjoint.hf.model_parts import (
     original_class,
     override_attribute,
 )
-from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.wrap import hidden_states, weighted_logprobs
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.checks import differentiable_once

@@ -19,7 +19,7 @@ from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.verification import alike
 from adjoint.hf import check
 from adjoint.hf.call import Call, CallKind
-from adjoint.hf.checkpointing import WithoutCheckpointing
+from adjoint.hf.chunk_context import WithoutCheckpointing
 from adjoint.hf.head import LogitTerms, custom_loss_function, run_checkpointed, summed_loss
 from adjoint.hf.logit_penalty import LogitPenalty
 from adjoint.hf.loss_trial import refuse_unsummable_loss

@@ -20,10 +20,10 @@ from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState
 from adjoint.hf.call import Call
+from adjoint.hf.chunk_context import has_embedding_noise
 from adjoint.hf.head import custom_loss_function
 from adjoint.hf.kernels.topk import key_pickers
 from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forwards
-from adjoint.hf.randomness import has_embedding_noise
 from adjoint.hf.stage import Backbone, CallContext
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.verification import Verification

@@ -38,7 +38,7 @@ SETTINGS_OF_ANY_MODULE = {
     "_forward_pre_hooks_with_kwargs",
 }
 IGNORED_ATTRIBUTES = {*vars(nn.Module())} - SETTINGS_OF_ANY_MODULE | {
-    "gradient_checkpointing",  # switched off while chunks run (`checkpointing`), so a change has no effect
+    "gradient_checkpointing",  # switched off while chunks run (`chunk_context`), so a change has no effect
     "_gradient_checkpointing_func",
     "_adjoint",  # the wrap state, which refers to snapshots
     "warnings_issued",  # transformers' record of what it has already warned about

@@ -23,8 +23,9 @@ from adjoint.engine.verification import TOKENS, TrialKind, some_numbers
 from adjoint.hf import check
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import CallKind
+from adjoint.hf.chunk_context import ChunkContext
 from adjoint.hf.chunking import kept_features, sizes_of
-from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
+from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
 from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, in_eval_mode

@@ -36,6 +36,7 @@ from adjoint.hf.cache import (
     zeros,
 )
 from adjoint.hf.call import Call, Padding
+from adjoint.hf.chunk_context import ChunkContext, ChunkRandomness, EmbeddingNoise
 from adjoint.hf.chunking import block_function
 from adjoint.hf.head import (
     LogitTerms,
@@ -46,7 +47,7 @@ from adjoint.hf.head import (
     summed_loss,
 )
 from adjoint.hf.kernels import replacements
-from adjoint.hf.kernels.replacements import ChunkContext, ReplacementPlan
+from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.language_inputs import (
     EMBEDS,
     POSITIONS,
@@ -66,7 +67,6 @@ from adjoint.hf.model_parts import (
     original_class,
     replaced_forwards,
 )
-from adjoint.hf.randomness import ChunkRandomness, EmbeddingNoise
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.layers import State

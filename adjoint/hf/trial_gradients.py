@@ -17,7 +17,7 @@ from adjoint.engine.step import ChunkedStep
 from adjoint.engine.verification import TOKENS, WeightedSum, recorded_outputs
 from adjoint.hf.call import Call, CallKind
 from adjoint.hf.check import ROUTER_LOGITS, uses_router_loss
-from adjoint.hf.checkpointing import WithoutCheckpointing
+from adjoint.hf.chunk_context import WithoutCheckpointing
 from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.language_inputs import EMBEDS, POSITIONS, example_positions, feeding, outer_inputs

@@ -43,6 +43,7 @@ from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
+from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import kept_features, sizes_of
 from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
@@ -57,7 +58,6 @@ from adjoint.hf.model_parts import (
     root_of,
 )
 from adjoint.hf.quantized import rounding_of_activations, rounds_by_chunk
-from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import StageParts, find_slots

@@ -42,6 +42,7 @@ from adjoint.hf.carried_state import (
     state_of_cache,
     why_not_carried,
 )
+from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import move_edges_out_of_blocks, refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
@@ -67,7 +68,6 @@ from adjoint.hf.outputs import (
     defers_logits,
 )
 from adjoint.hf.quantized import keep_trainable
-from adjoint.hf.randomness import ChunkRandomness
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.shared_rows import halves_tokens, hidden_of_rows, segment_call, segments_of
 from adjoint.hf.snapshot import WRAPS, ForwardState, Snapshot

@@ -76,5 +76,7 @@ def test_code_is_without_comments_and_docstrings() -> None:
     python = '"""About."""\n\ndef f(a):  # why\n    """Doc."""\n    return a\n'
     assert figures.code(".py", python) == figures.code(".py", "def f(a): return a")
     assert figures.code(".py", python) != figures.code(".py", "def f(a): return -a")
+    moved = "from a import f\n", "from b import f\n", "from a import g\n"
+    assert figures.code(".py", moved[0]) == figures.code(".py", moved[1]) != figures.code(".py", moved[2])
     assert figures.code(".cpp", "int a; // why\n/* x */ int b;") == figures.code(".cpp", "int a;\nint b;")
     assert figures.code(".cpp", "int a;") != figures.code(".cpp", "int b;")

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import TrainerCallback, trainer
 
-from adjoint.hf.randomness import ChunkRandomness
+from adjoint.hf.chunk_context import ChunkRandomness
 
 LINE = "chunks computed:"
 LOSS = "loss of the step:"

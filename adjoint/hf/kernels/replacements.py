@@ -16,7 +16,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from types import MethodType
 from typing import cast
 
 import torch
@@ -27,16 +26,12 @@ from transformers import PreTrainedModel
 from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import NotAttended
 from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
-from adjoint.hf.checkpointing import WithoutCheckpointing
 from adjoint.hf.kernels import fla, fla_mixers
 from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.kernels.topk import key_pickers, topk_forwards
 from adjoint.hf.model_parts import (
     Forward,
-    backbone_of,
-    original_class,
     override_attribute,
-    replaced_forwards,
 )
 from adjoint.hf.transformers_api import (
     ACT2FN,
@@ -73,46 +68,6 @@ class ReplacementPlan:
         }
         pickers = topk_forwards(self.pickers) if self.pickers else {}
         return {**replacement_forwards(self.rows), **mixers, **pickers}
-
-
-class ChunkContext:
-    """The context in which chunks run: our functions and forwards, and no gradient checkpointing.
-
-    The backbone's forward is transformers' own in it: a chunk is no call of the user's, which would enter the
-    class that `wrap` has given it.
-
-    Args:
-        model: that runs, a backbone or a causal LM.
-        plan: of this model as it is now.
-    """
-
-    def __init__(self, model: PreTrainedModel, plan: ReplacementPlan) -> None:
-        backbone = backbone_of(model)
-        activations = fla.activation_replacements(model) if plan.has_fla_modules else []
-        self.functions = [*plan.functions, *activations, *REGISTRIES]
-        self.forwards = plan.forwards()
-        if "forward" not in vars(backbone):
-            self.forwards[backbone] = MethodType(original_class(backbone).forward, backbone)
-        self.without_checkpointing = WithoutCheckpointing(model)
-        self.threads: set[int] = set()  # that are in the context
-
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context; it does nothing where this thread is in it already."""
-        return contextlib.nullcontext() if threading.get_ident() in self.threads else self._entered()
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        with (
-            self.without_checkpointing(),
-            rebound_functions(self.functions),
-            replaced_forwards(self.forwards),
-        ):
-            self.threads.add(threading.get_ident())
-            try:
-                yield
-            finally:
-                self.threads.remove(threading.get_ident())
-                last_read.state = None
 
 
 # -------------------------------------------------------------------------------------------------- functions
