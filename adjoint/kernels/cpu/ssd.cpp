@@ -119,7 +119,7 @@ template <class T> struct Ssd {
     T *arriving, *initial;                      // dH', (state_size), and P of the initial state, (heads, state_size)
     Prefixes of_segments, of_blocks;
     double to_group_end[HEADS] = {};              // s_g - s_last, to base 2
-    std::vector<int64_t> next_document;         // first token of the next document from a token on, (seqlen + 1)
+    std::vector<int64_t> next_document;          // first token of the next document from a token on, (seqlen)
     Work(const Ssd& k, bool backward) {
       int i = 0;
       for (T** p : {&B, &C}) *p = buffers[i++].resized(Q * k.NL);
