@@ -18,6 +18,19 @@ def install_command(extra: str) -> str:
     return f"pip install {isolation}-e '.[{extra}]' in the checkout"
 
 
+def why_not_imported(error: ImportError, package: str, command: str | None = None) -> str:
+    """Return what is needed and why it could not be imported: it is not there, or its own import fails.
+
+    Args:
+        error: of the import.
+        package: its name, as Python and pip know it.
+        command: that installs it; by default pip's.
+    """
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package:
+        return f"needs {package}: {command or f'pip install {package}'}"
+    return f"needs {package}, which is installed but cannot be imported: {' '.join(str(error).split())}"
+
+
 class UserError(ValueError):
     """An error that the user can mend: one line that says what is wrong, where, and how to fix it."""
 

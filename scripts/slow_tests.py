@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "simulated_cuda": ("simulated_cuda",),
     "engine": ("exact", "engine", "programs", "documents", "mixers", "chunk_size"),
     "compile": ("compile",),
-    "models": ("transformers", "wrap", "wrap_promises", "loops", "trl_options", "mini_sequence"),
+    "models": ("adapters", "transformers", "wrap", "wrap_promises", "loops", "trl_options", "mini_sequence"),
     "shards": ("layouts", "helpers", "transport", "plan"),
     "ray": ("ray", "shards_pretrained"),
     "recovery": ("recovery", "nodes"),

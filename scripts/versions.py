@@ -109,8 +109,9 @@ ROWS = {
     "x86-64-v3": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v3"),)),
     "x86-64-v4": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v4"),)),
     "aarch64": Row(("-k", "cpu", COMPUTED[0]), environment=(("ADJOINT_EMULATE", "aarch64"),)),
-    "python-3.12": Row(ALL, (), "3.12"),
-    "python-3.13": Row(ALL, (), "3.13"),
+    # with CUDA's build of torch where the index has none for the CPU
+    "python-3.12": Row(ALL, ("torch==2.13.0",), "3.12"),
+    "python-3.13": Row(ALL, ("torch==2.13.0",), "3.13"),
     "torch-2.11": Row(ALL, ("torch==2.11.0", "triton==3.6.0", "setuptools==81.0.0"), "3.11"),
     "torch-2.15": Row(ALL, ("torch==2.15.0", "triton==3.9.0", "numpy==2.5.5"), "3.13"),
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from adjoint.errors import UserError, install_command
+from adjoint.errors import UserError, install_command, why_not_imported
 from adjoint.memory import usable_cores
 from adjoint.train.layout import Layout
 
@@ -81,10 +81,9 @@ def connect(workers: int, each: Resources) -> bool:
         os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         import ray
-    except ImportError:
-        raise UserError(
-            f"cluster.shards: needs Ray; {install_command('cluster')}, or --cluster.shards 0"
-        ) from None
+    except ImportError as error:
+        needs = why_not_imported(error, "ray", install_command("cluster"))
+        raise UserError(f"cluster.shards: {needs}, or --cluster.shards 0") from None
     if ray.is_initialized():
         return False
     if not ours:

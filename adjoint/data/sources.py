@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adjoint.errors import UserError
+from adjoint.errors import UserError, why_not_imported
 
 FASTA = (".fasta", ".fa", ".fna", ".ffn", ".frn", ".faa")
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet", ".json", *FASTA)
@@ -199,9 +199,9 @@ def _opened(path: Path) -> Any:
 def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
-    except ImportError:
+    except ImportError as error:
         kind = ".zst" if path.name.lower().endswith(".zst") else ".parquet"
-        raise UserError(f"{path}: reading {kind} needs pyarrow: pip install pyarrow") from None
+        raise UserError(f"{path}: reading {kind} {why_not_imported(error, 'pyarrow')}") from None
     return pyarrow
 
 
@@ -435,8 +435,8 @@ def _table(text: str, key: str, streaming: bool) -> Source:
     path = Path(f"hf:{name}:{split}")
     try:
         import datasets
-    except ImportError:
-        raise UserError(f"{key} {text}: hf: needs datasets: pip install datasets") from None
+    except ImportError as error:
+        raise UserError(f"{key} {text}: hf: {why_not_imported(error, 'datasets')}") from None
     try:
         if streaming:
             builder = datasets.load_dataset_builder(name)  # its hash identifies the versions of the files

@@ -5,14 +5,14 @@ Raises:
 """
 
 from adjoint import releases
-from adjoint.errors import UserError
+from adjoint.errors import UserError, why_not_imported
 
 _REMEDY = f"pip install -U '{releases.requirement('transformers')}'"
 
 try:
     import transformers
 except ImportError as error:
-    raise UserError(f"adjoint.wrap needs transformers: {_REMEDY}") from error
+    raise UserError(f"adjoint.wrap {why_not_imported(error, 'transformers', _REMEDY)}") from error
 
 if releases.status("transformers") == "too old":
     raise UserError(

@@ -26,6 +26,13 @@ ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
 STATE = "the cache that it is given"  # what a chunk continues from
 # PEFT's hooks for calls that pick an adapter for each row or token of the batch.
 POSITIONAL_HOOKS = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
+# PEFT's adapters that read more than the tokens of a chunk, by the Python module that defines their layers.
+WHOLE_BATCH_ADAPTERS = {
+    "peft.tuners.lily.layer": "PEFT's Lily takes the mean of its routers over all tokens",
+    "peft.tuners.poly.layer": "PEFT's Poly picks adapters by the row of the batch (task_ids)",
+    "peft.tuners.shadow.layers": "PEFT's Shadow runs its own network on the whole sequence first",
+    "peft.tuners.xlora.layer": "PEFT's X-LoRA weighs adapters by a first pass through the whole sequence",
+}
 DRAWS_RANDOM_NUMBERS = (
     "sequence_group: it draws random numbers (dropout, NEFTune), of which each rank would have its own: "
     "set dropout to 0 and neftune_noise_alpha to None"
@@ -258,6 +265,9 @@ def _reason_against(module: nn.Module) -> str | None:
             return "max_norm changes weights in the forward; set it to None"
     if module.training and vars(module).get("layerdrop"):
         return "layerdrop skips a layer in one chunk, whose keys later chunks then lack; set it to 0"
+    code = vars(module).get("forward", type(module))  # X-LoRA replaces the forwards of LoRA's layers
+    if (adapter := WHOLE_BATCH_ADAPTERS.get(getattr(code, "__module__", ""))) is not None:
+        return adapter
     hooks = (getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values())
     if any(getattr(hook, "__name__", "") in POSITIONAL_HOOKS for hook in hooks):
         return (

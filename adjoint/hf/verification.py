@@ -497,7 +497,15 @@ def compare(
                 copied, no_copy_reason = None, f"a copy in float32 does not run: {_error_line(error)}"
         if copied is None:
             with in_eval_mode(model):
-                reference, _ = _results(model, by_whole)  # an error in here is the model's own
+                try:
+                    reference, _ = _results(model, by_whole)
+                except MODEL_ERRORS as error:  # the model's own
+                    name, tokens = original_class(model).__name__, f"the {TOKENS} tokens of one row"
+                    error.add_note(
+                        f"adjoint: {name}'s own forward raised this on {tokens} on which gradients are "
+                        "compared on first use"
+                    )
+                    raise
                 if access.can_copy():
                     _warn(model, f"in its own precision, windows as they are ({no_copy_reason})")
                 return verify_chunks(model, reference)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.engine.host_weights import device_of
-from adjoint.errors import UserError
+from adjoint.errors import UserError, why_not_imported
 from adjoint.train.config import TrainingConfig
 
 # Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection,
@@ -68,8 +68,8 @@ def make_optimizer(
     if config.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit
-        except ImportError:
-            raise UserError("training.optimizer: adamw8bit needs torchao: pip install torchao") from None
+        except ImportError as error:
+            raise UserError(f"training.optimizer: adamw8bit {why_not_imported(error, 'torchao')}") from None
         return AdamW8bit(groups, config.lr, config.betas, config.eps)
     fused = device_of(model).type == "cuda"
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)

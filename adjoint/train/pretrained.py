@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adjoint.errors import UserError
+from adjoint.errors import UserError, why_not_imported
 from adjoint.files import flush
 from adjoint.formats import file_format_of
 from adjoint.formats.folders import refuse_adapter
@@ -305,8 +305,8 @@ def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
     """Return a model with adapters, the rest of it frozen."""
     try:
         import peft
-    except ImportError:
-        raise UserError("model.lora: needs PEFT, which is not installed; pip install peft") from None
+    except ImportError as error:
+        raise UserError(f"model.lora: {why_not_imported(error, 'peft')}") from None
     targets, rank = lora["target_modules"], lora["rank"]
     settings = {"r": rank, "lora_alpha": lora["alpha"] or 2 * rank, "lora_dropout": lora["dropout"]}
     settings["target_modules"] = _linear_maps(model) if targets is None else targets

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from adjoint.errors import UserError
+from adjoint.errors import UserError, why_not_imported
 from adjoint.train.dependencies import ConfigDict
 from adjoint.train.metrics import MetricsRow
 
@@ -61,8 +61,8 @@ class Trackers:
 def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(_MODULES[name])
-    except ImportError:
-        raise UserError(f"training.report_to: {name} is not installed: pip install {name}") from None
+    except ImportError as error:
+        raise UserError(f"training.report_to: {why_not_imported(error, name)}") from None
 
 
 def _write_scalars(board: SummaryWriter, values: dict[str, float], step: int) -> None:

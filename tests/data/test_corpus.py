@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def test_split_is_by_file_and_does_not_depend_on_where_the_folder_lies(tmp_path:
     assert splits[0] != sorted(splits[0])  # a mixture, not the first of the folder
 
 
-def test_conversations_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
+def test_conversations_of_parquet_are_those_of_lines(tmp_path: Path) -> None:
     """A table's columns give every message the keys of all; what a line left out is left out again."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     tool = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "int"}}}}
@@ -190,3 +191,27 @@ def test_conversations_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
         (file,) = corpus.find_sources(str(tmp_path / f"a.{kind}")).files
         read.append([(chat.messages, chat.tools) for chat in corpus.read_documents(file, "text")])
     assert read[0] == read[1] == [(record["messages"], record["tools"]) for record in records]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "raise ImportError('it requires NumPy 2.0')",
+            "is installed but cannot be imported: it requires NumPy",
+        ),
+        ("import no_such_module", "is installed but cannot be imported: No module named 'no_such_module'"),
+        (None, "hf: needs datasets: pip install datasets"),
+    ],
+)
+def test_why_a_package_is_not_imported(
+    code: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if code is None:
+        monkeypatch.setitem(sys.modules, "datasets", None)
+    else:
+        (tmp_path / "datasets.py").write_text(code)
+        monkeypatch.delitem(sys.modules, "datasets", raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=said):
+        corpus.find_sources("hf:some/table")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import json
 import math
 from pathlib import Path
@@ -182,7 +183,8 @@ def test_held_out_text_is_not_the_training_text_under_another_name(tmp_path: Pat
     (tmp_path / "linked.jsonl").hardlink_to(whole)
     other = write(tmp_path / "other.jsonl", [*rows[:2], *(f"unlike {i} " * 9 for i in range(30))])
     pairs = [(whole, tmp_path / "linked.jsonl"), (table, whole), (whole, parts[1]), (parts[1], whole)]
-    if importlib.util.find_spec("datasets"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module("datasets")
         pairs += [(f"hf:{table}", f"hf:{table}/"), (f"hf:{table}", parts[1]), (parts[1], f"hf:{table}")]
     for path, held_out in pairs:
         config = DataConfig(path=str(path), validation_path=str(held_out), seqlen=8)

@@ -266,9 +266,11 @@ def trl_trainer(case: TRLCase, folder: Path, wrapped: bool, **more: Any) -> Any:
     adapter, callbacks = settings.pop("peft_config", None), settings.pop("callbacks", None)
     torch.manual_seed(0)  # an adapter's weights are drawn by the trainer
     rows = {column: [make_column(d) for d in documents(24)] for column, make_column in columns.items()}
-    objects: dict[str, Any] = {"reward_funcs": reward} if trainer_class == "GRPO" else {}
+    objects: dict[str, Any] = {"reward_funcs": reward} if trainer_class in ("GRPO", "RLOO") else {}
     if adapter is not None:
         objects["peft_config"] = lora(**TRAINERS_LORA, **adapter)(pytest.importorskip("peft"))
+    if not hasattr(trl, f"{trainer_class}Trainer"):
+        trl = pytest.importorskip(f"trl.experimental.{trainer_class.lower()}")
     return getattr(trl, f"{trainer_class}Trainer")(
         adjoint.wrap(model, METHOD) if wrapped else model,
         args=getattr(trl, f"{trainer_class}Config")(str(folder), **settings),

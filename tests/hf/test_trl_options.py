@@ -76,6 +76,10 @@ OPTIONS: dict[str, TRLCase] = {
         GRPO | {"delta": 1.5, "scale_rewards": "batch", "use_bias_correction_kl": True,
                 "off_policy_mask_threshold": 0.5, "num_iterations": 2},
     ),
+    "RLOO, two iterations": ("RLOO", BAMBA, PROMPTS, GRPO | {"num_iterations": 2}),
+    "CPO": ("CPO", BAMBA, PREFERENCES, {"max_length": 64}),
+    "ORPO": ("ORPO", BAMBA, PREFERENCES, {"max_length": 64}),
+    "TPO": ("TPO", BAMBA, PREFERENCES | {"reference": lambda d: " " + words(d[3:9])}, {"max_length": 64}),
 }  # fmt: skip
 
 
