@@ -56,10 +56,10 @@ def adapted(kind: str) -> Any:
     name = "LlamaForCausalLM" if kind in OF_LLAMA else BAMBA
     modules = ["q_proj"] if kind in OF_LLAMA else ["in_proj", "q_proj"]
     options = {"target_modules": modules} | OPTIONS.get(kind, {})
-    given = {option: value for option, value in options.items() if value is not None}
+    settings = {option: value for option, value in options.items() if value is not None}
     torch.manual_seed(0)
     with contextlib.suppress(ImportError):  # of what a kind needs beside PEFT
-        model = peft.get_peft_model(tiny(name), KINDS[kind](task_type="CAUSAL_LM", **given)).double()
+        model = peft.get_peft_model(tiny(name), KINDS[kind](task_type="CAUSAL_LM", **settings)).double()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
