@@ -265,9 +265,10 @@ def _reason_against(module: nn.Module) -> str | None:
             return "max_norm changes weights in the forward; set it to None"
     if module.training and vars(module).get("layerdrop"):
         return "layerdrop skips a layer in one chunk, whose keys later chunks then lack; set it to 0"
-    code = vars(module).get("forward", type(module))  # X-LoRA replaces the forwards of LoRA's layers
-    if (adapter := WHOLE_BATCH_ADAPTERS.get(getattr(code, "__module__", ""))) is not None:
-        return adapter
+    replaced_forward = vars(module).get("forward")  # X-LoRA gives LoRA's layers another
+    for code in (type(module), replaced_forward):
+        if (adapter := WHOLE_BATCH_ADAPTERS.get(getattr(code, "__module__", ""))) is not None:
+            return adapter
     hooks = (getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values())
     if any(getattr(hook, "__name__", "") in POSITIONAL_HOOKS for hook in hooks):
         return (
