@@ -244,6 +244,35 @@ class OwnHead(transformers.LlamaForCausalLM):
         return out
 
 
+class FusedLoss(transformers.LlamaForCausalLM):
+    """A forward like Liger's, whose loss is computed without logits unless these are asked for."""
+
+    def forward(self, labels: Any = None, skip_logits: bool | None = None, **inputs: Any) -> Any:
+        logits = self.lm_head(self.model(**inputs)[0])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=None if skip_logits else logits)
+
+
+def fuse_later(model: Any) -> None:
+    wrapped(model)
+    model.forward = types.MethodType(FusedLoss.forward, model)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_fused_loss_in_place_of_the_forward(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Liger replaces forwards: that of the class, or after wrapping that of the instance, whose backbone then
+    runs by chunks (the Trainer's use_liger_kernel)."""
+    tiles, forward = [], Executor.forward
+    monkeypatch.setattr(Executor, "forward", lambda self, t: tiles.append(t) or forward(self, t))
+
+    def fuse(model: Any) -> None:
+        model.__class__ = FusedLoss
+
+    change, prepare = (leave_unchanged, fuse_later) if is_late else (fuse, wrapped)
+    assert_same_as_unwrapped(LLAMA, change, lambda model: loss_of(model, skip_logits=True), prepare)
+    assert len(tiles) > -(-29 // 8)
+
+
 def own_head(model: Any, trained: bool = False) -> None:
     model.__class__ = OwnHead
     tensors = {"temperature": torch.ones(()), "prior": torch.zeros(VOCAB)}
