@@ -260,8 +260,8 @@ def fuse_later(model: Any) -> None:
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_fused_loss_in_place_of_the_forward(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Liger replaces forwards: that of the class, or after wrapping that of the instance, whose backbone then
-    runs by chunks (the Trainer's use_liger_kernel)."""
+    """A forward as Liger's in place of the class's before wrapping, or after it of the instance's: then the
+    backbone runs by chunks."""
     tiles, forward = [], Executor.forward
     monkeypatch.setattr(Executor, "forward", lambda self, t: tiles.append(t) or forward(self, t))
 
