@@ -45,8 +45,8 @@ EXTRA_OUTPUTS = (*CACHE_NAMES, "use_cache", "output_attentions", "output_hidden_
 # Inputs that do nothing but tell documents apart.
 DOCUMENT_NUMBERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 DOCUMENT_INPUTS = ("position_ids", *DOCUMENT_NUMBERS, "max_length_q", "max_length_k")
-# num_items_in_batch is here too: a causal LM called without labels passes it on to its backbone. By skip_logits
-# the Trainer asks forwards of Liger for no logits beside a loss; there are none anyhow.
+# num_items_in_batch is here too: a causal LM called without labels passes it on to its backbone. And
+# skip_logits, by which the Trainer asks Liger's forwards for no logits beside a loss: none are made anyhow.
 SUPPORTED_INPUTS = {
     "input_ids",
     "inputs_embeds",
