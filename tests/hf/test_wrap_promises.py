@@ -16,6 +16,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -894,6 +895,17 @@ def test_adapters_that_read_the_whole_batch(name: str, options: dict[str, Any], 
     rows = {"task_ids": torch.zeros(len(IDS), dtype=torch.long)} if name == "Poly" else {}
     with one_line(f"PEFT's {name} {reason}"):
         adapted(**BATCH, **rows)
+
+
+def test_x_lora_is_refused_although_its_layers_are_those_of_lora(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(make(LLAMA, torch.float32), config).save_pretrained(tmp_path)
+    model = make(LLAMA, torch.float32)
+    model.config.use_cache = False
+    mixed = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=24, adapters={"0": str(tmp_path)})
+    with one_line("PEFT's X-LoRA weighs adapters by a first pass"):
+        wrapped(peft.get_peft_model(model, mixed))(**BATCH)
 
 
 def test_an_error_on_the_tokens_of_the_comparison_says_so() -> None:

@@ -29,10 +29,7 @@ from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
 from adjoint.hf.kernels import fla, fla_mixers
 from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.kernels.topk import key_pickers, topk_forwards
-from adjoint.hf.model_parts import (
-    Forward,
-    override_attribute,
-)
+from adjoint.hf.model_parts import Forward, override_attribute
 from adjoint.hf.transformers_api import (
     ACT2FN,
     ALL_ATTENTION_FUNCTIONS,
