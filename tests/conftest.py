@@ -25,6 +25,13 @@ from adjoint.kernels.cpu import build as cpu_build
 from adjoint.memory import print_sizes_as
 from adjoint.tools.measure import process
 
+
+def import_before_fork() -> None:
+    """Import what a backward imports on its first run, so that forked processes do not import it each."""
+    import torch._dynamo  # noqa: F401
+
+
+os.register_at_fork(before=import_before_fork)
 # Garbage of the parent is never collected in a forked process: an earlier test's process group, at its end,
 # would wait there for threads that only the parent has.
 os.register_at_fork(after_in_child=gc.freeze)

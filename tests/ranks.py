@@ -18,6 +18,8 @@ from adjoint.errors import UserError
 
 # Numbers of ranks that a test runs on: three are a stricter case than two.
 RANKS = [pytest.param(2, marks=pytest.mark.slow), 3]
+# Whether a case runs all that it has: slow ones do, each run of the tests takes a part.
+THOROUGH = [False, pytest.param(True, marks=pytest.mark.slow)]
 
 
 def on_ranks(

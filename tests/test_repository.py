@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import json
@@ -63,6 +64,11 @@ def python_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
 def imports_of(path: Path, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each import of a file, relative ones resolved, `from a import b` as a.b.
 
@@ -78,7 +84,7 @@ def imports_of(path: Path, *, at_import: bool = False) -> Iterator[tuple[int, st
                 yield from walk(child)
 
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in walk(ast.parse(path.read_text(), str(path))):
+    for node in walk(syntax_tree(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -249,7 +255,7 @@ def test_imports_are_not_hidden_from_the_interpreter() -> None:
     hidden = [
         f"{path.relative_to(ROOT)}: {ast.unparse(statement)}"
         for path in python_files("adjoint")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for statement in node.body
         if "adjoint" in ast.unparse(statement)
@@ -387,7 +393,7 @@ ENGINE_OBJECTS = {"step", "steps", "executor", "grid", "values", "edges", "slab"
 def test_nobody_changes_attributes_of_the_engine_s_objects_from_outside() -> None:
     """Steps, executors and the like are told at their construction, or by a method."""
     for path in python_files("adjoint"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
                 is_engine_object = isinstance(node.value, ast.Name) and node.value.id in ENGINE_OBJECTS
                 assert not is_engine_object, f"{path}:{node.lineno}: {ast.unparse(node)}"
@@ -399,7 +405,7 @@ def test_methods_and_accesses_are_named_where_they_are_defined_or_picked() -> No
     kinds = {kind.__name__ for kind in KINDS} - {"ParameterAccess"}
     for path in python_files("adjoint"):
         text = path.read_text()
-        nodes = [*ast.walk(ast.parse(text))]
+        nodes = [*ast.walk(syntax_tree(path))]
         defined = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
         for node in nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
@@ -450,7 +456,7 @@ def test_no_function_takes_more_than_seven_parameters() -> None:
     mirrored = ("kernels", "hf/replacements.py", "hf/fla.py", "stack.py: forward")
     many = []
     for path in python_files("adjoint"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.FunctionDef):
                 names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 where = f"{path.relative_to(ROOT)}: {node.name}"

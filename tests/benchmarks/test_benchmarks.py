@@ -104,6 +104,7 @@ UNDRAWN = (
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("benchmark", "given", "count", "columns"),

@@ -53,6 +53,7 @@ def test_the_least_cycles_are_those_of_the_busiest_unit() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or platform.system() != "Linux" or not shutil.which("objdump"),
     reason="instructions are counted on Linux with an x86-64 processor, with objdump",

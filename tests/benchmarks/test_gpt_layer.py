@@ -136,6 +136,7 @@ def every_variant() -> None:
                 compare(dist.group.WORLD, sequence_parallel, recompute, seqlen, dropout)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_over_ranks(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, every_variant)

@@ -53,6 +53,7 @@ def test_what_the_papers_method_stores_by_hand() -> None:
     assert row["bytes"] == 2 * 2 * 2**20 * (48 * (3 * 4096 * 16 + 2048) + 2048)
 
 
+@pytest.mark.slow
 def test_the_planned_limit_lies_between_what_fits_and_what_does_not() -> None:
     (row,) = sources.longest("Backprop", 1)
     tokens, limit = row["tokens"], GPUS[sources.GPU].memory

@@ -104,6 +104,7 @@ def none_left(monkeypatch: pytest.MonkeyPatch) -> None:
 OWNER_ALONE, HELPERS_ALONE = 0, 1000  # units that a helper may hold
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "window, shards, count",
     [

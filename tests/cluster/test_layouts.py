@@ -132,7 +132,7 @@ def name_of(value: Any) -> str | None:
     return "x".join(map(str, dataclasses.astuple(value))) if isinstance(value, Layout) else None
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("config, method, layout, shapes", CASES, ids=name_of)
 def test_training_is_that_of_one_process(
     config: StackConfig, method: Any, layout: Layout, shapes: Any
@@ -150,6 +150,7 @@ FIRST_USES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config, method, layout", FIRST_USES, ids=name_of)
 def test_kernels_are_first_used_before_messages_wait_on_the_device(
     config: StackConfig, method: Any, layout: Layout, monkeypatch: pytest.MonkeyPatch
@@ -303,6 +304,7 @@ def test_the_shards_have_the_weights_of_the_whole(variant: str, tied: bool, shar
     assert torch.equal(torch.get_rng_state(), generator), "drawing a part's weights moves the generator"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("before, after", [(2, 2), (3, 1), (1, 3)])
 def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
@@ -345,6 +347,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
 # ------------------------------------------------------------------------------------ evaluation and samples
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout", [Layout(1), Layout(3), Layout(2, replicas=3), Layout(2, 3, 2)], ids=name_of
 )

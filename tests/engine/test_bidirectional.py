@@ -68,6 +68,7 @@ def gradients(model: Stack, loss: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "packed"])
 @pytest.mark.parametrize(
     "variant, bidirectional",
@@ -238,7 +239,7 @@ def test_configurations_that_are_refused(sizes: dict[str, Any], message: str) ->
 
 def test_memory_per_token_is_each_layers_input() -> None:
     """Three more layers store their inputs and states at edges alone; checkpointing keeps all of a layer."""
-    d_model, chunk = 16, 128
+    d_model, chunk = 16, 64
 
     def peak(n_layer: int, seqlen: int, method: Any) -> int:
         config = StackConfig(vocab_size=8, d_model=d_model, n_layer=n_layer, bidirectional="tied", d_state=4)
@@ -271,6 +272,7 @@ def dna(rows: int, seqlen: int, generator: torch.Generator) -> Tensor:
     return motifs[picked].flatten(1)[:, start : start + seqlen]
 
 
+@pytest.mark.slow
 def test_a_masked_objective_learns_on_dna_like_text() -> None:
     """The loss of masked bases falls from ln 4 = 1.39, that of bases by chance, to less than half."""
     draw, losses = torch.Generator().manual_seed(0), []

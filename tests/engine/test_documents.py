@@ -70,7 +70,7 @@ def one_by_one(model: Any, ids: torch.Tensor, lengths: list[list[int]], method: 
     return loss, current_gradients(model)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("variant, method", CASES)
 def test_packed_equals_one_by_one(variant: str, method: str) -> None:
     model, ids = make_model(variant), make_ids(2, sum(PACKED[0]), seed=3)
@@ -106,6 +106,7 @@ def test_the_initial_state_belongs_to_the_first_document(method: str) -> None:
         assert relative(a, b) <= 1e-12
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "variant, method",
     [
@@ -130,7 +131,7 @@ def test_what_is_no_number_stays_in_its_document(variant: str | None, method: st
     assert found[0].norm() > 0 and relative(found[1], found[0]) <= 1e-10
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("method", ["exact", "truncated", "layer-local"])
 @pytest.mark.parametrize(
     "layout", [{"shards": 1}, {"shards": 3}, {"shards": 1, "sequence": 2}, {"shards": 2, "replicas": 2}]

@@ -59,7 +59,7 @@ def check(methods: list[Any], variant: str, **case: Any) -> None:
         same(got, expected)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("seqlen", CHUNKS)
 @pytest.mark.parametrize("batch, before", [(1, None), (3, 3)])
 @pytest.mark.parametrize("variant", [*VARIANTS, *UNWINDOWED])
@@ -116,6 +116,7 @@ def test_all_labels_ignored_is_zero_with_a_warning(method: object) -> None:
     assert all((g == 0).all() for g in got.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant, cut", [("hybrid", 37), ("mixed, untied", 37), ("mixed, untied", 2)])
 def test_two_calls_with_the_state_passed_equal_one(variant: str, cut: int) -> None:
     """Of the mean loss of both pieces; no call predicts the second piece's first token."""
@@ -342,7 +343,7 @@ def test_float32_gradients(variant: str) -> None:
     assert error(exact, expected) <= 1e-5
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("precision", ["bfloat16", "bfloat16 weights"])
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("mixer", WINDOWED)

@@ -23,7 +23,7 @@ from tests.model_helpers import (
     nothing_held,
     random_from,
 )
-from tests.ranks import RANKS, on_ranks, refused
+from tests.ranks import RANKS, THOROUGH, on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -46,25 +46,23 @@ def hybrid(mixer: list[str], **more: Any) -> Stack:
 # -------------------------------------------------------------------------------- the same gradients
 
 
-def hybrids(stacks: list[tuple[list[str], dict[str, Any]]]) -> None:
-    for mixer, more in stacks:
-        model, ids = hybrid(mixer, **more), make_ids(2, 31)
-        for method in (Exact(5), Exact(7, keep="inputs"), Exact()):
-            both(model, method, world(), ids)
-        for recompute in ("selective", "full"):
-            both(model, Exact(4, recompute=recompute), world(), ids)
-    both(hybrid(*HYBRIDS[1][:1], **GROUPED), LayerLocal(None, 8), world(), ids)
+def hybrids(thorough: bool) -> None:
+    methods = [Exact(5, recompute="selective"), Exact(7, keep="inputs"), Exact(), Exact(4, recompute="full")]
+    for mixer, more in HYBRIDS if thorough else HYBRIDS[1::4]:
+        for method in methods if thorough else methods[:2]:
+            both(hybrid(mixer, **more), method, world(), make_ids(2, 31))
+    both(hybrid(*HYBRIDS[1][:1], **GROUPED), LayerLocal(None, 8), world(), make_ids(2, 31))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stacks", [HYBRIDS[1::2], pytest.param(HYBRIDS[::2], marks=pytest.mark.slow)])
-def test_hybrids_by_every_method(stacks: Any, ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, hybrids, stacks)
+@pytest.mark.parametrize("thorough", THOROUGH)
+def test_hybrids_by_every_method(thorough: bool, ranks: int, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, hybrids, thorough)
 
 
 def in_turns() -> None:
-    for mixer, more in HYBRIDS[1:3]:
-        both(hybrid(mixer, **more), Exact(3), world(), make_ids(2, 31))
+    mixer, more = HYBRIDS[1]
+    both(hybrid(mixer, **more), Exact(3), world(), make_ids(2, 31))
 
 
 def test_ranks_ask_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,15 +71,17 @@ def test_ranks_ask_one_after_the_other(tmp_path: Path, monkeypatch: pytest.Monke
     on_ranks(4, tmp_path, in_turns)
 
 
-def batches(stacks: list[tuple[list[str], dict[str, Any]]]) -> None:
+def batches(thorough: bool) -> None:
     ragged = torch.tensor([[0] * 9 + [1] * 22, [0] * 4 + [1] * 1 + [2] * 26])
     short = torch.arange(31)[None] // 3
-    for mixer, more in stacks:
+    for mixer, more in HYBRIDS if thorough else HYBRIDS[3:4]:
         model, ids = hybrid(mixer, **more), make_ids(2, 31)
         for given in ({"seq_idx": ragged}, {"seq_idx": short.expand(2, -1)}):
             both(model, Exact(5), world(), ids, **given)
         both(model, Exact(5), world(), ids[:1], cu_seqlens=torch.tensor([0, 9, 12, 31]))
-        for seqlen in (1, 2, 6, 11):  # ranks without a chunk, and with one more than others
+        for seqlen in (
+            (1, 2, 6, 11) if thorough else (2, 11)
+        ):  # ranks without a chunk, and with one more than others
             both(model, Exact(5), world(), ids[:, :seqlen])
     model = hybrid(["mamba", "attention", "mamba2", "attention"])
     model.requires_grad_(False)
@@ -95,14 +95,14 @@ def batches(stacks: list[tuple[list[str], dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stacks", [HYBRIDS[1::2], pytest.param(HYBRIDS[::2], marks=pytest.mark.slow)])
-def test_documents_short_sequences_frozen_layers(stacks: Any, ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, batches, stacks)
+@pytest.mark.parametrize("thorough", THOROUGH)
+def test_documents_short_sequences_frozen_layers(thorough: bool, ranks: int, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, batches, thorough)
 
 
-def states() -> None:
+def states(thorough: bool) -> None:
     """Keys and values before the sequence, and those after it, both with gradients."""
-    for mixer, more in HYBRIDS[1:5:3]:
+    for mixer, more in HYBRIDS[1:5:3] if thorough else HYBRIDS[4:5]:
         model, ids, rand = hybrid(mixer, **more), make_ids(2, 23), random_from(2)
         given, ends = draw_states(model, 2, rand, tokens=3), draw_states(model, 2, rand, tokens=26)
         ragged = torch.tensor([[0] * 9 + [1] * 14, [0] * 4 + [1] * 1 + [2] * 18])
@@ -134,9 +134,10 @@ def pasts_of_two_lengths() -> None:
         model(ids, ids, Exact(5), [first, shorter], sequence_group=world())
 
 
+@pytest.mark.parametrize("thorough", THOROUGH)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_initial_and_final_states(ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, states)
+def test_initial_and_final_states(ranks: int, thorough: bool, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, states, thorough)
     on_ranks(2, tmp_path, pasts_of_two_lengths)
 
 

@@ -70,7 +70,7 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert relative(got[name], value) < 1e-10, name
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("variant", VARIANTS | UNWINDOWED)
 def test_loss_states_and_gradients_are_those_of_full_rows(variant: str, computed: list[int]) -> None:
     """A tree of rows, in any order, with rows that have no partner and labels that only some rows have."""

@@ -31,7 +31,7 @@ def by(model: Any, method: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[st
 
 
 @pytest.mark.filterwarnings("ignore:position_ids start again")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_with_all_states(name: str) -> None:
     """Rows without documents, and a row in documents of several chunks, of a chunk and of less."""
@@ -48,6 +48,7 @@ def test_gradients_are_those_with_all_states(name: str) -> None:
             assert_same(got, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("memory", [None, "1GB"])
 def test_dropout_is_drawn_again_alike(memory: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk draws the same numbers each time, and generators' states are stored with the layers' alone."""

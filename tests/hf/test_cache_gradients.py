@@ -75,6 +75,7 @@ def repeat_rows(cache: Any, repeats: int) -> Any:
     return cache
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("only_last", [False, True], ids=["all losses", "last loss"])
 @pytest.mark.parametrize("name", MODELS)
 def test_three_calls_and_two_branches(name: str, only_last: bool) -> None:

@@ -53,6 +53,7 @@ def with_frozen_embedding(model: Any) -> Any:
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("adapt", [with_lora, with_frozen_embedding])

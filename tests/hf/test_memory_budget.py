@@ -54,6 +54,7 @@ def test_dropout_masks_are_independent(in_a_thread: bool, recompute: str) -> Non
         assert {m.numpy().tobytes() for m in masks} == chunks
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seqlen", [24, 29])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_side_channel(recompute: str, seqlen: int) -> None:

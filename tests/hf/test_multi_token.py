@@ -129,6 +129,7 @@ def test_recurrent_modules_by_chunks(name: str, documents: Tensor | None, chunk_
     assert_exact(losses_and_gradients(model, losses), losses_and_gradients(plain, expected))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("chunk_size", [2, 7, SEQLEN])
 @pytest.mark.parametrize("name", [LLAMA, QWEN])
 def test_modules_of_the_models_own_layers(name: str, chunk_size: int) -> None:

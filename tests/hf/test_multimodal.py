@@ -113,6 +113,7 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CHANGES)
 def test_an_input_is_honoured(case: str) -> None:
     name, change = CHANGES[case]

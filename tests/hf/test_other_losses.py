@@ -37,6 +37,7 @@ def results(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), current_gradients(model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "method", "inputs"),
     [
@@ -198,6 +199,7 @@ def set_forward(model: Any, loss: Any) -> None:
     model.__class__ = Own
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
 @pytest.mark.parametrize("loss", [weighted_by_class, mean_of_rows, after_separator])
 @pytest.mark.parametrize("change", [set_function, set_forward])

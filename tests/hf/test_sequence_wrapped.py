@@ -24,10 +24,10 @@ from tests.hf.hf_models import (
     skip_if_broken,
 )
 from tests.model_helpers import assert_same, nothing_held
-from tests.ranks import RANKS, on_ranks, refused
+from tests.ranks import THOROUGH, on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
-QUICK = ("BambaForCausalLM",)  # a recurrence beside attention
+HYBRID = "BambaForCausalLM"  # a recurrence beside attention
 RECURRENT = ["MambaForCausalLM", "Mamba2ForCausalLM"]
 ATTENDING = ["LlamaForCausalLM", "BambaForCausalLM", "Gemma3ForCausalLM", "ZambaForCausalLM"]
 ROUTED = ["MixtralForCausalLM", "Qwen3NextForCausalLM"]
@@ -45,7 +45,7 @@ def run_in_group(model: Any, method: Any, group: Any, **inputs: Any) -> tuple[fl
     return loss.detach(), current_gradients(model)
 
 
-def check_exact(name: str) -> None:
+def check_exact(name: str, thorough: bool) -> None:
     """Compare a group with one process, and that with the untouched model."""
     ids, group, model = rows(), dist.group.WORLD, make(name)
     positions = torch.cat([torch.arange(20), torch.arange(33)])[None]
@@ -53,15 +53,16 @@ def check_exact(name: str) -> None:
     routed = {"output_router_logits": True} if name in ROUTED else {}
     with float64_throughout():
         plain = loss_and_gradients(make(name), input_ids=ids, labels=ids, **routed)
-    for method, inputs in [
+    calls: list[tuple[Any, dict[str, Any]]] = [
         (adjoint.Exact(7), {}),
+        (adjoint.Exact(7), {"attention_mask": mask, "labels": ids.masked_fill(~mask, -100)}),
+        (adjoint.Exact(7), {"position_ids": positions, "input_ids": ids[:1], "labels": ids[:1]}),
         (adjoint.Exact(), {}),
         (adjoint.Exact(9, recompute="full"), {}),
         (adjoint.Truncated(16, 8), {}),
-        (adjoint.Exact(7), {"attention_mask": mask, "labels": ids.masked_fill(~mask, -100)}),
-        (adjoint.Exact(7), {"position_ids": positions, "input_ids": ids[:1], "labels": ids[:1]}),
         (adjoint.Exact(7), {"input_ids": ids[:, :5], "labels": ids[:, :5]}),  # a rank has no chunk
-    ]:
+    ]
+    for method, inputs in calls if thorough else calls[:3]:
         is_plain_call = not inputs and isinstance(method, adjoint.Exact)
         inputs = {"input_ids": ids, "labels": ids, **inputs, **routed}
         with float64_throughout():
@@ -71,39 +72,47 @@ def check_exact(name: str) -> None:
             assert_exact(shared, plain)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n in QUICK else pytest.mark.slow)
-        for n in (*RECURRENT, *ATTENDING, *ROUTED)
-    ],
-)
+def test_a_model_over_ranks(tmp_path: Path) -> None:
+    on_ranks(3, tmp_path, check_exact, HYBRID, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", [*RECURRENT, *ATTENDING, *ROUTED])
 def test_models_over_ranks(name: str, ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, check_exact, name)
+    on_ranks(ranks, tmp_path, check_exact, name, True)
+
+
+def check_call(name: str) -> None:
+    """Compare the loss of a group with that of one process."""
+    inputs = {"input_ids": rows(), "labels": rows()}
+    shared, alone = (
+        run_in_group(make(name), adjoint.Exact(7), group, **inputs)[0] for group in (dist.group.WORLD, None)
+    )
+    assert shared.item() == pytest.approx(alone.item(), rel=1e-5)
 
 
 def test_processes_that_were_started_apart_agree(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, check_exact, QUICK[0], start="spawn")
+    on_ranks(2, tmp_path, check_call, "Mamba2ForCausalLM", start="spawn")
 
 
 def check_nothing_held(group: Any) -> None:
     """Assert that a step leaves no tensors behind, nor does the first call, which compares gradients."""
     ids = rows()
-    for name in ("LlamaForCausalLM", "BambaForCausalLM"):
-        for recompute in ("none", "full"):
-            model = adjoint.wrap(make(name), adjoint.Exact(7, recompute=recompute), sequence_group=group)
-            with float64_throughout(), nothing_held():
-                model(input_ids=ids, labels=ids).loss.backward()
-                model(input_ids=ids, labels=ids)
+    for recompute in ("none", "full"):
+        model = adjoint.wrap(make(HYBRID), adjoint.Exact(7, recompute=recompute), sequence_group=group)
+        with float64_throughout(), nothing_held():
+            model(input_ids=ids, labels=ids).loss.backward()
+            model(input_ids=ids, labels=ids)
 
 
+@pytest.mark.slow
 def test_a_step_is_gone_when_it_is_done(tmp_path: Path) -> None:
     check_nothing_held(None)
     on_ranks(2, tmp_path, lambda: check_nothing_held(dist.group.WORLD))
 
 
-def check_meshes() -> None:
+def check_meshes(thorough: bool) -> None:
     """Share rows over one dimension of a mesh, sequences over the other; DDP or FSDP2 reduces gradients."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -111,9 +120,10 @@ def check_meshes() -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     ids, row, method = rows(), mesh.get_local_rank("data"), adjoint.Exact(7)
     with float64_throughout():
-        expected = loss_and_gradients(make("BambaForCausalLM"), input_ids=ids, labels=ids)[1]
-    for name in ("ddp", "ddp over data", "fully_shard", "fully_shard over data"):
-        model = adjoint.wrap(make("BambaForCausalLM"), method, sequence_group=mesh["sequence"])
+        expected = loss_and_gradients(make(HYBRID), input_ids=ids, labels=ids)[1]
+    names = "fully_shard over data", "ddp", "fully_shard", "ddp over data"
+    for name in names if thorough else names[:1]:
+        model = adjoint.wrap(make(HYBRID), method, sequence_group=mesh["sequence"])
         called: Any = model
         data = mesh["data"] if name.endswith("data") else None
         if name.startswith("ddp"):
@@ -126,7 +136,7 @@ def check_meshes() -> None:
         gradients = {n: p.grad for n, p in model.named_parameters()}
         gradients = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}
         assert_same(gradients, expected, 1e-10)
-    model = adjoint.wrap(make("BambaForCausalLM"), method, sequence_group=mesh["sequence"])
+    model = adjoint.wrap(make(HYBRID), method, sequence_group=mesh["sequence"])
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -134,8 +144,9 @@ def check_meshes() -> None:
         model(input_ids=ids, labels=ids)
 
 
-def test_replicas_and_sequences_on_a_mesh(tmp_path: Path) -> None:
-    on_ranks(4, tmp_path, check_meshes)
+@pytest.mark.parametrize("thorough", THOROUGH)
+def test_replicas_and_sequences_on_a_mesh(thorough: bool, tmp_path: Path) -> None:
+    on_ranks(4, tmp_path, check_meshes, thorough)
 
 
 def check_sharded_layers(name: str) -> None:
@@ -158,9 +169,8 @@ def check_sharded_layers(name: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("LlamaForCausalLM", marks=pytest.mark.slow), "BambaForCausalLM"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", HYBRID])
 def test_layers_under_fully_shard(name: str, tmp_path: Path) -> None:
     on_ranks(4, tmp_path, check_sharded_layers, name)
 
@@ -244,7 +254,7 @@ DIFFERENCES: dict[str, Any] = {
 }
 
 
-def check_differences() -> None:
+def check_differences(names: list[str]) -> None:
     """Refuse ranks whose models differ, at the first call and later, on all ranks; else go on."""
     inputs = {"input_ids": rows(1), "labels": rows(1)}
     model: Any = make(DEEPSEEK, first_k_dense_replace=1)
@@ -253,7 +263,8 @@ def check_differences() -> None:
     lengths = model.model.layers[0].mlp.register_forward_hook(  # which differ from rank to rank
         lambda module, args, output: vars(module).update(longest=args[0].shape[1] + 100 * dist.get_rank())
     )
-    for name, change in DIFFERENCES.items():
+    for name in names:
+        change = DIFFERENCES[name]
         for is_first_use in (True, False):
             with torch.no_grad():
                 change(model, 1.0 + dist.get_rank())
@@ -268,8 +279,13 @@ def check_differences() -> None:
     lengths.remove()
 
 
-def test_ranks_whose_models_differ(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, check_differences)
+@pytest.mark.parametrize(
+    "names",
+    [list(DIFFERENCES)[::5], pytest.param([*DIFFERENCES], marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_ranks_whose_models_differ(names: list[str], tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, check_differences, names)
 
 
 def check_frozen() -> None:

@@ -73,7 +73,7 @@ def wrapped(model: Any, method: Any = None) -> Any:
     return adjoint.wrap(copy.deepcopy(model), method or Exact(chunk_size=4))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("padding", "name"), list(itertools.product(PADDING, NAMES)))
 def test_loss_and_gradients_are_those_of_full_rows(padding: str, name: str, computed: list[int]) -> None:
     """A tree of rows against the untouched model: groups in any order, of unequal sizes and lengths."""
@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_full_rows(padding: str, name: str, comp
     assert len(computed) > 1 and sum(computed) < 0.83 * batch["input_ids"].numel()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("padding", "name"), list(itertools.product(PADDING, NAMES)))
 def test_hidden_states_are_those_of_full_rows(padding: str, name: str, computed: list[int]) -> None:
     """Losses of hidden states, as preference trainers compute them; padding at the right is read, too."""
@@ -130,6 +130,7 @@ def test_prompts_padded_at_the_left_take_their_tokens_once(computed: list[int]) 
         assert (hidden - expected)[mask.bool()].abs().max() < 1e-10
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("labelled", [True, False])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BambaForCausalLM"])
 def test_packed_documents_that_begin_alike_share(name: str, labelled: bool, computed: list[int]) -> None:

@@ -179,6 +179,7 @@ def test_other_methods(method: Any, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2}, [37], method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [pytest.param({"tp_size": 2}, marks=pytest.mark.slow), {"tp_size": 2, "ep_size": 2}],
@@ -194,6 +195,7 @@ def _with_routers_loss(*arguments: Any) -> None:
     as_one_process(*arguments, output_router_logits=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [LLAMA, *(pytest.param(name, marks=pytest.mark.slow) for name in [*CLASSES, EXPERTS])]
 )

@@ -276,7 +276,7 @@ HALVES = [
 ]
 
 
-@pytest.mark.sampled(3 if INTERPRETED else 1)
+@pytest.mark.sampled(13 if INTERPRETED else 1)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize(
     "case",
@@ -316,7 +316,7 @@ APART = [
 APART.append({**make_case("ssd_scan", sum(LENGTHS["ssd_scan"]), d=8, n=16, h=1), "window": None, "halo": 0})
 
 
-@pytest.mark.sampled(13 if INTERPRETED else 5)
+@pytest.mark.sampled(41 if INTERPRETED else 5)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("case", backends_of(APART, longest=40))

@@ -93,6 +93,7 @@ def check(case: Case, layout: str | None, which: tuple[str, ...]) -> None:
         torch.library.opcheck(backward, (*d, *saved, *options), test_utils=CHECKS)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("layout", [None, *LAYOUTS], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -146,6 +147,7 @@ def test_every_operator_is_checked_here() -> None:
 # ----------------------------------------------------------------------------------------- layouts, gradients
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("layout", [None, *[name for name in LAYOUTS if name != "expanded"]], ids=str)
 @pytest.mark.parametrize("operation", [*OPERATIONS, *ATTENTION, "windowed causal_attention"])
 def test_gradients_are_those_of_differences(operation: str, layout: str | None) -> None:

@@ -45,7 +45,7 @@ def tensors(parts: dict[str, int], *apart: str) -> int:
     return sum(size for name, size in parts.items() if name not in ("reserved", "optimizer", *apart))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2", "dense"])
 @pytest.mark.parametrize("method", [*METHODS, CHECKPOINTS], ids=str)
 def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
@@ -113,6 +113,7 @@ def test_memory_of_a_shard_in_the_middle(method: Any, sequence: int) -> None:
     assert 0.87 * live.peak < planned < 1.13 * live.peak
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "method, layout",
     [

@@ -25,7 +25,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = "core", "host weights", "sequence group", "stored", "captured", "layer inputs"
 SLOW = "quick", "long", "layers", "slow", "wrapped", "wrapped layers", "wrapped host weights"
-SLOW += ("wrapped sequence group",)
+SLOW += ("wrapped sequence group", "offloaded sequence group", "wrapped captured")
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
 HELD = {
     "mamba, a layer": (69, 15),
@@ -86,7 +86,7 @@ def test_a_step_stays_on_the_device(group: str, case: str) -> None:
         assert one["to_host"] + one["to_device"] < 1 << 14
 
 
-@pytest.mark.parametrize("group, case", of("captured"))
+@pytest.mark.parametrize("group, case", of("captured", "wrapped captured"))
 def test_a_step_can_be_captured_in_a_cuda_graph(group: str, case: str) -> None:
     """The host reads nothing and copies nothing, neither per step nor per chunk."""
     counts = result(group, case)
@@ -94,7 +94,9 @@ def test_a_step_can_be_captured_in_a_cuda_graph(group: str, case: str) -> None:
     assert counts["launches"] > 0 and counts["mixed"] == counts["wrong"] == []
 
 
-@pytest.mark.parametrize("group, case", of("sequence group", "wrapped sequence group"))
+@pytest.mark.parametrize(
+    "group, case", of("sequence group", "offloaded sequence group", "wrapped sequence group")
+)
 def test_ranks_that_share_a_sequence_stay_on_the_device(group: str, case: str) -> None:
     """States that arrive, and keys and values of other ranks, are on the device, wherever they are stored. No
     chunk makes the host wait for a message's copy."""
