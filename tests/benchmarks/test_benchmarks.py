@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import shutil
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -179,14 +177,6 @@ def test_a_missing_package_is_named_before_anything_is_measured(
 # -------------------------------------------------------------------------------------------------- processes
 
 
-def measure(point: dict[str, Any]) -> dict[str, Any]:
-    """What the points of these tests do."""
-    process.report({"n": 1})
-    print("noise")
-    eval(point.get("do", "None"), {"os": os, "sys": sys, "time": time, "torch": torch})
-    return {"pid": os.getpid(), "heap": os.environ.get("MALLOC_MMAP_MAX_")}
-
-
 FAILED = [
     ("os.abort()", {"error": "its process ended by SIGABRT"}),
     ("(_ for _ in ()).throw(OSError('disk full\\nmore'))", {"error": "OSError: disk full more"}),
@@ -202,7 +192,7 @@ def test_a_point_that_fails_gives_one_line_and_costs_only_itself(
 ) -> None:
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "1")  # a setting of the shell is not measured
     told: list[Any] = []
-    one = process.Process(__name__, partial=told.append)
+    one = process.Process("tests.benchmarks.points", partial=told.append)
     try:
         first = one.measure({})
         assert first["pid"] != os.getpid() and first["heap"] is None

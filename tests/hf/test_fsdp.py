@@ -578,7 +578,7 @@ def refused_as_gradients_come_early(rank: int) -> None:
         (output.loss + output.state[0][0].sum()).backward()
 
 
-SLOW = ("replicated", "finer", "adapters")
+SLOW = ("replicated", "finer", "adapters", "log_probabilities", "embeddings", "read_logits", "precision")
 
 
 @pytest.mark.parametrize(

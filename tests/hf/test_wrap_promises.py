@@ -390,6 +390,7 @@ CHANGES_REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", ["before the first call", "after it"])
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_change_of_the_model_is_seen(case: str, when: str) -> None:
@@ -1079,6 +1080,7 @@ NOISE: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("source", NOISE)
 def test_noise_is_drawn_again(source: str) -> None:
     """The gradient is that of the loss that was returned, by finite differences under a fixed seed; a second

@@ -155,6 +155,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("carry_state", ["previous", "noise"])
 def test_a_pretrained_model_carries_states_and_resumes_bitwise(
     pretrained: dict[str, Path], tmp_path: Path, carry_state: str

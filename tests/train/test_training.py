@@ -547,6 +547,7 @@ def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:
     assert "layers.0.mixer.in_proj.weight|exp_avg" not in kept
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["backprop", "exact"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_stepping_in_the_backward_is_stepping_after_it(method: str, optimizer: str, tmp_path: Path) -> None:
@@ -579,6 +580,7 @@ def test_stepping_in_the_backward_is_stepping_after_it(method: str, optimizer: s
     assert saved is (method == "backprop")
 
 
+@pytest.mark.slow
 def test_moments_in_8_bits_resume_bitwise_over_shards_too(tmp_path: Path, one_thread: None) -> None:
     """And take what the plan says."""
     pytest.importorskip("torchao")
