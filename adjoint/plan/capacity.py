@@ -85,13 +85,44 @@ class Fit:
     def longest(self) -> int:
         """Return the most tokens a sequence may have, to within a thirty-second; 0 if not even 64 fit."""
         low: float = self.setup.seqlen if self.spans() else 0  # shorter ones need not be counted
-        high = 2 * low or 64
-        while high < LONGEST and self.with_changes(seqlen=high).spans():
-            low, high = high, 2 * high
-        while high - low > low / 32 > 0:
+        high, growth = 2 * low or 64, 1.0
+        if low and (expected := self._expected_longest()) > high:
+            if self.fits(expected * 63 / 64):
+                low, high, growth = expected * 63 / 64, expected * 65 / 64, 1 / 32
+            else:
+                high = expected * 63 / 64
+        while high < LONGEST and self.fits(high):
+            low, high, growth = high, (1 + growth) * high, min(2 * growth, 1)
+        while high - low > low / 31 > 0:
             middle = (low + high) / 2
-            low, high = (middle, high) if self.with_changes(seqlen=int(middle)).spans() else (low, middle)
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
         return int(low) // 1024 * 1024 if low >= 32768 else int(low)
+
+    def fits(self, seqlen: float) -> bool:
+        """Whether sequences of another length fit."""
+        return self.with_changes(seqlen=int(seqlen)).spans() is not None
+
+    def _expected_longest(self) -> float:
+        """Return the length at which the first shard is full if memory grows evenly; 0 if it does not.
+
+        The growth per token is that from this length to twice as many tokens, then that from this length to
+        the one so found."""
+        assert self.limits is not None
+        spans, setup, length = self.fastest(), self.setup, 2.0 * self.setup.seqlen
+        totals = [need.total for need in needs(setup, spans)]
+        for _ in range(2):
+            more = needs(self.with_changes(seqlen=int(length)).setup, spans)
+            shards = [
+                (t, (need.total - t) / (int(length) - setup.seqlen))
+                for t, need in zip(totals, more, strict=True)
+            ]
+            length = setup.seqlen + min(
+                (limit - total) / growth if growth > 0 else LONGEST
+                for limit, (total, growth) in zip(self.limits, shards, strict=True)
+            )
+            if not 2 * setup.seqlen < length < LONGEST:
+                return 0
+        return length
 
     def fitting_chunk(self) -> int | None:
         """Return the power of two nearest to the chunk size with which everything fits, or None.

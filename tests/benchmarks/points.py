@@ -1,4 +1,4 @@
-"""What the points do of a benchmark that is none: a module that a process imports quickly."""
+"""Points of a stand-in for a benchmark, in a module that a process imports quickly."""
 
 from __future__ import annotations
 

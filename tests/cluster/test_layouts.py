@@ -195,6 +195,7 @@ def test_weights_that_nothing_reads_stay_as_they_are(layout: Layout) -> None:
     trained(config, Exact(7), layout, [make_ids(4, 24)] * 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_of_several_batches_are_averaged_and_summed_once(
     tied: bool, monkeypatch: pytest.MonkeyPatch

@@ -121,6 +121,7 @@ def gradients(model: Any, case: Case, loss: Callable[[Any], Tensor], **inputs: A
     return {name: t.grad for name, t in tensors.items() if t.grad is not None}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make_case", CASES)
 def test_gradients_are_those_without_chunks(make_case: Callable[[Any], Case]) -> None:
     model = make(LLAMA)

@@ -142,6 +142,7 @@ def ranks_differ(folder: str) -> None:
         model(**inputs)
 
 
+@pytest.mark.slow
 def test_ranks_whose_parts_differ(tmp_path: Path) -> None:
     make(LLAMA).save_pretrained(tmp_path / "model")
     on_ranks(2, tmp_path, ranks_differ, str(tmp_path / "model"))

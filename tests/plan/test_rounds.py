@@ -127,6 +127,7 @@ def counted() -> None:
             assert place or most < planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bytes_are_those_that_ranks_send(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, counted)

@@ -202,6 +202,7 @@ def test_sweep_of_a_trained_model_without_its_configuration(tmp_path: Path) -> N
     assert results(tmp_path)["rows"] == result["rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, flag",
     [("transformers", "model.from_pretrained"), pytest.param("mamba-ssm", "model", marks=pytest.mark.slow)],
@@ -301,6 +302,7 @@ def test_running_out_of_memory_is_told_and_keeps_the_rows(
     assert list(by_key(results(tmp_path))) == [("backprop", None), ("truncated", 1)]
 
 
+@pytest.mark.slow
 def test_auto_is_a_row_with_a_window_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = {"windows": "4,auto", "seqlen": 300, "tolerance": 0.9, "batches": 1, "data": "random"}
     assert sweep(tmp_path, **flags) == 0

@@ -217,6 +217,7 @@ def test_a_write_that_fails_in_a_thread_is_told_at_the_next_one(
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
