@@ -169,8 +169,7 @@ def check_sharded_layers(name: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", HYBRID])
+@pytest.mark.parametrize("name", [pytest.param("LlamaForCausalLM", marks=pytest.mark.slow), HYBRID])
 def test_layers_under_fully_shard(name: str, tmp_path: Path) -> None:
     on_ranks(4, tmp_path, check_sharded_layers, name)
 
