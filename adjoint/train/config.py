@@ -40,9 +40,9 @@ from adjoint.settings import (
     option,
     read_value,
 )
-from adjoint.train.flags import Flags, nearest
+from adjoint.train.flags import Flags, unknown_key
 from adjoint.train.layout import Layout
-from adjoint.train.other_trainers import FOREIGN_KEYS
+from adjoint.train.places import config_file
 from adjoint.train.quantization import Quantization
 from adjoint.train.trackers import are_trackers
 
@@ -519,11 +519,7 @@ def _file_values(path: str) -> Iterator[tuple[str, Any]]:
                 raise yaml.YAMLError(f"{max(keys, key=keys.count)} is there twice")
             return super().construct_mapping(node, deep)
 
-    file = Path(path)
-    if not file.exists() and file.parent == Path("configs"):
-        file = Path(__file__).parents[1] / file  # the package includes them
-    if not file.is_file():
-        raise UserError(f"--config {path}: no such file; give the path of a YAML file")
+    file = config_file(path)
     try:
         loaded = yaml.load(file.read_text(encoding="utf-8"), Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -570,9 +566,7 @@ def _pretrained(default: ModelConfig, settings: dict[str, Any]) -> ModelConfig:
 
 
 def _unknown(name: str, origin: str) -> UserError:
-    guess = FOREIGN_KEYS.get(name.rpartition(".")[2]) or nearest(name, known_keys())
-    suggestion = f"; did you mean {guess}?" if guess in known_keys() else f"; {guess}" * bool(guess)
-    return UserError(f"{origin}: unknown key {name}{suggestion} (--help-all lists all keys)")
+    return unknown_key(name, origin, known_keys())
 
 
 def _method(name: str, settings: dict[str, Any]) -> Method:

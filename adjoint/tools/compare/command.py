@@ -311,8 +311,7 @@ def _fits(rows: list[dict[str, Any]], limit: int) -> dict[str, dict[str, Any]]:
 # ----------------------------------------------------------------------------------------- the command line
 
 
-def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
-    """Return the command's own arguments, and a configuration with its method."""
+def _parser() -> Flags:
     parser = Flags(
         prog="adjoint compare",
         usage="%(prog)s MODEL [--lengths 4K,16K,64K] [--memory 8GB] [--method exact] …",
@@ -346,6 +345,12 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     add("--out", "folder for the results", new_folder, default="compare")
     trust = "let Python code that comes with the model run: read it first"
     add("--trust-remote-code", trust, action="store_true")
+    return parser
+
+
+def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
+    """Return the command's own arguments, and a configuration with its method."""
+    parser = _parser()
     request, rest = parser.parse_known_args(argv)
     for word in rest:
         if not word.startswith("--method.") and word.startswith("-"):
