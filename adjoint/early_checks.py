@@ -25,8 +25,10 @@ def check(command: str, argv: list[str]) -> None:
     """
     if command not in FLAGS or "RANK" in os.environ or {"-h", "--help", "--help-all"} & {*argv}:
         return
-    for flag, value in [*_arguments(command, argv)]:  # all flags before any path
-        if value is not None:
+    arguments = [*_arguments(command, argv)]  # all flags before any path
+    names_model_twice = {"--model", "--model.from_pretrained"} <= {flag for flag, _ in arguments}
+    for flag, value in arguments:
+        if value is not None and not names_model_twice:  # which the command refuses, whatever is there
             _check_path(command, flag, value)
 
 
@@ -79,7 +81,7 @@ def _check_path(command: str, flag: str, value: str) -> None:
     elif flag == "--model.from_pretrained" and command in ("train", "plan"):
         _check_model(value, "model.from_pretrained")
     elif flag == "" and command == "compare":
-        _check_model(value, "adjoint compare")
+        _check_model(str(Path(value)), "adjoint compare")
     elif is_run or (flag == "--model" and command == "sweep"):
         could_be_on_hub = command != "export" and value.count("/") == 1 and Path(value).parent != RUNS
         if not could_be_on_hub:

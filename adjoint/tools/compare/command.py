@@ -7,6 +7,7 @@ compare.json and compare.png.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -24,9 +25,10 @@ from adjoint.formats import file_kinds
 from adjoint.formats.folders import described_sizes, has_weights
 from adjoint.memory import print_sizes_as, size_bytes, size_text, total_memory_bytes
 from adjoint.methods import METHODS, Exact
+from adjoint.progress import Waiting, duration_text, has_bar
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.compare import report
-from adjoint.tools.compare.estimate import GRADIENTS, TimeEstimate, duration_text
+from adjoint.tools.compare.estimate import GRADIENTS, TimeEstimate
 from adjoint.tools.measure.journal import Journal, completed, progress
 from adjoint.tools.measure.passes import fits, predicted_bytes, typical
 from adjoint.tools.measure.process import Point, Process
@@ -153,12 +155,18 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
     points = [(way, length) for length in lengths for way in request.ways]
     if "wrapped" in request.ways:
         points.insert(0, (GRADIENTS, lengths[0]))
+    times: TimeEstimate | None = None
     with progress(len(points)) as tell:
 
         def measure(key: Point) -> Point:
             """Measure a point in a process of its own."""
-            answer = process.measure(key)
-            process.close()
+            task, expected_s = "short passes", None
+            if key["way"] != PILOT and times is not None:
+                task = f"{key['way']}, {key['length']:,} tokens"
+                expected_s = times.of_point(key["way"], key["length"])
+            with contextlib.nullcontext() if has_bar() else Waiting(task, expected_s):
+                answer = process.measure(key)
+                process.close()
             if "error" in answer and not _killed(answer):
                 point_name = "" if key["way"] == PILOT else f"{key['way']}, {key['length']:,} tokens: "
                 raise UserError(f"{request.model}: {point_name}{answer['error']}")

@@ -15,6 +15,7 @@ from adjoint.batch import IGNORE_INDEX
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
 from adjoint.files import new_figure
+from adjoint.progress import Progress
 from adjoint.tools.eval.positions import CHUNK, Row, curves
 from adjoint.train.model import LanguageModel
 
@@ -59,23 +60,23 @@ def evaluate(
     Raises:
         UserError: a needle and its question do not fit in so few tokens.
     """
-    from tqdm import tqdm
-
     count = max(1, budget // (length * len(DEPTHS)))
     keys = np.random.default_rng(0).integers(10000, 100000, count).tolist()
     answers_by_depth: dict[float, list[Tensor]] = {depth: [] for depth in DEPTHS}
-    for i, key in enumerate(tqdm(keys, desc=f"{length:,} tokens", unit="needle", disable=None)):
-        pieces = pass_key(tokenizer, key)
-        room = length - sum(piece.shape[1] for piece in pieces)
-        if room < 1:
-            raise UserError(
-                f"--lengths: a needle and its question are {length - room} tokens, more than {length}; use "
-                f"{2 * (length - room)} or more"
-            )
-        start = i * (len(text) - room) // max(1, count - 1)
-        for depth in DEPTHS:
-            ids, labels = hidden(text[None, start : start + room], *pieces, depth)
-            answers_by_depth[depth].append(_graded(model, ids.to(device), labels.to(device)))
+    with Progress(f"{length:,} tokens", count * len(DEPTHS), "needle", leave=True) as progress:
+        for i, key in enumerate(keys):
+            pieces = pass_key(tokenizer, key)
+            room = length - sum(piece.shape[1] for piece in pieces)
+            if room < 1:
+                raise UserError(
+                    f"--lengths: a needle and its question are {length - room} tokens, more than {length}; "
+                    f"use {2 * (length - room)} or more"
+                )
+            start = i * (len(text) - room) // max(1, count - 1)
+            for depth in DEPTHS:
+                ids, labels = hidden(text[None, start : start + room], *pieces, depth)
+                answers_by_depth[depth].append(_graded(model, ids.to(device), labels.to(device)))
+                progress.advance()
     rows: list[NeedleRow] = []
     for depth, graded in answers_by_depth.items():
         accuracy, loss = torch.cat(graded).mean(0).tolist()
