@@ -155,15 +155,11 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
     points = [(way, length) for length in lengths for way in request.ways]
     if "wrapped" in request.ways:
         points.insert(0, (GRADIENTS, lengths[0]))
-    times: TimeEstimate | None = None
     with progress(len(points)) as tell:
 
-        def measure(key: Point) -> Point:
+        def measure(key: Point, expected_s: float | None = None) -> Point:
             """Measure a point in a process of its own."""
-            task, expected_s = "short passes", None
-            if key["way"] != PILOT and times is not None:
-                task = f"{key['way']}, {key['length']:,} tokens"
-                expected_s = times.of_point(key["way"], key["length"])
+            task = f"{key['way']}, {key['length']:,} tokens" if key["way"] != PILOT else "short passes"
             with contextlib.nullcontext() if has_bar() else Waiting(task, expected_s):
                 answer = process.measure(key)
                 process.close()
@@ -184,7 +180,7 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
                 tell(f"{way}, {length:,} tokens, about {duration_text(times.of_point(way, length))}", 0)
                 answer, began = _skipped(journal, way, length, settings["limit"]), time.monotonic()
                 if answer is None:
-                    answer = measure(key)
+                    answer = measure(key, times.of_point(way, length))
                     passed = sum(answer.get("seconds", [])) or times.of_point(way, length) - times.overhead
                     times.overhead = max(0.0, time.monotonic() - began - passed)
                 journal.add(key, answer)

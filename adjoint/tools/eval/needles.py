@@ -111,7 +111,7 @@ def heat_maps(rows: Sequence[RecallRow]) -> Figure:
     """Return a Matplotlib figure with a heat map a run: accuracy by depth and length."""
     runs = list(dict.fromkeys(row["run"] for row in rows))
     lengths = list(dict.fromkeys(row["length"] for row in rows))
-    across = min(5, len(runs))
+    across = min(3, len(runs))
     down = -(-len(runs) // across)
     figure = new_figure((1 + 0.8 * len(lengths)) * across + 1.6, 2.4 * down + 0.8)
     panels = figure.subplots(down, across, squeeze=False, sharey=True)
@@ -124,6 +124,7 @@ def heat_maps(rows: Sequence[RecallRow]) -> Figure:
         for (y, x), share in np.ndenumerate(shares):
             colour = "black" if share > 0.6 else "white"
             axes.text(x, y, f"{share:.0%}", ha="center", va="center", color=colour)
+        axes.grid(False)  # its lines would cross the numbers
         axes.set_title(Path(run).name, fontsize=10)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
         axes.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
