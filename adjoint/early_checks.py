@@ -12,7 +12,7 @@ from pathlib import Path
 from adjoint.command_flags import FLAGS, KEY_PREFIXES, KEYS
 from adjoint.data.sources import find_sources
 from adjoint.train.flags import is_like_a_flag, unknown_flag, unknown_key
-from adjoint.train.places import RUNS, config_file, is_local_model, no_configuration, run_at
+from adjoint.train.places import RUNS, file_values, is_local_model, no_configuration, run_at
 
 
 def check(command: str, argv: list[str]) -> None:
@@ -73,7 +73,9 @@ def _check_path(command: str, flag: str, value: str) -> None:
     """Raise the command's error for a path that is not there."""
     is_run = flag == "" and command in ("eval", "export")
     if flag == "--config":
-        config_file(value)
+        for name, _ in file_values(value, KEYS):
+            if name not in KEYS:
+                raise unknown_key(name, value, KEYS)
     elif flag in ("--data.path", "--data.validation_path", "--path"):
         key = "data.path" if flag == "--path" else flag[2:]
         if not value.startswith(("hf:", "[")) and value != "null" and not Path(value).exists():

@@ -20,6 +20,8 @@ WRONG = [
     "train --data.path nowhere.jsonl",
     "train --data.validation_path nowhere/*.txt",
     "train --config nowhere.yaml",
+    "train --config wrong.yaml",
+    "plan --config sections.yaml",
     "train --model.from_pretrained ./nowhere",
     "sweep --out x --widnows 4",
     "sweep --out x --data.pth x",
@@ -41,6 +43,8 @@ def test_an_early_error_is_the_command_s_own(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("wrong.yaml").write_text("model:\n  lora:\n    rnak: 4\n")
+    Path("sections.yaml").write_text("training: 3\n")
     command, *argv = line.split()
     with pytest.raises(UserError) as early:
         early_checks.check(command, argv)
@@ -53,7 +57,7 @@ def test_an_early_error_does_not_wait_for_imports() -> None:
     code = f"""
 import sys
 from adjoint.cli import main
-for line in {WRONG[:6] + WRONG[10:15]}:
+for line in {WRONG[:6] + WRONG[12:17]}:
     assert main(line.split()) == 2
 print(*({{"torch", "transformers", "numpy"}} & {{*sys.modules}}))
 """
