@@ -87,6 +87,8 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(f"adjoint {argv[0]}: no such command; {remedy}")
     name, _, function = COMMANDS[argv[0]][0].partition(":")
     with quiet_imports():
+        early_checks = importlib.import_module("adjoint.early_checks")
+        early_checks.check(argv[0], argv[1:])
         module = importlib.import_module(name)
     return getattr(module, function)(argv[1:])
 
@@ -127,10 +129,8 @@ def _format_warning(message: Warning | str, *location: object, **more: object) -
 
 def _explain(error: Exception) -> str | None:
     """Explain an error that the user can fix in one line: what, where, how. None for an error of adjoint."""
-    from adjoint.memory import out_of_memory  # imports torch, for which --help need not wait
-
     text = " ".join(str(error).split()) or type(error).__name__
-    if out_of_memory(error):
+    if _is_out_of_memory(error):
         return f"out of memory: {text[:200]}; lower --method.chunk_size, --data.batch or --data.seqlen"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; check the path, its permissions and the space left"
@@ -139,6 +139,14 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         return f"{text}; install what is missing (pip install {error.name})"
     return text if isinstance(error, UserError | OSError | ImportError) else None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if "torch" not in sys.modules:  # whose import an early error need not wait for
+        return isinstance(error, MemoryError)
+    from adjoint.memory import out_of_memory
+
+    return out_of_memory(error)
 
 
 class _Output:

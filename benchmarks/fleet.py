@@ -161,7 +161,7 @@ def ideal(row: Row, rows: Sequence[Row]) -> float:
 def draw(rows: Sequence[Row]) -> Any:
     """A curve for each model and length, dotted the ideal."""
     counts = sorted({row["devices"] for row in rows})
-    figure, axes = report.pyplot().subplots(figsize=(6.4, 4.6))
+    figure, axes = report.pyplot().subplots(figsize=(6.4, 5.2))
     for place, key in enumerate(dict.fromkeys((row["model"], row["tokens"]) for row in rows)):
         curve_rows = [r for r in rows if (r["model"], r["tokens"]) == key and "seconds" in r]
         if not curve_rows:
@@ -174,7 +174,8 @@ def draw(rows: Sequence[Row]) -> Any:
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens per second (planned)")
     axes.set_xticks(counts, [f"{n:,}" for n in counts])
     axes.minorticks_off()
-    axes.legend(loc="upper left", fontsize=7.5, title="tokens of one sequence; dotted: as on the fewest")
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9,
+                  title="tokens of one sequence; dotted: as many per GPU as on the fewest GPUs")  # fmt: skip
     return figure
 
 

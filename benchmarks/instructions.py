@@ -19,13 +19,13 @@ import torch
 import triton
 
 from adjoint.files import write_atomically
-from adjoint.kernels.selective_scan.triton import launch
+from adjoint.kernels.selective_scan.triton import launch, saved_states
 from benchmarks import report
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS
 from tests.kernels import triton_aot as aot
 
-EVERY, SPAN, STEPS = launch.CHECKPOINT, launch.SPAN, launch.backward_tile(16, False)[4]
+EVERY, SPAN, STEPS = saved_states.CHECKPOINT, launch.SPAN, launch.backward_tile(16, False)[4]
 # Of each kernel's loops, in order of their first instructions: tokens of one turn.
 LOOPS = {
     "forward_kernel": (EVERY, launch.UNROLL),

@@ -358,28 +358,30 @@ SHOWN: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Figure 1: memory against context, a line a model, thicker the larger it is."""
-    figure, axes = report.pyplot().subplots(figsize=(9, 4.8))
-    for method, colour in zip(FIGURE_1, (report.ORANGE, report.GREY, report.BLUE), strict=True):
+    """Figure 1: memory against context, a panel a method, a line a model."""
+    plt = report.pyplot()
+    figure, panels = plt.subplots(1, len(FIGURE_1), figsize=(9, 4.6), sharey=True)
+    shades = plt.get_cmap("viridis")
+    for axes, method in zip(panels, FIGURE_1, strict=True):
         for place, model in enumerate(MODELS):
             curve = [(r["tokens"], r["bytes"] / 1e9) for r in rows
                      if (r["model"], r["method"]) == (model, method)]  # fmt: skip
-            label = f"{method}, {model.removeprefix('mamba-').upper()}" if model == MODELS[-1] else None
-            axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.7 + 0.5 * place, marker=".",
-                      label=label)  # fmt: skip
+            label = model.removeprefix("mamba-").upper() if axes is panels[0] else None
+            axes.plot(*zip(*curve, strict=True), color=shades(0.9 - 0.22 * place), linewidth=2, marker="o",
+                      markersize=4, label=label)  # fmt: skip
+        limit = GPUS[GPU].memory / 1e9
+        axes.axhline(limit, color="black", linewidth=0.8, linestyle=":",
+                     label=f"memory of an {GPU.upper()}" if axes is panels[0] else None)  # fmt: skip
+        show.ticks_of_lengths(axes, sorted({row["tokens"] for row in rows}))
+        axes.set(xlabel="context, tokens", yscale="log")
+        axes.set_title(method, fontsize=11)
     curve = [(r["tokens"], r["bytes"] / 1e9) for r in rows if r["method"] == PRINTED]
     if curve:
-        axes.plot(*zip(*curve, strict=True), color=report.GREEN, linestyle="--", marker=".",
-                  label=f"{PRINTED}, 1.27B")  # fmt: skip
-    limit = GPUS[GPU].memory / 1e9
-    axes.axhline(limit, color="black", linewidth=0.8, linestyle=":", label=GPU)
-    axes.set_yscale("log")
-    show.ticks_of_lengths(axes, sorted({row["tokens"] for row in rows}))
-    show.plain_ticks(axes, " GB")
-    axes.set(xlabel="context, tokens", title="Memory of a training step: planned, not measured")
-    axes.legend(
-        loc="upper left", title=f"thinner: {', '.join(m.removeprefix('mamba-') for m in MODELS[:-1])}"
-    )
+        panels[0].plot(*zip(*curve, strict=True), color=report.ORANGE, linestyle="--", marker="o",
+                       markersize=4, label=f"{PRINTED}, 1.27B")  # fmt: skip
+    show.plain_ticks(panels[0], " GB")
+    figure.legend(loc="outside upper center", ncols=4,
+                  title="memory of a training step: planned, not measured")  # fmt: skip
     return figure
 
 

@@ -66,7 +66,8 @@ ROUNDING = tolerance([torch.float64])  # a gradient's largest relative L2 distan
 LIMITS = (2e9, 4e9, 16e9)  # bytes of resident memory, imports included
 LONGEST = """The longest sequence that fits, of all resident memory, imports and weights included. A line
 through two measured lengths, in brackets, gives the length at the limit (`~`). `<`: the shortest measured
-length takes more. `>`: the line does not come to the limit within 64 times the longest measured length.
+length takes more. `>`: the longest measured length fits, and either two lengths take so nearly the same
+memory that no line is drawn through them, or the line does not come to the limit within 64 times that length.
 """
 
 
@@ -436,21 +437,32 @@ class StepBenchmark(Benchmark):
 
     def longest(self, result: Row) -> str:
         """Return a table of the longest lengths with the first allocator, and their basis; "" if unknown."""
-        rows = [row for row in result.get("fits", ()) if row["allocator"] == result["rows"][0]["allocator"]]
-        if not rows:
+        stored = [row for row in result.get("fits", ()) if row["allocator"] == result["rows"][0]["allocator"]]
+        if not stored:
             return ""
+        rows = [row | self._refitted(result["rows"], row, stored) for row in stored]
         cells: dict[str, list[str]] = {}
         for row in rows:
-            through = " and ".join(map(tokens, row["through"]))
+            through = " and ".join(map(tokens, row["through"])) if len(row["through"]) > 1 else ""
             text = fits_text(row) + (f" ({through})" if through else "")
             cells.setdefault(self.named(row), []).append(text)
         heads = ("longest sequence", *(f"{limit / 1e9:g} GB" for limit in LIMITS))
         table = report.markdown_table(heads, ([name, *line] for name, line in cells.items()))
         lines = [
-            f"- Measured: {self.named(row)}, {row['at']:,} tokens, {row['at_bytes'] / 1e9:.2f} GB of "
-            f"{row['limit_bytes'] / 1e9:g}.\n" for row in rows if "at" in row
+            f"- A length between, as a check: {self.named(row)} takes {row['at_bytes'] / 1e9:.2f} GB at "
+            f"{row['at']:,} tokens.\n" for row in rows if "at" in row
         ]  # fmt: skip
         return "\n".join([LONGEST, table, *(["".join(lines)] if lines else ())])
+
+    @staticmethod
+    def _refitted(rows: Sequence[Row], fit: Row, fit_rows: Sequence[Row]) -> Point:
+        """Return a row of `fits` from the measured lengths, with those that were measured as a check."""
+        names = fit.keys() & rows[0].keys() - {"length"}
+        of_curve = [row for row in rows if all(row[name] == fit[name] for name in names)]
+        sizes = [(row["length"], row["resident_bytes"]) for row in of_curve if "resident_bytes" in row]
+        checks = (row for row in fit_rows if all(row[name] == fit[name] for name in names) and "at" in row)
+        sizes += [(row["at"], row["at_bytes"]) for row in checks]
+        return fits(sizes, fit["limit_bytes"], fit["failed"]) if sizes else {}
 
     @staticmethod
     def _apart(measurements: Found, key: Row) -> Point | None:

@@ -31,12 +31,12 @@ PANELS = [
     ("Forward, every method", Exact(CHUNK), ("forward",)),
     ("Backward of Exact: dy from above, dS from the right", Exact(CHUNK), ("backward",)),
     (
-        "Backward of Truncated(window=4): dy from above, with a halo; no dS",
+        "Backward of Truncated(window=4): dy with a halo, no dS",
         Truncated(4, CHUNK),
         ("backward", "windowed"),
     ),
     (
-        "Backward of LayerLocal(window=4): dL/dy_K for every layer (in full: chunk 2)",
+        "Backward of LayerLocal(window=4), chunk 2 in full",
         LayerLocal(4, CHUNK),
         ("backward", "windowed"),
     ),
@@ -58,7 +58,7 @@ def draw(axes: Axes, title: str, grid: Grid, kinds: tuple[str, ...]) -> None:
     full, the others faintly."""
     boxes = {}
     for k, name in enumerate(NAMES):
-        axes.text(-0.75, k, name, ha="right", va="center", fontsize=8)
+        axes.text(-0.75, k, name, ha="right", va="center", fontsize=10)
         for c in range(grid.chunks):
             boxes[k, c] = FancyBboxPatch(
                 (c - 0.24, k - 0.14), 0.48, 0.28, "round,pad=0.02", fc="0.93", ec="0.5", lw=0.8, zorder=3
@@ -91,19 +91,20 @@ def draw(axes: Axes, title: str, grid: Grid, kinds: tuple[str, ...]) -> None:
         )
     axes.set_xlim(-1.9, grid.chunks - 0.4)
     axes.set_ylim(-0.6, len(NAMES) - 0.4)
-    axes.set_xticks(range(grid.chunks), [f"chunk {c}" for c in range(grid.chunks)], fontsize=8)
+    axes.set_xticks(range(grid.chunks), [f"chunk {c}" for c in range(grid.chunks)], fontsize=10)
     axes.set_yticks([])
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title, fontsize=10.5)
     axes.spines[:].set_visible(False)
 
 
 def main() -> None:
     figure = Figure(figsize=(11, 7.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(hspace=0.08)  # between the chunks of one panel and the title of the next
     for axes, (title, method, kinds) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         draw(axes, title, make_grid(method.engine_spec(SEQLEN, CHUNK), SEQLEN, STATEFUL, reach=1), kinds)
     handles = [figure.axes[0].plot([], [], color=COLOURS[value], label=WORDS[value])[0] for value in COLOURS]
-    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=9)
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=11)
     figure.savefig(PICTURE)
 
 

@@ -238,9 +238,9 @@ def wraps_as_printed(clean: Clean) -> None:
     """Run the README's snippet on a small model, with fewer tokens."""
     make_tiny(clean)
     (block,) = re.findall(r"```python\n(.*?)```", README.split("## Your own model")[1], re.S)[:1]
-    assert MODEL in block and "65_536" in block
+    assert MODEL in block and "4_096" in block
     gradient = "\nprint('gradient', sum(p.grad.norm() for p in model.parameters()).isfinite().item())"
-    said = clean.python(block.replace(MODEL, "tiny").replace("65_536", "1_000") + gradient)
+    said = clean.python(block.replace(MODEL, "tiny").replace("4_096", "1_000") + gradient)
     assert "gradient True" in said
 
 

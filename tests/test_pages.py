@@ -123,7 +123,7 @@ def test_python_of_readme_and_models_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(blocks) == 3
     for block in blocks:
         names: dict[str, object] = {}
-        exec(block.replace("65_536", "300"), names)
+        exec(block.replace("65_536", "300").replace("4_096", "300"), names)
         assert isinstance(model := names["model"], torch.nn.Module)
         assert "Trainer(" in block or all(p.grad is not None for p in model.parameters())
 

@@ -47,6 +47,7 @@ from adjoint.files import (
     unfinished_path,
     write_atomically,
 )
+from adjoint.progress import Progress
 
 _FORMAT = 5  # increase it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick
@@ -236,16 +237,12 @@ def _build(
     upper_case: bool,
 ) -> None:
     """Tokenise, and put both cache files in place."""
-    from tqdm import tqdm
-
     train, held_out = split_sources(sources.files, eval_fraction)
     most = sys.maxsize if max_tokens is None else max_tokens
     most_train = most - round(most * eval_fraction) if held_out else most
     unfinished = unfinished_path(place.with_name(f"{place.name}.bin"))
     size = sum(file.size for file in sources.files)
-    bar = tqdm(
-        total=size or None, unit="B", unit_scale=True, desc="tokenising", delay=2, leave=False, disable=None
-    )
+    bar = Progress("tokenising", size or None, "B", unit_scale=True, delay=2)
     try:
         with open(unfinished, "xb") as out, bar:
             writer = _Writer(out, tokenizer, any(is_fasta(file) for file in sources.files))
@@ -282,14 +279,14 @@ def _build(
 
 
 def _documents(
-    files: Iterable[Source], text_field: str | None, bar: Any, upper_case: bool
+    files: Iterable[Source], text_field: str | None, bar: Progress | None, upper_case: bool
 ) -> Iterator[str | Chat]:
     """Yield the documents of files; the bar, if there is one, counts characters, approximately."""
     for file in files:
         for text in read_documents(file, text_field):
             yield type(text)(text.upper()) if upper_case and isinstance(text, str) else text
             if bar is not None:
-                bar.update(len(text) if isinstance(text, str) else len(str(text.messages)))
+                bar.advance(len(text) if isinstance(text, str) else len(str(text.messages)))
 
 
 class _Writer:

@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, NoReturn, ParamSpec
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from adjoint.kernels.operation import (
     Implementation,
     all_operations,
     implementation_in,
+    no_states,
     registered,
 )
 
@@ -34,10 +35,12 @@ _as_on_cuda = False  # a plain variable: torch.compile guards on it, and cannot 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Give fake tensors of the CPU the kernels, shapes and dtypes that a GPU's would get from Triton, if it
-    is installed: to count what an absent device takes."""
+    """Give fake tensors of the CPU the shapes and dtypes that a GPU's would get from Triton's kernels, to
+    count what an absent device takes. The kernels are neither run nor imported: Triton need not be installed
+    here, and what is installed changes nothing."""
     global _as_on_cuda
     _as_on_cuda = True
+    choose.cache_clear()
     try:
         yield
     finally:
@@ -65,10 +68,10 @@ def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | 
         if dtype is not None and dtype not in (torch.float32, torch.float64):
             return f"it works in float32 and float64, not {dtype}"
     if name == "triton":
-        if (absent := _without_triton()) is not None:
-            return absent
         if is_as_on_cuda():
             return None
+        if (absent := _without_triton()) is not None:
+            return absent
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if not interpreted and not torch.cuda.is_available():
             return "there is no CUDA device (TRITON_INTERPRET=1 runs it on the CPU, slowly)"
@@ -142,7 +145,22 @@ def choose(operation: str, backend: str | None, device: torch.device, dtype: tor
         if library is None and reason is not None:
             cpu_build.warn_once(reason)
     _ensure(operation, backend, device, dtype)
+    if is_as_on_cuda() and backend == "triton":
+        return _shapes_of_triton(operation)
     return load(operation, backend)
+
+
+def _shapes_of_triton(operation: str) -> Implementation:
+    """Return what fake tensors need of Triton's code of an operation: its name, and the shape of its states;
+    the reference's where Triton has no code."""
+    code = registered(operation).backends.get("triton")
+    if code is None:
+        return load(operation, "reference")
+    return Implementation("triton", _refuse_to_run, _refuse_to_run, code.saved_shape or no_states)
+
+
+def _refuse_to_run(*args: object) -> NoReturn:
+    raise TypeError("kernels of a GPU that is only planned for do not run; give them fake tensors")
 
 
 def _ensure(
@@ -189,16 +207,23 @@ def fitting(
 
     Raises ValueError, with the reason, if a library is asked for that has not what the call needs.
     """
-    if backend is None and _as_on_cuda and _without_triton() is None:
-        return "triton"
+    if backend is None and _as_on_cuda:
+        fits = (
+            _left_out("triton", operation) is None
+            and _too_large("triton", operation, _numbers(needs)) is None
+        )
+        return "triton" if fits else "reference"
     if backend not in (None, *LIBRARIES) or (backend is None and tensor.device.type == "cpu"):
         return backend
     furthest = max(numel, *map(last_offset, (tensor, *others)))
     needs[OFFSET_BITS] = 32 if furthest < 1 << 31 else 64
-    numbers = tuple((name, int(size)) for name, size in needs.items())
     windowed = window is not None or halo > 0
     dtype = dtype or tensor.dtype
-    return _fitting(operation, backend, tensor.device, dtype, windowed, reset is not None, numbers)
+    return _fitting(operation, backend, tensor.device, dtype, windowed, reset is not None, _numbers(needs))
+
+
+def _numbers(needs: Mapping[str, int]) -> Needs:
+    return tuple((name, int(size)) for name, size in needs.items())
 
 
 def _with_dtypes(

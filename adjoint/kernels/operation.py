@@ -24,6 +24,11 @@ BACKENDS = ("cpu", "triton")  # that have code of ours; besides them the referen
 Shape = tuple[int, ...]
 
 
+def no_states(*tensors: Tensor) -> Shape:
+    """Return the shape of the states that an operation without states saves."""
+    return (0,)
+
+
 @dataclass(frozen=True)
 class Implementation:
     """An operation's forward and backward by one backend.
@@ -41,7 +46,7 @@ class Implementation:
     backend: str
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    saved_shape: Callable[..., Shape] = lambda *tensors: (0,)  # nothing
+    saved_shape: Callable[..., Shape] = no_states
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,13 @@ class Code:
             operation saves states, NAME_saved_shape; NAME as in `Operation.code_name`.
         limits: largest sizes that the code takes, under the names that the public function gives to
             `dispatch.fitting`. Beyond them a call runs in plain PyTorch, with a warning.
+        saved_shape: for Triton's code of an operation that saves states: the module's NAME_saved_shape, from
+            a file that does not import Triton. A plan for a GPU reads it on machines without Triton.
     """
 
     module: str
     limits: Mapping[str, int] = field(default_factory=dict)
+    saved_shape: Callable[..., Shape] | None = None
 
 
 CPU = Code(f"{PACKAGE}.cpu.backend")  # in C++, all operations in one module
@@ -120,6 +128,8 @@ class Operation:
             self._need(entry, fits, "its Code, or None to leave it to the reference")
             if isinstance(code, Code):
                 self._need(entry, _exists(code.module), f"in a module that exists; there is no {code.module}")
+                shaped = backend != "triton" or not self.saves_states or callable(code.saved_shape)
+                self._need(entry, shaped, "with saved_shape, the shape of the states that its forward saves")
         tried = callable(self.trial) or not self.backends
         self._need("trial", tried, "the problem on which backends are compared with the reference")
 

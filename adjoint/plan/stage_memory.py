@@ -247,8 +247,7 @@ def as_planned(on: Conditions, fake: FakeTensorMode) -> Iterator[None]:
     """Enter fake tensors with the precision and kernels of a device, which this machine need not have.
 
     CPU tensors stand for a GPU's: their shapes and dtypes are the same. Differences, the states that its
-    kernels save and the inputs that they read without widening, come from Triton's backend; without Triton
-    the reference's numbers, which are higher, stand for them.
+    kernels save and the inputs that they read without widening, come from the records of Triton's kernels.
 
     Args:
         fake: the FakeTensorMode of tensors made before.

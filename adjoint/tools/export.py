@@ -38,8 +38,7 @@ from adjoint.train.unloaded import copy_unloaded
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-def main(argv: list[str]) -> int:
-    """`adjoint export`: exit code 0."""
+def _parser() -> Flags:
     files = "".join(f"|FILE{row.SUFFIX}" for row in FILE_FORMATS)
     parser = Flags(
         prog="adjoint export",
@@ -56,7 +55,12 @@ def main(argv: list[str]) -> int:
     dtype = f"dtype of the weights: {', '.join(get_args(Dtype))}; default: that of model.from_pretrained, or"
     dtype += " of the run"
     parser.add("--dtype", dtype, reads(Dtype))
-    request = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """`adjoint export`: exit code 0."""
+    request = _parser().parse_args(argv)
     checkpoint = find_checkpoint(request.run)
     summary = export(checkpoint, request.to, request.format, request.dtype)
     print(f"{request.to}: {summary}, from {os.path.relpath(checkpoint)}")

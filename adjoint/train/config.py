@@ -40,9 +40,9 @@ from adjoint.settings import (
     option,
     read_value,
 )
-from adjoint.train.flags import Flags, nearest
+from adjoint.train.flags import Flags, unknown_key
 from adjoint.train.layout import Layout
-from adjoint.train.other_trainers import FOREIGN_KEYS
+from adjoint.train.places import file_values
 from adjoint.train.quantization import Quantization
 from adjoint.train.trackers import are_trackers
 
@@ -376,7 +376,9 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
         if re.match("--.", name):
             raise _unknown(name[2:], name)
         raise UserError(f"{unknown[0]!r}: not a flag; keys are given as --section.key value (see --help)")
-    entries = [(name, value, file) for file in options.config for name, value in _file_values(file)]
+    entries = [
+        (name, value, file) for file in options.config for name, value in file_values(file, known_keys())
+    ]
     entries += (from_environment := [each for each in _environment() if each[0] not in vars(options)])
     if from_environment:
         read = ", ".join(f"{variable}={text}" for _, text, variable in from_environment)
@@ -508,44 +510,6 @@ def _parser(prog: str, show_all: bool = False) -> Flags:
     return parser
 
 
-def _file_values(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys and values of a YAML file. Raises UserError if it has no sections."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [str(key.value) for key, _ in node.value]
-            if len(set(keys)) < len(keys):  # YAML's own loader keeps the last silently
-                raise yaml.YAMLError(f"{max(keys, key=keys.count)} is there twice")
-            return super().construct_mapping(node, deep)
-
-    file = Path(path)
-    if not file.exists() and file.parent == Path("configs"):
-        file = Path(__file__).parents[1] / file  # the package includes them
-    if not file.is_file():
-        raise UserError(f"--config {path}: no such file; give the path of a YAML file")
-    try:
-        loaded = yaml.load(file.read_text(encoding="utf-8"), Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path}: holds no sections; write them as 'training:' and keys indented below it")
-    for section, content in loaded.items():
-        if section not in vars(Config()):
-            yield str(section), content
-        elif isinstance(content, dict):
-            for key, value in content.items():
-                name = f"{section}.{key}"
-                if isinstance(value, dict):
-                    yield from ((f"{name}.{inner}", each) for inner, each in value.items())
-                elif value is not None or not any(
-                    existing_key.startswith(f"{name}.") for existing_key in known_keys()
-                ):
-                    yield name, value
-        else:
-            raise UserError(f"{path}: {section} is a section; write its keys indented below it")
-
-
 def _environment() -> Iterator[tuple[str, str, str]]:
     """Yield the dotted key, value and name of each environment variable ADJOINT_SECTION__KEY."""
     spelled = {name.lower(): name for name in known_keys()}
@@ -570,9 +534,7 @@ def _pretrained(default: ModelConfig, settings: dict[str, Any]) -> ModelConfig:
 
 
 def _unknown(name: str, origin: str) -> UserError:
-    guess = FOREIGN_KEYS.get(name.rpartition(".")[2]) or nearest(name, known_keys())
-    suggestion = f"; did you mean {guess}?" if guess in known_keys() else f"; {guess}" * bool(guess)
-    return UserError(f"{origin}: unknown key {name}{suggestion} (--help-all lists all keys)")
+    return unknown_key(name, origin, known_keys())
 
 
 def _method(name: str, settings: dict[str, Any]) -> Method:

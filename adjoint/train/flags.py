@@ -12,6 +12,7 @@ from typing import Any, Never, TypeVar
 from adjoint.errors import UserError
 from adjoint.files import is_utf8
 from adjoint.settings import read_value
+from adjoint.train.other_trainers import FOREIGN_KEYS
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ class Flags(argparse.ArgumentParser):
         arguments, rest = self.parse_known_args(argv)
         for word in rest:
             flag = word.partition("=")[0]
-            if flag.startswith("--") and "." not in flag and nearest(flag, self._flags(), cutoff=0.8):
+            if is_like_a_flag(flag, self._flags()):
                 raise self.unknown(word)
         return arguments, rest
 
@@ -74,12 +75,7 @@ class Flags(argparse.ArgumentParser):
 
     def unknown(self, word: str) -> UserError:
         """Return an error for a word that is no flag of the command, with the flag that may be meant."""
-        flag = word.partition("=")[0]
-        if not flag.startswith("-"):
-            return UserError(f"{word!r}: {self.prog} has no such argument; see {self.prog} --help")
-        suggestion = nearest(flag, self._flags(), cutoff=0.6)
-        hint = f"did you mean {suggestion}?" if suggestion else f"see {self.prog} --help"
-        return UserError(f"{flag}: {self.prog} has no such flag; {hint}")
+        return unknown_flag(word, self._flags(), self.prog)
 
     def error(self, message: str) -> Never:
         bare = re.fullmatch(r"argument (?:\S+/)?(--\S+): expected one argument", message)
@@ -112,6 +108,32 @@ def new_folder(text: str) -> Path:
     if not is_utf8(text):
         raise ValueError(f"{text}: its name is not UTF-8, which safetensors needs; name another folder")
     return Path(text)
+
+
+def is_like_a_flag(word: str, flags: Collection[str]) -> bool:
+    """Whether a word that is no flag of a command is more probably one of these misspelled than a key."""
+    return word.startswith("--") and "." not in word and nearest(word, flags, cutoff=0.8) is not None
+
+
+def unknown_flag(word: str, flags: Collection[str], prog: str) -> UserError:
+    """Return an error for a word that is no flag of a command, with the flag that may be meant."""
+    flag = word.partition("=")[0]
+    if not flag.startswith("-"):
+        return UserError(f"{word!r}: {prog} has no such argument; see {prog} --help")
+    suggestion = nearest(flag, flags, cutoff=0.6)
+    hint = f"did you mean {suggestion}?" if suggestion else f"see {prog} --help"
+    return UserError(f"{flag}: {prog} has no such flag; {hint}")
+
+
+def unknown_key(name: str, origin: str, keys: Collection[str]) -> UserError:
+    """Return an error for a key that no configuration has, with the key that may be meant.
+
+    Args:
+        origin: the flag, file or variable that has it.
+    """
+    guess = FOREIGN_KEYS.get(name.rpartition(".")[2]) or nearest(name, keys)
+    suggestion = f"; did you mean {guess}?" if guess in keys else f"; {guess}" * bool(guess)
+    return UserError(f"{origin}: unknown key {name}{suggestion} (--help-all lists all keys)")
 
 
 def nearest(key: str, candidates: Collection[str], cutoff: float = 0.65) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from adjoint.files import new_figure, save_figure
 from adjoint.train.metrics import MetricsRow
@@ -13,29 +14,52 @@ def plot_losses(
     metrics: Sequence[MetricsRow], path: str | Path, unigram_entropy: float | None = None, title: str = ""
 ) -> None:
     """Plot training and held-out loss (nats per token) of rows of ``metrics.jsonl`` against steps, and the
-    unigram entropy to beat, in nats per token."""
+    unigram entropy to beat, in nats per token.
+
+    Held-out losses far from the training losses get a panel of their own, as one scale would flatten both.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    figure = new_figure(7, 4.2)
-    axes = figure.add_subplot()
     # else no token was predicted
-    points = [(row["step"], loss) for row in metrics if (loss := row["loss"]) is not None]
-    steps, losses = [step for step, _ in points], [loss for _, loss in points]
-    many = len(steps) > 30
-    axes.plot(steps, losses, color="tab:blue", linewidth=1, alpha=0.35 if many else 1.0, label="training")
-    if many:
-        axes.plot(steps, _smoothed(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
-    held_out = [(row["step"], row["eval_loss"]) for row in metrics if row.get("eval_loss") is not None]
+    training = [(row["step"], loss) for row in metrics if (loss := row["loss"]) is not None]
+    held_out = [(row["step"], loss) for row in metrics if (loss := row.get("eval_loss")) is not None]
+    losses = [loss for _, loss in training]
+    together = not held_out or not training or _are_near(losses, [loss for _, loss in held_out])
+    figure = new_figure(7, 4.2 if together else 6)
+    panels = figure.subplots(1 if together else 2, 1, sharex=True, squeeze=False)[:, 0]
+    many = len(training) > 30
+    if training:
+        steps = [step for step, _ in training]
+        alpha = 0.35 if many else 1.0
+        panels[0].plot(steps, losses, color="tab:blue", linewidth=1, alpha=alpha, label="training")
+        if many:
+            smooth = _smoothed(losses)
+            panels[0].plot(steps, smooth, color="tab:blue", linewidth=1.8, label="training, smoothed")
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", markersize=4, label="held out")
-    if unigram_entropy is not None:
-        label = f"unigram entropy, {unigram_entropy:.2f}"
-        axes.axhline(unigram_entropy, color="tab:gray", linestyle="--", linewidth=1, label=label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+        xs, ys = zip(*held_out, strict=True)
+        panels[-1].plot(xs, ys, "o-", color="tab:orange", markersize=4, label="held out")
+    for axes in panels:
+        if unigram_entropy is not None:
+            label = f"unigram entropy, {unigram_entropy:.2f}"
+            look: dict[str, Any] = {"color": "tab:gray", "linestyle": "--", "linewidth": 1, "label": label}
+            if _are_near(axes.get_ylim(), [unigram_entropy]):
+                axes.axhline(unigram_entropy, **look)
+            else:  # named in the legend alone
+                axes.plot([], [], **look)
+        axes.set(ylabel="loss (nats per token)")
+        axes.grid(alpha=0.25)
+        if axes.lines:
+            axes.legend(frameon=False)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].set(xlabel="step")
+    panels[0].set(title=title)
     save_figure(figure, path)
+
+
+def _are_near(values: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether one scale for both is at most three times as long as the longer of their own."""
+    spans = [max(each) - min(each) for each in (values, others)]
+    return max(spans) == 0 or max(*values, *others) - min(*values, *others) <= 3 * max(spans)
 
 
 def _smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import shutil
 import sys
 import warnings
@@ -30,6 +29,7 @@ from adjoint.memory import out_of_memory
 from adjoint.methods import Method
 from adjoint.parallel.split_tensors import is_split
 from adjoint.train import quantization as quantized
+from adjoint.train.places import is_local_model, no_configuration
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -57,7 +57,7 @@ def folder_of(name: str, weights: bool = True, key: str = KEY) -> str:
     Raises:
         UserError: it is a name, and the hub does not give its files: with what the hub says.
     """
-    if Path(name).expanduser().exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+    if is_local_model(name):
         return name
     from huggingface_hub import snapshot_download
 
@@ -88,10 +88,7 @@ def configuration(place: str, trust_remote_code: bool = False, key: str = KEY) -
         return file_format.configuration(path)
     if not path.is_file() and not (path / "config.json").is_file():
         refuse_adapter(path, key)
-        raise UserError(
-            f"{key}: {place} has no config.json; name a folder that save_pretrained wrote, or a model of "
-            "the Hugging Face hub"
-        )
+        raise no_configuration(place, key)
     file = path if path.is_file() else path / "config.json"
     with _reading(place, key, trust_remote_code):
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=trust_remote_code)

@@ -16,8 +16,8 @@ from adjoint.errors import UserError
 from adjoint.files import disk_errors, is_utf8, remove_unfinished, write_atomically
 from adjoint.train.config import RunConfig
 from adjoint.train.metrics import MetricsRow
+from adjoint.train.places import RUNS, run_at
 
-RUNS = Path("runs")
 _LOCK = ".lock"
 _CONTENTS = ("config.yaml", "metrics.jsonl", "checkpoints")
 
@@ -99,13 +99,7 @@ def resume_command(path: Path, launcher: str = "") -> str:
 def find_checkpoint(name: str, flag: str = "") -> Path:
     """Return the checkpoint that a command line names: a run's newest good one, or one itself. `runs/` may be
     left out. A UserError where there is none."""
-    called = f"{flag} {name}".strip()
-    path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
-    if path is None:
-        runs = sorted(p.name for p in RUNS.iterdir() if p.is_dir()) if RUNS.is_dir() else []
-        remedy = f"runs here: {', '.join(runs)}" if runs else "train one first: adjoint train"
-        raise UserError(f"{called}: no such run or checkpoint; {remedy}")
-    return checkpoint_at(path, called)
+    return checkpoint_at(run_at(name, flag), f"{flag} {name}".strip())
 
 
 def _numbered(name: str) -> tuple[Path, Path]:

@@ -33,22 +33,24 @@ def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def draw(result: Row) -> Any:
-    """A column a task: above, training loss against steps (median over the seeds and each of them), for text
-    minus Backprop's, as the losses coincide; below, accuracy against distance, or for text what the methods
+    """Return a row per task.
+
+    On the left, training loss against steps (median over the seeds and each of them), for text minus
+    Backprop's, as the losses coincide; on the right, accuracy against distance, or for text what the methods
     lose on the held-out split."""
     plt = report.pyplot()
     tasks = list(result["tasks"])
     style = looks(dict.fromkeys(row["method"] for row in result["rows"]))
-    figure, panels = plt.subplots(2, len(tasks), figsize=(4.1 * max(len(tasks), 2) + 0.6, 7.4), squeeze=False)
-    for (above, below), task in zip(panels.T, tasks, strict=True):
+    figure, panels = plt.subplots(len(tasks), 2, figsize=(9, 3.3 * len(tasks) + 1.2), squeeze=False)
+    for (left, right), task in zip(panels, tasks, strict=True):
         recall = any("accuracy" in curve for curve in curves_of(result, task))
-        _draw_losses(above, result, task, style, apart=not recall)
-        above.set_title(result["tasks"][task]["label"], fontsize=10.5)
-        (_draw_accuracy if recall else _draw_held_out)(below, result, task, style)
+        _draw_losses(left, result, task, style, apart=not recall)
+        left.set_title(result["tasks"][task]["label"], fontsize=10.5)
+        (_draw_accuracy if recall else _draw_held_out)(right, result, task, style)
     figure.legend(
         handles=[plt.Line2D([], [], **look, label=label(method)) for method, look in style.items()],
         loc="outside upper center",
-        ncols=5,
+        ncols=3,
         fontsize=10,
         title="thick: median over the seeds; thin: each seed",
     )

@@ -376,7 +376,9 @@ def test_the_longest_sequence_that_fits_is_read_off_a_line_and_measured() -> Non
     at = {limit: passes.fits(sizes, limit) for limit in (100, 800, 1100, 3500)}
     assert [show.fits_text(found) for found in at.values()] == ["< 1K", "~ 10K", "~ 16K", "~ 64K"]
     assert [found["through"] for found in at.values()] == [[], [4096, 16384], [4096, 16384], [4096, 16384]]
-    assert show.fits_text(passes.fits([(1024, 9), (2048, 9)], 10)) == "> 128K"
+    assert show.fits_text(passes.fits([(1024, 4), (2048, 8)], 10**6)) == "> 128K"
+    for hardly in ([(1024, 8), (2048, 9)], [(1024, 9), (2048, 9), (4096, 11)]):  # no line through these
+        assert show.fits_text(passes.fits(hardly, 10)) == "> 2K"
     benchmark = memory.Memory()
     options = benchmark.parse(["--lengths", "4K", "16K", "--methods", "exact", "backprop-checkpoint"])
     bytes_of = {"exact": lambda n: 500_000_000, "backprop-checkpoint": lambda n: 400_000_000 + 20_000 * n}

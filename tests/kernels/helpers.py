@@ -83,14 +83,16 @@ def cut_sequences(monkeypatch: pytest.MonkeyPatch, pieces: str | int, split: int
     if not INTERPRETED:
         return
     from adjoint.kernels.selective_scan.triton import launch as selective
+    from adjoint.kernels.selective_scan.triton import saved_states as selective_states
     from adjoint.kernels.ssd_scan.triton import launch as ssd
+    from adjoint.kernels.ssd_scan.triton import saved_states as ssd_states
     from adjoint.kernels.triton import common
 
     if isinstance(pieces, int):
-        monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), pieces))
+        monkeypatch.setattr(ssd_states, "CHUNK", dict.fromkeys((2, 4, 8), pieces))
         return
     if pieces == "blocks":
-        monkeypatch.setattr(selective, "CHECKPOINT", 4)
+        monkeypatch.setattr(selective_states, "CHECKPOINT", 4)
         monkeypatch.setattr(selective, "backward_programs", lambda *sizes: (2, split))
         return
     monkeypatch.setattr(common, "programs_that_fill", lambda x, per_multiprocessor: 10**6)
@@ -101,9 +103,9 @@ def cut_sequences(monkeypatch: pytest.MonkeyPatch, pieces: str | int, split: int
         if pieces == "small" and hasattr(module, "UNIT"):
             monkeypatch.setattr(module, "UNIT", 8)
     if pieces == "small":
-        monkeypatch.setattr(selective, "CHECKPOINT", 8)
-        monkeypatch.setattr(ssd, "CHUNK", dict.fromkeys((2, 4, 8), 32))
-        monkeypatch.setattr(ssd, "TILE", dict.fromkeys((2, 4, 8), 16))
+        monkeypatch.setattr(selective_states, "CHECKPOINT", 8)
+        monkeypatch.setattr(ssd_states, "CHUNK", dict.fromkeys((2, 4, 8), 32))
+        monkeypatch.setattr(ssd_states, "TILE", dict.fromkeys((2, 4, 8), 16))
         monkeypatch.setattr(ssd, "HEADS_EACH", 2)
 
 

@@ -41,6 +41,10 @@ def test_a_backend_that_is_left_out_is_named(backend: str) -> None:
     [
         ({"operator": "selective_scna"}, "operator is missing or wrong; .* torch.ops.adjoint"),
         ({"backends": {"cpu": None, "triton": None, "cuda": None}}, "not of {'cuda'}"),
+        (
+            {"backends": {"cpu": None, "triton": Code("adjoint.kernels.selective_scan.triton.launch")}},
+            r"backends\['triton'\] is missing or wrong; .* saved_shape, the shape",
+        ),
         *(
             (
                 {"backends": {"cpu": None, "triton": Code(f"adjoint.kernels.{module}")}},
@@ -72,7 +76,10 @@ def test_every_backend_has_the_functions_of_its_record(name: str, backend: str) 
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     code = dispatch.load(name, backend)
-    assert code.backend == ("reference" if all_operations()[name].backends.get(backend) is None else backend)
+    record = all_operations()[name]
+    assert code.backend == ("reference" if record.backends.get(backend) is None else backend)
+    if backend == "triton" and record.saves_states:  # what plans read without Triton
+        assert code.saved_shape is record.backends[backend].saved_shape
 
 
 def test_a_folder_without_a_record_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ from adjoint.kernels.linear_scan import triton as linear
 from adjoint.kernels.rms_norm import triton as norm
 from adjoint.kernels.selective_scan.triton import launch as selective
 from adjoint.kernels.ssd_scan.triton import launch as ssd
+from adjoint.kernels.ssd_scan.triton import saved_states as ssd_states
 from adjoint.kernels.triton import common
 
 POINTERS = {
@@ -199,7 +200,9 @@ def call_ssd(
     begins = empty(1, seqlen, dtype=torch.bool) if reset else None
     h0 = empty(1, nheads, headdim, d_state, dtype=FP32)
     inputs = (x, dt, A, B, B, A, A, True, h0, begins)
-    with mock.patch.object(ssd, "CHUNK", ssd.CHUNK if chunk is None else {x.element_size(): chunk}):
+    with mock.patch.object(
+        ssd_states, "CHUNK", ssd_states.CHUNK if chunk is None else {x.element_size(): chunk}
+    ):
         y, final, checkpoints = ssd.ssd_scan_forward(*inputs)
         ssd.ssd_scan_backward(y, final, *inputs, checkpoints, None)
 

@@ -19,6 +19,7 @@ from adjoint.cluster.spec import ShardSpec
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.schedule import BUFFERS
+from adjoint.kernels import dispatch
 from adjoint.plan import memory
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.stack import model_of
@@ -172,6 +173,29 @@ def test_half_precision_and_a_gpu_s_kernels_take_less_a_chunk() -> None:
     assert 0.4 * full["chunk"] < half["chunk"] < 0.75 * full["chunk"]
     assert double["chunk"] == pytest.approx(2 * full["chunk"], rel=0.01)
     assert double["weights"] == 2 * full["weights"]
+
+
+def test_a_plan_for_a_gpu_does_not_depend_on_triton_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixers = ["mamba", "mamba2"]
+    config = StackConfig(vocab_size=16, d_model=64, n_layer=2, mixer=mixers, headdim=16, d_state=16)
+    counted = []
+    for absent in (None, "triton is not installed"):
+        monkeypatch.setattr(dispatch, "_without_triton", lambda absent=absent: absent)
+        for name in [name for name in sys.modules if "triton" in name.split(".")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "triton", None)  # importing it raises
+        dispatch.load.cache_clear()
+        on = Conditions(1, 512, precision="bfloat16", device="cuda")
+        counted.append([model_of(config).piece(layer, on) for layer in range(2)])
+    assert counted[0] == counted[1]
+
+
+def test_a_plan_for_a_gpu_counts_plain_pytorch_beyond_its_kernels_sizes() -> None:
+    x = torch.zeros(1, 8, 1, 16)
+    with dispatch.as_on_cuda():
+        assert dispatch.fitting("ssd_scan", None, x, d_state=256) == "triton"
+        with pytest.warns(UserWarning, match="d_state=257 is above 256"):
+            assert dispatch.fitting("ssd_scan", None, x, d_state=257) == "reference"
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])

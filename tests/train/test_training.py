@@ -31,7 +31,7 @@ from adjoint.errors import UserError
 from adjoint.memory import rss_bytes
 from adjoint.plan.memory import Setup, needs
 from adjoint.plan.stack import model_of
-from adjoint.train import checkpoint, trainer
+from adjoint.train import checkpoint, plots, trainer
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.machine import StopRequest
 from adjoint.train.optimizer import learning_rate, parameter_groups
@@ -638,3 +638,19 @@ def test_every_row_of_a_run_over_shards_is_shown_as_gauges(
     windows = {("adjoint_windows", str(k)): window for k, window in enumerate(last.pop("windows"))}
     assert len(windows) == 2
     assert shown == {(f"adjoint_{key}", None): value for key, value in last.items()} | windows
+
+
+def test_held_out_losses_that_are_far_have_a_panel_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels: list[list[tuple[float, float]]] = []
+
+    def kept(figure: Any, path: Path) -> None:
+        panels.append([axes.get_ylim() for axes in figure.axes])
+
+    monkeypatch.setattr(plots, "save_figure", kept)
+    for held_out in (2.1, 5.0):
+        rows: Any = [{"step": n, "loss": 2.0 + 0.1 / n, "eval_loss": held_out + 0.1 / n} for n in (1, 2, 3)]
+        plots.plot_losses(rows, tmp_path / "loss.png", unigram_entropy=8.0)
+    (together,), (training, far) = panels
+    assert together[1] < 3 and training[1] < 3 and far[0] > 4

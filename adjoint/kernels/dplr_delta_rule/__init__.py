@@ -103,7 +103,11 @@ OPERATION = register(
         reference=reference,
         backends={
             "cpu": CPU,
-            "triton": Code("adjoint.kernels.dplr_delta_rule.triton.launch", limits={"d_k": 256}),
+            "triton": Code(
+                "adjoint.kernels.dplr_delta_rule.triton.launch",
+                limits={"d_k": 256},
+                saved_shape=reference.dplr_delta_rule_saved_shape,
+            ),
         },
         saves_states=True,
         under_recompute="save",

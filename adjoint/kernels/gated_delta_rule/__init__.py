@@ -109,7 +109,11 @@ OPERATION = register(
         reference=reference,
         backends={
             "cpu": CPU,
-            "triton": Code("adjoint.kernels.gated_delta_rule.triton.launch", limits={"d_k": 256}),
+            "triton": Code(
+                "adjoint.kernels.gated_delta_rule.triton.launch",
+                limits={"d_k": 256},
+                saved_shape=reference.gated_delta_rule_saved_shape,
+            ),
         },
         saves_states=True,
         under_recompute="save",

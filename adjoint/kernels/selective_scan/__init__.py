@@ -7,6 +7,7 @@ from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.operation import CPU, Code, Operation, register
 from adjoint.kernels.selective_scan import reference, trial
+from adjoint.kernels.selective_scan.triton.saved_states import selective_scan_saved_shape
 
 
 def _forward(
@@ -160,7 +161,11 @@ OPERATION = register(
         reference=reference,
         backends={
             "cpu": CPU,
-            "triton": Code("adjoint.kernels.selective_scan.triton.launch", limits={"d_state": 256}),
+            "triton": Code(
+                "adjoint.kernels.selective_scan.triton.launch",
+                limits={"d_state": 256},
+                saved_shape=selective_scan_saved_shape,
+            ),
         },
         saves_states=True,
         under_recompute="save",

@@ -9,6 +9,7 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.libraries import MambaSSM
 from adjoint.kernels.operation import CPU, Code, Operation, register
 from adjoint.kernels.ssd_scan import reference, trial
+from adjoint.kernels.ssd_scan.triton.saved_states import ssd_scan_saved_shape
 
 
 def _forward(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
@@ -144,7 +145,11 @@ OPERATION = register(
         reference=reference,
         backends={
             "cpu": CPU,
-            "triton": Code("adjoint.kernels.ssd_scan.triton.launch", limits={"headdim": 128, "d_state": 256}),
+            "triton": Code(
+                "adjoint.kernels.ssd_scan.triton.launch",
+                limits={"headdim": 128, "d_state": 256},
+                saved_shape=ssd_scan_saved_shape,
+            ),
         },
         saves_states=True,
         under_recompute="save",

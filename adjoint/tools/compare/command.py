@@ -7,6 +7,7 @@ compare.json and compare.png.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -24,9 +25,10 @@ from adjoint.formats import file_kinds
 from adjoint.formats.folders import described_sizes, has_weights
 from adjoint.memory import print_sizes_as, size_bytes, size_text, total_memory_bytes
 from adjoint.methods import METHODS, Exact
+from adjoint.progress import Waiting, duration_text, has_bar
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.compare import report
-from adjoint.tools.compare.estimate import GRADIENTS, TimeEstimate, duration_text
+from adjoint.tools.compare.estimate import GRADIENTS, TimeEstimate
 from adjoint.tools.measure.journal import Journal, completed, progress
 from adjoint.tools.measure.passes import fits, predicted_bytes, typical
 from adjoint.tools.measure.process import Point, Process
@@ -155,10 +157,12 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
         points.insert(0, (GRADIENTS, lengths[0]))
     with progress(len(points)) as tell:
 
-        def measure(key: Point) -> Point:
+        def measure(key: Point, expected_s: float | None = None) -> Point:
             """Measure a point in a process of its own."""
-            answer = process.measure(key)
-            process.close()
+            task = f"{key['way']}, {key['length']:,} tokens" if key["way"] != PILOT else "short passes"
+            with contextlib.nullcontext() if has_bar() else Waiting(task, expected_s):
+                answer = process.measure(key)
+                process.close()
             if "error" in answer and not _killed(answer):
                 point_name = "" if key["way"] == PILOT else f"{key['way']}, {key['length']:,} tokens: "
                 raise UserError(f"{request.model}: {point_name}{answer['error']}")
@@ -176,7 +180,7 @@ def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> 
                 tell(f"{way}, {length:,} tokens, about {duration_text(times.of_point(way, length))}", 0)
                 answer, began = _skipped(journal, way, length, settings["limit"]), time.monotonic()
                 if answer is None:
-                    answer = measure(key)
+                    answer = measure(key, times.of_point(way, length))
                     passed = sum(answer.get("seconds", [])) or times.of_point(way, length) - times.overhead
                     times.overhead = max(0.0, time.monotonic() - began - passed)
                 journal.add(key, answer)
@@ -311,8 +315,7 @@ def _fits(rows: list[dict[str, Any]], limit: int) -> dict[str, dict[str, Any]]:
 # ----------------------------------------------------------------------------------------- the command line
 
 
-def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
-    """Return the command's own arguments, and a configuration with its method."""
+def _parser() -> Flags:
     parser = Flags(
         prog="adjoint compare",
         usage="%(prog)s MODEL [--lengths 4K,16K,64K] [--memory 8GB] [--method exact] …",
@@ -346,6 +349,12 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     add("--out", "folder for the results", new_folder, default="compare")
     trust = "let Python code that comes with the model run: read it first"
     add("--trust-remote-code", trust, action="store_true")
+    return parser
+
+
+def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
+    """Return the command's own arguments, and a configuration with its method."""
+    parser = _parser()
     request, rest = parser.parse_known_args(argv)
     for word in rest:
         if not word.startswith("--method.") and word.startswith("-"):

@@ -51,12 +51,3 @@ class TimeEstimate:
     def of_points(self, points: Iterable[tuple[str, int]]) -> float:
         """Predict the seconds that several points, (way, length), take."""
         return sum(self.of_point(way, length) for way, length in points)
-
-
-def duration_text(seconds: float) -> str:
-    """Return seconds in words, to two digits or so: 40 s, 12 min, 2.5 h."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    if seconds < 90 * 60:
-        return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h"

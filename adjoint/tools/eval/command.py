@@ -31,8 +31,9 @@ from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.model import LanguageModel, PretrainedLM, model_class
+from adjoint.train.places import RUNS
 from adjoint.train.quantization import described
-from adjoint.train.rundir import RUNS, find_checkpoint
+from adjoint.train.rundir import find_checkpoint
 
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
 
@@ -54,8 +55,7 @@ class Loaded(NamedTuple):
     masking: Masking | None = None
 
 
-def main(argv: list[str]) -> int:
-    """`adjoint eval`: exit code 0."""
+def _parser() -> Flags:
     parser = Flags(
         prog="adjoint eval",
         usage="%(prog)s RUN [RUN ...] [--needles] [--lengths 4K,64K,1M] [--path TEXT] [--out DIR]",
@@ -80,7 +80,12 @@ def main(argv: list[str]) -> int:
     trust = "let Python code that comes with a folder or a name on the hub run: read it first"
     add("--trust-remote-code", trust, action="store_true")
     add("--out", "folder for the results; default: eval in the first RUN", new_folder)
-    request = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """`adjoint eval`: exit code 0."""
+    request = _parser().parse_args(argv)
     lengths = sorted(request.lengths)
     device = pick_device(request.device)
     precision = pick_precision(request.precision, device)

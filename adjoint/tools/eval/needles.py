@@ -15,6 +15,7 @@ from adjoint.batch import IGNORE_INDEX
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
 from adjoint.files import new_figure
+from adjoint.progress import Progress
 from adjoint.tools.eval.positions import CHUNK, Row, curves
 from adjoint.train.model import LanguageModel
 
@@ -59,23 +60,23 @@ def evaluate(
     Raises:
         UserError: a needle and its question do not fit in so few tokens.
     """
-    from tqdm import tqdm
-
     count = max(1, budget // (length * len(DEPTHS)))
     keys = np.random.default_rng(0).integers(10000, 100000, count).tolist()
     answers_by_depth: dict[float, list[Tensor]] = {depth: [] for depth in DEPTHS}
-    for i, key in enumerate(tqdm(keys, desc=f"{length:,} tokens", unit="needle", disable=None)):
-        pieces = pass_key(tokenizer, key)
-        room = length - sum(piece.shape[1] for piece in pieces)
-        if room < 1:
-            raise UserError(
-                f"--lengths: a needle and its question are {length - room} tokens, more than {length}; use "
-                f"{2 * (length - room)} or more"
-            )
-        start = i * (len(text) - room) // max(1, count - 1)
-        for depth in DEPTHS:
-            ids, labels = hidden(text[None, start : start + room], *pieces, depth)
-            answers_by_depth[depth].append(_graded(model, ids.to(device), labels.to(device)))
+    with Progress(f"{length:,} tokens", count * len(DEPTHS), "needle", leave=True) as progress:
+        for i, key in enumerate(keys):
+            pieces = pass_key(tokenizer, key)
+            room = length - sum(piece.shape[1] for piece in pieces)
+            if room < 1:
+                raise UserError(
+                    f"--lengths: a needle and its question are {length - room} tokens, more than {length}; "
+                    f"use {2 * (length - room)} or more"
+                )
+            start = i * (len(text) - room) // max(1, count - 1)
+            for depth in DEPTHS:
+                ids, labels = hidden(text[None, start : start + room], *pieces, depth)
+                answers_by_depth[depth].append(_graded(model, ids.to(device), labels.to(device)))
+                progress.advance()
     rows: list[NeedleRow] = []
     for depth, graded in answers_by_depth.items():
         accuracy, loss = torch.cat(graded).mean(0).tolist()
@@ -110,7 +111,7 @@ def heat_maps(rows: Sequence[RecallRow]) -> Figure:
     """Return a Matplotlib figure with a heat map a run: accuracy by depth and length."""
     runs = list(dict.fromkeys(row["run"] for row in rows))
     lengths = list(dict.fromkeys(row["length"] for row in rows))
-    across = min(5, len(runs))
+    across = min(3, len(runs))
     down = -(-len(runs) // across)
     figure = new_figure((1 + 0.8 * len(lengths)) * across + 1.6, 2.4 * down + 0.8)
     panels = figure.subplots(down, across, squeeze=False, sharey=True)
@@ -123,6 +124,7 @@ def heat_maps(rows: Sequence[RecallRow]) -> Figure:
         for (y, x), share in np.ndenumerate(shares):
             colour = "black" if share > 0.6 else "white"
             axes.text(x, y, f"{share:.0%}", ha="center", va="center", color=colour)
+        axes.grid(False)  # its lines would cross the numbers
         axes.set_title(Path(run).name, fontsize=10)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
         axes.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])

@@ -15,6 +15,7 @@ from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.data.masking import EVALUATION, Masking
 from adjoint.engine.grid import EngineSpec
 from adjoint.files import new_figure
+from adjoint.progress import Progress
 from adjoint.train.model import LanguageModel
 
 if TYPE_CHECKING:
@@ -74,22 +75,22 @@ def evaluate(
     Returns:
         length, start and stop of the bin's positions, loss (nats per token), predictions.
     """
-    from tqdm import tqdm
-
     windows = max(1, min(budget, len(text)) // length)
     starts = [round(i * (len(text) - length) / max(1, windows - 1)) for i in range(windows)]
     edges = [0, *itertools.takewhile(lambda n: n < length - 1, (FIRST << i for i in range(64))), length]
     sums = torch.zeros(windows, len(edges) - 1, dtype=torch.float64)
     counts = torch.zeros_like(sums)
-    for window, start in enumerate(tqdm(starts, desc=f"{length:,} tokens", unit="window", disable=None)):
-        ids = text[start : start + length].to(device)[None]
-        labels = None
-        if masking is not None:
-            ids, labels = masking.inputs(masking.choose(ids, EVALUATION, window))
-        for stop, loss, predictions in _losses(model, ids, labels, tuple(edges[1:-1])):
-            i = bisect.bisect_left(edges, stop) - 1
-            sums[window, i] += loss
-            counts[window, i] += predictions
+    with Progress(f"{length:,} tokens", windows, "window", leave=True) as progress:
+        for window, start in enumerate(starts):
+            ids = text[start : start + length].to(device)[None]
+            labels = None
+            if masking is not None:
+                ids, labels = masking.inputs(masking.choose(ids, EVALUATION, window))
+            for stop, loss, predictions in _losses(model, ids, labels, tuple(edges[1:-1])):
+                i = bisect.bisect_left(edges, stop) - 1
+                sums[window, i] += loss
+                counts[window, i] += predictions
+            progress.advance()
     means, totals = (sums.sum(0) / counts.sum(0)).tolist(), counts.sum(0).int().tolist()
     errors: list[float | None] = [None] * len(means)
     if windows > 1:  # not of a bin in which a window has no masked token

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from adjoint.files import write_atomically
+from adjoint.progress import has_bar
 from adjoint.tools.measure.process import Point
 
 
@@ -63,7 +63,7 @@ def completed(measure: Callable[[], object]) -> bool:
 def progress(total: int) -> Iterator[Callable[[str, int], object]]:
     """Takes lines to be written, and how many points they begin; a bar where tqdm is there and stderr is a
     terminal."""
-    if importlib.util.find_spec("tqdm") is not None and sys.stderr.isatty():
+    if has_bar():
         from tqdm import tqdm
 
         with tqdm(total=total, unit="point", dynamic_ncols=True, smoothing=0) as bar:

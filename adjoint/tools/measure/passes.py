@@ -18,6 +18,7 @@ from adjoint.kernels.precision import full_float32
 from adjoint.tools.measure.process import Point
 
 BEYOND = 64  # times the longest measured length: lines are not drawn further
+LEAST_GROWTH = 0.25  # of memory between two lengths: less is as much noise as growth
 
 
 class Passes(NamedTuple):
@@ -184,7 +185,8 @@ def fits(sizes: Sequence[tuple[int, int]], limit: float, failed: int | None = No
     Of the result: the longest length `measured` to fit; the shortest that did not (`failed`); the length at
     which a line comes to the limit (`extrapolated`), and the lengths it goes through (`through`): the last
     two measured, or the two on either side of the limit. `at_least`: it may be longer, as lines are not drawn
-    beyond BEYOND times the longest measured.
+    beyond BEYOND times the longest measured, nor through two points whose bytes differ by less than a share
+    LEAST_GROWTH: then `extrapolated` is the longest measured, and `through` has it alone.
     """
     sizes = sorted(sizes)
     within = [*itertools.takewhile(lambda size: size[1] <= limit, sizes)]
@@ -194,6 +196,8 @@ def fits(sizes: Sequence[tuple[int, int]], limit: float, failed: int | None = No
     if not within:
         return {"measured": None, "failed": failed, "extrapolated": None, "through": [], "at_least": False}
     line_points, last = sizes[: len(within) + 1], within[-1][0]
+    if len(line_points) > 1 and line_points[-1][1] < (1 + LEAST_GROWTH) * line_points[-2][1]:
+        return {"measured": last, "failed": failed, "extrapolated": last, "through": [last], "at_least": True}
     line = min(longest(line_points, limit), BEYOND * last, failed or math.inf)
     return {
         "measured": last,

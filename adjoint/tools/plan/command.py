@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 
 from adjoint.errors import UserError
 from adjoint.memory import print_sizes_as, size_bytes, total_memory_bytes, usable_cores
@@ -23,6 +22,7 @@ from adjoint.plan.links import Links
 from adjoint.plan.machine import Machine
 from adjoint.plan.memory import Setup
 from adjoint.plan.stack import model_of
+from adjoint.progress import Progress, Waiting
 from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value
 from adjoint.tools.plan.report import as_dict, host_weights_as_dict, labels_of, show
 from adjoint.train.config import Config, load_config
@@ -53,17 +53,19 @@ def main(argv: list[str]) -> int:
     if layout is None:
         ranked = _compared(request)
         layout = ranked[0].layout
-    fit = request.fit(layout)
-    spans = fit.assign()
-    estimate = request.estimate(fit, spans, tiles=ALL if flags.timeline else plan_time.MOST_TILES)
-    bounds = None
-    if not (flags.measure or flags.device_tflops):
-        slower = [REACHED / share for share in reversed(REACHED_RANGE)]
-        if layout.world == 1:  # nothing but tiles takes time
-            seconds = [factor * estimate.seconds for factor in slower]
-        else:
-            seconds = [request.estimate(fit, spans, factor).seconds for factor in slower]
-        bounds = seconds[0], seconds[1]
+    with Waiting("counting memory"):
+        fit = request.fit(layout)
+        spans = fit.assign()
+    with Waiting("simulating a step"):
+        estimate = request.estimate(fit, spans, tiles=ALL if flags.timeline else plan_time.MOST_TILES)
+        bounds = None
+        if not (flags.measure or flags.device_tflops):
+            slower = [REACHED / share for share in reversed(REACHED_RANGE)]
+            if layout.world == 1:  # nothing but tiles takes time
+                seconds = [factor * estimate.seconds for factor in slower]
+            else:
+                seconds = [request.estimate(fit, spans, factor).seconds for factor in slower]
+            bounds = seconds[0], seconds[1]
     if ranked:
         ranked[0] = dataclasses.replace(ranked[0], estimate=estimate)
     source = request.costs(fit.setup).source
@@ -72,7 +74,8 @@ def main(argv: list[str]) -> int:
         report["host_weights"] = host_weights_as_dict(fit.setup, request.costs(fit.setup))
     if isinstance(flags.links, Links):
         report["links"] = dataclasses.asdict(flags.links)
-    report["rows_that_fill"] = more_rows(request, estimate)
+    with Waiting("counting more rows"):
+        report["rows_that_fill"] = more_rows(request, estimate)
     if flags.json:
         print(json.dumps(report, indent=1))
     else:
@@ -88,18 +91,13 @@ def main(argv: list[str]) -> int:
 
 
 def _compared(request: Request) -> list[Ranked]:
-    """Rank the layouts, the best first, with a progress bar on a terminal.
+    """Rank the layouts, the best first, with progress on stderr.
 
     Raises:
         UserError: none fits: the message is that of the one that is nearest to it.
     """
-    with tqdm(desc="comparing layouts", unit="layout", delay=1, leave=False, disable=None) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        ranked = rank(request, show)
+    with Progress("comparing layouts", None, "layout", delay=1) as progress:
+        ranked = rank(request, progress.update)
     if not ranked[0].fits:
         nearest = min(ranked, key=lambda layout: layout.memory or float("inf"))
         request.fit(nearest.layout).assign()
@@ -195,14 +193,9 @@ def _measured(flags: argparse.Namespace, setup: Setup) -> plan_time.Costs:
 
 
 def _timed(setup: Setup, tokens: int, threads: int | None, device: torch.device) -> plan_time.Costs:
-    """`measured`, with a bar on a terminal."""
-    with tqdm(desc="timing layers on this machine", unit="layer", leave=False, disable=None) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        return plan_time.measured(setup, tokens, threads, device, show)
+    """`measured`, with progress on stderr."""
+    with Progress("timing layers on this machine", None, "layer") as progress:
+        return plan_time.measured(setup, tokens, threads, device, progress.update)
 
 
 # ----------------------------------------------------------------------------------------- command line

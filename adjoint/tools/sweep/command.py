@@ -7,6 +7,7 @@ sweep.csv and sweep.png.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -34,6 +35,7 @@ from adjoint.methods import (
     check_tolerance,
     check_window,
 )
+from adjoint.progress import Waiting, has_bar
 from adjoint.settings import NotNegative, Positive, whole_number
 from adjoint.stack import Stack
 from adjoint.tools.measure.journal import Journal, completed, progress
@@ -193,7 +195,9 @@ def _measure(row_keys: list[tuple[str, Window]], comparison: Comparison, journal
             tell("", 1)
             if journal.get(key) is None:
                 tell(f"{name}, window {window_text(window)}", 0)
-                journal.add(key, comparison.row(name, window))
+                with contextlib.nullcontext() if has_bar() else Waiting(f"{name}, {window_text(window)}"):
+                    row = comparison.row(name, window)
+                journal.add(key, row)
 
 
 def _rows(journal: Journal, baseline: str) -> list[dict[str, Any]]:

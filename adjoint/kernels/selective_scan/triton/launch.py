@@ -24,10 +24,11 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.operation import registered
 from adjoint.kernels.selective_scan.triton import backward as backward_kernels
 from adjoint.kernels.selective_scan.triton import forward as forward_kernels
+from adjoint.kernels.selective_scan.triton import saved_states as saved
 from adjoint.kernels.selective_scan.triton import window as windowed_kernels
+from adjoint.kernels.selective_scan.triton.saved_states import selective_scan_saved_shape
 from adjoint.kernels.triton import common
 
-CHECKPOINT = 64  # tokens between the states that the forward keeps
 SPAN = 8  # tokens of which the backward does at once what is not by states
 UNROLL = 4  # tokens the forward walks at once
 SHORTEST_SPLIT = 128  # tokens; a shorter split is not worth its share of the pass over splits
@@ -122,12 +123,6 @@ def check(d_state: int) -> None:
         )
 
 
-def selective_scan_saved_shape(u: torch.Tensor, A: torch.Tensor) -> tuple[int, ...]:
-    """States before every CHECKPOINT tokens, channels dense: (batch, checkpoints, d_state, d_inner)."""
-    batch, seqlen, d_inner = u.shape
-    return batch, triton.cdiv(seqlen, CHECKPOINT), A.shape[1], d_inner
-
-
 def selective_scan_forward(
     u: torch.Tensor,
     delta: torch.Tensor,
@@ -176,7 +171,9 @@ def selective_scan_forward(
     blocks = triton.cdiv(d_inner, lanes)
     registers = FORWARD_REGISTERS if n <= 16 else MOST_REGISTERS
     programs_at_once = _programs_at_once(u, registers, warps)
-    split_len = common.split_length(seqlen, batch * blocks, programs_at_once, CHECKPOINT, SHORTEST_SPLIT)
+    split_len = common.split_length(
+        seqlen, batch * blocks, programs_at_once, saved.CHECKPOINT, SHORTEST_SPLIT
+    )
     splits = triton.cdiv(seqlen, split_len)
 
     def launch(h: torch.Tensor | None, h_out: torch.Tensor, decay: torch.Tensor | None) -> None:
@@ -195,7 +192,7 @@ def selective_scan_forward(
             HAS_RESET=reset is not None,
             HAS_INIT=h is not None,
             SOFTPLUS=delta_softplus,
-            EVERY=CHECKPOINT,
+            EVERY=saved.CHECKPOINT,
             UNROLL=UNROLL if reset is None else UNROLL // 2,  # resets take registers too
             N=n,
             LANES=lanes,
@@ -258,7 +255,9 @@ def selective_scan_backward(
     light = n <= 32 and window is None and reset is None  # resets take registers too
     registers = BACKWARD_REGISTERS if light else MOST_REGISTERS
     programs_at_once = _programs_at_once(u, registers, warps)
-    unit = CHECKPOINT if window is None else window  # windowed splits are whole blocks, counted from token -1
+    unit = (
+        saved.CHECKPOINT if window is None else window
+    )  # windowed splits are whole blocks, counted from token -1
     length = seqlen + (window is not None)
     programs, split_len = backward_programs(
         batch, length, d_inner, rows * lanes, programs_at_once, unit, window is None
@@ -276,9 +275,11 @@ def selective_scan_backward(
     dA_parts = empty(batch, splits, d_state, d_inner)
     dD_parts = None if D is None else empty(batch, splits, d_inner)
     dbias_parts = None if delta_bias is None else empty(batch, splits, d_inner)
-    marks = CHECKPOINT // steps * (1 if window is None else 3)
-    span = min(SPAN, CHECKPOINT)
-    per_channel, recent = (0, CHECKPOINT) if window is not None else (2 * CHECKPOINT + 4 * span, span)
+    marks = saved.CHECKPOINT // steps * (1 if window is None else 3)
+    span = min(SPAN, saved.CHECKPOINT)
+    per_channel, recent = (
+        (0, saved.CHECKPOINT) if window is not None else (2 * saved.CHECKPOINT + 4 * span, span)
+    )
     scratch = empty(batch, splits, programs, (marks * n + per_channel) * rows * lanes + 2 * recent * n)
     flags = {
         "HAS_Z": z is not None,
@@ -343,7 +344,7 @@ def selective_scan_backward(
                 ),
                 HAS_D=D is not None,
                 EVEN=d_state == n,
-                EVERY=CHECKPOINT,
+                EVERY=saved.CHECKPOINT,
                 SPAN=span,
                 STEPS=steps,
                 N=n,
@@ -398,7 +399,7 @@ def _windowed(
     d_state = A.shape[0]
     z_strides = (0, 0) if z is None else z.stride()[:2]
     shared = {key: value for key, value in flags.items() if key not in ("HAS_BIAS", "SOFTPLUS")}
-    shared.update(HAS_FINAL=dfinal is not None, EVERY=CHECKPOINT)
+    shared.update(HAS_FINAL=dfinal is not None, EVERY=saved.CHECKPOINT)
     totals, products = torch.empty_like(checkpoints), torch.empty_like(checkpoints)
     n, lanes, warps = local_tile(d_state)
     windowed_kernels.marks_kernel[(triton.cdiv(d_inner, lanes), splits, batch)](

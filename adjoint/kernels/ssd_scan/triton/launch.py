@@ -26,13 +26,12 @@ from triton.runtime.jit import JITFunction
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.operation import registered
 from adjoint.kernels.selective_scan.triton import launch as selective
-from adjoint.kernels.ssd_scan.triton import backward, forward
+from adjoint.kernels.ssd_scan.triton import backward, forward, saved_states
+from adjoint.kernels.ssd_scan.triton.saved_states import chunk_tokens, ssd_scan_saved_shape
 from adjoint.kernels.triton import common
 
-# By the size of the inputs' elements: tokens between the states that are kept, tokens a matrix tile, and the
-# columns of d_state that a program takes where they are the inner and where they are the outer dimension.
-CHUNK = {2: 256, 4: 128, 8: 64}
-TILE = {2: 64, 4: 32, 8: 16}
+# By the size of the inputs' elements: columns of d_state that a program takes where they are the inner and
+# where they are the outer dimension.
 INNER = {2: 32, 4: 32, 8: 16}
 OUTER = {2: 64, 4: 64, 8: 16}
 WARPS = 4
@@ -60,12 +59,6 @@ _TL = {
 }
 
 
-def _chunk(x: torch.Tensor) -> int:
-    """Tokens a chunk: fewer than CHUNK only when the whole sequence is one chunk."""
-    size = x.element_size()
-    return min(CHUNK[size], max(TILE[size], triton.next_power_of_2(x.shape[1])))
-
-
 def _tile(x: torch.Tensor, d_state: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs of the kernels that sum over d_state, and of those that are split over it."""
     headdim, size = x.shape[-1], x.element_size()
@@ -77,8 +70,8 @@ def _tile(x: torch.Tensor, d_state: int) -> tuple[dict[str, Any], dict[str, Any]
         )
     n = max(16, triton.next_power_of_2(d_state))
     tile = {
-        "CHUNK": _chunk(x),
-        "Q": TILE[size],
+        "CHUNK": chunk_tokens(x),
+        "Q": saved_states.TILE[size],
         "P": max(16, triton.next_power_of_2(headdim)),
         "DOT": _TL[x.dtype],
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee" if x.dtype == torch.float64 else "tf32",
@@ -179,12 +172,6 @@ def _gram(B, C, chunks, tile, acc):
         **constants,
     )
     return gram
-
-
-def ssd_scan_saved_shape(x: torch.Tensor, B: torch.Tensor) -> tuple[int, ...]:
-    """States at the chunks' entries: (batch, chunks, nheads, headdim, d_state)."""
-    batch, seqlen, nheads, headdim = x.shape
-    return batch, triton.cdiv(seqlen, _chunk(x)), nheads, headdim, B.shape[-1]
 
 
 def ssd_scan_forward(

@@ -1,0 +1,94 @@
+"""Runs, models and configuration files that a command line names; looked up without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from adjoint.errors import UserError
+
+RUNS = Path("runs")
+
+
+def run_at(name: str, flag: str = "") -> Path:
+    """Return the path of a run or checkpoint; `runs/` may be left out.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
+    if path is None:
+        runs = sorted(p.name for p in RUNS.iterdir() if p.is_dir()) if RUNS.is_dir() else []
+        remedy = f"runs here: {', '.join(runs)}" if runs else "train one first: adjoint train"
+        raise UserError(f"{f'{flag} {name}'.strip()}: no such run or checkpoint; {remedy}")
+    return path
+
+
+def config_file(path: str) -> Path:
+    """Return a configuration file, one that the package includes too.
+
+    Raises:
+        UserError: there is none.
+    """
+    file = Path(path)
+    if not file.exists() and file.parent == Path("configs"):
+        file = Path(__file__).parents[1] / file
+    if not file.is_file():
+        raise UserError(f"--config {path}: no such file; give the path of a YAML file")
+    return file
+
+
+def file_values(path: str, keys: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys and values of a YAML file.
+
+    Args:
+        keys: of all configurations.
+
+    Raises:
+        UserError: there is no such file, or it has no sections.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [str(key.value) for key, _ in node.value]
+            if len(set(keys)) < len(keys):  # YAML's own loader keeps the last silently
+                raise yaml.YAMLError(f"{max(keys, key=keys.count)} is there twice")
+            return super().construct_mapping(node, deep)
+
+    file, sections = config_file(path), {key.partition(".")[0] for key in keys}
+    try:
+        loaded = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path}: holds no sections; write them as 'training:' and keys indented below it")
+    for section, content in loaded.items():
+        if section not in sections:
+            yield str(section), content
+        elif isinstance(content, dict):
+            for key, value in content.items():
+                name = f"{section}.{key}"
+                if isinstance(value, dict):
+                    yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+                elif value is not None or not any(
+                    existing_key.startswith(f"{name}.") for existing_key in keys
+                ):
+                    yield name, value
+        else:
+            raise UserError(f"{path}: {section} is a section; write its keys indented below it")
+
+
+def is_local_model(name: str) -> bool:
+    """Whether a model's name is that of a folder or file, not of the Hugging Face hub."""
+    return Path(name).expanduser().exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)
+
+
+def no_configuration(place: str, key: str) -> UserError:
+    """Return the error of a folder without a model; `key` is what it was given as."""
+    return UserError(
+        f"{key}: {place} has no config.json; name a folder that save_pretrained wrote, or a model of "
+        "the Hugging Face hub"
+    )
