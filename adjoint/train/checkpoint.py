@@ -194,6 +194,7 @@ def trained_model(
     """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
     merged into its weights, unless these are quantized."""
     from adjoint.hf.model_parts import base_of
+    from adjoint.train.adapters import merged
     from adjoint.train.pretrained import KEY, load
     from adjoint.train.quantization import described
 
@@ -205,8 +206,7 @@ def trained_model(
     model = load(settings["from_pretrained"], method, lora, trusted, KEY, kind, device)
     load_checkpoint(checkpoint, model, verify=False)
     if described(model.config) is None:
-        model = model.merge_and_unload() if lora else model
-        return model.to(device)
+        return (merged(model) if lora else model).to(device)
     return base_of(model)
 
 
@@ -215,7 +215,8 @@ def merged_model(checkpoint: Path) -> PreTrainedModel:
 
     Adapters on quantized weights are merged into the weights that the folder has or, if it is saved
     quantized, into those that the quantized ones stand for."""
-    from adjoint.train.pretrained import KEY, adapted, dequantized, unwrapped
+    from adjoint.train.adapters import adapted, merged
+    from adjoint.train.pretrained import KEY, dequantized, unwrapped
     from adjoint.train.quantization import described
 
     config = read_trainer(checkpoint)["config"]
@@ -228,7 +229,7 @@ def merged_model(checkpoint: Path) -> PreTrainedModel:
     if lora := settings.get("lora"):
         model = adapted(model, lora)
     load_checkpoint(checkpoint, model, verify=False)
-    return model.merge_and_unload() if lora else model
+    return merged(model) if lora else model
 
 
 def check_config(path: Path, config: ConfigDict) -> None:
