@@ -20,6 +20,7 @@ from adjoint.data.tokenizer import (
     char_tokenizer_files,
     has_no_files,
     load_tokenizer,
+    special_ids,
     tokenizer_files,
 )
 from adjoint.errors import UserError
@@ -137,7 +138,28 @@ def _write_all(work: Path, checkpoint: Path, layout: str, dtype: str | None) -> 
     else:
         summary = _write_pretrained(work, checkpoint, source, trusted, dtype)
         summary += _named_weights(settings, source, trusted)
-    return summary + _write_tokenizer(work, trained.get("data", {}))
+    data = trained.get("data", {})
+    summary += _write_tokenizer(work, data)
+    tokenizer = data.get("tokenizer")
+    if layout == "transformers" and tokenizer_files(str(work)) and (source is None or tokenizer != source):
+        place = tokenizer if has_no_files(tokenizer) else str(work)
+        ids = special_ids(load_tokenizer(place, data.get("separator"), trusted), work)
+        _write_special_ids(work, ids)
+    return summary
+
+
+def _write_special_ids(work: Path, ids: Mapping[str, int | None]) -> None:
+    """Write the ids of the run's special tokens to config.json and generation_config.json, by which
+    transformers ends a text: those that were there are another tokenizer's."""
+    for name in ("config.json", "generation_config.json"):
+        file = work / name
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        content |= ids
+        if isinstance(text_config := content.get("text_config"), dict):
+            text_config |= ids
+        if name == "generation_config.json":
+            content = {key: value for key, value in content.items() if value is not None}
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _cast(tensor: Tensor, dtype: str | None) -> Tensor:

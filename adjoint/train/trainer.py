@@ -119,7 +119,8 @@ class Trainer:
         machine.set_up(settings, self.device)
         on = settings.carry_state == "previous"
         trusted = config.model.trust_remote_code
-        self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, on, trusted)
+        vocab_size, folder_name = config.model.vocab_size, config.model.from_pretrained
+        self.data: Data = open_data(config.data, settings.seed, vocab_size, on, trusted, folder_name)
         if (
             setting := self.data.tokenizer.setting
         ) is not None:  # so that other commands need not see the text
