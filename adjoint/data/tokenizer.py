@@ -386,23 +386,25 @@ def describe_boundaries(tokenizer: Tokenizer) -> str:
 
 
 def special_ids(tokenizer: Tokenizer, folder: Path) -> dict[str, int | None]:
-    """Return the tokens with which texts were trained to begin and end, and the padding token, by the keys of a
+    """Return the tokens that begin and end a text in training, and the padding token, by the keys of a
     config.json.
 
     Args:
         folder: with the tokenizer's files.
     """
-    end = tokenizer.separator_ids
-    ids = {
-        "eos_token_id": end[0] if len(end) == 1 else None,
-        "bos_token_id": next(iter(tokenizer.bos_ids), None),
-    }
+    begin, end = tokenizer.bos_ids, tokenizer.separator_ids
     padding = _token_name(_configured(folder, "pad_token"))
-    if not isinstance(tokenizer, FileTokenizer):
-        return {**ids, "pad_token_id": None if padding is None else 0}
-    if ids["bos_token_id"] is None and tokenizer._bos is not None:
-        ids["bos_token_id"] = tokenizer._vocab.get(tokenizer._bos)
-    return {**ids, "pad_token_id": None if padding is None else tokenizer._vocab.get(padding)}
+    ids: dict[str, int | None] = {
+        "eos_token_id": end[0] if len(end) == 1 else None,
+        "bos_token_id": begin[0] if len(begin) == 1 else None,
+        "pad_token_id": None if padding is None else 0,
+    }
+    if isinstance(tokenizer, FileTokenizer):
+        vocabulary = tokenizer.vocabulary()
+        ids["pad_token_id"] = vocabulary.get(padding or "")
+        if not begin and tokenizer._bos is not None:
+            ids["bos_token_id"] = vocabulary.get(tokenizer._bos)
+    return ids
 
 
 def needs_text(tokenizer: str | None) -> bool:

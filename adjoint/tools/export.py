@@ -148,7 +148,7 @@ def _write_all(work: Path, checkpoint: Path, layout: str, dtype: str | None) -> 
     return summary
 
 
-def _write_special_ids(work: Path, ids: Mapping[str, int | None]) -> None:
+def _write_special_ids(work: Path, ids: dict[str, int | None]) -> None:
     """Write the ids of the run's special tokens to config.json and generation_config.json, by which
     transformers ends a text: those that were there are another tokenizer's."""
     for name in ("config.json", "generation_config.json"):

@@ -28,8 +28,9 @@ def cast_as_stored(
 ) -> None:
     """Cast a model in float32, in place, to the dtypes that its tensors have in the folder it is from.
 
-    A tensor that transformers itself loads in float32, such as a router's bias, stays float32. A tensor
-    without a counterpart gets the dtype that most of the folder's weights have.
+    A tensor that transformers itself loads in float32, such as a router's bias, stays float32. One that it
+    makes of several, such as all experts' matrices, has the widest of their dtypes. A tensor without a
+    counterpart gets the dtype that most of the folder's weights have.
 
     Args:
         configured: the dtype that the folder's config.json names, for weights that are quantized.
@@ -46,13 +47,15 @@ def cast_as_stored(
     tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
     targets: dict[int, torch.dtype] = {}
     for name, tensor in tensors.items():
-        is_wider = sources[name] == {torch.float32} and usual in HALF and default in HALF
+        is_wider = torch.float32 in sources[name] and usual in HALF and default in HALF
         if name in kept or (dtype is not None and is_wider):
             targets[id(tensor)] = torch.float32
         elif dtype is None and (own := _widest(sources[name])) is not None:
             targets.setdefault(id(tensor), own)
-    for tensor, other in _embeddings(model):  # a head that was tied is not in the folder
-        targets.setdefault(id(tensor), targets.get(id(other), default))
+    stored_ids = {id(tensor) for name, tensor in tensors.items() if sources[name]}
+    for tensor, other in _embeddings(model):
+        if id(tensor) not in stored_ids:  # a head that was tied in the folder
+            targets.setdefault(id(tensor), targets.get(id(other), default))
     for tensor in tensors.values():
         tensor.data = tensor.data.to(targets.get(id(tensor), default))
 
