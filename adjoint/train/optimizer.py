@@ -72,11 +72,8 @@ def _is_projection(module: nn.Module) -> bool:
 
 def _projections(model: nn.Module) -> set[int]:
     """Return the ids of the matrices of linear layers other than the head."""
-    heads = {
-        id(module.get_output_embeddings())
-        for module in model.modules()
-        if hasattr(module, "get_output_embeddings")
-    }
+    getters: list[Any] = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    heads = {id(get_head()) for get_head in getters if get_head is not None}
     return {
         id(module.weight)
         for name, module in model.named_modules()
