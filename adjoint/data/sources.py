@@ -337,10 +337,10 @@ def _check_strings(value: Any, place: str) -> None:
     elif isinstance(value, dict):
         for key, each in value.items():
             _check_strings(key, f"{place}: a name")
-            _check_strings(each, f"{place}, {key}")
-            if key == "arguments" and isinstance(each, str) and "\\u" in each:  # JSON, decoded for templates
+            if key == "arguments" and isinstance(each, str):  # JSON, decoded for templates
                 with contextlib.suppress(ValueError, RecursionError):
-                    _check_strings(json.loads(each), f"{place}, {key}")
+                    each = json.loads(each)
+            _check_strings(each, f"{place}, {key}")
 
 
 def _parsed(text: str, place: str, expected: str) -> list[Any]:
