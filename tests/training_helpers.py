@@ -17,6 +17,7 @@ import torch
 
 from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
+from adjoint.train.checkpoint import model_files, save_checkpoint
 from tests.model_helpers import assert_same
 
 SENTENCE = "the state of a chunk is all that next needs to know about every token"
@@ -132,3 +133,10 @@ def same_training(run: Path, expected: Path) -> None:
         1e-9,
     )
     assert (run / "sample.txt").read_text() == (expected / "sample.txt").read_text()
+
+
+def checkpoint_of(model: Any, folder: Path, base: Path, lora: Any = None, tokenizer: str = "byte") -> Path:
+    """The checkpoint of a run that began with a folder of transformers, without the training."""
+    settings = {"from_pretrained": str(base), "lora": lora}
+    trainer: Any = {"config": {"model": settings, "data": {"tokenizer": tokenizer}}}
+    return save_checkpoint(folder, 1, model_files(model), trainer)

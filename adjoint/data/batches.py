@@ -436,6 +436,7 @@ def open_data(
     vocab_size: int | None = None,
     consecutive: bool = False,
     trust_remote_code: bool = False,
+    table_of: str | None = None,
 ) -> Data:
     """Find, tokenise (once: the result is cached and memory-mapped) and cut the text of `config`.
 
@@ -445,6 +446,7 @@ def open_data(
         vocab_size: The model's vocabulary, to check the tokens against; None checks nothing.
         consecutive: Whether each row of a training batch continues where the previous batch ended.
         trust_remote_code: Whether Python files of the tokenizer's folder may run.
+        table_of: The model whose vocabulary it is, for an error, where no setting changes its size.
 
     Raises:
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
@@ -474,7 +476,7 @@ def open_data(
 
     caches = [tokens_of(sources, config.eval_fraction if splits_training_text else 0.0) for sources in parts]
     held_out = [tokens_of(sources, 0.0) for sources in others]
-    _check_tokens([*caches, *held_out], tokenizer, vocab_size, config)
+    _check_tokens([*caches, *held_out], tokenizer, vocab_size, config, table_of)
     _check_contents(caches, held_out)
     rows = config.batch if weights is None else 1
     streams = [Batches(c.train, config.seqlen, rows, seed, c.fingerprint, consecutive) for c in caches]
@@ -512,7 +514,11 @@ def _check_contents(trained: Sequence[TokenCache], held_out: Sequence[TokenCache
 
 
 def _check_tokens(
-    caches: Sequence[TokenCache], tokenizer: Tokenizer, vocab_size: int | None, config: DataConfig
+    caches: Sequence[TokenCache],
+    tokenizer: Tokenizer,
+    vocab_size: int | None,
+    config: DataConfig,
+    table_of: str | None,
 ) -> None:
     """Raise UserError if the vocabulary lacks a token, or a packed document contains the separator."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
@@ -520,6 +526,12 @@ def _check_tokens(
         raise UserError(f"data.separator: {token!r} is inside documents too; name another token")
     highest = max(cache.max_token_id for cache in caches)
     if vocab_size is not None and highest >= vocab_size:
+        if table_of is not None:
+            raise UserError(
+                f"token id {highest} in the text ({tokenizer.name}) is out of range for the {vocab_size} "
+                f"embeddings of {table_of}: name another data.tokenizer, or a folder whose model has "
+                f"{tokenizer.vocab_size} (resize_token_embeddings and save_pretrained of transformers)"
+            )
         raise UserError(
             f"token id {highest} in the text is out of range for model.vocab_size {vocab_size}: set it to "
             f"{tokenizer.vocab_size}, the tokenizer's size ({tokenizer.name}), or name another data.tokenizer"

@@ -7,6 +7,7 @@ order, so the same files always give the same stream.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -314,15 +315,32 @@ def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat
         tools = record.get("tools")
         if isinstance(tools, str):
             tools = _parsed(tools, f"{place}: field 'tools'", "a list of tools") if tools.strip() else None
+        _check_strings(value, f"{place}: field {name!r}")
+        _check_strings(tools, f"{place}: field 'tools'")
         unread = tuple(each for each in _UNREAD_FIELDS if record.get(each) not in (None, "", [], {}))
         yield Chat(value, tools, place, unread)
     elif isinstance(value, str):
-        if not value.isascii() and _HALF_PAIR.search(value):
-            problem = "half of a surrogate pair (\\ud800…), which is no text"
-            raise UserError(f"{place}: field {name!r} has {problem}")
+        _check_strings(value, f"{place}: field {name!r}")
         yield value
     elif value is not None:
         raise UserError(f"{place}: field {name!r} is {type(value).__name__}, not text; {_named(record)}")
+
+
+def _check_strings(value: Any, place: str) -> None:
+    """Raise UserError if a string in a record's value is no text; also one in a tool call's arguments."""
+    if isinstance(value, str):
+        if not value.isascii() and _HALF_PAIR.search(value):
+            raise UserError(f"{place} has half of a surrogate pair (\\ud800…), which is no text")
+    elif isinstance(value, list):
+        for number, each in enumerate(value, 1):
+            _check_strings(each, f"{place}, {'message' if _is_message(each) else 'element'} {number}")
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            _check_strings(key, f"{place}: a name")
+            if key == "arguments" and isinstance(each, str):  # JSON, decoded for templates
+                with contextlib.suppress(ValueError, RecursionError):
+                    each = json.loads(each)
+            _check_strings(each, f"{place}, {key}")
 
 
 def _parsed(text: str, place: str, expected: str) -> list[Any]:
@@ -387,7 +405,8 @@ def _array_records(stream: Any, path: Path) -> Records:
     except (ValueError, RecursionError) as error:
         if not isinstance(error, json.JSONDecodeError) or not error.msg.startswith("Extra data"):
             raise UserError(f"{path}: not JSON in UTF-8 ({error})") from None
-        yield from _json_records((line.encode() for line in content.splitlines()), path)
+        # at line feeds alone: texts may have the other ends of lines, such as U+2028, as they are
+        yield from _json_records((line.encode() for line in content.split("\n")), path)
     else:
         yield str(path), value
 

@@ -385,6 +385,28 @@ def describe_boundaries(tokenizer: Tokenizer) -> str:
     return f"documents {' and '.join(words)}" if words else "nothing between documents"
 
 
+def special_ids(tokenizer: Tokenizer, folder: Path) -> dict[str, int | None]:
+    """Return the tokens that begin and end a text in training, and the padding token, by the keys of a
+    config.json.
+
+    Args:
+        folder: with the tokenizer's files.
+    """
+    begin, end = tokenizer.bos_ids, tokenizer.separator_ids
+    padding = _token_name(_configured(folder, "pad_token"))
+    ids: dict[str, int | None] = {
+        "eos_token_id": end[0] if len(end) == 1 else None,
+        "bos_token_id": begin[0] if len(begin) == 1 else None,
+        "pad_token_id": None if padding is None else 0,
+    }
+    if isinstance(tokenizer, FileTokenizer):
+        vocabulary = tokenizer.vocabulary()
+        ids["pad_token_id"] = vocabulary.get(padding or "")
+        if not begin and tokenizer._bos is not None:
+            ids["bos_token_id"] = vocabulary.get(tokenizer._bos)
+    return ids
+
+
 def needs_text(tokenizer: str | None) -> bool:
     """Whether a value of `data.tokenizer` stands for what is found in the text."""
     return tokenizer == CHARS

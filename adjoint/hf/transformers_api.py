@@ -10,13 +10,16 @@ Raises:
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import importlib
 import operator
 import re
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TypeVar
 
+import torch
 import transformers
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -195,3 +198,45 @@ def loads_unchanged(model: PreTrainedModel) -> bool:
     mapping = optional("conversion_mapping", "get_model_conversion_mapping")
     renaming = optional("conversion_mapping", "WeightRenaming")
     return callable(mapping) and all(type(change) is renaming for change in mapping(model))
+
+
+def empty_model(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype | None = None
+) -> PreTrainedModel | None:
+    """Return a model of a class that occupies no memory, as transformers makes one before it loads weights;
+    None if the class cannot be made so.
+
+    Args:
+        config: the model's; its dtype becomes `dtype`, unless that is None.
+    """
+    safe_creation = optional("initialization", "meta_device_safe_creation_ops")
+    config = copy.deepcopy(config)
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(torch.device("meta"))
+        contexts.enter_context(torch.random.fork_rng(devices=[]))
+        if callable(safe_creation):
+            contexts.enter_context(safe_creation())
+        try:
+            return kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+        except Exception:  # of code that comes with a folder, whatever it does with tensors without memory
+            return None
+
+
+def loaded_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Map the names of a folder's tensors to the names of the model's that transformers makes of them, alone
+    or with others; a tensor that is not loaded is left out."""
+    rename = optional("core_model_loading", "rename_source_key")
+    renaming = optional("core_model_loading", "WeightRenaming")
+    converter = optional("core_model_loading", "WeightConverter")
+    changes = getattr(model, "_weight_conversions", None) or []
+    tensors, prefix = model.state_dict(), model.base_model_prefix
+    names: dict[str, str] = {}
+    for name in stored:
+        candidates = [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
+        if callable(rename) and isinstance(renaming, type) and isinstance(converter, type):
+            renamings = [change for change in changes if isinstance(change, renaming)]
+            converters = [change for change in changes if isinstance(change, converter)]
+            candidates.insert(0, rename(name, renamings, converters, prefix, tensors)[0])
+        if (loaded := next((each for each in candidates if each in tensors), None)) is not None:
+            names[name] = loaded
+    return names

@@ -34,6 +34,7 @@ class GatedDeltaNetMixer(Mixer):
 
     default_d_state = 64
     projected, takes_state_handoff = True, True
+    undecayed = frozenset({"dt_bias", "A_log"})
 
     def __init__(self, config: StackConfig) -> None:
         n, key_heads = self.state_size(config), self.count_key_heads(config)

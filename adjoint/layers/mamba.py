@@ -32,6 +32,7 @@ class MambaMixer(ScanMixer):
     (batch, d_inner, d_conv - 1), h (batch, d_inner, d_state))."""
 
     projected = True
+    undecayed = frozenset({"A_log", "D"})
 
     def __init__(self, config: StackConfig) -> None:
         d_inner, d_state, rank = config.d_inner, self.state_size(config), self.step_rank(config)

@@ -40,6 +40,7 @@ class Mamba2Mixer(ScanMixer):
 
     default_d_state = 128
     projected = True
+    undecayed = frozenset({"dt_bias", "A_log", "D"})
 
     def __init__(self, config: StackConfig) -> None:
         n = self.state_size(config)

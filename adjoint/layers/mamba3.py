@@ -45,6 +45,7 @@ class Mamba3Mixer(Mixer):
 
     default_d_state = 128
     projected = True
+    undecayed = frozenset({"dt_bias", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "D"})
     mimo_x: Tensor | None
     mimo_z: Tensor | None
     mimo_o: Tensor | None

@@ -54,6 +54,8 @@ class Mixer(nn.Module):
         windowed: whether its recurrence can be cut to a window, as a `ScanMixer`'s can.
         takes_state_handoff: whether it takes recurrent tensors of the state by `arrived`, no sooner than it
             reads them, and returns them by `handed_on`, as soon as it has them.
+        undecayed: names of its own parameters without weight decay, whatever their dimensions: biases,
+            scales, time scales. A class that is no subclass may have it too.
         grows: for each tensor of the state, the dimension that each chunk's tokens lengthen; None for one of
             fixed size.
         tensor_group: the ranks over which the mixer is split, if it has a share of the whole's heads or
@@ -64,6 +66,7 @@ class Mixer(nn.Module):
     projected: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     takes_state_handoff: ClassVar[bool] = False
+    undecayed: ClassVar[frozenset[str]] = frozenset()
     tensor_group: dist.ProcessGroup | None = None
 
     def __init__(self, config: StackConfig, *state_shapes: tuple[int | None, ...]) -> None:

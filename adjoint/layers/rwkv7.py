@@ -49,6 +49,7 @@ class RWKV7Mixer(Mixer):
 
     default_d_state = 64
     takes_state_handoff = True
+    undecayed = frozenset({"token_shift", "k_k", "k_a", "r_k", "norm_weight", "norm_bias"})
     k_k: Tensor
     k_a: Tensor
     r_k: Tensor

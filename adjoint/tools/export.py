@@ -20,6 +20,7 @@ from adjoint.data.tokenizer import (
     char_tokenizer_files,
     has_no_files,
     load_tokenizer,
+    special_ids,
     tokenizer_files,
 )
 from adjoint.errors import UserError
@@ -27,12 +28,14 @@ from adjoint.files import disk_errors, flush, unfinished_path
 from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_to_write, file_kinds
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
+from adjoint.train.adapters import TIED, is_tied
 from adjoint.train.checkpoint import merged_model, write_file
 from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, new_folder, reads
 from adjoint.train.pretrained import configuration
 from adjoint.train.quantization import described
 from adjoint.train.rundir import find_checkpoint
+from adjoint.train.stored_dtypes import cast_as_stored
 from adjoint.train.unloaded import copy_unloaded
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -101,7 +104,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
             )
         model = merged_model(checkpoint)
         dtype = dtype or _dtype_of(source, trained["model"].get("trust_remote_code", False))
-        file_format.save(model, folder, None if dtype is None else getattr(torch, dtype))
+        file_format.save(model, folder, _torch_dtype(dtype))
         return f"{file_format.SUMMARY}, {model.num_parameters():,} parameters, {dtype or 'as in the run'}"
     config = checkpoint_config(checkpoint) if source is None else None
     reason = None if config is None else FORMATS[layout].why_not(config)
@@ -137,13 +140,38 @@ def _write_all(work: Path, checkpoint: Path, layout: str, dtype: str | None) -> 
         weights = {name: _cast(t, dtype) for name, t in weights.items()}
         summary = _write(work, layout, *FORMATS[layout].convert(stack, weights))
     else:
-        summary = _write_pretrained(work, checkpoint, source, dtype or _dtype_of(source, trusted))
+        summary = _write_pretrained(work, checkpoint, source, trusted, dtype)
         summary += _named_weights(settings, source, trusted)
-    return summary + _write_tokenizer(work, trained.get("data", {}))
+    data = trained.get("data", {})
+    summary += _write_tokenizer(work, data)
+    tokenizer = data.get("tokenizer")
+    if layout == "transformers" and tokenizer_files(str(work)) and (source is None or tokenizer != source):
+        place = tokenizer if has_no_files(tokenizer) else str(work)
+        ids = special_ids(load_tokenizer(place, data.get("separator"), trusted), work)
+        _write_special_ids(work, ids)
+    return summary
+
+
+def _write_special_ids(work: Path, ids: dict[str, int | None]) -> None:
+    """Write the ids of the run's special tokens to config.json and generation_config.json, by which
+    transformers ends a text: those that were there are another tokenizer's."""
+    for name in ("config.json", "generation_config.json"):
+        file = work / name
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        content |= ids
+        if isinstance(text_config := content.get("text_config"), dict):
+            text_config |= ids
+        if name == "generation_config.json":
+            content = {key: value for key, value in content.items() if value is not None}
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
-    return tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
+    return tensor.to(_torch_dtype(dtype)) if dtype and tensor.is_floating_point() else tensor
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
@@ -154,20 +182,36 @@ def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
     return name if name in get_args(Dtype) else None
 
 
-def _write_pretrained(work: Path, checkpoint: Path, source: str, dtype: str | None) -> str:
+def _write_pretrained(work: Path, checkpoint: Path, source: str, trusted: bool, dtype: str | None) -> str:
     """Write a run of a Hugging Face model by its own `save_pretrained`, with the run's weights.
 
-    Tensors of the source folder that its class does not load are copied."""
+    Tensors of the source folder that its class does not load are copied.
+
+    Args:
+        trusted: whether Python files of the folder may run.
+        dtype: of the weights; None for those that the folder's tensors have.
+    """
     model = merged_model(checkpoint)
+    configured = _dtype_of(source, trusted)
+    main_dtype = dtype or configured
     file_format = file_format_of(source)
     if file_format is not None and (reason := file_format.why_no_folder(model.config)):
         raise UserError(f"--to: {reason}; write one, --to NAME{file_format.SUFFIX}")
-    if dtype is not None:
-        model.to(getattr(torch, dtype))
+    if file_format is None:
+        cast_as_stored(model, Path(source), _torch_dtype(configured), _torch_dtype(dtype))
+    elif main_dtype is not None:
+        model.to(_torch_dtype(main_dtype))
     model.save_pretrained(work)
+    if main_dtype is not None:  # not that of the first parameter
+        config_json = json.loads((work / "config.json").read_text(encoding="utf-8")) | {"dtype": main_dtype}
+        (work / "config.json").write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
     dtypes = _named_dtypes(model.state_dict())
     library = "transformers" if file_format is None else file_format.LIBRARY
     summary = f"{type(model).__name__} of {library}, {model.num_parameters():,} parameters, {dtypes}"
+    if is_tied(configuration(source, trusted)) and not is_tied(model.config):
+        summary += (
+            f", modules that shared a weight have one each, as adapters made them differ ({TIED} false)"
+        )
     if file_format is None and (copied := copy_unloaded(Path(source), work, model)):
         groups = ", ".join(sorted({".".join(name.split(".")[:2]) for name in copied})[:5])
         summary += f", and {len(copied)} tensors of {source} that it does not load, as they are ({groups})"

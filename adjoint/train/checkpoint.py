@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 
 _MAY_CHANGE = ("run.", "cluster.", "training.steps", "model.from_pretrained")
+_SIZES_OF_FOLDER = ("model.vocab_size", "model.d_model", "model.n_layer")
 _WRITING = ".writing-"  # a folder that a kill may leave, as `REMOVING`; the next save deletes them
 
 
@@ -194,6 +196,7 @@ def trained_model(
     """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
     merged into its weights, unless these are quantized."""
     from adjoint.hf.model_parts import base_of
+    from adjoint.train.adapters import merged
     from adjoint.train.pretrained import KEY, load
     from adjoint.train.quantization import described
 
@@ -205,8 +208,7 @@ def trained_model(
     model = load(settings["from_pretrained"], method, lora, trusted, KEY, kind, device)
     load_checkpoint(checkpoint, model, verify=False)
     if described(model.config) is None:
-        model = model.merge_and_unload() if lora else model
-        return model.to(device)
+        return (merged(model) if lora else model).to(device)
     return base_of(model)
 
 
@@ -215,7 +217,8 @@ def merged_model(checkpoint: Path) -> PreTrainedModel:
 
     Adapters on quantized weights are merged into the weights that the folder has or, if it is saved
     quantized, into those that the quantized ones stand for."""
-    from adjoint.train.pretrained import KEY, adapted, dequantized, unwrapped
+    from adjoint.train.adapters import adapted, merged
+    from adjoint.train.pretrained import KEY, dequantized, unwrapped
     from adjoint.train.quantization import described
 
     config = read_trainer(checkpoint)["config"]
@@ -228,7 +231,7 @@ def merged_model(checkpoint: Path) -> PreTrainedModel:
     if lora := settings.get("lora"):
         model = adapted(model, lora)
     load_checkpoint(checkpoint, model, verify=False)
-    return model.merge_and_unload() if lora else model
+    return merged(model) if lora else model
 
 
 def check_config(path: Path, config: ConfigDict) -> None:
@@ -239,37 +242,53 @@ def check_config(path: Path, config: ConfigDict) -> None:
     if records_model(path) and config["model"].get("from_pretrained") is not None:
         ignored |= {"from_pretrained"}  # which may have moved: its content is compared
     saved, current = (
-        {f"model.{k}": v for k, v in c.get("model", {}).items() if k not in ignored} for c in (stored, config)
+        _leaves({k: v for k, v in c.get("model", {}).items() if k not in ignored}, "model.")
+        for c in (stored, config)
     )
     for differs, source in ((saved, stored), (current, config)):
         differs["training.optimizer"] = source.get("training", {}).get("optimizer", "adamw")
     for key in [*current, *(key for key in saved if key not in current)]:
-        if saved.get(key) != current.get(key):
+        if (saved_value := saved.get(key)) == current.get(key):
+            continue
+        section = key.rpartition(".")[0]
+        if section in saved and saved[section] is None:  # a section that is switched on by its keys
             raise UserError(
-                f"{path}: has {key} {saved.get(key)}, this run has {current.get(key)}; "
-                f"set --{key} {saved.get(key)} or start another run"
+                f"{path}: has no {section}, this run has {key} {current[key]}; leave {section} out or start "
+                "another run"
             )
+        remedy = f"set {_as_flag(key, saved_value)}"
+        if config["model"].get("from_pretrained") is not None and key in _SIZES_OF_FOLDER:
+            remedy = "set --model.from_pretrained to the model that it is from"
+        raise UserError(
+            f"{path}: has {key} {saved_value}, this run has {current.get(key)}; {remedy} or start another run"
+        )
     check_model(path, config)
 
 
 def changed_keys(stored: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
     """Say which settings of a run differ from those of its checkpoint, as "training.lr 0.1, was 0.2"; where a
     run is, how long and over what, is not among them."""
-
-    def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-        leaves: dict[str, object] = {}
-        for key, value in config.items():
-            name = f"{prefix}{key}"
-            leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-        return leaves
-
-    saved_leaves, current_leaves = flat(stored), flat(current)
+    saved_leaves, current_leaves = _leaves(stored), _leaves(current)
     keys = [key for key in current_leaves if key in saved_leaves and not key.startswith(_MAY_CHANGE)]
     return [
         f"{key} {current_leaves[key]}, was {saved_leaves[key]}"
         for key in keys
         if current_leaves[key] != saved_leaves[key]
     ]
+
+
+def _leaves(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return a configuration's values by their dotted keys."""
+    leaves: dict[str, object] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        leaves |= _leaves(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return leaves
+
+
+def _as_flag(key: str, value: object) -> str:
+    """Return the words of a command line that set a key."""
+    return f"--{key} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}"
 
 
 def optimizer_tensors(
@@ -296,6 +315,13 @@ def load_optimizer(
         indexed_state = {
             i: _restored(state[name], named[name]) for i, name in enumerate(ordered) if state.get(name)
         }
+        is_muons = isinstance(each, torch.optim.Muon)
+        for i, entries in indexed_state.items():
+            if ("momentum_buffer" in entries) != is_muons:
+                raise UserError(
+                    f"{ordered[i]}: the checkpoint has the state of {'AdamW' if is_muons else 'Muon'} for "
+                    "it, from a version that divided parameters in another way; start another run"
+                )
         each.load_state_dict({"state": indexed_state, "param_groups": each.state_dict()["param_groups"]})
 
 

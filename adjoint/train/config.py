@@ -73,7 +73,7 @@ class TrainingConfig:
     optimizer: Literal["adamw", "adamw8bit", "muon"] = option(
         "adamw",
         '"adamw"; "adamw8bit", whose moments take 2 bytes per weight instead of 8 (torchao); or "muon" '
-        "for the projections' matrices with AdamW for the rest.",
+        "for the matrices of linear layers except the head, with AdamW for the rest.",
     )
     lr: PositiveNumber = option(
         6e-3,
@@ -92,7 +92,8 @@ class TrainingConfig:
     decay_steps: Positive | None = option(None, 'steps of the decay of "wsd"; null is a fifth of the run.')
     weight_decay: NotNegativeNumber = option(
         0.1,
-        "AdamW's weight decay, on projection matrices only, never on norms, biases and embeddings; "
+        "weight decay, on matrices and convolution kernels only, never on norms, biases, scales, time "
+        "scales, token shifts and embeddings; "
         "default 0 with model.from_pretrained.",
     )
     betas: Betas = option((0.9, 0.95), "AdamW's betas, the decay rates of its two moments.")

@@ -4,20 +4,27 @@ learning rate schedule."""
 from __future__ import annotations
 
 import math
+import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from adjoint.engine.host_weights import device_of
 from adjoint.errors import UserError, why_not_imported
 from adjoint.train.config import TrainingConfig
 
-# Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection,
-# Mamba-3's B_bias and C_bias are biases of three dimensions.
-_UNDECAYED = {"A_log", "D", "dt_bias", "B_bias", "C_bias"}
+# Names of parameters that are no matrices, though they have two dimensions or more in some class: biases and
+# scales per head, time scales (A_log, dt_bias, time_decay), skip connections (D), token shifts (x_r,
+# time_mix_key), what keys are multiplied with in RWKV-7 (k_k, k_a, r_k), learned queries and positions.
+_VECTORS = re.compile(
+    "bias|bonus|bounds|norm|scale|embed|(^|_)ape$|^(A_log|D|query)$|^time_|shift|^[kr]_[ka]$|^x_[a-z]$|lambda"
+)
+# Names of heads where no class says which module it is: of a Stack, and of a part of a model in layer shards.
+_HEADS = {"lm_head", "embed_out", "output_projection"}
 BLOCK, SMALLEST = 256, 4096  # of 8-bit moments: values that share a scale; weights of a tensor that has them
 ParameterGroup = dict[str, Any]  # what torch's optimizers take: "params", "weight_decay", …
 _uncompiled = threading.Lock()
@@ -26,26 +33,52 @@ _uncompiled = threading.Lock()
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()
 ) -> list[ParameterGroup]:
-    """Return the two groups of AdamW: what decays (the matrices of projections and convolutions) and what
-    does not.
+    """Return the two groups of AdamW: what decays (the matrices of projections, experts and routers, and the
+    kernels of convolutions) and what does not.
 
-    Not decayed: biases, norms and everything else with fewer than two dimensions; ``A_log``, ``D``,
-    ``dt_bias``, ``B_bias``, ``C_bias``; parameters marked ``_no_weight_decay``; embeddings, and so a head
+    Not decayed, whatever the number of dimensions: biases, norms, scales, time scales and token shifts; what
+    a mixer declares (`Mixer.undecayed`); parameters marked ``_no_weight_decay``; embeddings, and so a head
     tied to one: the rows of rare tokens see hardly any gradient, and decay alone would wear them away.
     """
     left_out = {id(tensor) for tensor in without}
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    spared = {id(p) for module in model.modules() for name, p in _own(module) if not _decays(module, name, p)}
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-    for name, parameter in model.named_parameters():
-        spared = (
-            parameter.ndim < 2
-            or name.rpartition(".")[2] in _UNDECAYED
-            or getattr(parameter, "_no_weight_decay", False)
-            or id(parameter) in embeddings
-        )
+    for parameter in model.parameters():
         if id(parameter) not in left_out and parameter.requires_grad:
-            groups[spared].append(parameter)
+            groups[id(parameter) in spared].append(parameter)
     return [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(recurse=False)
+
+
+def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter that a module has under this name is a matrix, or a convolution's kernel."""
+    if getattr(parameter, "_no_weight_decay", False) or name in getattr(module, "undecayed", ()):
+        return False
+    if _is_projection(module) or isinstance(module, _ConvNd):
+        return name == "weight"
+    if isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
+        return False
+    is_vector = parameter.ndim < 2 or parameter.numel() == max(parameter.shape)
+    return not is_vector and _VECTORS.search(name) is None
+
+
+def _is_projection(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's, or GPT-2's with its matrix the other way round."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _projections(model: nn.Module) -> set[int]:
+    """Return the ids of the matrices of linear layers other than the head."""
+    getters: list[Any] = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    heads = {id(get_head()) for get_head in getters if get_head is not None}
+    return {
+        id(module.weight)
+        for name, module in model.named_modules()
+        if _is_projection(module) and name.rpartition(".")[2] not in _HEADS and id(module) not in heads
+    }
 
 
 def make_optimizer(
@@ -54,16 +87,18 @@ def make_optimizer(
     """Return the optimizer of a model's parameters, ``without`` some of them.
 
     It is AdamW (Loshchilov & Hutter, 2019) over the groups above: one fused kernel where the model computes
-    on CUDA, also for weights in host memory. With ``muon`` the matrices among what decays are Muon's (Jordan
-    et al., 2024), its steps scaled to AdamW's so that one learning rate does for both (Liu et al., 2025).
-    With ``adamw8bit`` moments are kept in 8 bits, in blocks with a scale each (Dettmers et al., 2021), by
-    torchao.
+    on CUDA, also for weights in host memory. With ``muon`` the linear layers' matrices among what decays are
+    Muon's (Jordan et al., 2024), but for the head's, its steps scaled to AdamW's so that one learning rate
+    does for both (Liu et al., 2025). With ``adamw8bit`` moments are kept in 8 bits, in blocks with a scale
+    each (Dettmers et al., 2021), by torchao.
     """
     decayed, spared = parameter_groups(model, config.weight_decay, without)
     matrices: list[nn.Parameter] = []
     if config.optimizer == "muon":
-        matrices = [p for p in decayed["params"] if p.ndim == 2]
-        decayed["params"] = [p for p in decayed["params"] if p.ndim != 2]
+        projections = _projections(model)
+        matrices = [p for p in decayed["params"] if id(p) in projections and p.ndim == 2]
+        others = {id(p) for p in matrices}
+        decayed["params"] = [p for p in decayed["params"] if id(p) not in others]
     groups = [same_class for group in (decayed, spared) for same_class in _by_class(group)]
     if config.optimizer == "adamw8bit":
         try:
@@ -71,14 +106,14 @@ def make_optimizer(
         except ImportError as error:
             raise UserError(f"training.optimizer: adamw8bit {why_not_imported(error, 'torchao')}") from None
         return AdamW8bit(groups, config.lr, config.betas, config.eps)
-    fused = device_of(model).type == "cuda"
-    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
-    if not matrices:
-        return adamw
-    muon = torch.optim.Muon(
-        matrices, config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    return Several([muon, adamw])
+    parts: list[torch.optim.Optimizer] = []
+    if matrices:
+        decay, scaled = config.weight_decay, "match_rms_adamw"
+        parts.append(torch.optim.Muon(matrices, config.lr, weight_decay=decay, adjust_lr_fn=scaled))
+    if groups or not matrices:  # of adapters all parameters may be Muon's
+        fused = device_of(model).type == "cuda"
+        parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
+    return parts[0] if len(parts) == 1 else Several(parts)
 
 
 def _by_class(group: ParameterGroup) -> list[ParameterGroup]:

@@ -7,16 +7,15 @@ import json
 import logging
 import shutil
 import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from adjoint.errors import UserError, why_not_imported
+from adjoint.errors import UserError
 from adjoint.files import flush
 from adjoint.formats import file_format_of
 from adjoint.formats.folders import refuse_adapter
@@ -27,19 +26,15 @@ from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
 from adjoint.methods import Method
-from adjoint.parallel.split_tensors import is_split
 from adjoint.train import quantization as quantized
+from adjoint.train.adapters import LoraSettings, adapted
 from adjoint.train.places import is_local_model, no_configuration
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
 KEY = "model.from_pretrained"
-LoraSettings = Mapping[str, Any]  # `train.config.LoraConfig` as plain values
-# Modules without an adapter where none are named: transformers or a fused kernel reads their weight past it.
-_UNADAPTED = {"out_proj", "dt_proj"}
 _NEEDS_NEWER = "needs a newer transformers; pip install -U transformers"
 # What is downloaded of a model of the hub: weights as safetensors where there are any.
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -296,70 +291,6 @@ def _check_generation_config(file: Path, key: str) -> None:
         readable = False
     if not readable:
         raise UserError(f"{key}: {file.parent}: {file.name} is damaged; download it again")
-
-
-def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
-    """Return a model with adapters, the rest of it frozen."""
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError(f"model.lora: {why_not_imported(error, 'peft')}") from None
-    targets, rank = lora["target_modules"], lora["rank"]
-    settings = {"r": rank, "lora_alpha": lora["alpha"] or 2 * rank, "lora_dropout": lora["dropout"]}
-    settings["target_modules"] = _linear_maps(model) if targets is None else targets
-    try:
-        with _whole_sizes(model):
-            adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-        if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
-            raise ValueError("PEFT changes the weights of experts in the forward; name other modules")
-    except ValueError as error:
-        raise UserError(f"model.lora.target_modules: {' '.join(str(error).split())}") from None
-    return adapted
-
-
-@contextlib.contextmanager
-def _whole_sizes(model: PreTrainedModel) -> Iterator[None]:
-    """Let PEFT make adapters of the whole size of a split weight: the same on every rank as in one process.
-
-    Of the size of a rank's part, each rank would draw its own, and those before a row-wise weight fail.
-
-    Raises:
-        UserError: PEFT takes sizes from somewhere else.
-    """
-    if not any(is_split(p, p) for p in model.parameters()):
-        yield
-        return
-    from peft.tuners.lora import layer
-
-    name = "_get_in_out_features"
-    if not hasattr(layer, name):
-        raise UserError("model.lora: with cluster.tensor it needs another PEFT; pip install peft==0.21.2")
-    sizes = getattr(layer, name)
-
-    def whole_sizes(module: nn.Module) -> tuple[int | None, int | None]:
-        if isinstance(module, nn.Linear):
-            return module.in_features, module.out_features
-        return sizes(module)
-
-    setattr(layer, name, whole_sizes)
-    try:
-        with warnings.catch_warnings():  # where transformers gathers outputs, whole adapters need no hooks
-            warnings.filterwarnings("ignore", message="TP plan .* is not supported for LoRA")
-            yield
-    finally:
-        setattr(layer, name, sizes)
-
-
-def _linear_maps(model: PreTrainedModel) -> list[str]:
-    """Return the modules that get an adapter where none are named."""
-    modules, head = dict(model.named_modules()), model.get_output_embeddings()
-    left_out = set(_UNADAPTED)
-    if any(name.endswith(".experts") for name in modules):  # whose own these names stand for too
-        left_out |= {"gate", "gate_proj", "up_proj", "down_proj"}
-    linear = [
-        name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head
-    ]
-    return [name for name in linear if name.rpartition(".")[2] not in left_out]
 
 
 def described(

@@ -119,7 +119,8 @@ class Trainer:
         machine.set_up(settings, self.device)
         on = settings.carry_state == "previous"
         trusted = config.model.trust_remote_code
-        self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, on, trusted)
+        vocab_size, folder_name = config.model.vocab_size, config.model.from_pretrained
+        self.data: Data = open_data(config.data, settings.seed, vocab_size, on, trusted, folder_name)
         if (
             setting := self.data.tokenizer.setting
         ) is not None:  # so that other commands need not see the text
@@ -508,9 +509,17 @@ class Trainer:
         )
         pretrained, lora = self.config.model.from_pretrained, self.config.model.lora
         if lora is not None:
+            from adjoint.train.adapters import tied_modules
+
             trained = sum(p.numel() for p in self.model.module.parameters() if p.requires_grad)
             stored = f", quantized ({kind})" if (kind := described(self.model.module.config)) else ""
             print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen{stored}")
+            if shared := tied_modules(self.model.module):
+                also = f", and {len(shared) - 1} more such weights" if len(shared) > 1 else ""
+                print(
+                    f"note: {' and '.join(shared[0])} share a weight{also}, and one of them has an adapter: "
+                    "an export has a weight for each"
+                )
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
         unused = self.config.model.vocab_size - data.tokenizer.vocab_size

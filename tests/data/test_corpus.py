@@ -126,6 +126,17 @@ def test_byte_order_mark_and_blank_lines(tmp_path: Path) -> None:
     assert stream(data) == packed(["hello there", "one more", "and two"])
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_lines_of_records_end_at_line_feeds_alone(tmp_path: Path, character: str) -> None:
+    """The same documents from a .json file as from a .jsonl file, with either end of a line."""
+    written = json.dumps({"text": f"a{character}b"}, ensure_ascii=ord(character) < 32)
+    for name in ("lines.jsonl", "lines.json"):
+        for end in ("\n", "\r\n"):
+            (tmp_path / name).write_bytes(f"{written}{end}{written}{end}".encode())
+            (source,) = corpus.find_sources(str(tmp_path / name)).files
+            assert list(corpus.read_documents(source, None)) == [f"a{character}b"] * 2
+
+
 def test_folder_is_recursive_sorted_and_skips_hidden(tmp_path: Path) -> None:
     for name in ["b.txt", "a/z.md", "a/a.py", ".git/x.txt", ".hidden.txt", "a/image.png", "__pycache__/y.py"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)

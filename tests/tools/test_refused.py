@@ -34,6 +34,9 @@ FILES: dict[str, bytes] = {
     "chat.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}',
     "roles.jsonl": b'{"messages": ["a"]}',
     "half.jsonl": b'{"text": "\\ud800"}',
+    "half_chat.jsonl": b'\n{"messages": [{"role": "user", "content": "hi \\ud83d"}]}',
+    "half_call.jsonl": b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"arguments": '
+    b'"{\\"city\\": \\"\\\\ud83d\\"}"}]}]}',
     "latin.jsonl": b'{"text": "\xff"}',
     "digits.jsonl": b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}",
     "not.txt.gz": b"not gzip",
@@ -180,6 +183,11 @@ TEXTS = [
     ("body.jsonl", "body.jsonl:1: no field 'text'; there are 'body'"),
     ("number.jsonl", "number.jsonl:1: field 'text' is int"),
     ("half.jsonl", "half of a surrogate pair"),
+    (
+        "half_chat.jsonl",
+        "half_chat.jsonl:2: field 'messages', message 1, content has half of a surrogate",
+    ),
+    ("half_call.jsonl", "message 1, tool_calls, element 1, arguments, city has half of a surrogate pair"),
     ("chat.jsonl", "data.tokenizer byte: has no chat template"),
     (
         "roles.jsonl",

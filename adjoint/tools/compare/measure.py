@@ -19,8 +19,9 @@ from adjoint.hf.wrap import wrap
 from adjoint.methods import METHODS, Method
 from adjoint.tools.measure.passes import Passes, gradients_apart, measured, repeated
 from adjoint.tools.measure.process import Point
+from adjoint.train.adapters import adapted
 from adjoint.train.config import LoraConfig
-from adjoint.train.pretrained import adapted, configuration, unwrapped
+from adjoint.train.pretrained import configuration, unwrapped
 
 KEY = "adjoint compare"
 FIRST = 64  # tokens of the pass before those that count

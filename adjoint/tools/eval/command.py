@@ -203,7 +203,8 @@ def _held_out(loaded: Loaded, path: str | None, longest: int) -> Tensor:
     if path:
         all_tokens: dict[str, Any] = {"validation_path": None, "weights": None, "max_tokens": None}
         named = dataclasses.replace(named, path=path, eval_fraction=0.0, **all_tokens)
-    opened = open_data(named, vocab_size=loaded.model.vocab_size, trust_remote_code=loaded.trusts_code)
+    vocab_size, trusted = loaded.model.vocab_size, loaded.trusts_code
+    opened = open_data(named, 0, vocab_size, trust_remote_code=trusted, table_of="the model")
     if not path and loaded.trained not in (None, opened.fingerprint):
         raise UserError(
             f"data.path: {opened.description} has changed since it was trained on, and what it holds out now "

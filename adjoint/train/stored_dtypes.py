@@ -1,0 +1,117 @@
+"""Dtypes of the tensors in a Hugging Face folder, which an export of a model trained in float32 keeps."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from adjoint.hf.model_parts import original_class
+from adjoint.hf.transformers_api import empty_model, loaded_names
+from adjoint.train.unloaded import tensor_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FLOATING = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+HALF = (torch.bfloat16, torch.float16)
+
+
+def cast_as_stored(
+    model: PreTrainedModel, folder: Path, configured: torch.dtype | None, dtype: torch.dtype | None = None
+) -> None:
+    """Cast a model in float32, in place, to the dtypes that its tensors have in the folder it is from.
+
+    A tensor that transformers itself loads in float32, such as a router's bias, stays float32. One that it
+    makes of several, such as all experts' matrices, has the widest of their dtypes. A tensor without a
+    counterpart gets the dtype that most of the folder's weights have.
+
+    Args:
+        configured: the dtype that the folder's config.json names, for weights that are quantized.
+        dtype: in place of the dtype that most of the folder's weights have; where both are of 16 bits,
+            tensors that are float32 in the folder stay so. None keeps all dtypes.
+    """
+    stored = stored_dtypes(folder)
+    usual = _usual_dtype(stored.values()) or configured or torch.float32
+    default = dtype or usual
+    sources: dict[str, set[torch.dtype | None]] = collections.defaultdict(set)
+    for stored_name, name in loaded_names(model, stored).items():
+        sources[name].add(stored[stored_name][0])
+    kept = float32_names(model, default)
+    tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
+    targets: dict[int, torch.dtype] = {}
+    for name, tensor in tensors.items():
+        is_wider = torch.float32 in sources[name] and usual in HALF and default in HALF
+        if name in kept or (dtype is not None and is_wider):
+            targets[id(tensor)] = torch.float32
+        elif dtype is None and (own := _widest(sources[name])) is not None:
+            targets.setdefault(id(tensor), own)
+    stored_ids = {id(tensor) for name, tensor in tensors.items() if sources[name]}
+    for tensor, other in _embeddings(model):
+        if id(tensor) not in stored_ids:  # a head that was tied in the folder
+            targets.setdefault(id(tensor), targets.get(id(other), default))
+    for tensor in tensors.values():
+        tensor.data = tensor.data.to(targets.get(id(tensor), default))
+
+
+def _widest(dtypes: set[torch.dtype | None]) -> torch.dtype | None:
+    """Return the dtype that holds all values of some; None if one is quantized, or there is none."""
+    floating = [dtype for dtype in dtypes if dtype is not None]
+    if not dtypes or len(floating) < len(dtypes):
+        return None
+    return functools.reduce(torch.promote_types, floating)
+
+
+def _embeddings(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
+    """Return the weights of the head and of the embeddings, each as (one, the other)."""
+    modules = model.get_output_embeddings(), model.get_input_embeddings()
+    head, table = (getattr(module, "weight", None) for module in modules)
+    return [] if head is None or table is None else [(head, table), (table, head)]
+
+
+def stored_dtypes(folder: Path) -> dict[str, tuple[torch.dtype | None, int]]:
+    """Map the names of a folder's tensors to dtype and size; the dtype is None where they are quantized."""
+    from safetensors import safe_open
+
+    files = tensor_files(folder)
+    stored: dict[str, tuple[torch.dtype | None, int]] = {}
+    for file in set(files.values()):
+        if file.suffix == ".bin":
+            for name, tensor in torch.load(file, "meta", weights_only=True).items():
+                stored[name] = (tensor.dtype if tensor.dtype in FLOATING.values() else None, tensor.numel())
+            continue
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                part = opened.get_slice(name)
+                stored[name] = (FLOATING.get(part.get_dtype()), torch.Size(part.get_shape()).numel())
+    return stored
+
+
+def _usual_dtype(stored: Iterable[tuple[torch.dtype | None, int]]) -> torch.dtype | None:
+    """Return the dtype that most of a folder's weights have; None where most are quantized."""
+    counts: dict[torch.dtype | None, int] = collections.Counter()
+    for dtype, size in stored:
+        counts[dtype] += size
+    return max(counts, key=lambda dtype: counts[dtype], default=None)
+
+
+def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Return the names of tensors that transformers has in float32 in a model that it loads in `dtype`."""
+    if dtype not in HALF:
+        return set()
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in plan]
+    empty = empty_model(original_class(model), model.config, dtype)
+    made = {} if empty is None else empty.state_dict()
+    return {
+        name
+        for name in model.state_dict()
+        if any(pattern.search(name) for pattern in patterns)
+        or (name in made and made[name].dtype == torch.float32)
+    }
