@@ -187,18 +187,19 @@ def test_adapters_that_train_nothing_are_named(kind: str) -> None:
         UserWarning, match=r"MambaForCausalLM: .*layers\.0\.mixer\.dt_proj and .* trains nothing here"
     ):
         model(**make_batch(29)).loss.backward()
-    gradients = current_gradients(model)
-    assert gradients and all("in_proj" in name for name in gradients)
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained and all("in_proj" in name for name in trained)
 
 
 @pytest.mark.filterwarnings("error:.*trains nothing")
 def test_adapters_that_a_batch_does_not_reach_are_not_warned_of() -> None:
     model = make(LLAMA)
     for layer in model.model.layers:
-        layer.mlp = Experts()
+        layer.mlp = Experts().double()
     wrapped = adjoint.wrap(peft_model(model, "LoraConfig", ["experts.0", "experts.1"]), METHODS[0])
     wrapped(**make_batch(29)).loss.backward()
-    assert not any("experts.1" in name for name in current_gradients(wrapped))
+    trained = {name for name, p in wrapped.named_parameters() if p.grad is not None}
+    assert trained and all("experts.0" in name for name in trained)
 
 
 # --------------------------------------------------------------------------------------- logits that are read
@@ -239,51 +240,61 @@ def z_loss(logits: Any) -> Tensor:
     return 0.1 * logits.logsumexp(-1).square().mean()
 
 
-def z_loss_of_documents(logits: Any) -> Tensor:
-    """Read twice, once for a metric; only where no padding is."""
+def loss_of_logits(logits: Any) -> Tensor:
+    """Read three times, once for a metric; only where no padding is."""
     with torch.no_grad():
-        assert logits.argmax(-1).shape == (2, 29)
+        assert logits.argmax(-1).shape == logits.shape[:2]
     return z_loss(logits[:, :20]) + logits[0].softmax(-1).square().sum()
 
 
-DOCUMENTS = {"position_ids": torch.cat([torch.arange(11), torch.arange(18)]).expand(2, -1)}
 LOGITS_OF_OUTPUTS: dict[str, tuple[Any, ...]] = {  # method, inputs, and how the logits are read
     "attribute": (METHODS[0], {}, lambda out: out.logits),
     "name": (METHODS[0], {"num_items_in_batch": 31}, lambda out: out["logits"]),
     "number": (METHODS[0], {"use_cache": False}, lambda out: out[1]),
     "tuple": (METHODS[0], {"return_dict": False}, lambda out: out[1]),
-    "documents": (METHODS[0], {"input_ids": None, **DOCUMENTS}, lambda out: out.to_tuple()[1]),
     "pieces": (METHODS[1], {}, lambda out: out.get("logits")),
 }
 
 
 @pytest.mark.parametrize("case", LOGITS_OF_OUTPUTS)
-@pytest.mark.filterwarnings("ignore:position_ids restart", "ignore:out.logits was used")
+@pytest.mark.filterwarnings("ignore:out.logits was used")
 def test_a_loss_of_logits_beside_the_models_own(case: str, double: None) -> None:
-    """Both gradients are there, of weights (Bamba's embedding and head are tied) and of embeddings."""
+    """Both gradients are there; Bamba's embedding and head are tied, and a row is padded."""
     method, more, read = LOGITS_OF_OUTPUTS[case]
     model = make(BAMBA, tie_word_embeddings=True)
     wrapped, results = adjoint.wrap(copy.deepcopy(model), method), []
-    inputs = {name: value for name, value in (make_batch(29) | more).items() if value is not None}
-    if case == "documents":
-        del inputs["attention_mask"]
-        inputs["labels"] = inputs["labels"].index_fill(1, torch.tensor([0, 11]), -100)
     for subject in (model, wrapped):
-        extra = {}
-        if case == "documents":
-            scale = torch.ones((), requires_grad=True)
-            extra = {"inputs_embeds": subject.get_input_embeddings()(make_batch(29)["input_ids"]) * scale}
-            extra |= {} if subject is wrapped else {"seq_idx": (torch.arange(29) >= 11).int().expand(2, -1)}
         with float64_throughout():
-            out = subject(**inputs, **extra)
-            loss = out[0] + z_loss_of_documents(read(out))
+            out = subject(**make_batch(29), **more)
+            loss = out[0] + loss_of_logits(read(out))
             loss.backward()
         results.append((loss.detach(), current_gradients(subject)))
-        if extra:
-            results[-1][1]["scale"] = scale.grad
     assert_exact(*reversed(results))
     if case != "tuple":
         assert "logits" in out and list(out) == ["loss"] and len(out.to_tuple()) == 2
+
+
+@pytest.mark.filterwarnings("ignore:out.logits was used", "ignore:position_ids restart")
+def test_a_loss_of_logits_of_documents_and_embeddings() -> None:
+    """The documents are kept apart, and embeddings that were computed get the gradient of both losses."""
+    model, ids = make(BAMBA), labelled()["input_ids"]
+    labels = ids.index_fill(1, torch.tensor([0, 11]), -100)
+    positions = torch.cat([torch.arange(11), torch.arange(26)]).expand(2, -1)
+    wrapped, results = adjoint.wrap(copy.deepcopy(model), METHODS[0]), []
+    for subject in (model, wrapped):
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        embeddings = subject.get_input_embeddings()(ids) * scale
+        with float64_throughout():
+            if subject is model:
+                pieces = embeddings.split([11, 26], 1)
+                logits = torch.cat([model(inputs_embeds=piece).logits for piece in pieces], 1)
+                loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            else:
+                out = wrapped(inputs_embeds=embeddings, position_ids=positions, labels=labels)
+                logits, loss = out.logits, out.loss
+            (loss + loss_of_logits(logits)).backward()
+        results.append((loss.detach(), {**current_gradients(subject), "scale": scale.grad}))
+    assert_exact(*reversed(results))
 
 
 @pytest.mark.filterwarnings("ignore:out.logits was used")
@@ -305,7 +316,7 @@ def test_logits_have_the_dropout_of_their_loss() -> None:
     assert_exact(*results)
 
 
-def test_a_gradient_that_outputs_do_not_carry_is_refused(double: None) -> None:
+def test_a_gradient_that_outputs_do_not_carry_is_refused() -> None:
     """Of logits after a cache, of a cache that nobody asked for, and of a stack's logits beside a loss."""
     model = adjoint.wrap(make(BAMBA), METHODS[0])
     inputs = labelled()
