@@ -494,8 +494,9 @@ class Stack(nn.Module):
                     output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
                 if output.loss.requires_grad:
                     message = (
-                        f"a gradient has reached out.logits, which has none beside a loss by {type(method).__name__}: "
-                        "make the loss of return_hidden_states=True and Stack.lm_head, or give no method"
+                        "a gradient has reached out.logits, which has none beside a loss by "
+                        f"{type(method).__name__}: make the loss of return_hidden_states=True and "
+                        "Stack.lm_head, or give no method"
                     )
                     output.logits = refusing_gradient(output.logits, output.loss, message)
         if return_state:

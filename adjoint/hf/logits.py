@@ -90,19 +90,20 @@ class LogitsOfCall:
         if (reason := self._why_no_gradient()) is not None:
             message = (
                 f"a gradient has reached out.logits of {original_class(model).__name__}'s call with labels, "
-                f"{reason}: call it without labels, and make the loss of its logits, or read out.logits "
-                "under torch.no_grad()"
+                f"{reason}, or read out.logits under torch.no_grad()"
             )
             return refusing_gradient(result, loss, message)
         leaves = list(dict.fromkeys([*access_to(model).trained_parameters(), *leaves_of([loss])]))
         return with_late_gradient(result, [*leaves, *self.trained_arguments.values()], self._backward(leaves))
 
     def _why_no_gradient(self) -> str | None:
-        """Return why the logits' gradient cannot be computed, or None."""
-        kind = access_kind_of(self.model)
+        """Return why the logits' gradient cannot be computed, and what to do, or None."""
+        kind, remedy = access_kind_of(self.model), "call it without labels, and make the loss of its logits"
+        if kind.runs_backward_in_forward:
+            return f"which has none under {kind.name}: wrap the model with adjoint.Backprop()"
         if kind.is_collective or kind.copies_from_host:
-            return f"which has none under {kind.name}"
-        return "which goes on from a cache and has none" if self.continues else None
+            return f"which has none under {kind.name}: {remedy}"
+        return f"which goes on from a cache and has none: {remedy}" if self.continues else None
 
     def _values(self) -> Tensor:
         """Compute the logits (batch, seqlen, vocab_size), without gradients."""

@@ -482,6 +482,20 @@ def read_logits(rank: int) -> None:
                 output.loss.backward()
             with pytest.warns(UserWarning, match="out.logits was used"):
                 torch.testing.assert_close(output.logits, expected)
+            output = model(input_ids=ids, labels=ids)
+            loss = output.loss + output.logits.square().mean()
+            if distribute is shard:
+                with pytest.raises(UserError, match="which has none under fully_shard: wrap the"):
+                    loss.backward()
+                continue
+            model.zero_grad()
+            loss.backward()
+            reference = make(LLAMA)
+            for row in rows().split(1):
+                out = reference(input_ids=row, labels=row)
+                ((out.loss + out.logits.square().mean()) / RANKS).backward()
+            gradients = (current_gradients(m) for m in (model.module, reference))
+            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
 @case
