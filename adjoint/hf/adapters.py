@@ -28,7 +28,7 @@ def warn_of_idle_adapters(
     if not (names := idle_adapters(model, unreached, compute_gradients)):
         return
     kinds = sorted({name.rpartition(".")[2] for name in names})
-    more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    more = f", as of {len(names) - 1} more," if len(names) > 1 else ""
     warnings.warn(
         f"{subject}: the adapter of {names[0]}{more} trains nothing here, wrapped or not: the model's code "
         f"reads the module's weight and never calls it; leave {', '.join(kinds)} out of target_modules",

@@ -54,20 +54,21 @@ class LogitsOfCall:
         self.continues = call.cache is not None
         self.device, kind = call.ids.device, call.ids.device.type
         self.autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self.randomness = ChunkRandomness(call.model)
-        self.states_before = self.randomness.states()
+        # numbers are drawn in training; evaluation is spared looking for generators in all modules
+        self.randomness = ChunkRandomness(call.model) if self.has_gradients and call.model.training else None
+        self.states_before = [] if self.randomness is None else self.randomness.states()
         self.forward_state: ForwardState | None = None
 
     def end_forward(self) -> None:
         """Note that the call's own forward is done."""
-        if not self.randomness.have_drawn(self.states_before):
+        if self.randomness is not None and not self.randomness.have_drawn(self.states_before):
             self.states_before = []
 
     @contextlib.contextmanager
     def _as_in_the_call(self) -> Iterator[None]:
         """Draw the call's random numbers again, under its autocast."""
         dtype, is_enabled = self.autocast
-        draws = self.randomness
+        draws = self.randomness or ChunkRandomness(self.model)
         replayed = draws.again(self.states_before) if self.states_before else draws.undone()
         with replayed, torch.autocast(self.device.type, dtype, is_enabled):
             yield
