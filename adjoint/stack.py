@@ -28,6 +28,7 @@ from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import device_of, fetched
+from adjoint.engine.late_gradient import refusing_gradient
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.parameter_access import REPLICA, ParameterAccess, is_replica
 from adjoint.engine.shared_prefix import Beginning, End, Rows, Segment
@@ -403,7 +404,7 @@ class Stack(nn.Module):
             state: states to start from, one tuple per layer, as returned with return_state; differentiable.
                 Zero if None.
             return_logits: also return logits (batch, seqlen, vocab_size); with a method other than Backprop
-                these are not differentiable.
+                a gradient that reaches them is refused.
             return_state: also return the final states, differentiable.
             seq_idx: (batch, seqlen) integers, for packed documents: a document begins where they change.
                 No state crosses there, and no token predicts the first one of a document. `state` belongs to
@@ -491,6 +492,13 @@ class Stack(nn.Module):
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
                     output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
+                if output.loss.requires_grad:
+                    message = (
+                        "a gradient has reached out.logits, which has none beside a loss by "
+                        f"{type(method).__name__}: make the loss of return_hidden_states=True and "
+                        "Stack.lm_head, or give no method"
+                    )
+                    output.logits = refusing_gradient(output.logits, output.loss, message)
         if return_state:
             output.state = final if split is None else split.final_states(final)
         return output

@@ -138,7 +138,7 @@ class UntrainedTensors:
             RuntimeError: one has other values, or was modified in place and is too large to be compared.
         """
         for untrained in self.modified():
-            if untrained.values is None or not torch.equal(untrained.tensor, untrained.values):
+            if untrained.values is None or not _same_values(untrained.tensor, untrained.values):
                 raise RuntimeError(f"{untrained.name} was changed in place {CHANGED_BEFORE_BACKWARD}")
 
     @contextlib.contextmanager
@@ -177,6 +177,11 @@ class UntrainedTensors:
                 f"{not_restored[0]} is written to in the forward, which the backward repeats chunk by chunk, "
                 "and is too large to be put back"
             )
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of any dtype are equal; NaN is equal to NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def version_of(tensor: Tensor) -> int:

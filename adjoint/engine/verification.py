@@ -268,7 +268,7 @@ class Gaps(NamedTuple):
 def measure_gaps(reference: Results, other: Results) -> tuple[Gaps, str, str]:
     """Return the distances between two results, and the names of the output and gradient that are furthest.
 
-    Numbers that are not finite are infinitely far, or NaN away."""
+    Numbers that are not finite are infinitely far, or NaN away, but for an output's that are equal."""
     outputs = ((_relative(x, other.outputs[name]), name) for name, x in reference.outputs.items())
     output, output_name = max(outputs, default=(0.0, ""))
     pairs = [(a, other.gradients[name]) for name, a in reference.gradients.items()]
@@ -380,7 +380,13 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    """Return the L2 distance relative to a's norm; infinite if that is zero and they differ."""
+    """Return the L2 distance relative to a's norm; infinite if that is zero and they differ.
+
+    Entries that are NaN, or the same infinity, in both are equal: a buffer may be a mask of -inf."""
+    if a.shape == b.shape:
+        a, b = _wide(a), _wide(b)
+        is_equal = (a == b) | (a.isnan() & b.isnan())
+        a, b = (x.masked_fill(is_equal & ~a.isfinite(), 0) for x in (a, b))
     gap, size = _distance(a, b), _size(a)
     return gap / size if size else math.inf if gap else 0.0
 
@@ -395,6 +401,8 @@ def _size(tensor: Tensor | None) -> float:
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor of any dtype in double precision: bools, bytes and float8 have no difference."""
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
@@ -403,7 +411,7 @@ def _distance(a: Tensor | None, b: Tensor | None) -> float:
     if a is None or b is None:
         norm = _size(a) + _size(b)
     else:
-        norm = _size(b - a) if a.shape == b.shape else math.inf
+        norm = _size(_wide(b) - _wide(a)) if a.shape == b.shape else math.inf
     return norm if math.isfinite(norm) else math.inf
 
 

@@ -62,6 +62,8 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 TOKEN_INPUTS = (*TOKEN_TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
 REMEDIES = {
     "ignore_index": "set the labels that do not count to -100",
+    "return_token_accuracy": "leave it out, or let the Trainer's use_liger_kernel put Liger's forward in the "
+    "instance's place, after wrap",
     "logits_to_keep": "Exact and Truncated give logits beside a loss under torch.no_grad()",
 }
 

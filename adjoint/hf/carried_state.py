@@ -7,7 +7,7 @@ own forward, or from a call before with gradients, whose backward has not run ye
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import SupportsIndex
 
 import torch
@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from adjoint.engine.continuation import ReturnedState
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates
+from adjoint.engine.late_gradient import refusing_gradient
 from adjoint.engine.verification import alike
 from adjoint.hf import check
 from adjoint.hf.cache import (
@@ -227,7 +228,17 @@ def detached(cache: object) -> object:
     """Return a cache that shares a cache's tensors, without their gradients; anything else as it is."""
     if not isinstance(cache, Cache) or not any(t.requires_grad for t in _tensors(cache)):
         return cache
-    memo: dict[int, object] = {id(t): t.detach() for t in _tensors(cache)}
+    return _replaced(cache, Tensor.detach)
+
+
+def refusing_gradients(cache: Cache, anchor: Tensor, message: str) -> Cache:
+    """Return a cache with a cache's values, whose gradients are refused as by `refusing_gradient`."""
+    return _replaced(cache, lambda t: refusing_gradient(t, anchor, message) if t.is_floating_point() else t)
+
+
+def _replaced(cache: Cache, replace: Callable[[Tensor], Tensor]) -> Cache:
+    """Return a cache with other tensors in the place of a cache's own."""
+    memo: dict[int, object] = {id(t): replace(t) for t in _tensors(cache)}
     twin = DynamicCache.__new__(DynamicCache if isinstance(cache, DifferentiableCache) else type(cache))
     twin.__dict__.update({**vars(cache), "layers": copy.deepcopy(cache.layers, memo)})
     return twin

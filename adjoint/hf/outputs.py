@@ -1,8 +1,8 @@
 """The outputs of a wrapped causal LM: a loss, and logits and a cache that are computed when they are read.
 
 Chunks never hold the logits (batch, seqlen, vocab_size) of a sequence. Callers that use `out.logits` for
-their metrics, as trainers do, get them from a second forward, without gradients. Others pay nothing, nor do
-those that only look whether there are some, of which shape, dtype and device."""
+their metrics, as trainers do, get them from a second forward (`hf.logits`). Others pay nothing, nor do those
+that only look whether there are some, of which shape, dtype and device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
@@ -46,9 +47,9 @@ def defers_logits() -> bool:
 
 
 def compute_logits_later(
-    loss: Tensor, compute: Callable[[], Tensor], *, until_backward: bool = False
+    loss: Tensor, compute: Callable[[Tensor], Tensor], *, until_backward: bool = False
 ) -> None:
-    """Note on a loss how the logits of its output are computed.
+    """Note on a loss how the logits of its output are computed, from a loss with that graph.
 
     Outputs are copied (accelerate) and so are losses: FSDP2 and DistributedDataParallel return one that comes
     out of an autograd function of theirs. So it is noted in the loss's graph, or on a loss without one.
@@ -70,12 +71,12 @@ def compute_logits_later(
         loss.grad_fn.register_hook(forget)
 
 
-def _metadata(node: Node) -> dict[str, Callable[[], Tensor]]:
+def _metadata(node: Node) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return what may be noted on a node of autograd's graph; PyTorch's stub has it as a method."""
     return node.metadata  # type: ignore[return-value]
 
 
-def _find_compute(loss: Tensor | None) -> Callable[[], Tensor] | None:
+def _find_compute(loss: Tensor | None) -> Callable[[Tensor], Tensor] | None:
     """Return what `compute_logits_later` noted on the loss that a loss is made of, None if nothing is."""
     if loss is None or loss.grad_fn is None:
         return getattr(loss, _COMPUTE, None)
@@ -126,15 +127,36 @@ class _LogitsOnAccess:
         """Logits (batch, seqlen, vocab_size), or None where they cannot be computed.
 
         Logits that the call asked for are stored; others are computed when they are used, from the weights as
-        they are then and without gradients."""
+        they are then. By name and number (`out["logits"]`, `out[1]`, `to_tuple()`, `in`) they are there, too;
+        keys, items and values have stored ones alone."""
         if not (self.has_stored_logits or self.returns_stored_only):
             compute = _find_compute(self.loss)
-            vars(self)["_logits"] = None if compute is None else compute()  # and no item, which others count
+            logits = None if compute is None or self.loss is None else compute(self.loss)
+            vars(self)["_logits"] = logits  # and no item, which frameworks would walk to at each step
         return vars(self).get("_logits")
 
     @logits.setter
     def logits(self, value: Tensor | None) -> None:
         vars(self)["_logits"] = value
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (name == "logits" and self.logits is not None)  # type: ignore[misc]
+
+    def __getitem__(self, key: Any) -> object:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        is_deferred = key == "logits" and not super().__contains__(key) and self.logits is not None  # type: ignore[misc]
+        return self.logits if is_deferred else super().__getitem__(key)  # type: ignore[misc]
+
+    def get(self, name: str, default: object = None) -> object:
+        """Return an item, or the logits, as a dictionary does."""
+        return self[name] if name in self else default  # noqa: SIM401
+
+    def to_tuple(self) -> tuple[object, ...]:
+        """Return all that is there, in the order of transformers' own output."""
+        fields = super(_LogitsOnAccess, type(self)).__dataclass_fields__  # type: ignore[misc]
+        names = dict.fromkeys([*fields, *self.keys()])  # type: ignore[attr-defined]
+        return tuple(self[name] for name in names if name in self)
 
     @contextlib.contextmanager
     def _as_stored(self) -> Iterator[None]:
@@ -181,27 +203,38 @@ _DESCRIPTIONS = {
 class DeferredLogits(Tensor):
     """A tensor with shape, dtype and device, whose values are computed when a function needs them.
 
+    It may be the result of an autograd function: a gradient of the values is then one of this tensor.
+
     Args:
-        compute: returns the values.
+        compute: returns the values, without a graph.
         shape, dtype, device: of the values.
     """
 
     _compute: Callable[[], Tensor]
-    _logits: Tensor | None
+    _plain: Tensor | None
+    _with_graph: Tensor | None
 
     @staticmethod
     def __new__(
         cls, compute: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> DeferredLogits:
         logits = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
-        logits._compute, logits._logits = compute, None
+        logits._compute, logits._plain, logits._with_graph = compute, None, None
         return logits
 
+    def values_alone(self) -> Tensor:
+        """Return the values without a graph, which are computed once."""
+        if self._plain is None:
+            self._plain = self._compute()
+        return self._plain
+
     def computed(self) -> Tensor:
-        """Return the values, which are computed once."""
-        if self._logits is None:
-            self._logits = self._compute()
-        return self._logits
+        """Return the values; where gradients are on with the graph of this tensor, if it has one."""
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self.values_alone()
+        if self._with_graph is None:
+            self._with_graph = _ComputedLogits.apply(self)
+        return self._with_graph
 
     @classmethod
     def __torch_function__(
@@ -214,7 +247,8 @@ class DeferredLogits(Tensor):
         if func in _DESCRIPTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return cls.__torch_dispatch__(func, types, args, kwargs)
+        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -224,8 +258,21 @@ class DeferredLogits(Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.computed, (args, kwargs or {}))
+        # below autograd, which has noted this tensor's own graph
+        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.values_alone, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+class _ComputedLogits(torch.autograd.Function):
+    """The node between a `DeferredLogits` and its values."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: DeferredLogits) -> Tensor:
+        return logits.values_alone().detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, cotangent: Tensor) -> Tensor:
+        return cotangent
 
 
 class DeferredCache(DynamicCache):

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.verification import TOKENS, Refused, alike
 from adjoint.hf.check import refuse
+from adjoint.hf.chunk_context import ChunkRandomness, WithoutCheckpointing
 from adjoint.hf.kernels import fla
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import (
@@ -24,7 +26,7 @@ from adjoint.hf.model_parts import (
     forward_parameters,
     original_class,
 )
-from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
+from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens
 
 
 def refuse_left_padding(model: PreTrainedModel) -> None:
@@ -149,7 +151,8 @@ def _hides_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -
 def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
     """Whether a model's own forward accepts an input of this name without reading it.
 
-    The input is NaN for a few tokens: an output that reads it becomes NaN, or the forward fails.
+    The input is NaN for a few tokens: an output that reads it becomes NaN, or the forward fails. It runs in
+    the model's present mode, as Liger's forwards read some inputs in training alone.
 
     Args:
         has_labels: whether the call asks for a loss.
@@ -164,11 +167,16 @@ def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
     )
     nan_input = torch.full(ids.shape, torch.nan, device=ids.device)
     forward = functools.partial(original_class(model).forward, model, **inputs)
-    with calling_original_forwards(model), in_eval_mode(model), pytorch_references(model):
-        # in eval mode, as dropout would make any two outputs differ
-        expected = access_to(model).run(lambda: _tensors(forward()))
+    randomness, tensors = ChunkRandomness(model), UntrainedTensors(model.named_modules(), frozen=False)
+
+    def run(**more_inputs: object) -> tuple[Tensor, ...]:
+        with randomness.undone(), tensors.restored():  # dropout is the same each time
+            return access_to(model).run(lambda: _tensors(forward(**more_inputs)))
+
+    with calling_original_forwards(model), pytorch_references(model), WithoutCheckpointing(model)():
+        expected = run()
         try:
-            output = access_to(model).run(lambda: _tensors(forward(**{name: nan_input})))
+            output = run(**{name: nan_input})
         except MODEL_ERRORS:
             return False
     return len(output) == len(expected) and all(map(torch.equal, output, expected))

@@ -40,6 +40,7 @@ from adjoint.engine.verification import (
     tolerance,
 )
 from adjoint.hf import check, mini_sequence
+from adjoint.hf.adapters import warn_of_idle_adapters
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
@@ -510,6 +511,13 @@ def compare(
                     _warn(model, f"in its own precision, windows as they are ({no_copy_reason})")
                 return verify_chunks(model, reference)
         with _no_autocast(copied):
+            trained = {n for n, p in copied.named_parameters() if p.requires_grad and p.is_floating_point()}
+            warn_of_idle_adapters(
+                copied,
+                original_class(model).__name__,
+                {name for name in trained if reference.gradients.get(name) is None},
+                lambda names: _results(copied, by_whole, names)[0].gradients,
+            )
             try:
                 relative_difference = verify_chunks(copied, reference)
             except Refused:

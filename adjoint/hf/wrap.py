@@ -39,6 +39,7 @@ from adjoint.hf.carried_state import (
     cache_of_state,
     detached,
     refuse_if_states_are_lost,
+    refusing_gradients,
     state_of_cache,
     why_not_carried,
 )
@@ -47,6 +48,7 @@ from adjoint.hf.chunking import move_edges_out_of_blocks, refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
+from adjoint.hf.logits import LogitsOfCall, without_graph
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     access_kind_of,
@@ -59,9 +61,7 @@ from adjoint.hf.model_parts import (
     original_class,
 )
 from adjoint.hf.outputs import (
-    LOGITS,
     DeferredCache,
-    DeferredLogits,
     LossOutput,
     RoutedLossOutput,
     compute_logits_later,
@@ -278,7 +278,9 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
             with calling_original_forwards(self):
                 return call.run_original()
         check.refuse_transforms(self)
-        call = _without_unread_count(call)
+        call, logits = _without_unread_count(call), None
+        if wrap_state.group is None and call.logits_index is None and defers_logits():
+            logits = LogitsOfCall(call, _hidden_for_logits)
         if has_pieces:
             output = _loss_by_mini_sequence(call)
         elif call.extra_outputs:
@@ -286,11 +288,11 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
         else:
             at_language_model = _at_language_model(call)
             output = _loss_by_chunks(at_language_model, verify(at_language_model))
-        has_logits = wrap_state.group is None and call.logits_index is None and defers_logits()
-        if has_logits and output.loss is not None:
+        if logits is not None and output.loss is not None:
+            logits.end_forward()
             # of calls that hang together each would keep the cache before it
             has_gradients = call.cache is not None and detached(call.cache) is not call.cache
-            compute_logits_later(output.loss, _deferred_logits(call), until_backward=has_gradients)
+            compute_logits_later(output.loss, logits.deferred, until_backward=has_gradients)
     return output if call.returns_dict else output.to_tuple()
 
 
@@ -307,37 +309,14 @@ def _without_unread_count(call: Call) -> Call:
     return Call(call.model, {n: value for n, value in call.arguments.items() if n != name})
 
 
-def _without_graph(arguments: dict[str, object]) -> dict[str, object]:
-    """Return a call's arguments with tensors and caches detached."""
-    return {n: v.detach() if isinstance(v, Tensor) else detached(v) for n, v in arguments.items()}
-
-
-def _deferred_logits(call: Call) -> Callable[[], Tensor]:
-    """Return a function that makes the logits of a call, without their values until somebody uses them."""
-    model, seqlen = call.model, call.ids.shape[1]
-    arguments = _without_graph(call.arguments)
-    arguments |= {"logits_to_keep": seqlen, "return_dict": True}
-
-    def compute() -> Tensor:
-        warnings.warn(
-            "out.logits was used: a call with labels makes none, so they are computed now, by a second "
-            "forward without gradients; torch.no_grad() and logits_to_keep=N give those of N tokens; "
-            f"{LOGITS}=none in the environment makes out.logits None",
-            stacklevel=5,
-        )
-        with torch.no_grad(), ChunkRandomness(model).undone():
-            logits: Tensor = model(**arguments).logits  # by its hooks, which may gather its weights
-        return logits
-
-    def make() -> Tensor:
-        weight = model.get_output_embeddings().weight
-        width = access_to(model).shape(weight)[1]
-        token = torch.zeros(1, 1, width, dtype=weight.dtype, device=call.ids.device)
-        with torch.no_grad(), ChunkRandomness(model).undone():
-            logits = access_to(model).run(lambda: logits_by_slices(model, token))
-        return DeferredLogits(compute, (*call.ids.shape, logits.shape[-1]), logits.dtype, logits.device)
-
-    return make
+def _hidden_for_logits(call: Call) -> Tensor:
+    """Return the hidden states (batch, seqlen, hidden_size) of a causal LM's call, differentiable."""
+    wrap_state = wrap_state_or_original(call.model)
+    with wrap_state.during_call(lambda: access_to(call.model).abandon_call()):
+        if wrap_state.method.pieces is not None:
+            hidden: Tensor = backbone_of(call.model)(**call.arguments, use_cache=False)[0]
+            return hidden
+        return _hidden_by_chunks(_at_language_model(call)).last_hidden_state
 
 
 @uncompiled
@@ -372,7 +351,7 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
                 return _hidden_by_mini_sequence(call)
             output = _hidden_by_chunks(_at_language_model(call))
         if not self.training and call.returns_cache_by_default and why_not_carried(self) is None:
-            output[CACHE_FIELD] = DeferredCache(_deferred_cache(call))
+            output[CACHE_FIELD] = DeferredCache(_deferred_cache(call, output.last_hidden_state))
     return output if call.returns_dict else output.to_tuple()
 
 
@@ -401,9 +380,11 @@ def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | N
         return None
 
 
-def _deferred_cache(call: Call) -> Callable[[], Cache]:
-    """Return a function that computes the cache that transformers' forward returns for a call."""
-    arguments = _without_graph(call.arguments)
+def _deferred_cache(call: Call, hidden: Tensor) -> Callable[[], Cache]:
+    """Return a function that computes the cache that transformers' forward returns for a call.
+
+    A gradient that reaches it is refused, if the call's hidden states require one."""
+    arguments = without_graph(call.arguments)
     arguments |= {"use_cache": True, "return_dict": True}
 
     def compute() -> Cache:
@@ -414,7 +395,14 @@ def _deferred_cache(call: Call) -> Callable[[], Cache]:
         )
         with torch.no_grad(), ChunkRandomness(call.model).undone():
             output = call.model(**arguments)
-        return next(output[name] for name in CACHE_NAMES if name in output.keys())  # noqa: SIM118
+        cache: Cache = next(output[name] for name in CACHE_NAMES if name in output.keys())  # noqa: SIM118
+        if not hidden.requires_grad:
+            return cache
+        message = (
+            f"a gradient has reached past_key_values of {original_class(call.model).__name__}'s call, which "
+            "was made without it: ask for it by use_cache=True, or detach it"
+        )
+        return refusing_gradients(cache, hidden, message)
 
     return compute
 

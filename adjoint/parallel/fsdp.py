@@ -457,7 +457,7 @@ class GatheredAccess(ParameterAccess):
     def _align_chunks(self, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the most chunks of any process: all gather parameters per chunk."""
         cuts = list(spec.cuts(batch.seqlen))
-        possible = sum((stop - start) // spec.least for start, stop in itertools.pairwise(cuts))
+        possible = sum(max(1, (stop - start) // spec.least) for start, stop in itertools.pairwise(cuts))
         most_chunks, negative_limit = self.largest(len(cuts) - 1, -possible)
         if most_chunks > -negative_limit:
             raise UserError(

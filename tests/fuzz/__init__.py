@@ -7,5 +7,5 @@ line of JSON: with `--case` it runs again, in `cases.jsonl` it is tried in every
 
 KINDS = (
     *("stacks", "distributions", "operators", "wrapped", "losses", "adapters", "recurrences", "ranks"),
-    *("chats", "damage", "prefixes", "caches", "exports"),
+    *("chats", "damage", "prefixes", "caches", "modes", "exports"),
 )

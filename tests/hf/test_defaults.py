@@ -158,12 +158,57 @@ def test_inputs_that_the_model_ignores_are_ignored(method: Any) -> None:
             model(**inputs, **{name: value})
 
 
+# -------------------------------------------------------------------------------- adapters that train nothing
+
+
+class Experts(nn.Module):
+    """An MLP that sends all tokens to the first of its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x)
+
+
+def peft_model(model: Any, kind: str, targets: list[str]) -> Any:
+    peft = pytest.importorskip("peft")
+    options: dict[str, Any] = {"feedforward_modules": []} if kind == "IA3Config" else {"r": 2}
+    options |= {"use_dora": True} if kind == "dora" else {}
+    config = getattr(peft, "LoraConfig" if kind == "dora" else kind)
+    return peft.get_peft_model(model, config(target_modules=targets, task_type="CAUSAL_LM", **options))
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "IA3Config", "dora"])
+def test_adapters_that_train_nothing_are_named(kind: str) -> None:
+    """transformers' Mamba reads dt_proj's weight and never calls it: no gradient, wrapped or not."""
+    model = adjoint.wrap(peft_model(make("MambaForCausalLM"), kind, ["dt_proj", "in_proj"]), METHODS[0])
+    with pytest.warns(
+        UserWarning, match=r"MambaForCausalLM: .*layers\.0\.mixer\.dt_proj, as of 2 more, trains nothing here"
+    ):
+        model(**make_batch(29)).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained and all("in_proj" in name for name in trained)
+
+
+@pytest.mark.filterwarnings("error:.*trains nothing")
+def test_adapters_that_a_batch_does_not_reach_are_not_warned_of() -> None:
+    model = make(LLAMA)
+    for layer in model.model.layers:
+        layer.mlp = Experts().double()
+    wrapped = adjoint.wrap(peft_model(model, "LoraConfig", ["experts.0", "experts.1"]), METHODS[0])
+    wrapped(**make_batch(29)).loss.backward()
+    trained = {name for name, p in wrapped.named_parameters() if p.grad is not None}
+    assert trained and all("experts.0" in name for name in trained)
+
+
 # --------------------------------------------------------------------------------------- logits that are read
 
 
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
 def test_logits_are_computed_when_they_are_used(method: Any, double: None) -> None:
-    """Logits come from the weights at the time of use, without gradients; an output nobody reads has none."""
+    """Logits come from the weights at the time of use; an output that nobody reads has none."""
     accelerate = pytest.importorskip("accelerate")
     plain, inputs = make(BAMBA), make_batch(29)
     model = adjoint.wrap(copy.deepcopy(plain), method)
@@ -179,7 +224,7 @@ def test_logits_are_computed_when_they_are_used(method: Any, double: None) -> No
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # what only describes them computes nothing
                 logits = output.logits
-                assert logits is output.logits and not logits.requires_grad and isinstance(logits, Tensor)
+                assert logits is output.logits and logits.requires_grad and isinstance(logits, Tensor)
                 assert (logits.shape, logits.dtype, logits.device) == (
                     expected.shape,
                     expected.dtype,
@@ -190,6 +235,108 @@ def test_logits_are_computed_when_they_are_used(method: Any, double: None) -> No
                 assert torch.equal(logits.argmax(-1), expected.argmax(-1))
             assert torch.allclose(pickle.loads(pickle.dumps(logits)), expected, atol=1e-12)
     assert torch.equal(drawn, torch.get_rng_state())
+
+
+def z_loss(logits: Any) -> Tensor:
+    return 0.1 * logits.logsumexp(-1).square().mean()
+
+
+def loss_of_logits(logits: Any) -> Tensor:
+    """Read three times, once for a metric; only where no padding is."""
+    with torch.no_grad():
+        assert logits.argmax(-1).shape == logits.shape[:2]
+    return z_loss(logits[:, :20]) + logits[0].softmax(-1).square().sum()
+
+
+LOGITS_OF_OUTPUTS: dict[str, tuple[Any, ...]] = {  # method, inputs, and how the logits are read
+    "attribute": (METHODS[0], {}, lambda out: out.logits),
+    "name": (METHODS[0], {"num_items_in_batch": 31}, lambda out: out["logits"]),
+    "number": (METHODS[0], {"use_cache": False}, lambda out: out[1]),
+    "tuple": (METHODS[0], {"return_dict": False}, lambda out: out[1]),
+    "pieces": (METHODS[1], {}, lambda out: out.get("logits")),
+}
+
+
+@pytest.mark.parametrize("case", LOGITS_OF_OUTPUTS)
+@pytest.mark.filterwarnings("ignore:out.logits was used")
+def test_a_loss_of_logits_beside_the_models_own(case: str, double: None) -> None:
+    """Both gradients are there; Bamba's embedding and head are tied, and a row is padded."""
+    method, more, read = LOGITS_OF_OUTPUTS[case]
+    model = make(BAMBA, tie_word_embeddings=True)
+    wrapped, results = adjoint.wrap(copy.deepcopy(model), method), []
+    for subject in (model, wrapped):
+        with float64_throughout():
+            out = subject(**make_batch(29), **more)
+            loss = out[0] + loss_of_logits(read(out))
+            loss.backward()
+        results.append((loss.detach(), current_gradients(subject)))
+    assert_exact(*reversed(results))
+    if case != "tuple":
+        assert "logits" in out and list(out) == ["loss"] and len(out.to_tuple()) == 2
+
+
+@pytest.mark.filterwarnings("ignore:out.logits was used", "ignore:position_ids restart")
+def test_a_loss_of_logits_of_documents_and_embeddings() -> None:
+    """The documents are kept apart, and embeddings that were computed get the gradient of both losses."""
+    model, ids = make(BAMBA), labelled()["input_ids"]
+    labels = ids.index_fill(1, torch.tensor([0, 11]), -100)
+    positions = torch.cat([torch.arange(11), torch.arange(26)]).expand(2, -1)
+    wrapped, results = adjoint.wrap(copy.deepcopy(model), METHODS[0]), []
+    for subject in (model, wrapped):
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        embeddings = subject.get_input_embeddings()(ids) * scale
+        with float64_throughout():
+            if subject is model:
+                pieces = embeddings.split([11, 26], 1)
+                logits = torch.cat([model(inputs_embeds=piece).logits for piece in pieces], 1)
+                loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            else:
+                out = wrapped(inputs_embeds=embeddings, position_ids=positions, labels=labels)
+                logits, loss = out.logits, out.loss
+            (loss + loss_of_logits(logits)).backward()
+        results.append((loss.detach(), {**current_gradients(subject), "scale": scale.grad}))
+    assert_exact(*reversed(results))
+
+
+@pytest.mark.filterwarnings("ignore:out.logits was used")
+def test_logits_have_the_dropout_of_their_loss() -> None:
+    """A loss of both is that of one forward: as if it were made of the logits alone."""
+    wrapped, inputs = adjoint.wrap(make(LLAMA, attention_dropout=0.5), METHODS[0]), make_batch(29)
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    results = []
+    with float64_throughout():
+        for arguments in ({"input_ids": ids, "labels": labels}, {"input_ids": ids}):
+            wrapped.zero_grad()
+            torch.manual_seed(3)
+            out = wrapped(**arguments)
+            torch.randn(3)
+            loss = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            total = loss + (loss if out.loss is None else out.loss)
+            (total + z_loss(out.logits)).backward()
+            results.append((total.detach(), current_gradients(wrapped)))
+    assert_exact(*results)
+
+
+def test_a_gradient_that_outputs_do_not_carry_is_refused() -> None:
+    """Of logits after a cache, of a cache that nobody asked for, and of a stack's logits beside a loss."""
+    model = adjoint.wrap(make(BAMBA), METHODS[0])
+    inputs = labelled()
+    first = model(**inputs, use_cache=True)
+    stack = adjoint.Stack(adjoint.StackConfig(VOCAB, 8, 1, "mamba", d_state=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        later = model(**inputs, past_key_values=first.past_key_values)
+        cache = model.eval().base_model(input_ids=inputs["input_ids"]).past_key_values
+        outputs = {
+            "out.logits of BambaForCausalLM's call with labels": later.loss + z_loss(later.logits),
+            "past_key_values of BambaModel's call": cache.layers[0].conv_states[0].sum(),
+            "out.logits, which has none beside a loss by Exact": z_loss(
+                stack(**inputs, method=METHODS[0], return_logits=True).logits
+            ),
+        }
+        for message, loss in outputs.items():
+            with pytest.raises(UserError, match=f"a gradient has reached {message}"):
+                loss.backward()
 
 
 def test_logits_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

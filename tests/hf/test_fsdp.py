@@ -16,9 +16,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import adjoint
+from adjoint.batch import Batch
 from adjoint.engine import verification
 from adjoint.errors import UserError
 from adjoint.hf.model_parts import backbone_of, layers_of
+from adjoint.parallel.fsdp import FSDPAccess
 from tests.hf.hf_models import (
     VOCAB,
     current_gradients,
@@ -480,6 +482,20 @@ def read_logits(rank: int) -> None:
                 output.loss.backward()
             with pytest.warns(UserWarning, match="out.logits was used"):
                 torch.testing.assert_close(output.logits, expected)
+            output = model(input_ids=ids, labels=ids)
+            loss = output.loss + output.logits.square().mean()
+            if distribute is shard:
+                with pytest.raises(UserError, match="which has none under fully_shard: wrap the"):
+                    loss.backward()
+                continue
+            model.zero_grad()
+            loss.backward()
+            reference = make(LLAMA)
+            for row in rows().split(1):
+                out = reference(input_ids=row, labels=row)
+                ((out.loss + out.logits.square().mean()) / RANKS).backward()
+            gradients = (current_gradients(m) for m in (model.module, reference))
+            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
 @case
@@ -525,6 +541,19 @@ def fsdp1(model: Any) -> Any:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
+@pytest.mark.parametrize("seqlen", [1, 16])
+def test_a_process_with_one_token_has_one_chunk(seqlen: int) -> None:
+    class Ranks:
+        """Of two processes, the other of which has one token."""
+
+        def largest(self, chunks: float, negative_limit: float) -> tuple[float, float]:
+            return max(chunks, 1), max(negative_limit, -1)
+
+    ids = torch.zeros(2, seqlen, dtype=torch.long)
+    spec = FSDPAccess._align_chunks(Ranks(), Batch(ids, ids), METHOD.model_spec(seqlen, 16))
+    assert spec.cuts(seqlen) == (0, seqlen)
+
+
 @case
 def refused(rank: int) -> None:
     """Each refusal has a model of its own, as an error leaves FSDP in an undefined state."""
@@ -536,7 +565,7 @@ def refused(rank: int) -> None:
         (loss * (1 + rank)).backward()
     with pytest.raises(RuntimeError, match="be backpropagated only once"):
         loss.backward()
-    short = ids[:, : 5 if rank else 53]
+    short = ids[:, : 1 if rank else 53]
     inputs_of_batch = {"input_ids": ids, "labels": ids}
     with pytest.raises(ValueError, match="FSDP1"):
         fsdp1(adjoint.wrap(make(LLAMA, torch.float32), METHOD))(**inputs_of_batch)
@@ -549,7 +578,7 @@ def refused(rank: int) -> None:
         ("give labels to the causal LM", METHOD, {"input_ids": ids}),
         ("give one document per row", adjoint.Exact(16, checkpoints=2), packed),
         ("give chunk_size instead", adjoint.Exact(16, memory="1GB"), inputs_of_batch),
-        ("more similar lengths", METHOD, {"input_ids": short, "labels": short}),
+        ("into 1 at most: give .* more similar lengths", METHOD, {"input_ids": short, "labels": short}),
     ):
         with pytest.raises(ValueError, match=message):
             adjoint.wrap(sharded(LLAMA, dtype=torch.float32), method)(**inputs)

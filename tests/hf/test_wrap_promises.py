@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import adjoint
 from adjoint.engine.executor import Executor
+from adjoint.errors import UserError
 from adjoint.hf.model_parts import original_class
 from tests.hf.hf_models import (
     REFUSED,
@@ -246,12 +247,18 @@ class OwnHead(transformers.LlamaForCausalLM):
 
 
 class FusedLoss(transformers.LlamaForCausalLM):
-    """A forward like Liger's, whose loss is computed without logits unless these are asked for."""
+    """A forward like Liger's, whose loss is computed without logits unless these are asked for.
+
+    In training it takes `return_token_accuracy`, in evaluation it passes over it."""
 
     def forward(self, labels: Any = None, skip_logits: bool | None = None, **inputs: Any) -> Any:
+        returns_accuracy = inputs.pop("return_token_accuracy", False)
         logits = self.lm_head(self.model(**inputs)[0])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
-        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=None if skip_logits else logits)
+        out = transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=None if skip_logits else logits)
+        if self.training and returns_accuracy:
+            out["token_accuracy"] = (logits.argmax(-1) == labels).double().mean()
+        return out
 
 
 def fuse_later(model: Any) -> None:
@@ -272,6 +279,15 @@ def test_a_fused_loss_in_place_of_the_forward(is_late: bool, monkeypatch: pytest
     change, prepare = (leave_unchanged, fuse_later) if is_late else (fuse, wrapped)
     assert_same_as_unwrapped(LLAMA, change, lambda model: loss_of(model, skip_logits=True), prepare)
     assert len(tiles) > -(-29 // 8)
+
+
+def test_an_input_that_is_read_in_training_alone_is_refused() -> None:
+    model = make(LLAMA)
+    model.__class__ = FusedLoss
+    wrapped(model)
+    ids = make_batch(29)["input_ids"]
+    with pytest.raises(UserError, match=r"^FusedLoss .*: return_token_accuracy is not an input .* Liger's"):
+        model(input_ids=ids, labels=ids, return_token_accuracy=True)
 
 
 def own_head(model: Any, trained: bool = False) -> None:

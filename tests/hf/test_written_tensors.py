@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.engine.verification import Results, difference
 from tests.hf.hf_models import loss_and_gradients, make, make_batch, transformers
 from tests.model_helpers import assert_same
 
@@ -32,6 +33,46 @@ def make_counting_model(unit: str) -> tuple[Any, Any]:
 
     mlp.register_forward_hook(count)
     return model, mlp
+
+
+BUFFERS = {  # what differs is the first entry
+    "bool": torch.tensor([True, False]),
+    "bytes": torch.tensor([3, 250], dtype=torch.uint8),
+    "uint16": torch.tensor([3, 250], dtype=torch.uint16),
+    "int64": torch.tensor([3, -7]),
+    "float8": torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
+    "complex": torch.tensor([1 + 2j, -3j]),
+    "not_finite": torch.tensor([1.0, torch.nan, -torch.inf, torch.inf]),
+    "quantized": torch._make_per_tensor_quantized_tensor(torch.tensor([9, 200], dtype=torch.uint8), 0.1, 3),
+    "empty": torch.zeros(0),
+}
+
+
+def test_buffers_of_every_dtype_are_compared() -> None:
+    """In a model whose forward writes to them, also values that are not equal to themselves."""
+    model = make("LlamaForCausalLM")
+    mlp = model.model.layers[0].mlp
+    for name, values in BUFFERS.items():
+        mlp.register_buffer(name, values.clone())
+
+    def write(*_: object) -> None:
+        for name, values in BUFFERS.items():
+            getattr(mlp, name).copy_(values)
+
+    mlp.register_forward_hook(write)
+    expected = loss_and_gradients(model, **BATCH)[1]
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8))
+    assert_same(loss_and_gradients(model, **BATCH)[1], expected)
+
+
+@pytest.mark.parametrize("name", [name for name, values in BUFFERS.items() if len(values)])
+def test_a_buffer_that_differs_is_told(name: str) -> None:
+    whole = BUFFERS[name]
+    other = whole.clone()
+    other[0] = whole[1] if name == "quantized" else torch.zeros((), dtype=whole.dtype)
+    results = Results({}, outputs={name: whole})
+    assert difference(results, Results({}, outputs={name: whole.clone()}), 1e-5) is None
+    assert difference(results, Results({}, outputs={name: other}), 1e-5).startswith(f"{name} differs")
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
