@@ -219,7 +219,8 @@ def cache_of_state(
         elif slot.name == "block_index":
             layer.update_index(value)
     if isinstance(cache, Cache) and any(tensor.requires_grad for tensor in state):
-        cache.__class__ = _differentiable_class(type(cache))
+        kind: type[DynamicCache] = type(cache)
+        cache.__class__ = _differentiable_class(kind)
     for slot, value in trained.items():  # transformers' methods copy values into tensors of their own
         if slot.grows is None:
             getattr(cache.layers[slot.layer], f"{slot.name}_states")[slot.index] = value
@@ -334,7 +335,7 @@ def detached(cache: object) -> object:
     if not isinstance(cache, Cache) or not any(t.requires_grad for t in _tensors(cache)):
         return cache
     memo: dict[int, object] = {id(t): t.detach() for t in _tensors(cache)}
-    kind = cache.values_class if isinstance(cache, DifferentiableCache) else type(cache)
+    kind: type[Cache] = cache.values_class if isinstance(cache, DifferentiableCache) else type(cache)
     twin = kind.__new__(kind)
     parts = {name: value for name, value in vars(cache).items() if name in _PARTS}
     twin.__dict__.update({**vars(cache), **copy.deepcopy(parts, memo)})

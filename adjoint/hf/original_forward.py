@@ -23,7 +23,12 @@ from adjoint.hf.language_inputs import POSITIONS
 from adjoint.hf.model_parts import forward_parameters, original_class
 from adjoint.hf.transformers_api import Cache, CacheLayerMixin, ModelOutput, keeps_states_on_modules
 from adjoint.hf.trial_copy import in_eval_mode
-from adjoint.hf.trials import continues_from_cache, hides_left_padding, keeps_documents_apart
+from adjoint.hf.trials import (
+    continues_from_cache,
+    counts_cached_tokens,
+    hides_left_padding,
+    keeps_documents_apart,
+)
 from adjoint.hf.verification import verification_of
 
 
@@ -80,25 +85,28 @@ def _corrections(call: Call) -> dict[str, Tensor]:
     changed: dict[str, Tensor] = {}
     if (positions := _positions_after(call)) is not None:
         changed[POSITIONS] = positions
-    mask = call.arguments.get("attention_mask")
+    mask, is_recurrent = call.arguments.get("attention_mask"), False
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != call.seqlen:
-        if isinstance(call.cache, Cache) and all(call.cache.is_linear):
-            changed["attention_mask"] = mask[:, -(call.seqlen or 0) :]  # it would multiply each token by all
+        is_recurrent = isinstance(call.cache, Cache) and all(call.cache.is_linear)
+    if is_recurrent:  # each of its tokens would be multiplied by the mask of all
+        changed["attention_mask"] = mask[:, -(call.seqlen or 0) :]
     return changed
 
 
 def _positions_after(call: Call) -> Tensor | None:
     """Return the positions of a call's tokens after its cache, where the original forward would miscount.
 
-    It asks the first layer for the number of tokens, which in Bamba and MiniMax has none."""
+    Bamba counts from 0, MiniMax asks a layer without keys for the number of tokens. In other models the
+    positions may be more than a count (of images), so that they are left to the model."""
     cache, model = call.cache, call.model
-    if not isinstance(cache, DynamicCache):
+    if not isinstance(cache, DynamicCache) or not (any(cache.is_linear) or hasattr(cache, "linear_cache")):
         return None
     if call.has(POSITIONS) or POSITIONS not in forward_parameters(model) or call.seqlen is None:
         return None
     lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-    tokens = max(lengths, default=0)
-    if not lengths or tokens == cache.get_seq_length():
+    if not (tokens := max(lengths, default=0)):
+        return None
+    if verification_of(model).compute_once("counts cached tokens", counts_cached_tokens, model):
         return None
     device = next(model.parameters()).device
     return torch.arange(tokens, tokens + call.seqlen, device=device)[None]

@@ -83,7 +83,8 @@ def keeps_documents_apart(model: PreTrainedModel, names: Sequence[str], use_cach
 def continues_from_cache(model: PreTrainedModel, has_positions: bool) -> bool:
     """Whether the model's own forward goes on from its cache with several tokens as in one call.
 
-    Tried in float32 where weights are half precision, if a copy fits in memory.
+    Tried in float32 where weights are half precision, if a copy fits in memory. What a state adds to a few
+    tokens may be within rounding and still matter to many, so that the forward must also read NaN in one.
 
     Args:
         has_positions: whether the call gives position_ids.
@@ -100,13 +101,50 @@ def continues_from_cache(model: PreTrainedModel, has_positions: bool) -> bool:
     with calling_original_forwards(model), in_eval_mode(model):
         try:
             expected = access_to(model).run(lambda: forward(input_ids=ids, use_cache=False))[0]
-            cache = access_to(model).run(lambda: forward(input_ids=first, use_cache=True)).get(name)
-            if cache is None:
+            caches = [
+                access_to(model).run(lambda: forward(input_ids=first, use_cache=True)).get(name)
+                for _ in range(2)
+            ]
+            if caches[0] is None:
                 return False
-            hidden = access_to(model).run(lambda: forward(**inputs, **{name: cache}))[0]
+            has_nan = _fill_last_state(caches[1], torch.nan)
+            hidden, from_nan = (
+                access_to(model).run(functools.partial(forward, **inputs, **{name: cache}))[0]
+                for cache in caches
+            )
         except MODEL_ERRORS:
             return False
-        return alike(hidden, expected[:, TRIAL_CHUNK_SIZE:])
+        is_read = not has_nan or bool(from_nan.isnan().any())
+        return is_read and alike(hidden, expected[:, TRIAL_CHUNK_SIZE:])
+
+
+@torch.no_grad()
+def counts_cached_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model's own forward gives a token after a cache the position after the cached tokens."""
+    backbone, ids = backbone_of(model), example_tokens(model)[0]
+    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True, use_cache=True)
+    name, position = cache_argument(forward_parameters(backbone)), TRIAL_CHUNK_SIZE
+    first, token = ids[:, :position], ids[:, position : position + 1]
+    inputs: Sequence[dict[str, Tensor]] = ({}, {"position_ids": torch.full_like(token, position)})
+    hidden = []
+    with calling_original_forwards(model), in_eval_mode(model):
+        for positions in inputs:
+            cache = access_to(model).run(lambda: forward(input_ids=first)).get(name)
+            if cache is None:
+                return True
+            call = functools.partial(forward, input_ids=token, **{name: cache}, **positions)
+            hidden.append(access_to(model).run(call)[0])
+    return alike(*hidden)
+
+
+def _fill_last_state(cache: object, value: float) -> bool:
+    """Fill the recurrent state of a cache's last recurrent layer; return whether there is one."""
+    for layer in reversed(getattr(cache, "layers", ())):
+        for state in getattr(layer, "recurrent_states", {}).values():
+            if isinstance(state, Tensor):
+                state.fill_(value)
+                return True
+    return False
 
 
 def reproduces_padding(model: PreTrainedModel, compare_padded: Callable[[], float]) -> bool:

@@ -31,7 +31,7 @@ from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.shared_prefix import Beginning, End, Segment, run_segments
 from adjoint.engine.step import uncompiled
-from adjoint.engine.verification import TOKENS, NotAttended
+from adjoint.engine.verification import TOKENS, NotAttended, Refused
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.call import DOCUMENT_INPUTS, Call
@@ -306,8 +306,8 @@ def _lm_without_labels(call: Call, wrap_state: WrapState) -> ModelOutput | tuple
     documents = {name: call.arguments[name] for name in DOCUMENT_INPUTS if call.has(name)}
     with wrap_state.in_lm(documents) as lm_call:
         output: ModelOutput | tuple[Tensor, ...] = call.run_original()
-    is_dropped = call.arguments.get("use_cache") and isinstance(output, ModelOutput)
-    if is_dropped and lm_call.cache is not None and CACHE_FIELD not in output:
+    is_read = bool(call.arguments.get("use_cache")) and lm_call.cache is not None
+    if is_read and isinstance(output, ModelOutput) and CACHE_FIELD not in output:
         output[CACHE_FIELD] = lm_call.cache
         for name in CACHE_NAMES:
             setattr(output, name, lm_call.cache)
@@ -427,13 +427,17 @@ def _hidden_without_gradients(call: Call, wrap_state: WrapState, differs: bool) 
         if not is_long and not (wrap_state.method.share_prefixes and halves_tokens(call)):
             return None
     refused = verification_of(call.model).results
-    key = "refused without gradients", *sorted(name for name in call.arguments if call.has(name))
+    names = sorted(name for name in call.arguments if call.has(name))
+    key = "refused without gradients", call.has_documents, call.begins_with_padding, *names
     if key in refused:
         return None
     try:
         check.refuse_transforms(call.model)
         return _hidden_by_chunks(_at_language_model(call))
-    except ValueError as refusal:  # a contradiction in the inputs is the own forward's to tell
+    except ValueError as refusal:
+        # A contradiction in the inputs is the original forward's to tell, but it reads no documents.
+        if call.has_documents and not isinstance(refusal, Refused):
+            raise
         LOGGER.debug(f"this forward without gradients runs as if not wrapped: {refusal}")
         refused[key] = True
         return None
