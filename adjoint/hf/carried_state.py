@@ -336,7 +336,7 @@ def detached(cache: object) -> object:
         return cache
     memo: dict[int, object] = {id(t): t.detach() for t in _tensors(cache)}
     kind: type[Cache] = cache.values_class if isinstance(cache, DifferentiableCache) else type(cache)
-    twin = kind.__new__(kind)
+    twin = object.__new__(kind)
     parts = {name: value for name, value in vars(cache).items() if name in _PARTS}
     twin.__dict__.update({**vars(cache), **copy.deepcopy(parts, memo)})
     return twin

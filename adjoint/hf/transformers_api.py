@@ -111,12 +111,12 @@ def named_cache(arguments: dict[str, object], parameters: Mapping[str, object]) 
     if not names:
         return arguments
     name = cache_argument(parameters)
+    if "state" in parameters and name not in parameters:  # RWKV-4
+        raise UserError(f"{names[0]} is not read by this model's forward, which takes its state as `state`")
     if names == [name]:
         return arguments
     if any(arguments[other] is not arguments[names[0]] for other in names):
         raise UserError(f"{' and '.join(names)} are different caches: give one of them")
-    if "state" in parameters and name not in parameters:  # RWKV-4
-        raise UserError(f"{names[0]} is not read by this model's forward, which takes its state as `state`")
     others = {n: value for n, value in arguments.items() if n not in CACHE_NAMES}
     return {**others, name: arguments[names[0]]}
 

@@ -303,8 +303,8 @@ def _lm_without_labels(call: Call, wrap_state: WrapState) -> ModelOutput | tuple
     """Run transformers' forward of the causal LM, whose backbone is wrapped.
 
     Some classes do not pass documents on to it, or do not return its cache (RecurrentGemma)."""
-    documents = {name: call.arguments[name] for name in DOCUMENT_INPUTS if call.has(name)}
-    with wrap_state.in_lm(documents) as lm_call:
+    names = (*DOCUMENT_INPUTS, "attention_mask")
+    with wrap_state.in_lm({name: call.arguments[name] for name in names if call.has(name)}) as lm_call:
         output: ModelOutput | tuple[Tensor, ...] = call.run_original()
     is_read = bool(call.arguments.get("use_cache")) and lm_call.cache is not None
     if is_read and isinstance(output, ModelOutput) and CACHE_FIELD not in output:
@@ -370,7 +370,7 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
     generation and evaluation are transformers' own. A long forward of an evaluation without gradients is by
     chunks to save memory, unless it asks for a cache or is one that chunks refuse."""
     wrap_state = wrap_state_or_original(self)
-    call = _with_documents(Call(self, arguments), wrap_state.lm_call.documents)
+    call = _with_dropped_inputs(Call(self, arguments), wrap_state.lm_call.inputs)
     with wrap_state.during_call(lambda: access_to(self).abandon_call()):
         is_required = self.training or torch.is_grad_enabled()
         has_pieces = wrap_state.method.pieces is not None
@@ -401,9 +401,9 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
     return output if call.returns_dict else output.to_tuple()
 
 
-def _with_documents(call: Call, documents: Mapping[str, object]) -> Call:
-    """Return a backbone's call with those documents that the causal LM around it has not passed on."""
-    dropped = {name: value for name, value in documents.items() if not call.has(name)}
+def _with_dropped_inputs(call: Call, inputs: Mapping[str, object]) -> Call:
+    """Return a backbone's call with those inputs of the causal LM around it that this has not passed on."""
+    dropped = {name: value for name, value in inputs.items() if not call.has(name)}
     if not dropped:
         return call
     return Call(call.model, {**call.arguments, **dropped}, for_chunks=frozenset(dropped))

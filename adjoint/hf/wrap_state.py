@@ -21,12 +21,12 @@ class OuterCall:
     """A causal LM's call of its backbone.
 
     Attributes:
-        documents: the inputs of the user's call that tell documents apart, by name. Some classes
-            (Mamba, Bloom, MPT) do not pass them on.
+        inputs: the mask of the user's call, and what tells documents apart, by name. Some classes do not
+            pass them on: Mamba, Bloom and MPT the documents, RWKV-4 the mask.
         cache: the cache that the backbone has returned, or None.
     """
 
-    documents: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    inputs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     cache: object = None
 
 
@@ -91,10 +91,9 @@ class WrapState:
                     self.holdings = None
 
     @contextlib.contextmanager
-    def in_lm(self, documents: Mapping[str, object]) -> Iterator[OuterCall]:
-        """Let the backbone know the documents of the causal LM's call; yield what it returns beside its
-        output."""
-        before, self.lm_call = self.lm_call, OuterCall(documents)
+    def in_lm(self, inputs: Mapping[str, object]) -> Iterator[OuterCall]:
+        """Let the backbone know inputs of the causal LM's call; yield what it returns beside its output."""
+        before, self.lm_call = self.lm_call, OuterCall(inputs)
         try:
             yield self.lm_call
         finally:
