@@ -1,6 +1,7 @@
 """Write the tables of docs/models_classes.md: try every class of tests/hf/hf_models.py and
-multimodal_models.py, and all other causal LMs that transformers has. Takes some minutes; less with
-`--multimodal`, which writes the table of multimodal classes alone.
+multimodal_models.py, and all other causal LMs that transformers has. And the table of docs/models_calls.md:
+calls with caches, padding and documents of every recurrent class. Takes some minutes; less with
+`--multimodal` or `--calls`, which write the table of multimodal classes or that of calls alone.
 
 python -m scripts.model_classes
 """
@@ -8,16 +9,21 @@ python -m scripts.model_classes
 from __future__ import annotations
 
 import copy
+import itertools
 import signal
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import adjoint
+from adjoint.hf.transformers_api import CACHE_NAMES
 from benchmarks.report import ROOT, put_table
 from tests.hf.hf_models import (
     FAMILIES,
@@ -36,6 +42,7 @@ from tests.hf.hf_models import (
 from tests.hf.multimodal_models import MULTIMODAL, make_multimodal, make_multimodal_batch
 
 PAGE = ROOT / "docs" / "models_classes.md"
+CALLS_PAGE = ROOT / "docs" / "models_calls.md"
 HEAD = ["family", "class", "its cache holds", "gradient by chunks"]
 LIMIT = 1e-10
 UNTRIED = "not tried, because no small configuration of them was found or they do not run in float64"
@@ -148,6 +155,35 @@ BY_HAND: dict[str, dict[str, Any]] = {
         "head_dim": 4,
         "v_head_dim": 6,
     },
+    "LaraMiniForCausalLM": {
+        **TEXT,
+        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 6),
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+        **{"num_experts": 4, "num_experts_per_tok": 2},
+    },
+    "Inkling2LoopForCausalLM": {
+        **TINY,
+        "unpadded_vocab_size": VOCAB,
+        **dict.fromkeys(("swa_num_attention_heads", "n_routed_experts", "d_rel", "loop_gate_rank"), 4),
+        **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_experts_per_tok"), 2),
+        **dict.fromkeys(("head_dim", "swa_head_dim"), 6),
+        **{"sliding_window_size": 5, "rel_extent": 16, "moe_intermediate_size": 16},
+        **{"num_hidden_layers": 6, "layer_types": ["hybrid_sliding", "hybrid"] * 3},
+        **{"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2},
+        "n_layers_per_attn_res_block": 2,
+    },
+    "DoryForCausalLM": {
+        **TEXT,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
+        **{"n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2, "n_recurrent_loops": 2},
+    },
+    "RwkvForCausalLM": {
+        **{"vocab_size": VOCAB, "hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 40},
+        **{"num_hidden_layers": 3, "context_length": 64, "bos_token_id": 1, "eos_token_id": 2},
+    },
     "XmodForCausalLM": {**TINY, "is_decoder": True, "languages": ["en_XX"], "default_language": "en_XX"},
 }
 
@@ -223,9 +259,143 @@ def multimodal_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+# ------------------------------------------------------------------------------------- the table of calls
+
+# Recurrent or looped classes that are in no table of the tests.
+MORE_RECURRENT = ("LaraMiniForCausalLM", "Inkling2LoopForCausalLM", "DoryForCausalLM", "RwkvForCausalLM")
+CALL_COLUMNS = {
+    **{f"`{name}=`": ("cache", name) for name in CACHE_NAMES},
+    "padding at the left": ("padding", "none"),
+    "the same with `position_ids`": ("padding", "position_ids"),
+    "documents by `position_ids`": ("documents", "position_ids"),
+    "documents by `seq_idx`": ("documents", "seq_idx"),
+    "documents by `cu_seq_lens_q`": ("documents", "cu_seq_lens_q"),
+}
+CALL_IDS = torch.randint(3, VOCAB, (2, 21), generator=torch.Generator().manual_seed(3))
+CUT, PADDED = 9, 6  # tokens of the first document and before the cache; tokens of padding
+MODES = list(itertools.product((True, False), (True, False)))  # training, gradients
+CALL_LIMIT = 1e-8
+
+
+def expected_logits(model: Any, kind: str) -> list[Tensor]:
+    """Return the logits (tokens, vocab_size) of each row, from calls of the model's own forward in which its
+    tokens, its document or its tokens without padding are by themselves."""
+    whole: list[Tensor] = [row[None] for row in CALL_IDS]
+    pieces = {
+        "cache": [[row] for row in whole],
+        "padding": [[whole[0][:, PADDED:]], [whole[1]]],
+        "documents": [list(row.split([CUT, row.shape[1] - CUT], dim=1)) for row in whole],
+    }[kind]
+    model.eval()
+    with torch.no_grad(), float64_throughout():
+        rows = [torch.cat([model(input_ids=p, use_cache=False).logits[0] for p in row]) for row in pieces]
+    return [row[CUT:] for row in rows] if kind == "cache" else rows
+
+
+def call_inputs(kind: str, form: str, cache: Any) -> tuple[dict[str, Any], Tensor]:
+    """Return the arguments of a call, and the mask of the tokens (rows, tokens) whose results count."""
+    ids = CALL_IDS[:, CUT:] if kind == "cache" else CALL_IDS
+    counts = torch.ones_like(ids, dtype=torch.bool)
+    if kind == "cache":
+        return {"input_ids": ids, form: cache, "use_cache": True}, counts
+    if kind == "padding":
+        counts[0, :PADDED] = False
+        inputs = {"input_ids": ids, "attention_mask": counts.long()}
+        if form == "position_ids":
+            inputs["position_ids"] = (counts.cumsum(-1) - 1).clamp(min=0)
+        return inputs, counts
+    tokens = torch.arange(ids.shape[1]).expand(len(ids), -1)
+    offsets = torch.tensor([0, CUT, ids.shape[1], ids.shape[1] + CUT, ids.numel()], dtype=torch.int32)
+    longest = ids.shape[1] - CUT
+    documents: dict[str, dict[str, Any]] = {
+        "position_ids": {"position_ids": torch.where(tokens < CUT, tokens, tokens - CUT)},
+        "seq_idx": {"seq_idx": (tokens >= CUT).int()},
+        "cu_seq_lens_q": {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+        | dict.fromkeys(("max_length_q", "max_length_k"), longest),
+    }
+    if form == "cu_seq_lens_q":  # of one row, as the collator without padding makes it
+        return {"input_ids": ids.view(1, -1), **documents[form]}, counts.view(1, -1)
+    return {"input_ids": ids, **documents[form]}, counts
+
+
+def error_of_call(model: Any, kind: str, form: str, has_labels: bool, expected: list[Tensor]) -> float:
+    """Return the relative error of a call's logits, or of its loss if it has labels."""
+    cache = None
+    if kind == "cache":
+        out = model(input_ids=CALL_IDS[:, :CUT], use_cache=True)
+        names = (*CACHE_NAMES, "state")  # RWKV-4 calls it a state
+        cache = next(value for name in names if (value := out.get(name)) is not None)
+    inputs, counts = call_inputs(kind, form, cache)
+    right = torch.cat(expected)
+    if not has_labels:
+        logits = model(**inputs).logits[counts]
+        return float((logits - right).norm() / right.norm())
+    labels = inputs["input_ids"].masked_fill(~counts, -100)
+    firsts = {"cache": [0], "padding": [0, PADDED], "documents": [0, CUT]}[kind]
+    labels.view(len(CALL_IDS), -1)[:, firsts] = -100  # predicted by no token of the same document
+    targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)[counts]
+    loss = F.cross_entropy(right, targets, ignore_index=-100)
+    return float((model(**inputs, labels=labels).loss - loss).abs() / loss.abs())
+
+
+def outcome_of_call(measure: Callable[[], float]) -> tuple[str, float]:
+    """Return a call's outcome ("ok", "off", "off, warned", "refused" or "error") and its relative error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            error = measure()
+        except (ValueError, StopIteration) as reason:
+            is_ours = isinstance(reason, ValueError) and "transformers" not in type(reason).__module__
+            return ("refused" if is_ours else "no cache"), 0.0
+        except Exception:
+            return "error", 0.0
+    if error <= CALL_LIMIT:
+        return "ok", error
+    is_warned = any(w.category is UserWarning for w in caught)
+    return ("off, warned" if is_warned else "off"), error
+
+
+def call_cells(model: Any, right: dict[str, list[Tensor]]) -> Iterator[str]:
+    """Iterate over the cells of a model's row: the outcomes without labels and with, over all modes."""
+    for kind, form in CALL_COLUMNS.values():
+        texts = []
+        for has_labels in (False, True):
+            outcomes: dict[str, float] = {}
+            for training, has_gradients in MODES:
+                model.train(training)
+                with torch.set_grad_enabled(has_gradients), float64_throughout():
+                    outcome, error = outcome_of_call(
+                        lambda: error_of_call(model, kind, form, has_labels, right[kind])  # noqa: B023
+                    )
+                outcomes[outcome] = max(error, outcomes.get(outcome, 0.0))
+            shown = (f"{o} {100 * e:.2g}%" if "off" in o else o for o, e in sorted(outcomes.items()))
+            texts.append(", ".join(shown).replace("off, warned ", "warned "))
+        yield texts[0] if texts[0] == texts[1] else " / ".join(texts)
+
+
+def calls_table() -> str:
+    """Return the table of calls: for each class a row of transformers' results and one of the wrapped's."""
+    recurrent = [name for family, names in FAMILIES.items() if family != "attention" for name in names]
+    rows = [["class", "", *CALL_COLUMNS], ["---"] * (2 + len(CALL_COLUMNS))]
+    for name in [*recurrent, *(name for name in MORE_RECURRENT if hasattr(transformers, name))]:
+        print(name, flush=True)
+        model = make_small(getattr(transformers, name)) if name in MORE_RECURRENT else make(name)
+        wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=5))
+        right = {
+            kind: expected_logits(copy.deepcopy(model), kind) for kind in ("cache", "padding", "documents")
+        }
+        for label, each in (("by itself", model), ("wrapped", wrapped)):
+            rows.append([f"`{name}`", label, *call_cells(each, right)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _raise_timeout)
+    if "--multimodal" not in sys.argv:
+        put_table(CALLS_PAGE, "calls table", calls_table())
+    if "--calls" in sys.argv:
+        return
     put_table(PAGE, "multimodal table", multimodal_table())
     if "--multimodal" in sys.argv:
         return

@@ -140,12 +140,15 @@ class Call:
         arguments: the call's arguments by name.
         language_inputs: what its images and text are for the language model; then there are no ids.
         carried: the state with which the call begins, or None.
+        for_chunks: names of arguments that the model's own forward does not get: those that the causal LM
+            around a backbone has not passed on.
     """
 
     model: PreTrainedModel
     arguments: dict[str, Any]
     language_inputs: LanguageInputs | None = None
     carried: CarriedState | None = None
+    for_chunks: frozenset[str] = frozenset()
 
     @property
     def past_tokens(self) -> int:
@@ -163,7 +166,8 @@ class Call:
 
     def run_original(self, **changed: object) -> ModelOutput:
         """Run the model's own forward, with some arguments changed."""
-        return original_class(self.model).forward(self.model, **{**self.arguments, **changed})
+        arguments = {n: value for n, value in self.arguments.items() if n not in self.for_chunks}
+        return original_class(self.model).forward(self.model, **{**arguments, **changed})
 
     @property
     def is_chunk(self) -> bool:
@@ -272,10 +276,32 @@ class Call:
 
     @functools.cached_property
     def has_documents(self) -> bool:
-        """Whether position_ids or other inputs tell packed documents apart."""
-        positions = self.arguments.get("position_ids")
-        restarts = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
-        return restarts or self.has("seq_idx", "cu_seq_lens_q")
+        """Whether position_ids or other inputs tell packed documents apart.
+
+        The positions of padding at the left are zeros, too, and those of the first token after it."""
+        if self.has("seq_idx", "cu_seq_lens_q"):
+            return True
+        positions, mask = self.arguments.get("position_ids"), self.arguments.get("attention_mask")
+        if positions is None or positions.dim() != 2:
+            return False
+        restarts = positions[:, 1:] == 0
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == positions.shape[1]:
+            restarts = restarts & (mask[:, :-1] != 0).to(restarts.device)
+        return bool(restarts.any())
+
+    @property
+    def seqlen(self) -> int | None:
+        """Number of tokens of a row, or None if the call gives neither ids nor embeddings."""
+        tokens = next((self.arguments[n] for n in ("input_ids", "inputs_embeds") if self.has(n)), None)
+        return tokens.shape[1] if isinstance(tokens, Tensor) and tokens.dim() > 1 else None
+
+    @functools.cached_property
+    def begins_with_padding(self) -> bool:
+        """Whether a mask of the call's own tokens hides a row's first one."""
+        mask = self.arguments.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != self.seqlen:
+            return False
+        return not bool(mask[:, 0].all())
 
     @functools.cached_property
     def modalities(self) -> tuple[str, ...]:

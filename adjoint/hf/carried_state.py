@@ -7,8 +7,10 @@ own forward, or from a call before with gradients, whose backward has not run ye
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import SupportsIndex
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from adjoint.hf import check
 from adjoint.hf.cache import (
     CACHE_MIXINS,
     MODELS_CACHE_MIXINS,
-    STATES_PER_LAYER,
     CarriedState,
     Slot,
     zeros,
@@ -32,23 +33,29 @@ from adjoint.hf.call import Call
 from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.hf.model_parts import calling_original_forwards
 from adjoint.hf.stage import Backbone, CallContext, make_step
-from adjoint.hf.transformers_api import REQUIRED_CACHE_CLASS, Cache
+from adjoint.hf.transformers_api import CACHE_LAYERS, REQUIRED_CACHE_CLASS, STATE_CACHE_CLASS, Cache
 from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 from adjoint.hf.verification import verification_of
 from adjoint.layers import State
 
 INDEXER_KEYS = ("indexer", "block_index")  # names of slots that only picking keys reads
+_PARTS = ("layers", "linear_cache", "rnn_state", "seqlen_offset")  # attributes of caches that hold states
 
 
 def why_not_carried(model: PreTrainedModel) -> str | None:
     """Return the reason why a model's states are not carried from call to call, or None."""
     config = model.config.get_text_config()
-    kinds = (*STATES_PER_LAYER, *REQUIRED_CACHE_CLASS)
-    if is_of_fla(config) or config.model_type in kinds:
+    if is_of_fla(config):
         return "its own cache is not of transformers' usual class"
     if config.model_type == "deepseek_v4":
         return "its own cache keeps compressed keys alone, and chunks need the projections of all tokens"
     return None
+
+
+def returns_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether the cache of a model whose states are carried is a plain `DynamicCache`."""
+    model_type = model.config.get_text_config().model_type
+    return why_not_carried(model) is None and model_type not in (*REQUIRED_CACHE_CLASS, *STATE_CACHE_CLASS)
 
 
 def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot], ids: Tensor) -> CarriedState:
@@ -61,20 +68,27 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
         Refused: it is no cache of the model's usual kind.
         ValueError: it has another number of rows.
     """
-    layers = getattr(cache, "layers", None)
-    if not isinstance(cache, Cache) or not layers:
+    layers = getattr(cache, "layers", ())
+    if not _is_cache_of(model, cache) or not (layers or _lists_states(cache)):
         check.refuse(
             model, f"past_key_values is a {type(cache).__name__}, not the cache that a call returned"
         )
     tokens, state = 0, []
+    has_place = dict.fromkeys(slots, True)
     for slot in slots:
         layer = layers[slot.layer] if slot.layer < len(layers) else None
-        kind = type(layer)
-        if kind not in CACHE_MIXINS and kind.__name__ not in MODELS_CACHE_MIXINS:
-            check.refuse(
-                model, f"past_key_values has a {kind.__name__}, a kind of state that chunks cannot carry"
-            )
-        value = _value(layer, slot) if _has_place(layer, slot) else None
+        if slot.grows is None and _lists_states(cache):
+            value = _listed_state(cache, slot)
+        else:
+            kind = type(layer)
+            if kind not in CACHE_MIXINS and kind.__name__ not in MODELS_CACHE_MIXINS:
+                check.refuse(
+                    model, f"past_key_values has a {kind.__name__}, a kind of state that chunks cannot carry"
+                )
+            if getattr(layer, "record_past", False):
+                check.refuse(model, "past_key_values records the past of its states, to be cropped")
+            has_place[slot] = _has_place(layer, slot)
+            value = _value(layer, slot) if has_place[slot] else None
         if slot.grows is not None and slot.name == "keys":
             tokens = max(tokens, layer.get_seq_length())  # type: ignore[union-attr]
         elif value is not None:
@@ -84,7 +98,7 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
     if all(value is None for value in state):
         return CarriedState(initial, 0)
     state = [
-        value if value is not None or _has_place(layers[slot.layer], slot) else zero
+        value if value is not None or has_place[slot] else zero
         for slot, value, zero in zip(slots, state, initial, strict=True)
     ]
     for slot, value in zip(slots, state, strict=True):
@@ -102,6 +116,37 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
         if v is not None
     )
     return CarriedState(tuple(v.to(ids.device) for v in tensors), tokens)
+
+
+def _is_cache_of(model: PreTrainedModel, cache: object) -> bool:
+    """Whether a cache's class is one that the model's own forward takes."""
+    model_type = model.config.get_text_config().model_type
+    if model_type in STATE_CACHE_CLASS:
+        return isinstance(cache, _models_class(*STATE_CACHE_CLASS[model_type]))
+    if model_type in REQUIRED_CACHE_CLASS:
+        return isinstance(cache, _models_class(*REQUIRED_CACHE_CLASS[model_type][1:]))
+    return isinstance(cache, Cache)
+
+
+def _models_class(module: str, name: str) -> type[Any]:
+    """Return a cache class of a model's own Python module."""
+    cache_class: type[Any] = getattr(importlib.import_module(module), name)
+    return cache_class
+
+
+def _lists_states(cache: Any) -> bool:
+    """Whether a cache has its recurrent states in a list of its own: MiniMax's and xLSTM's."""
+    return hasattr(cache, "linear_cache") or hasattr(cache, "rnn_state")
+
+
+def _listed_state(cache: Any, slot: Slot) -> Tensor | None:
+    """Return a recurrent state of a cache that lists its states, or None if it has none yet."""
+    if hasattr(cache, "rnn_state"):
+        state: Tensor = cache.rnn_state[slot.layer][slot.index]
+        return state if bool(cache.seqlen_offset) else None
+    states = cache.linear_cache
+    value = states[slot.layer] if slot.layer < len(states) else None
+    return value.mT if isinstance(value, Tensor) else None  # of keys and values; ours of values and keys
 
 
 def _has_place(layer: object, slot: Slot) -> bool:
@@ -135,12 +180,12 @@ def cache_of_state(
         state: after a call; keys and values may begin earlier than the last `tokens` tokens.
         tokens: number of tokens of the document that goes on.
     """
-    cache = DynamicCache(config=model.config)
+    cache = _empty_cache(model, len(state[0]), state[0].device)
     trained: dict[Slot, Tensor] = {}
     values: dict[Slot, Tensor] = {}
     for slot, value in zip(slots, state, strict=True):
-        layer = cache.layers[slot.layer]
         if slot.grows is not None:
+            layer = cache.layers[slot.layer]
             length = _stored(layer, tokens)
             value = value.narrow(slot.grows, value.shape[slot.grows] - length, length)
         if value.requires_grad and slot.name not in INDEXER_KEYS:
@@ -148,6 +193,11 @@ def cache_of_state(
         elif slot.grows is not None:
             value = value.clone()  # else the whole slab would stay
         values[slot] = value.detach()
+    if _lists_states(cache):
+        recurrent = {s: v for s, v in ({**values, **trained}).items() if s.grows is None}
+        _list_states(cache, recurrent, model.dtype, tokens)
+        trained = {s: v for s, v in trained.items() if s.grows is not None}
+        values = {s: v for s, v in values.items() if s.grows is not None}
     for slot, value in values.items():
         layer = cache.layers[slot.layer]
         if slot.name == "conv":
@@ -169,8 +219,9 @@ def cache_of_state(
             layer.indexer_position_ids = positions.expand(3, len(value), tokens)
         elif slot.name == "block_index":
             layer.update_index(value)
-    if trained:
-        cache.__class__ = DifferentiableCache
+    if isinstance(cache, Cache) and any(tensor.requires_grad for tensor in state):
+        kind: type[DynamicCache] = type(cache)
+        cache.__class__ = _differentiable_class(kind)
     for slot, value in trained.items():  # transformers' methods copy values into tensors of their own
         if slot.grows is None:
             getattr(cache.layers[slot.layer], f"{slot.name}_states")[slot.index] = value
@@ -179,10 +230,57 @@ def cache_of_state(
     return cache
 
 
+def _empty_cache(model: PreTrainedModel, rows: int, device: torch.device) -> Any:
+    """Return a cache of the class that the model's own forward makes, with a layer for each of its layers."""
+    config = model.config
+    model_type = config.get_text_config().model_type
+    if model_type in STATE_CACHE_CLASS:
+        return _models_class(*STATE_CACHE_CLASS[model_type])(config, rows, dtype=model.dtype, device=device)
+    if model_type not in REQUIRED_CACHE_CLASS:
+        return DynamicCache(config=config)
+    cache = _models_class(*REQUIRED_CACHE_CLASS[model_type][1:])()
+    cache.layers = [CACHE_LAYERS["DynamicLayer"]() for _ in range(config.num_hidden_layers)]
+    cache.linear_cache = [[] for _ in cache.layers]
+    return cache
+
+
+def _list_states(cache: Any, values: Mapping[Slot, Tensor], dtype: torch.dtype, tokens: int) -> None:
+    """Put recurrent states into a cache that lists its states.
+
+    Args:
+        dtype: in which the model's own forward has them. tokens: number of tokens of the document.
+    """
+    for slot, value in values.items():
+        value = value.to(dtype)
+        if hasattr(cache, "linear_cache"):
+            cache.linear_cache[slot.layer] = value.mT
+        else:
+            states = list(cache.rnn_state[slot.layer])
+            states[slot.index] = value
+            cache.rnn_state[slot.layer] = tuple(states)
+    if hasattr(cache, "rnn_state"):
+        cache.seqlen_offset += tokens
+
+
+def fill_cache(cache: Any, filled: Any) -> None:
+    """Put what another cache of the same kind holds into a cache that a call was given."""
+    for name in _PARTS:
+        if hasattr(filled, name):
+            setattr(cache, name, getattr(filled, name))
+    if type(cache) is getattr(filled, "values_class", None):
+        cache.__class__ = type(filled)
+
+
 class DifferentiableCache(DynamicCache):
     """A cache of transformers whose tensors carry gradients to the call that has made it.
 
-    A deep copy carries them, too. What is pickled is transformers' own class, without gradients."""
+    A deep copy carries them, too. What is pickled is transformers' own class, without gradients.
+
+    Attributes:
+        values_class: transformers' own class.
+    """
+
+    values_class: ClassVar[type[DynamicCache]] = DynamicCache
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: object
@@ -215,8 +313,17 @@ class DifferentiableCache(DynamicCache):
         return copy.copy, (detached(self),)
 
 
+@functools.cache
+def _differentiable_class(kind: type[DynamicCache]) -> type[DynamicCache]:
+    """Return the subclass of a cache class whose tensors carry gradients."""
+    if kind is DynamicCache:
+        return DifferentiableCache
+    return type(f"Differentiable{kind.__name__}", (DifferentiableCache, kind), {"values_class": kind})
+
+
 def _tensors(cache: Cache) -> Iterator[Tensor]:
-    """Iterate over the tensors in a cache's layers."""
+    """Iterate over a cache's tensors."""
+    yield from (state for state in getattr(cache, "linear_cache", ()) if isinstance(state, Tensor))
     for layer in cache.layers:
         for value in vars(layer).values():
             yield from (
@@ -239,8 +346,10 @@ def refusing_gradients(cache: Cache, anchor: Tensor, message: str) -> Cache:
 def _replaced(cache: Cache, replace: Callable[[Tensor], Tensor]) -> Cache:
     """Return a cache with other tensors in the place of a cache's own."""
     memo: dict[int, object] = {id(t): replace(t) for t in _tensors(cache)}
-    twin = DynamicCache.__new__(DynamicCache if isinstance(cache, DifferentiableCache) else type(cache))
-    twin.__dict__.update({**vars(cache), "layers": copy.deepcopy(cache.layers, memo)})
+    kind: type[Cache] = cache.values_class if isinstance(cache, DifferentiableCache) else type(cache)
+    twin = object.__new__(kind)
+    parts = {name: value for name, value in vars(cache).items() if name in _PARTS}
+    twin.__dict__.update({**vars(cache), **copy.deepcopy(parts, memo)})
     return twin
 
 

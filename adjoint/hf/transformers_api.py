@@ -99,6 +99,31 @@ def cache_argument(parameters: Mapping[str, object]) -> str:
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_FIELD)
 
 
+def named_cache(arguments: dict[str, object], parameters: Mapping[str, object]) -> dict[str, object]:
+    """Return a call's arguments by name, with the cache under the name that the forward takes.
+
+    Args:
+        arguments: of the call, with the cache under any of its names.
+        parameters: of the forward, by name.
+
+    Raises:
+        UserError: it is given under two names, and they are different caches; or the forward takes its state
+            in another form.
+    """
+    names = [name for name in CACHE_NAMES if arguments.get(name) is not None]
+    if not names:
+        return arguments
+    name = cache_argument(parameters)
+    if "state" in parameters and name not in parameters:  # RWKV-4
+        raise UserError(f"{names[0]} is not read by this model's forward, which takes its state as `state`")
+    if names == [name]:
+        return arguments
+    if any(arguments[other] is not arguments[names[0]] for other in names):
+        raise UserError(f"{' and '.join(names)} are different caches: give one of them")
+    others = {n: value for n, value in arguments.items() if n not in CACHE_NAMES}
+    return {**others, name: arguments[names[0]]}
+
+
 def with_cache_names(kind: type[T]) -> type[T]:
     """Give a class of outputs the cache's other names, without transformers' warnings about them."""
     for name in CACHE_NAMES:
@@ -129,6 +154,9 @@ REQUIRED_CACHE_CLASS = {
     "minimax": ("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")
 }
 
+# Cache classes that are none of `Cache`, by model_type: module, class.
+STATE_CACHE_CLASS = {"xlstm": ("transformers.models.xlstm.modeling_xlstm", "xLSTMCache")}
+
 
 def recurrent_layers_unnamed(config: PreTrainedConfig) -> list[int]:
     """Return the layers that are recurrent where the cache that this release makes has attention alone.
@@ -139,6 +167,11 @@ def recurrent_layers_unnamed(config: PreTrainedConfig) -> list[int]:
     layers = DynamicCache(config=config).layers
     kinds = enumerate(config.layers_block_type)
     return [k for k, kind in kinds if kind == "recurrent" and not isinstance(layers[k], LinearAttentionLayer)]
+
+
+def keeps_states_on_modules(config: PreTrainedConfig) -> bool:
+    """Whether a model's own forward keeps its recurrent states on its modules, and returns no cache."""
+    return config.model_type == "recurrent_gemma"
 
 
 # Before 5.14 a layer had a single state, with which mixers began calls of one token alone.

@@ -26,24 +26,127 @@ from adjoint.hf.model_parts import (
     forward_parameters,
     original_class,
 )
-from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens
+from adjoint.hf.transformers_api import cache_argument
+from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode, make_trial_copy
 
 
 def refuse_left_padding(model: PreTrainedModel) -> None:
     """Refuse padding at the left if a row with it gives other hidden states than the row without it.
 
-    Chunks begin after the padding. A model that counts padding in its positions does not.
+    Chunks begin after the padding. A model that counts padding in its positions does not. A model without
+    positions reads padding as tokens, and nothing in a call could change that: a warning says so.
 
     Raises:
         ValueError: the hidden states differ.
     """
-    attention_mask = (torch.arange(TOKENS)[None] >= TRIAL_CHUNK_SIZE).long()
-    if not _hides_first_tokens(model, attention_mask=attention_mask):
+    if hides_left_padding(model, has_positions=False):
+        return
+    name = original_class(model).__name__
+    if "position_ids" not in forward_parameters(backbone_of(model)):
+        warnings.warn(
+            f"rows are padded at the left, and {name}'s own forward reads padding as tokens, which chunks "
+            "leave out: results are those of rows without padding",
+            stacklevel=2,
+        )
+    else:
         raise ValueError(
-            f"rows are padded at the left, and {original_class(model).__name__} counts padding in its "
+            f"rows are padded at the left, and {name} counts padding in its "
             "tokens' positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at "
             "the right (tokenizer.padding_side = 'right')"
         )
+
+
+def hides_left_padding(model: PreTrainedModel, has_positions: bool) -> bool:
+    """Whether the model's own forward gives rows with padding at the left the hidden states of rows without.
+
+    Args:
+        has_positions: whether the call gives position_ids that count from the first token that is no padding.
+    """
+    tokens = torch.arange(TOKENS)[None]
+    inputs: dict[str, Tensor | int | None] = {"attention_mask": (tokens >= TRIAL_CHUNK_SIZE).long()}
+    if has_positions:
+        inputs["position_ids"] = (tokens - TRIAL_CHUNK_SIZE).clamp(min=0)
+    return _hides_first_tokens(model, **inputs)
+
+
+def keeps_documents_apart(model: PreTrainedModel, names: Sequence[str], use_cache: bool | None) -> bool:
+    """Whether the model's own forward hides documents from later ones.
+
+    Args:
+        names, use_cache: as in `warn_if_documents_mix`.
+    """
+    try:
+        return _hides_first_tokens(model, use_cache=use_cache, **inputs_of_two_documents(names))
+    except MODEL_ERRORS:  # the model itself refuses such inputs
+        return True
+
+
+@torch.no_grad()
+def continues_from_cache(model: PreTrainedModel, has_positions: bool) -> bool:
+    """Whether the model's own forward goes on from its cache with several tokens as in one call.
+
+    Tried in float32 where weights are half precision, if a copy fits in memory. What a state adds to a few
+    tokens may be within rounding and still matter to many, so that the forward must also read NaN in one.
+
+    Args:
+        has_positions: whether the call gives position_ids.
+    """
+    copied = make_trial_copy(model) if access_to(model).can_copy() else None
+    model = model if copied is None else copied
+    backbone, ids = backbone_of(model), example_tokens(model)[0]
+    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
+    name = cache_argument(forward_parameters(backbone))
+    first, later = ids.split([TRIAL_CHUNK_SIZE, ids.shape[1] - TRIAL_CHUNK_SIZE], dim=1)
+    inputs = {"input_ids": later, "use_cache": True}
+    if has_positions:
+        inputs["position_ids"] = torch.arange(TRIAL_CHUNK_SIZE, ids.shape[1], device=ids.device)[None]
+    with calling_original_forwards(model), in_eval_mode(model):
+        try:
+            expected = access_to(model).run(lambda: forward(input_ids=ids, use_cache=False))[0]
+            caches = [
+                access_to(model).run(lambda: forward(input_ids=first, use_cache=True)).get(name)
+                for _ in range(2)
+            ]
+            if caches[0] is None:
+                return False
+            has_nan = _fill_last_state(caches[1], torch.nan)
+            hidden, from_nan = (
+                access_to(model).run(functools.partial(forward, **inputs, **{name: cache}))[0]
+                for cache in caches
+            )
+        except MODEL_ERRORS:
+            return False
+        is_read = not has_nan or bool(from_nan.isnan().any())
+        return is_read and alike(hidden, expected[:, TRIAL_CHUNK_SIZE:])
+
+
+@torch.no_grad()
+def counts_cached_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model's own forward gives a token after a cache the position after the cached tokens."""
+    backbone, ids = backbone_of(model), example_tokens(model)[0]
+    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True, use_cache=True)
+    name, position = cache_argument(forward_parameters(backbone)), TRIAL_CHUNK_SIZE
+    first, token = ids[:, :position], ids[:, position : position + 1]
+    inputs: Sequence[dict[str, Tensor]] = ({}, {"position_ids": torch.full_like(token, position)})
+    hidden = []
+    with calling_original_forwards(model), in_eval_mode(model):
+        for positions in inputs:
+            cache = access_to(model).run(lambda: forward(input_ids=first)).get(name)
+            if cache is None:
+                return True
+            call = functools.partial(forward, input_ids=token, **{name: cache}, **positions)
+            hidden.append(access_to(model).run(call)[0])
+    return alike(*hidden)
+
+
+def _fill_last_state(cache: object, value: float) -> bool:
+    """Fill the recurrent state of a cache's last recurrent layer; return whether there is one."""
+    for layer in reversed(getattr(cache, "layers", ())):
+        for state in getattr(layer, "recurrent_states", {}).values():
+            if isinstance(state, Tensor):
+                state.fill_(value)
+                return True
+    return False
 
 
 def reproduces_padding(model: PreTrainedModel, compare_padded: Callable[[], float]) -> bool:
@@ -74,11 +177,7 @@ def warn_if_documents_mix(model: PreTrainedModel, names: Sequence[str], use_cach
         use_cache: the call's argument. transformers' models look for documents in position_ids only without
             a cache.
     """
-    try:
-        keeps_apart = _hides_first_tokens(model, use_cache=use_cache, **inputs_of_two_documents(names))
-    except MODEL_ERRORS:  # the model itself refuses such inputs
-        return
-    if not keeps_apart:
+    if not keeps_documents_apart(model, names, use_cache):
         warnings.warn(
             "position_ids restart, so a row is read as packed documents, which chunks keep apart. Called "
             f"like this, {original_class(model).__name__}'s own forward lets documents attend to earlier "

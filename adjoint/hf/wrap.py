@@ -14,13 +14,13 @@ import inspect
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from adjoint.batch import Batch
 from adjoint.engine.continuation import goes_on_from
@@ -31,15 +31,17 @@ from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.shared_prefix import Beginning, End, Segment, run_segments
 from adjoint.engine.step import uncompiled
-from adjoint.engine.verification import TOKENS, NotAttended
+from adjoint.engine.verification import TOKENS, NotAttended, Refused
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, mini_sequence
-from adjoint.hf.call import Call
+from adjoint.hf.call import DOCUMENT_INPUTS, Call
 from adjoint.hf.carried_state import (
     cache_of_state,
     detached,
+    fill_cache,
     refuse_if_states_are_lost,
     refusing_gradients,
+    returns_dynamic_cache,
     state_of_cache,
     why_not_carried,
 )
@@ -60,6 +62,7 @@ from adjoint.hf.model_parts import (
     layers_of,
     original_class,
 )
+from adjoint.hf.original_forward import run_original, why_original_differs
 from adjoint.hf.outputs import (
     DeferredCache,
     LossOutput,
@@ -73,7 +76,7 @@ from adjoint.hf.shared_rows import halves_tokens, hidden_of_rows, segment_call, 
 from adjoint.hf.snapshot import WRAPS, ForwardState, Snapshot
 from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, WeightedLogProbs, make_step
 from adjoint.hf.tensor_parallel import sum_partial_gradients
-from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput
+from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput, named_cache
 from adjoint.hf.trials import ignores_input
 from adjoint.hf.verification import (
     Verification,
@@ -230,7 +233,7 @@ def _wrapped_class(cls: type[nn.Module], forward_function: EntryForward) -> type
         named_args = dict(zip(names, args, strict=False))
         if len(args) > len(names) or named_args.keys() & kwargs.keys():
             return cls.forward(self, *args, **kwargs)  # Python raises the TypeError
-        return forward_function(self, {**named_args, **kwargs})
+        return forward_function(self, named_cache({**named_args, **kwargs}, signature.parameters))
 
     # By default pickle would look the class up by its qualified name and find transformers' own.
     def reduce(self: PreTrainedModel, protocol: SupportsIndex) -> tuple[object, ...]:
@@ -268,8 +271,10 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
     """Run the causal LM: with labels its loss by the method, otherwise transformers' forward."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.during_call(lambda: access_to(self).abandon_call()):
-        if wrap_state.uses_original_forward or not call.has_labels:
+        if wrap_state.uses_original_forward:
             return call.run_original()
+        if not call.has_labels:
+            return _lm_without_labels(call, wrap_state)
         method, has_pieces = wrap_state.method, wrap_state.method.pieces is not None
         is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
         if method.is_plain or is_extra or (has_pieces and call.logits_index is not None):
@@ -294,6 +299,21 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
             has_gradients = call.cache is not None and detached(call.cache) is not call.cache
             compute_logits_later(output.loss, logits.deferred, until_backward=has_gradients)
     return output if call.returns_dict else output.to_tuple()
+
+
+def _lm_without_labels(call: Call, wrap_state: WrapState) -> ModelOutput | tuple[Tensor, ...]:
+    """Run transformers' forward of the causal LM, whose backbone is wrapped.
+
+    Some classes do not pass documents on to it, or do not return its cache (RecurrentGemma)."""
+    names = (*DOCUMENT_INPUTS, "attention_mask")
+    with wrap_state.in_lm({name: call.arguments[name] for name in names if call.has(name)}) as lm_call:
+        output: ModelOutput | tuple[Tensor, ...] = call.run_original()
+    is_read = bool(call.arguments.get("use_cache")) and lm_call.cache is not None
+    if is_read and isinstance(output, ModelOutput) and CACHE_FIELD not in output:
+        output[CACHE_FIELD] = lm_call.cache
+        for name in CACHE_NAMES:
+            setattr(output, name, lm_call.cache)
+    return output
 
 
 def _without_unread_count(call: Call) -> Call:
@@ -324,57 +344,79 @@ def _backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> Model
     """Run the backbone: its hidden states by the method, or transformers' forward.
 
     The method applies where gradients are on, in training without them too (as for a reference model), and
-    where documents are packed. A call that begins with a cache or asks for one is by chunks in training with
-    gradients alone: generation and evaluation are transformers' own. A long forward of an evaluation without
-    gradients is by chunks to save memory, unless it asks for a cache or is one that chunks refuse."""
-    call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
+    where the original forward would not give the result of the whole sequence (`why_original_differs`). Any
+    other call that begins with a cache or asks for one is by chunks in training with gradients alone:
+    generation and evaluation are transformers' own. A long forward of an evaluation without gradients is by
+    chunks to save memory, unless it asks for a cache or is one that chunks refuse."""
+    wrap_state = wrap_state_or_original(self)
+    call = _with_dropped_inputs(Call(self, arguments), wrap_state.lm_call.inputs)
     with wrap_state.during_call(lambda: access_to(self).abandon_call()):
         is_required = self.training or torch.is_grad_enabled()
         has_pieces = wrap_state.method.pieces is not None
         if wrap_state.uses_original_forward or wrap_state.method.is_plain or call.is_chunk:
             return call.run_original()
-        if self.training and torch.is_grad_enabled() and _carries_state(call, wrap_state):
+        difference = why_original_differs(call)
+        with_gradients = self.training and torch.is_grad_enabled()
+        if (with_gradients or difference is not None) and _carries_state(call, wrap_state):
             output = _hidden_with_state(call)
             if output is not None:
+                wrap_state.lm_call.cache = output.get(CACHE_FIELD)
                 return output if call.returns_dict else output.to_tuple()
         if call.extra_outputs or (has_pieces and not is_required):
             if torch.is_grad_enabled() and not has_pieces:
                 _warn_not_chunked(call)
-            return call.run_original()
-        if not is_required and not call.has_documents:
-            output = _hidden_to_save_memory(call, wrap_state)
+            return run_original(call, difference)
+        if not is_required:
+            output = _hidden_without_gradients(call, wrap_state, difference is not None)
             if output is None:
-                return call.run_original()
+                return run_original(call, difference)
         else:
             check.refuse_transforms(self)
             if has_pieces:
                 return _hidden_by_mini_sequence(call)
             output = _hidden_by_chunks(_at_language_model(call))
-        if not self.training and call.returns_cache_by_default and why_not_carried(self) is None:
+        if not self.training and call.returns_cache_by_default and returns_dynamic_cache(self):
             output[CACHE_FIELD] = DeferredCache(_deferred_cache(call, output.last_hidden_state))
     return output if call.returns_dict else output.to_tuple()
 
 
-def _hidden_to_save_memory(call: Call, wrap_state: WrapState) -> ModelOutput | None:
+def _with_dropped_inputs(call: Call, inputs: Mapping[str, object]) -> Call:
+    """Return a backbone's call with those inputs of the causal LM around it that this has not passed on."""
+    dropped = {name: value for name, value in inputs.items() if not call.has(name)}
+    if not dropped:
+        return call
+    return Call(call.model, {**call.arguments, **dropped}, for_chunks=frozenset(dropped))
+
+
+def _hidden_without_gradients(call: Call, wrap_state: WrapState, differs: bool) -> ModelOutput | None:
     """Compute the output of a backbone that is evaluated without gradients, or return None.
 
-    It is None if the forward is short, of several processes, or refused: transformers' own forward is right
-    then, too, and takes only more memory."""
+    It is None if chunks refuse the forward, and if they would only save memory and the forward is short or of
+    several processes: transformers' own forward is right then, too.
+
+    Args:
+        differs: whether the original forward would give another result.
+    """
     tokens = next((call.arguments[n] for n in ("input_ids", "inputs_embeds") if call.has(n)), None)
     limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
     is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
-    if wrap_state.group is not None or access_kind_of(call.model).is_collective:
-        return None
-    if not is_long and not (wrap_state.method.share_prefixes and halves_tokens(call)):
-        return None
+    if not differs:
+        if wrap_state.group is not None or access_kind_of(call.model).is_collective:
+            return None
+        if not is_long and not (wrap_state.method.share_prefixes and halves_tokens(call)):
+            return None
     refused = verification_of(call.model).results
-    key = "refused without gradients", *sorted(name for name in call.arguments if call.has(name))
+    names = sorted(name for name in call.arguments if call.has(name))
+    key = "refused without gradients", call.has_documents, call.begins_with_padding, *names
     if key in refused:
         return None
     try:
         check.refuse_transforms(call.model)
         return _hidden_by_chunks(_at_language_model(call))
-    except ValueError as refusal:  # a contradiction in the inputs is the own forward's to tell
+    except ValueError as refusal:
+        # A contradiction in the inputs is the original forward's to tell, but it reads no documents.
+        if call.has_documents and not isinstance(refusal, Refused):
+            raise
         LOGGER.debug(f"this forward without gradients runs as if not wrapped: {refusal}")
         refused[key] = True
         return None
@@ -548,12 +590,9 @@ def _hidden_with_state(call: Call) -> ModelOutput | None:
     output = _hidden_by_chunks(continued, returns_cache)
     if not returns_cache:
         return output
-    cache, given_cache = output[CACHE_FIELD], call.cache
-    if isinstance(given_cache, Cache):
-        given_cache.layers = cache.layers
-        if type(given_cache) is DynamicCache:
-            given_cache.__class__ = type(cache)
-        output[CACHE_FIELD] = given_cache
+    if call.cache is not None:
+        fill_cache(call.cache, output[CACHE_FIELD])
+        output[CACHE_FIELD] = call.cache
     return output if call.returns_cache else Output(**{n: v for n, v in output.items() if n != CACHE_FIELD})
 
 

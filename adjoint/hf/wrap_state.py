@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import ref
 
@@ -13,6 +14,20 @@ from torch import nn
 
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.access import Holding
+
+
+@dataclasses.dataclass
+class OuterCall:
+    """A causal LM's call of its backbone.
+
+    Attributes:
+        inputs: the mask of the user's call, and what tells documents apart, by name. Some classes do not
+            pass them on: Mamba, Bloom and MPT the documents, RWKV-4 the mask.
+        cache: the cache that the backbone has returned, or None.
+    """
+
+    inputs: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    cache: object = None
 
 
 class WrapState:
@@ -32,6 +47,8 @@ class WrapState:
             model, such as PEFT's; else None.
         group: process group whose ranks share each sequence, or None.
         announced: whether the first use has been logged.
+        lm_call: while transformers' forward of the causal LM runs, what its backbone should know of the
+            user's call, and returns beside its output.
         holdings: while a call runs, how the weights of the model and of its backbone are held, as far as it
             has been looked; None between calls.
     """
@@ -49,6 +66,7 @@ class WrapState:
         self.outer_model = outer_model
         self.group = group
         self.announced = False
+        self.lm_call = OuterCall()
         self.holdings: dict[nn.Module, Holding] | None = None
 
     @contextlib.contextmanager
@@ -71,6 +89,15 @@ class WrapState:
             finally:
                 if is_outermost:
                     self.holdings = None
+
+    @contextlib.contextmanager
+    def in_lm(self, inputs: Mapping[str, object]) -> Iterator[OuterCall]:
+        """Let the backbone know inputs of the causal LM's call; yield what it returns beside its output."""
+        before, self.lm_call = self.lm_call, OuterCall(inputs)
+        try:
+            yield self.lm_call
+        finally:
+            self.lm_call = before
 
     def __reduce__(self) -> tuple[type[WrapState], tuple[Method]]:
         # For copy and pickle, which cannot take a lock, a weak reference or a process group.

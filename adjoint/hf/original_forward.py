@@ -1,0 +1,138 @@
+"""Calls for which a model's original forward does not give the result of the whole sequence.
+
+A wrapped model runs its original forward where no gradient is asked for: in generation and evaluation. For
+some calls that is not the result of the whole sequence: with several tokens after a cache (Mamba-1's scan
+begins without the state), with padding at the left (xLSTM reads it as tokens), with packed documents.
+`why_original_differs` decides which calls these are, for all of a wrapped model's calls without labels. They
+run by chunks; where these refuse them, the original forward runs with a warning.
+
+What depends on the class is tried on a few tokens, once for each state of the model. A call of one token
+after a cache, as in generation, needs no trial."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from adjoint.hf.call import DOCUMENT_INPUTS, Call
+from adjoint.hf.kernels.fla import is_of_fla
+from adjoint.hf.language_inputs import POSITIONS
+from adjoint.hf.model_parts import forward_parameters, original_class
+from adjoint.hf.transformers_api import Cache, CacheLayerMixin, ModelOutput, keeps_states_on_modules
+from adjoint.hf.trial_copy import in_eval_mode
+from adjoint.hf.trials import (
+    continues_from_cache,
+    counts_cached_tokens,
+    hides_left_padding,
+    keeps_documents_apart,
+)
+from adjoint.hf.verification import verification_of
+
+
+def why_original_differs(call: Call) -> str | None:
+    """Return why the original forward may not give a call's result, or None.
+
+    The text follows "whose own forward". Packed documents are not tried here: they always run by chunks.
+    """
+    model = call.model
+    config = model.config.get_text_config()
+    if keeps_states_on_modules(config) and (
+        _has_recurrent_states(call.cache) or (call.cache is None and call.arguments.get("use_cache"))
+    ):
+        return "keeps its states on its modules, not in a cache"
+    if call.seqlen in (None, 1) or is_of_fla(config):
+        return None
+    if call.has_documents:
+        return "lets documents read those before them"
+    if _holds_tokens(call.cache):
+        has_positions = call.has(POSITIONS) or _positions_after(call) is not None
+        key = "continues", has_positions
+        if not verification_of(model).compute_once(key, continues_from_cache, model, has_positions):
+            return "does not go on from its cache with several tokens as it does token by token"
+    elif call.begins_with_padding:
+        has_positions = call.has(POSITIONS)
+        key = "hides padding at the left", has_positions
+        verification = verification_of(model)
+        with in_eval_mode(model):
+            hides = verification.compute_once(key, hides_left_padding, model, has_positions)
+        if not hides:
+            return "reads padding at the left as tokens, or counts it in their positions"
+    return None
+
+
+def run_original(call: Call, difference: str | None = None) -> ModelOutput:
+    """Run the original forward of a backbone, with a warning where it does not give the call's result.
+
+    Args:
+        difference: from `why_original_differs`.
+    """
+    if difference is not None and not (call.has_documents and _keeps_documents_apart(call)):
+        warnings.warn(
+            f"this call runs as if not wrapped, by {original_class(call.model).__name__}, whose own forward "
+            f"{difference}",
+            stacklevel=4,
+        )
+    return call.run_original(**_corrections(call))
+
+
+def _corrections(call: Call) -> dict[str, Tensor]:
+    """Return arguments without which the original forward misreads a cache."""
+    if call.cache is None:
+        return {}
+    changed: dict[str, Tensor] = {}
+    if (positions := _positions_after(call)) is not None:
+        changed[POSITIONS] = positions
+    mask, is_recurrent = call.arguments.get("attention_mask"), False
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != call.seqlen:
+        is_recurrent = isinstance(call.cache, Cache) and all(call.cache.is_linear)
+    if is_recurrent:  # each of its tokens would be multiplied by the mask of all
+        changed["attention_mask"] = mask[:, -(call.seqlen or 0) :]
+    return changed
+
+
+def _positions_after(call: Call) -> Tensor | None:
+    """Return the positions of a call's tokens after its cache, where the original forward would miscount.
+
+    Bamba counts from 0, MiniMax asks a layer without keys for the number of tokens. In other models the
+    positions may be more than a count (of images), so that they are left to the model."""
+    cache, model = call.cache, call.model
+    if not isinstance(cache, DynamicCache) or not (any(cache.is_linear) or hasattr(cache, "linear_cache")):
+        return None
+    if call.has(POSITIONS) or POSITIONS not in forward_parameters(model) or call.seqlen is None:
+        return None
+    lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    if not (tokens := max(lengths, default=0)):
+        return None
+    if verification_of(model).compute_once("counts cached tokens", counts_cached_tokens, model):
+        return None
+    device = next(model.parameters()).device
+    return torch.arange(tokens, tokens + call.seqlen, device=device)[None]
+
+
+def _holds_tokens(cache: object) -> bool:
+    """Whether a cache of transformers holds the state of any token."""
+    if not isinstance(cache, Cache):
+        return cache is not None
+    lengths = (layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin))
+    has_linear_states = any(isinstance(state, Tensor) for state in getattr(cache, "linear_cache", ()))
+    return has_linear_states or any(map(bool, lengths)) or _has_recurrent_states(cache)
+
+
+def _has_recurrent_states(cache: object) -> bool:
+    """Whether a cache's layers hold recurrent states."""
+    layers = cache.layers if isinstance(cache, Cache) else ()
+    return any(any(getattr(layer, "has_previous_state", {}).values()) for layer in layers)
+
+
+def _keeps_documents_apart(call: Call) -> bool:
+    """Whether the original forward keeps the call's documents apart."""
+    names = tuple(filter(call.has, (*DOCUMENT_INPUTS, "attention_mask")))
+    use_cache, model = call.arguments.get("use_cache"), call.model
+    if call.for_chunks.intersection(names):  # it does not even get them
+        return False
+    verification, key = verification_of(model), ("documents apart", names, use_cache)
+    with in_eval_mode(model):
+        return verification.compute_once(key, keeps_documents_apart, model, names, use_cache)

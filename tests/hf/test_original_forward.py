@@ -1,0 +1,180 @@
+"""Calls without labels for which the original forward does not give the result of the whole sequence: several
+tokens after a cache, packed documents, padding at the left. They run by chunks, or warn."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, float64_throughout, make, one_line
+
+transformers = pytest.importorskip("transformers")
+from adjoint.hf.transformers_api import CACHE_NAMES  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("double")]
+
+MAMBA, ZAMBA, BAMBA, MINIMAX, XLSTM, GRIFFIN = (
+    f"{n}ForCausalLM" for n in ("Mamba", "Zamba", "Bamba", "MiniMax", "xLSTM", "RecurrentGemma")
+)
+IDS = torch.randint(3, VOCAB, (2, 17), generator=torch.Generator().manual_seed(3))
+MODES = [(True, True), (True, False), (False, True), (False, False)]  # training, gradients
+
+
+def wrapped_copy(model: Any) -> Any:
+    return adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=5))
+
+
+def logits_of(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
+    """The logits of the untouched model, of ids by themselves."""
+    model.eval()
+    with torch.no_grad(), float64_throughout():
+        logits: Tensor = model(input_ids=ids, use_cache=False, **inputs).logits
+    return logits
+
+
+def read_cache(output: Any) -> Any:
+    return next(output[name] for name in CACHE_NAMES if name in output.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("name", [MAMBA, ZAMBA, BAMBA, MINIMAX, XLSTM, GRIFFIN])
+def test_every_call_goes_on_from_the_cache(name: str) -> None:
+    """In every mode and under every name of the cache, without positions; by itself each class is off."""
+    model = make(name)
+    wrapped, expected = wrapped_copy(model), logits_of(model, IDS)
+    for number, (training, has_gradients) in enumerate(MODES):
+        wrapped.train(training)
+        cache, logits, argument = None, [], CACHE_NAMES[number % 3]
+        # a single token, as in generation, where by itself Bamba's step is another
+        pieces = IDS.split((7, 5, 2, 3) if name == BAMBA else (7, 5, 1, 4), dim=1)
+        with torch.set_grad_enabled(has_gradients), float64_throughout(), warnings.catch_warnings():
+            warnings.simplefilter("ignore" if has_gradients else "error", UserWarning)  # of a single token
+            for piece in pieces[: 2 if has_gradients else 4]:
+                output = wrapped(input_ids=piece, use_cache=True, **{argument: cache})
+                cache = read_cache(output)
+                logits.append(output.logits.detach())
+        seen = torch.cat(logits, dim=1)
+        assert torch.allclose(seen, expected[:, : seen.shape[1]], rtol=0, atol=1e-12), (training, argument)
+
+
+@pytest.mark.parametrize("name", [MINIMAX, XLSTM])
+def test_gradients_through_a_cache_that_lists_its_states(name: str) -> None:
+    model = make(name)
+    wrapped, labels = wrapped_copy(model), IDS.clone()
+    labels[:, :8] = -100
+    with float64_throughout():
+        loss = model(input_ids=IDS, labels=labels).loss
+        loss.backward()
+        cache = read_cache(wrapped(input_ids=IDS[:, :7], labels=IDS[:, :7], use_cache=True))
+        cache = copy.deepcopy(cache) if name == MINIMAX else cache  # xLSTM's class is not derived from
+        output = wrapped(input_ids=IDS[:, 7:], labels=labels[:, 7:], past_key_values=cache)
+        output.loss.backward()
+    assert_exact(
+        (output.loss.detach(), current_gradients(wrapped)), (loss.detach(), current_gradients(model))
+    )
+
+
+@pytest.mark.parametrize("name", [BAMBA, MINIMAX])
+def test_a_single_token_gets_its_position(name: str) -> None:
+    """By themselves these count the tokens of the first layer's cache, which has none."""
+    model = make(name).eval()
+    wrapped, position = wrapped_copy(model), torch.tensor([[16]])
+    with torch.no_grad(), float64_throughout():
+        cache = read_cache(model(input_ids=IDS[:, :16], use_cache=True))
+        last = {"input_ids": IDS[:, 16:]}
+        expected = model(**last, cache=copy.deepcopy(cache), position_ids=position).logits
+        assert not torch.allclose(model(**last, cache=copy.deepcopy(cache)).logits, expected, atol=1e-9)
+        assert torch.equal(wrapped(**last, cache=cache).logits, expected)
+
+
+def test_generate_in_pieces_reads_the_state() -> None:
+    """Jamba's own scan begins each piece of a prompt without a state."""
+    model = make("JambaForCausalLM").eval()
+    wrapped = wrapped_copy(model)
+    options = {
+        "max_new_tokens": 2,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    with float64_throughout():
+        expected = model.generate(IDS, **options).logits
+        for each, is_right in ((wrapped, True), (model, False)):
+            logits = each.generate(IDS, prefill_chunk_size=6, **options).logits
+            pairs = zip(logits, expected, strict=True)
+            assert all(torch.allclose(*pair, rtol=0, atol=1e-12) for pair in pairs) == is_right
+
+
+POSITIONS = torch.cat([torch.arange(7), torch.arange(10)])[None]
+OFFSETS = torch.tensor([0, 7, 17], dtype=torch.int32)
+LENGTHS = {"max_length_q": 10, "max_length_k": 10}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "position_ids": {"position_ids": POSITIONS},
+    "seq_idx": {"seq_idx": torch.tensor([[0] * 7 + [1] * 10])},
+    "cu_seq_lens_q": {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, **LENGTHS},
+}
+
+
+@pytest.mark.parametrize("name", [MAMBA, "BloomForCausalLM", "MptForCausalLM", XLSTM])
+def test_documents_without_labels(name: str) -> None:
+    """The causal LM does not pass them on to its backbone."""
+    model = make(name)
+    ids, wrapped = IDS[:1], wrapped_copy(model)
+    expected = torch.cat([logits_of(model, document) for document in ids.split([7, 10], dim=1)], dim=1)
+    for number, (training, has_gradients) in enumerate(MODES):
+        wrapped.train(training)
+        documents = list(DOCUMENTS.values())[number % 3]
+        with torch.set_grad_enabled(has_gradients), float64_throughout():
+            logits = wrapped(input_ids=ids, **documents).logits
+        assert torch.allclose(logits, expected, rtol=0, atol=1e-12), (training, has_gradients)
+
+
+def test_documents_that_only_the_original_forward_could_read_are_warned_of() -> None:
+    model = wrapped_copy(make(MAMBA)).eval()
+    with torch.no_grad(), pytest.warns(UserWarning, match="lets documents read those before them"):
+        model(input_ids=IDS, position_ids=POSITIONS, output_hidden_states=True)
+    with torch.no_grad(), one_line("position_ids and seq_idx describe different documents"):
+        model(input_ids=IDS, position_ids=POSITIONS, seq_idx=torch.tensor([[0] * 9 + [1] * 8]))
+
+
+@pytest.mark.parametrize("name", [XLSTM, GRIFFIN, "DeepseekV4ForCausalLM"])
+def test_padding_at_the_left_without_labels(name: str) -> None:
+    model, mask = make(name), torch.ones_like(IDS)
+    mask[0, :6] = 0
+    inputs = {"input_ids": IDS, "attention_mask": mask}
+    if name == GRIFFIN:
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = logits_of(model, IDS[:1, 6:]), logits_of(model, IDS[1:])
+    wrapped = wrapped_copy(model).eval()
+    with torch.no_grad(), float64_throughout(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        logits = wrapped(**inputs).logits
+    is_right = torch.allclose(logits[0, 6:], expected[0][0], rtol=0, atol=1e-12)
+    assert torch.allclose(logits[1], expected[1][0], rtol=0, atol=1e-12)
+    assert is_right == (name != "DeepseekV4ForCausalLM")  # chunks refuse it
+    assert is_right or any("reads padding at the left as tokens" in str(w.message) for w in caught)
+
+
+def test_labels_after_padding_of_a_model_without_positions() -> None:
+    """xLSTM's forward has no position_ids that a caller could be told to give."""
+    model, mask = make(XLSTM), torch.ones_like(IDS)
+    mask[:, :6] = 0
+    labels = IDS.masked_fill(mask == 0, -100).index_fill(1, torch.tensor([6]), -100)
+    wrapped = wrapped_copy(model)
+    with float64_throughout():
+        loss = model(input_ids=IDS[:, 6:], labels=labels[:, 6:]).loss
+        with pytest.warns(UserWarning, match="own forward reads padding as tokens, which chunks leave out"):
+            got = wrapped(input_ids=IDS, labels=labels, attention_mask=mask).loss
+    assert got.item() == pytest.approx(loss.item(), rel=1e-12)
+
+
+def test_one_cache_under_two_names() -> None:
+    model = wrapped_copy(make("LlamaForCausalLM"))
+    caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    with one_line("cache and past_key_values are different caches: give one of them"):
+        model(input_ids=IDS, cache=caches[0], past_key_values=caches[1])
