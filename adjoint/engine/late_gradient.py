@@ -6,10 +6,11 @@ its gradient."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from adjoint.engine.step import input_gradients
 from adjoint.engine.tile import Gradients
@@ -20,18 +21,26 @@ from adjoint.kernels.checks import differentiable_once
 LateBackward = Callable[[Tensor], Gradients]
 
 
+class _Context(FunctionCtx):
+    """The context of a `_Late` node."""
+
+    compute: LateBackward
+    inputs: tuple[Tensor, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+
 class _Late(torch.autograd.Function):
     """The node between a tensor, computed before, and its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, values: list[Tensor], compute: LateBackward, *inputs: Tensor) -> Tensor:
+    def forward(ctx: _Context, values: list[Tensor], compute: LateBackward, *inputs: Tensor) -> Tensor:
         ctx.compute, ctx.inputs = compute, inputs
         ctx.save_for_backward(*inputs)  # so that autograd refuses a backward after a change in place
         return values.pop()
 
     @staticmethod
     @differentiable_once("a tensor that was computed without a graph")
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
+    def backward(ctx: _Context, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # the check happens on access
         return None, None, *input_gradients(ctx.inputs, ctx.compute(cotangent))
 

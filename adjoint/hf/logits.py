@@ -141,8 +141,8 @@ class LogitsOfCall:
                 parts = torch.autograd.grad(
                     outputs, [*others, *tensors], cotangents, retain_graph=True, allow_unused=True
                 )
-                for tensor, part in zip(tensors, parts[len(others) :], strict=True):
-                    gradients.add(reached[tensor], part)
+                for tensor, gradient in zip(tensors, parts[len(others) :], strict=True):
+                    gradients.add(reached[tensor], gradient)
                 return parts[: len(others)]
 
             assert self.forward_state is not None  # as values have been computed

@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -142,7 +142,7 @@ class _LogitsOnAccess:
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or (name == "logits" and self.logits is not None)  # type: ignore[misc]
 
-    def __getitem__(self, key: Any) -> object:
+    def __getitem__(self, key: str | SupportsIndex | slice) -> object:
         if not isinstance(key, str):
             return self.to_tuple()[key]
         is_deferred = key == "logits" and not super().__contains__(key) and self.logits is not None  # type: ignore[misc]

@@ -181,11 +181,13 @@ def results(model: Any, case: Case, read: dict[str, list[Tensor]], mask: Tensor)
     return {**{name: value.detach() for name, value in values.items()}, **gradients}
 
 
-def run(model: Any, case: Case, ids: Tensor, mask: Tensor, labels: Tensor, whole: bool) -> dict[str, Any]:
+def run(
+    model: Any, case: Case, ids: Tensor, mask: Tensor, labels: Tensor, is_reference: bool
+) -> dict[str, Any]:
     is_off = "without gradients" in case["mode"]
     model.train(case["mode"].startswith("training"))
     with torch.no_grad() if is_off else contextlib.nullcontext():
-        if not whole:
+        if not is_reference:
             return results(model, case, by_calls(model, case, ids, mask, labels), mask)
         logits, hidden = whole_rows(model, case, ids, mask)
         pieces = case["pieces"] if "documents" not in case else [ids.shape[1]]
@@ -206,21 +208,21 @@ def check(case: Case) -> None:
     with float64_throughout(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            expected = run(copy.deepcopy(model), case, ids, mask, labels, whole=True)
+            expected = run(copy.deepcopy(model), case, ids, mask, labels, is_reference=True)
         except Exception as error:
             raise Vacuous(f"the untouched model: {error!r}") from error
         caught.clear()
         wrapped = adjoint.wrap(model, method_of(case))
         try:
-            got = run(wrapped, case, ids, mask, labels, whole=False)
+            got = run(wrapped, case, ids, mask, labels, is_reference=False)
         except Exception as error:
             if raised_by_us(error) or "unexpected keyword argument" in str(error):
                 raise Refusal(str(error)) from error
             try:
-                run(adjoint.unwrap(wrapped), case, ids, mask, labels, whole=False)
-            except Exception as own:
-                if type(own) is type(error):
-                    raise Vacuous(f"the untouched model, called alike: {own!r}") from own
+                run(adjoint.unwrap(wrapped), case, ids, mask, labels, is_reference=False)
+            except Exception as same_error:
+                if type(same_error) is type(error):
+                    raise Vacuous(f"the untouched model, called alike: {same_error!r}") from same_error
             raise
     try:
         same(got, expected)

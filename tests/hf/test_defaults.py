@@ -318,7 +318,7 @@ def test_logits_have_the_dropout_of_their_loss() -> None:
 
 
 def test_a_gradient_that_outputs_do_not_carry_is_refused() -> None:
-    """Of logits after a cache, of a cache that nobody asked for, and of a stack's logits beside a loss."""
+    """Refuse it for logits after a cache, a cache that nobody asked for, a stack's logits beside a loss."""
     model = adjoint.wrap(make(BAMBA), METHODS[0])
     inputs = labelled()
     first = model(**inputs, use_cache=True)

@@ -544,7 +544,7 @@ def fsdp1(model: Any) -> Any:
 @pytest.mark.parametrize("seqlen", [1, 16])
 def test_a_process_with_one_token_has_one_chunk(seqlen: int) -> None:
     class Ranks:
-        """Of two processes, the other of which has one token."""
+        """Two processes, the other of which has one token."""
 
         def largest(self, chunks: float, negative_limit: float) -> tuple[float, float]:
             return max(chunks, 1), max(negative_limit, -1)

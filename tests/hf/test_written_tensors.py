@@ -49,7 +49,7 @@ BUFFERS = {  # what differs is the first entry
 
 
 def test_buffers_of_every_dtype_are_compared() -> None:
-    """In a model whose forward writes to them, also values that are not equal to themselves."""
+    """Compare buffers that a forward writes to, also with values that are not equal to themselves."""
     model = make("LlamaForCausalLM")
     mlp = model.model.layers[0].mlp
     for name, values in BUFFERS.items():
@@ -67,11 +67,11 @@ def test_buffers_of_every_dtype_are_compared() -> None:
 
 @pytest.mark.parametrize("name", [name for name, values in BUFFERS.items() if len(values)])
 def test_a_buffer_that_differs_is_told(name: str) -> None:
-    whole = BUFFERS[name]
-    other = whole.clone()
-    other[0] = whole[1] if name == "quantized" else torch.zeros((), dtype=whole.dtype)
-    results = Results({}, outputs={name: whole})
-    assert difference(results, Results({}, outputs={name: whole.clone()}), 1e-5) is None
+    values = BUFFERS[name]
+    other = values.clone()
+    other[0] = values[1] if name == "quantized" else torch.zeros((), dtype=values.dtype)
+    results = Results({}, outputs={name: values})
+    assert difference(results, Results({}, outputs={name: values.clone()}), 1e-5) is None
     assert difference(results, Results({}, outputs={name: other}), 1e-5).startswith(f"{name} differs")
 
 
