@@ -87,7 +87,7 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(f"adjoint {argv[0]}: no such command; {remedy}")
     name, _, function = COMMANDS[argv[0]][0].partition(":")
     with quiet_imports():
-        early_checks = importlib.import_module("adjoint.early_checks")
+        early_checks = importlib.import_module("adjoint.tools.early_checks")
         early_checks.check(argv[0], argv[1:])
         module = importlib.import_module(name)
     return getattr(module, function)(argv[1:])

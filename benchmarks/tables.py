@@ -81,23 +81,6 @@ def positions() -> str:
     return report.markdown_table(("positions", "in windows of", "`none`", "`previous`"), lines, left=(0,))
 
 
-FITTING = 32768  # tokens of a step that fits into a GPU's memory with checkpointing, too
-FITTING_CHUNK = 8192  # tokens; chunks as long as the table has them wait least for the host
-
-
-def fitting_on_a_gpu() -> str:
-    """Return a row per model that fits: memory and time of a step with checkpointing, and by chunks."""
-    ways = {"gradient checkpointing": None, f"`Exact`, chunks of {FITTING_CHUNK:,} tokens": FITTING_CHUNK}
-
-    def cell(model: str, chunk_size: int | None) -> str:
-        step = row("h200/host_waits", hybrid=model, length=FITTING, chunk_size=chunk_size)
-        return f"{step['memory_bytes'] / 2**30:.1f} GiB · {step['step_s']:.2f} s"
-
-    models = ("Bamba-like", "mamba-1.27b")
-    lines = [[model, *(cell(model, chunk_size) for chunk_size in ways.values())] for model in models]
-    return report.markdown_table((f"{FITTING:,} tokens, an H200", *ways), lines)
-
-
 SETS = ("AVX2", "avx2/"), ("AVX-512", "avx512/")  # what tables call them, and the folders of their results
 
 
@@ -221,7 +204,6 @@ def runs(document: str, mark: str, *results: str) -> Table:
 
 
 TABLES = [
-    Table("README.md", "fitting on a GPU table", fitting_on_a_gpu, ("h200/host_waits",)),
     Table("docs/results.md", "method and kernels table", method_and_kernels, ("memory",)),
     Table("docs/results.md", "kernels by vectors table", kernels_by_vectors,
           ("avx2/kernels", "avx512/kernels")),

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -121,7 +122,25 @@ class Wrapped(steps.StepBenchmark):
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
         yield from super().tables(result)
-        yield "README.md", self.name, at_one_length(result["rows"])
+        gpu_rows = json.loads((runner.RESULTS / "h200" / "host_waits.json").read_text())["rows"]
+        yield "README.md", self.name, at_one_length(result["rows"]) + fitting_on_a_gpu(gpu_rows)
+
+
+def fitting_on_a_gpu(rows: Sequence[Row]) -> str:
+    """Return lines of the README's table for models that fit a GPU with checkpointing: memory and time per
+    token of a step with that, and by the longest chunks that were measured."""
+    lines = []
+    for model, name in (("Bamba-like", "Bamba-like"), ("mamba-1.27b", "mamba-1.27b (a `Stack`)")):
+        steps_of_model = [row for row in rows if (row["hybrid"], row["length"]) == (model, 32768)]
+        cells = [
+            f"{row['memory_bytes'] / 2**30:.2f} GiB · {1e3 * row['step_s'] / row['length']:.3f} ms"
+            for chunk_size in (None, 8192)
+            for row in steps_of_model
+            if row["chunk_size"] == chunk_size
+        ]
+        link = "docs/gpu.md#what-an-h100-and-an-h200-have-shown"
+        lines.append(f"| {name}, 32,768 tokens, [H200]({link}) | – | {' | '.join(cells)} |\n")
+    return "".join(lines)
 
 
 def at_one_length(rows: Sequence[Row]) -> str:

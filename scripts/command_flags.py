@@ -1,8 +1,8 @@
-"""Write adjoint/command_flags.py: the flags of each command, and the keys of configurations.
+"""Write adjoint/tools/command_flags.py: the flags of each command, and the keys of configurations.
 
     python -m scripts.command_flags --write
 
-The commands' parsers and dataclasses import torch; the file is what `adjoint.early_checks` reads before that.
+The commands' parsers import torch; `adjoint.tools.early_checks` reads the file before that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from adjoint.tools.plan import command as plan
 from adjoint.tools.sweep import command as sweep
 from adjoint.train import config
 
-FILE = Path(__file__).parents[1] / "adjoint" / "command_flags.py"
+FILE = Path(__file__).parents[1] / "adjoint" / "tools" / "command_flags.py"
 HEAD = '''"""Flags of each command, and keys of configurations.
 
 Written by `python -m scripts.command_flags --write`. A flag's value is the number of its own values: "" for

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from adjoint.files import new_figure, save_figure
 from adjoint.train.metrics import MetricsRow
@@ -40,12 +40,12 @@ def plot_losses(
         panels[-1].plot(xs, ys, "o-", color="tab:orange", markersize=4, label="held out")
     for axes in panels:
         if unigram_entropy is not None:
-            label = f"unigram entropy, {unigram_entropy:.2f}"
-            look: dict[str, Any] = {"color": "tab:gray", "linestyle": "--", "linewidth": 1, "label": label}
-            if _are_near(axes.get_ylim(), [unigram_entropy]):
-                axes.axhline(unigram_entropy, **look)
-            else:  # named in the legend alone
-                axes.plot([], [], **look)
+            label, limits = f"unigram entropy, {unigram_entropy:.2f}", axes.get_ylim()
+            is_near = _are_near(limits, [unigram_entropy])
+            line = axes.axhline(unigram_entropy, color="tab:gray", linestyle="--", linewidth=1, label=label)
+            if not is_near:  # named in the legend alone
+                line.set_ydata([math.nan, math.nan])
+                axes.set_ylim(*limits)
         axes.set(ylabel="loss (nats per token)")
         axes.grid(alpha=0.25)
         if axes.lines:

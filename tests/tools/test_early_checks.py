@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adjoint import cli, early_checks
+from adjoint import cli
 from adjoint.errors import UserError
+from adjoint.tools import early_checks
 from scripts import command_flags
 from tests.page_helpers import ROOT
 

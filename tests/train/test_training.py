@@ -645,10 +645,10 @@ def test_held_out_losses_that_are_far_have_a_panel_of_their_own(
 ) -> None:
     panels: list[list[tuple[float, float]]] = []
 
-    def kept(figure: Any, path: Path) -> None:
+    def record(figure: Any, path: Path) -> None:
         panels.append([axes.get_ylim() for axes in figure.axes])
 
-    monkeypatch.setattr(plots, "save_figure", kept)
+    monkeypatch.setattr(plots, "save_figure", record)
     for held_out in (2.1, 5.0):
         rows: Any = [{"step": n, "loss": 2.0 + 0.1 / n, "eval_loss": held_out + 0.1 / n} for n in (1, 2, 3)]
         plots.plot_losses(rows, tmp_path / "loss.png", unigram_entropy=8.0)

@@ -7,7 +7,10 @@ import importlib.util
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 LINE_EVERY_S = 10.0  # seconds between lines where there is no terminal; a shorter task writes none
 
@@ -38,10 +41,10 @@ class Progress:
     """
 
     def __init__(
-        self, task: str, total: int | None, unit: str, expected_s: float | None = None, **bar: Any
+        self, task: str, total: int | None, unit: str, expected_s: float | None = None, **bar: object
     ) -> None:
         self.task, self.total, self.unit, self.expected_s, self.done = task, total, unit, expected_s, 0
-        self._bar: Any = None
+        self._bar: tqdm[NoReturn] | None = None
         self._bar_settings, self._ended = bar, threading.Event()
         self._thread = threading.Thread(target=self._write_lines, daemon=True)
 
@@ -54,8 +57,8 @@ class Progress:
         if self.has_bar():
             from tqdm import tqdm
 
-            settings = {"desc": self.task, "total": self.total, "unit": self.unit, "leave": False}
-            self._bar = tqdm(**{**settings, **self._bar_settings})
+            settings = {"desc": self.task, "unit": self.unit, "leave": False} | self._bar_settings
+            self._bar = tqdm(total=self.total, **settings)  # type: ignore[call-overload]
         else:
             self._thread.start()
         return self

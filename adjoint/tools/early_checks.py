@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from adjoint.command_flags import FLAGS, KEY_PREFIXES, KEYS
 from adjoint.data.sources import find_sources
+from adjoint.tools.command_flags import FLAGS, KEY_PREFIXES, KEYS
 from adjoint.train.flags import is_like_a_flag, unknown_flag, unknown_key
 from adjoint.train.places import RUNS, file_values, is_local_model, no_configuration, run_at
 
@@ -62,7 +62,7 @@ def _refuse(command: str, word: str) -> None:
     flag, prog, prefix = word.partition("=")[0], f"adjoint {command}", KEY_PREFIXES.get(command)
     if not flag.startswith("--") or flag == "--":
         return
-    flags = [known for known in FLAGS[command] if known.startswith("--")]
+    flags = [name for name in FLAGS[command] if name.startswith("--")]
     is_key = prefix is not None and (flag[2:].startswith(prefix) if prefix else True)
     if not is_key or (command != "train" and is_like_a_flag(flag, flags)):
         raise unknown_flag(word, flags, prog)
