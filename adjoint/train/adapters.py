@@ -54,7 +54,7 @@ def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
         for name, module in adapted.named_modules():
             if name.endswith(".base_layer") and not _is_plain(module):
                 raise ValueError(
-                    f"{name.removesuffix('.base_layer')} is a {type(module).__name__}, which computes more "
+                    f"{name.removesuffix('.base_layer').removeprefix('base_model.model.')} is a {type(module).__name__}, which computes more "
                     f"than {'rows of a table' if isinstance(module, nn.Embedding) else 'a product'}: an "
                     "adapter beside it is not a change of its weight; name other modules"
                 )
