@@ -56,8 +56,8 @@ def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
                 name = path.removesuffix(".base_layer").removeprefix("base_model.model.")
                 kind = "rows of a table" if isinstance(module, nn.Embedding) else "a product"
                 raise ValueError(
-                    f"{name} is a {type(module).__name__}, which computes more than {kind}: an adapter beside "
-                    "it is not a change of its weight; name other modules"
+                    f"{name} is a {type(module).__name__}, which computes more than {kind}: an adapter "
+                    "beside it is not a change of its weight; name other modules"
                 )
         if inseparable := [names for names in tied_modules(adapted) if names in _tied_always(adapted)]:
             raise ValueError(
