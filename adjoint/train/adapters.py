@@ -51,12 +51,13 @@ def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
             adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
         if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
             raise ValueError("PEFT changes the weights of experts in the forward; name other modules")
-        for name, module in adapted.named_modules():
-            if name.endswith(".base_layer") and not _is_plain(module):
+        for path, module in adapted.named_modules():
+            if path.endswith(".base_layer") and not _is_plain(module):
+                name = path.removesuffix(".base_layer").removeprefix("base_model.model.")
+                kind = "rows of a table" if isinstance(module, nn.Embedding) else "a product"
                 raise ValueError(
-                    f"{name.removesuffix('.base_layer')} is a {type(module).__name__}, which computes more "
-                    f"than {'rows of a table' if isinstance(module, nn.Embedding) else 'a product'}: an "
-                    "adapter beside it is not a change of its weight; name other modules"
+                    f"{name} is a {type(module).__name__}, which computes more than {kind}: an adapter "
+                    "beside it is not a change of its weight; name other modules"
                 )
         if inseparable := [names for names in tied_modules(adapted) if names in _tied_always(adapted)]:
             raise ValueError(

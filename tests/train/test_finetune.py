@@ -23,7 +23,7 @@ from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
 from adjoint.tools.eval.command import Loaded, _held_out
-from adjoint.train import pretrained
+from adjoint.train import adapters, pretrained
 from adjoint.train.config import load_config
 from adjoint.train.dependencies import weights_digest
 from adjoint.train.unloaded import copy_unloaded
@@ -607,7 +607,7 @@ def test_the_table_of_layers_with_an_adapter_is_true() -> None:
     for name, picked, left_out in rows:
         model = make(name.strip("`"), torch.float32)
         linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        with_adapter = {n.rpartition(".")[2] for n in pretrained._linear_maps(model)}
+        with_adapter = {n.rpartition(".")[2] for n in adapters._linear_maps(model)}
         assert set(re.findall(r"`(.+?)`", picked)) == with_adapter, name
         assert set(re.findall(r"`(.+?)`", left_out)) == linear - with_adapter - {"lm_head"}, name
 
