@@ -85,11 +85,11 @@ def _corrections(call: Call) -> dict[str, Tensor]:
     changed: dict[str, Tensor] = {}
     if (positions := _positions_after(call)) is not None:
         changed[POSITIONS] = positions
-    mask, is_recurrent = call.arguments.get("attention_mask"), False
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != call.seqlen:
-        is_recurrent = isinstance(call.cache, Cache) and all(call.cache.is_linear)
-    if is_recurrent:  # each of its tokens would be multiplied by the mask of all
-        changed["attention_mask"] = mask[:, -(call.seqlen or 0) :]
+    mask, seqlen = call.arguments.get("attention_mask"), call.seqlen
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or seqlen is None or mask.shape[1] == seqlen:
+        return changed
+    if isinstance(call.cache, Cache) and all(call.cache.is_linear):
+        changed["attention_mask"] = mask[:, -seqlen:]  # its tokens would be multiplied by the mask of all
     return changed
 
 
