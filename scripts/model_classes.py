@@ -280,11 +280,11 @@ CALL_LIMIT = 1e-8
 def expected_logits(model: Any, kind: str) -> list[Tensor]:
     """Return the logits (tokens, vocab_size) of each row, from calls of the model's own forward in which its
     tokens, its document or its tokens without padding are by themselves."""
-    whole: list[Tensor] = [row[None] for row in CALL_IDS]
+    full_rows: list[Tensor] = [row[None] for row in CALL_IDS]
     pieces = {
-        "cache": [[row] for row in whole],
-        "padding": [[whole[0][:, PADDED:]], [whole[1]]],
-        "documents": [list(row.split([CUT, row.shape[1] - CUT], dim=1)) for row in whole],
+        "cache": [[row] for row in full_rows],
+        "padding": [[full_rows[0][:, PADDED:]], [full_rows[1]]],
+        "documents": [list(row.split([CUT, row.shape[1] - CUT], dim=1)) for row in full_rows],
     }[kind]
     model.eval()
     with torch.no_grad(), float64_throughout():

@@ -65,9 +65,15 @@ def test_tables_of_tried_models_have_their_places(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(model_classes, "REFUSED", {})
     monkeypatch.setattr(model_classes, "MULTIMODAL", {})
     monkeypatch.setattr(model_classes, "try_other_classes", lambda: {"exact": ["X"], "off": []})
+    columns = {"`cache=`": ("cache", "cache"), "documents": ("documents", "position_ids")}
+    monkeypatch.setattr(model_classes, "CALL_COLUMNS", columns)
+    monkeypatch.setattr(model_classes, "MORE_RECURRENT", ())
     monkeypatch.setattr(sys, "argv", ["model_classes"])
     model_classes.main()
-    assert tables.keys() == {"classes table", "others table", "multimodal table"}
+    assert tables.keys() == {"classes table", "others table", "multimodal table", "calls table"}
+    by_itself, wrapped = tables["calls table"].splitlines()[2:]
+    assert re.search(r"by itself \| off [^|]*% / off [^|]*% \| off [^|]*% / off [^|]*% \|$", by_itself)
+    assert wrapped == "| `MambaForCausalLM` | wrapped | ok | ok |"
     row = re.escape("| Mamba | `MambaForCausalLM` | recurrent | ") + r"\de-1\d \|"
     assert re.search(row, tables["classes table"])
     put_table(model_releases.PAGE, "releases table", model_releases.table({"5.24.0": {}}))

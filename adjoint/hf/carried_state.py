@@ -7,10 +7,9 @@ own forward, or from a call before with gradients, whose backward has not run ye
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, SupportsIndex
+from typing import ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -128,23 +127,24 @@ def _is_cache_of(model: PreTrainedModel, cache: object) -> bool:
     return isinstance(cache, Cache)
 
 
-def _models_class(module: str, name: str) -> type[Any]:
+def _models_class(module: str, name: str) -> type:
     """Return a cache class of a model's own Python module."""
-    cache_class: type[Any] = getattr(importlib.import_module(module), name)
+    cache_class: type = getattr(importlib.import_module(module), name)
     return cache_class
 
 
-def _lists_states(cache: Any) -> bool:
+def _lists_states(cache: object) -> bool:
     """Whether a cache has its recurrent states in a list of its own: MiniMax's and xLSTM's."""
     return hasattr(cache, "linear_cache") or hasattr(cache, "rnn_state")
 
 
-def _listed_state(cache: Any, slot: Slot) -> Tensor | None:
+def _listed_state(cache: object, slot: Slot) -> Tensor | None:
     """Return a recurrent state of a cache that lists its states, or None if it has none yet."""
-    if hasattr(cache, "rnn_state"):
-        state: Tensor = cache.rnn_state[slot.layer][slot.index]
-        return state if bool(cache.seqlen_offset) else None
-    states = cache.linear_cache
+    attributes = vars(cache)
+    if "rnn_state" in attributes:
+        state: Tensor = attributes["rnn_state"][slot.layer][slot.index]
+        return state if bool(attributes["seqlen_offset"]) else None
+    states = attributes["linear_cache"]
     value = states[slot.layer] if slot.layer < len(states) else None
     return value.mT if isinstance(value, Tensor) else None  # of keys and values; ours of values and keys
 
@@ -219,9 +219,8 @@ def cache_of_state(
             layer.indexer_position_ids = positions.expand(3, len(value), tokens)
         elif slot.name == "block_index":
             layer.update_index(value)
-    if isinstance(cache, Cache) and any(tensor.requires_grad for tensor in state):
-        kind: type[DynamicCache] = type(cache)
-        cache.__class__ = _differentiable_class(kind)
+    if isinstance(cache, DynamicCache) and any(tensor.requires_grad for tensor in state):
+        cache.__class__ = _differentiable_class(type(cache))
     for slot, value in trained.items():  # transformers' methods copy values into tensors of their own
         if slot.grows is None:
             getattr(cache.layers[slot.layer], f"{slot.name}_states")[slot.index] = value
@@ -230,44 +229,47 @@ def cache_of_state(
     return cache
 
 
-def _empty_cache(model: PreTrainedModel, rows: int, device: torch.device) -> Any:
-    """Return a cache of the class that the model's own forward makes, with a layer for each of its layers."""
+def _empty_cache(model: PreTrainedModel, rows: int, device: torch.device) -> DynamicCache:
+    """Return a cache of the class that the model's own forward makes, with a layer for each of its layers.
+
+    xLSTM's is none of `DynamicCache`, and has none of its attributes."""
     config = model.config
     model_type = config.get_text_config().model_type
+    cache: DynamicCache
     if model_type in STATE_CACHE_CLASS:
-        return _models_class(*STATE_CACHE_CLASS[model_type])(config, rows, dtype=model.dtype, device=device)
+        kind = _models_class(*STATE_CACHE_CLASS[model_type])
+        cache = kind(config, rows, dtype=model.dtype, device=device)
+        return cache
     if model_type not in REQUIRED_CACHE_CLASS:
         return DynamicCache(config=config)
     cache = _models_class(*REQUIRED_CACHE_CLASS[model_type][1:])()
     cache.layers = [CACHE_LAYERS["DynamicLayer"]() for _ in range(config.num_hidden_layers)]
-    cache.linear_cache = [[] for _ in cache.layers]
+    vars(cache)["linear_cache"] = [[] for _ in cache.layers]
     return cache
 
 
-def _list_states(cache: Any, values: Mapping[Slot, Tensor], dtype: torch.dtype, tokens: int) -> None:
+def _list_states(cache: object, values: Mapping[Slot, Tensor], dtype: torch.dtype, tokens: int) -> None:
     """Put recurrent states into a cache that lists its states.
 
     Args:
         dtype: in which the model's own forward has them. tokens: number of tokens of the document.
     """
+    attributes = vars(cache)
     for slot, value in values.items():
-        value = value.to(dtype)
-        if hasattr(cache, "linear_cache"):
-            cache.linear_cache[slot.layer] = value.mT
+        if "linear_cache" in attributes:
+            attributes["linear_cache"][slot.layer] = value.to(dtype).mT
         else:
-            states = list(cache.rnn_state[slot.layer])
-            states[slot.index] = value
-            cache.rnn_state[slot.layer] = tuple(states)
-    if hasattr(cache, "rnn_state"):
-        cache.seqlen_offset += tokens
+            states = list(attributes["rnn_state"][slot.layer])
+            states[slot.index] = value.to(dtype)
+            attributes["rnn_state"][slot.layer] = tuple(states)
+    if "rnn_state" in attributes:
+        attributes["seqlen_offset"] += tokens
 
 
-def fill_cache(cache: Any, filled: Any) -> None:
+def fill_cache(cache: object, filled: object) -> None:
     """Put what another cache of the same kind holds into a cache that a call was given."""
-    for name in _PARTS:
-        if hasattr(filled, name):
-            setattr(cache, name, getattr(filled, name))
-    if type(cache) is getattr(filled, "values_class", None):
+    vars(cache).update({name: value for name, value in vars(filled).items() if name in _PARTS})
+    if isinstance(filled, DifferentiableCache) and type(cache) is filled.values_class:
         cache.__class__ = type(filled)
 
 
@@ -313,12 +315,15 @@ class DifferentiableCache(DynamicCache):
         return copy.copy, (detached(self),)
 
 
-@functools.cache
-def _differentiable_class(kind: type[DynamicCache]) -> type[DynamicCache]:
+_differentiable_classes: dict[type, type] = {DynamicCache: DifferentiableCache}
+
+
+def _differentiable_class(kind: type) -> type:
     """Return the subclass of a cache class whose tensors carry gradients."""
-    if kind is DynamicCache:
-        return DifferentiableCache
-    return type(f"Differentiable{kind.__name__}", (DifferentiableCache, kind), {"values_class": kind})
+    if kind not in _differentiable_classes:
+        bases, attributes = (DifferentiableCache, kind), {"values_class": kind}
+        _differentiable_classes[kind] = type(f"Differentiable{kind.__name__}", bases, attributes)
+    return _differentiable_classes[kind]
 
 
 def _tensors(cache: Cache) -> Iterator[Tensor]:

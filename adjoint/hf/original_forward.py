@@ -38,20 +38,22 @@ def why_original_differs(call: Call) -> str | None:
     The text follows "whose own forward". Packed documents are not tried here: they always run by chunks.
     """
     model = call.model
-    config = model.config.get_text_config()
-    if keeps_states_on_modules(config) and (
+    if keeps_states_on_modules(model.config) and (
         _has_recurrent_states(call.cache) or (call.cache is None and call.arguments.get("use_cache"))
     ):
-        return "keeps its states on its modules, not in a cache"
-    if call.seqlen in (None, 1) or is_of_fla(config):
+        return "keeps its states on its modules, not in a cache: give rows without padding"
+    if call.seqlen in (None, 1) or is_of_fla(model.config.get_text_config()):
         return None
     if call.has_documents:
-        return "lets documents read those before them"
+        return "lets documents read those before them: call it once for each document"
     if _holds_tokens(call.cache):
         has_positions = call.has(POSITIONS) or _positions_after(call) is not None
         key = "continues", has_positions
         if not verification_of(model).compute_once(key, continues_from_cache, model, has_positions):
-            return "does not go on from its cache with several tokens as it does token by token"
+            return (
+                "does not go on from its cache with several tokens as it does token by token: give rows "
+                "without padding, or one token at a time"
+            )
     elif call.begins_with_padding:
         has_positions = call.has(POSITIONS)
         key = "hides padding at the left", has_positions
@@ -59,7 +61,7 @@ def why_original_differs(call: Call) -> str | None:
         with in_eval_mode(model):
             hides = verification.compute_once(key, hides_left_padding, model, has_positions)
         if not hides:
-            return "reads padding at the left as tokens, or counts it in their positions"
+            return "reads padding at the left as tokens, or counts it in their positions: pad at the right"
     return None
 
 
@@ -85,11 +87,11 @@ def _corrections(call: Call) -> dict[str, Tensor]:
     changed: dict[str, Tensor] = {}
     if (positions := _positions_after(call)) is not None:
         changed[POSITIONS] = positions
-    mask, is_recurrent = call.arguments.get("attention_mask"), False
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != call.seqlen:
-        is_recurrent = isinstance(call.cache, Cache) and all(call.cache.is_linear)
-    if is_recurrent:  # each of its tokens would be multiplied by the mask of all
-        changed["attention_mask"] = mask[:, -(call.seqlen or 0) :]
+    mask, seqlen = call.arguments.get("attention_mask"), call.seqlen
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or seqlen is None or mask.shape[1] == seqlen:
+        return changed
+    if isinstance(call.cache, Cache) and all(call.cache.is_linear):
+        changed["attention_mask"] = mask[:, -seqlen:]  # its tokens would be multiplied by the mask of all
     return changed
 
 

@@ -44,7 +44,7 @@ def read_cache(output: Any) -> Any:
 
 @pytest.mark.parametrize("name", [MAMBA, ZAMBA, BAMBA, MINIMAX, XLSTM, GRIFFIN])
 def test_every_call_goes_on_from_the_cache(name: str) -> None:
-    """In every mode and under every name of the cache, without positions; by itself each class is off."""
+    """Each mode takes another name of the cache, without positions; unwrapped each class is off."""
     model = make(name)
     wrapped, expected = wrapped_copy(model), logits_of(model, IDS)
     for number, (training, has_gradients) in enumerate(MODES):
@@ -58,8 +58,8 @@ def test_every_call_goes_on_from_the_cache(name: str) -> None:
                 output = wrapped(input_ids=piece, use_cache=True, **{argument: cache})
                 cache = read_cache(output)
                 logits.append(output.logits.detach())
-        seen = torch.cat(logits, dim=1)
-        assert torch.allclose(seen, expected[:, : seen.shape[1]], rtol=0, atol=1e-12), (training, argument)
+        got = torch.cat(logits, dim=1)
+        assert torch.allclose(got, expected[:, : got.shape[1]], rtol=0, atol=1e-12), (training, argument)
 
 
 @pytest.mark.parametrize("name", [MINIMAX, XLSTM])
@@ -81,7 +81,7 @@ def test_gradients_through_a_cache_that_lists_its_states(name: str) -> None:
 
 @pytest.mark.parametrize("name", [BAMBA, MINIMAX])
 def test_a_single_token_gets_its_position(name: str) -> None:
-    """By themselves these count the tokens of the first layer's cache, which has none."""
+    """Unwrapped, Bamba counts from 0, and MiniMax the tokens of a layer that caches none."""
     model = make(name).eval()
     wrapped, position = wrapped_copy(model), torch.tensor([[16]])
     with torch.no_grad(), float64_throughout():
