@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from pathlib import Path
-from typing import Any
 
 from adjoint.errors import UserError
 
@@ -40,7 +39,7 @@ def config_file(path: str) -> Path:
     return file
 
 
-def file_values(path: str, keys: Collection[str]) -> Iterator[tuple[str, Any]]:
+def file_values(path: str, keys: Collection[str]) -> Iterator[tuple[str, object]]:
     """Yield the dotted keys and values of a YAML file.
 
     Args:
@@ -52,7 +51,7 @@ def file_values(path: str, keys: Collection[str]) -> Iterator[tuple[str, Any]]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
             keys = [str(key.value) for key, _ in node.value]
             if len(set(keys)) < len(keys):  # YAML's own loader keeps the last silently
                 raise yaml.YAMLError(f"{max(keys, key=keys.count)} is there twice")
