@@ -42,8 +42,11 @@ def why_original_differs(call: Call) -> str | None:
         _has_recurrent_states(call.cache) or (call.cache is None and call.arguments.get("use_cache"))
     ):
         return "keeps its states on its modules, not in a cache: give rows without padding"
-    if call.seqlen in (None, 1) or is_of_fla(model.config.get_text_config()):
+    if call.seqlen is None or is_of_fla(model.config.get_text_config()):
         return None
+    if call.seqlen == 1:
+        is_recurrent = call.begins_with_padding and any(s.grows is None for s in verification_of(model).slots)
+        return "masks no padding in a call of one token: give two tokens or more" if is_recurrent else None
     if call.has_documents:
         return "lets documents read those before them: call it once for each document"
     if _holds_tokens(call.cache):
