@@ -1,4 +1,4 @@
-"""What `adjoint export` writes and `adjoint eval` reads of a run that began with a folder of transformers:
+"""Exports and evaluations of runs that began with a folder of transformers:
 adapters on any modules, tied or not, folders with tensors of several dtypes, another dtype asked for.
 
 The model that was trained, with its adapters, is the reference: losses, and every tensor after rounding."""

@@ -1,4 +1,4 @@
-"""What an export of a pretrained model's run holds: adapters on shared weights, dtypes, special tokens. The
+"""Exports of runs that began with a pretrained model: adapters on shared weights, dtypes, special tokens. The
 checkpoints are of models that were changed without a training."""
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
 from adjoint.tools.eval.command import Loaded, _held_out
-from adjoint.train import adapters, pretrained
+from adjoint.train import adapters
 from adjoint.train.config import load_config
 from adjoint.train.dependencies import weights_digest
 from adjoint.train.unloaded import copy_unloaded
